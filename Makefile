@@ -1,0 +1,46 @@
+# Every target does its own set-up: `make demo` and `make test` work from a fresh checkout.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test check bench clean
+
+help:
+	@echo "make install   virtual environment in $(VENV), with everything"
+	@echo "make demo      train a tiny model by asynchronous RL and open its tokens (about 5 minutes)"
+	@echo "make test      run the tests"
+	@echo "make check     formatting, lint, types"
+	@echo "make bench     side-by-side benchmarks"
+	@echo "make clean     remove the virtual environment, caches and outputs"
+
+install: $(INSTALLED)
+
+# torch first and pinned: the CPU build is taken where one is offered; a range would pull CUDA packages.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "pellucid needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "no virtual environment could be made; install Python's venv module"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/python examples/reverse_text/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/pellucid bench all
+
+clean:
+	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,58 @@
+"""Side-by-side benchmarks: two ways of doing one thing in one run; the ratio is the result."""
+
+import json
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+
+from rich.console import Console
+from rich.table import Table
+
+from pellucid.bench.result import Result
+from pellucid.config.tools import BenchSettings
+from pellucid.errors import ConfigError
+
+BENCHMARKS = {
+    "attention": "packed training: our attention against HF's own packed SDPA",
+    "overlap": "asynchrony: time per RL step against the slower of sampling and training",
+}
+
+
+def run_bench(settings: BenchSettings) -> None:
+    """Runs one benchmark, or all; without a name it lists them."""
+    if settings.name is None:
+        print("\n".join(f"{name:<12}{what}" for name, what in BENCHMARKS.items()))
+        return
+    results = [result for name in _chosen(settings.name) for result in _benchmark(name)()]
+    if settings.as_json:
+        for result in results:
+            print(json.dumps(result.as_dict()))
+    else:
+        Console().print(_table(results))
+
+
+def _chosen(name: str) -> list[str]:
+    if name == "all":
+        return list(BENCHMARKS)
+    if name in BENCHMARKS:
+        return [name]
+    near = get_close_matches(name, BENCHMARKS, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"known: all, {', '.join(BENCHMARKS)}"
+    raise ConfigError(f"bench {name!r}: no such benchmark; {remedy}")
+
+
+def _benchmark(name: str) -> Callable[[], list[Result]]:
+    run: Callable[[], list[Result]] = import_module(f"pellucid.bench.{name}").run
+    return run
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(box=None, header_style="bold")
+    table.add_column("benchmark")
+    for title in ("ours", "baseline", "unit", "ratio"):
+        table.add_column(title, justify="right")
+    table.add_column("against")
+    for result in results:
+        ours, baseline = f"{result.ours:,.4g}", f"{result.baseline:,.4g}"
+        table.add_row(result.name, ours, baseline, result.unit, f"{result.ratio:.2f}", result.against)
+    return table

@@ -1,0 +1,33 @@
+"""What a benchmark reports, and how it takes time."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    ours: float
+    baseline: float
+    unit: str
+    against: str
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.baseline
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def fastest_s(work: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of the fastest of several runs, after one to warm up: noise only ever adds time."""
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)

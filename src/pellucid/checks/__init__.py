@@ -1,0 +1,1 @@
+"""Commands that check a run: the promises, as something to run."""

@@ -1,0 +1,114 @@
+"""`pellucid COMMAND`: TOML + flags -> config -> one run(); nothing else.
+
+Run functions are imported only when they run, so that `--help`, a typo and `--dry-run` are answered
+at once.
+"""
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, cast
+
+from pellucid import __version__
+from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from pellucid.config.base import Section
+from pellucid.config.parse import parse
+from pellucid.config.save import to_toml
+from pellucid.config.tools import BenchSettings, LedgerSettings, ViewSettings
+from pellucid.errors import ConfigError, PellucidError
+
+
+@dataclass(frozen=True)
+class Command:
+    config: type[Section]
+    run: str
+    """Import path of the function that is called with the config; it returns an exit code or None."""
+    help: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "rl": Command(RLConfig, "pellucid.launch:run_rl", "train with rl: all processes on this machine"),
+    "sft": Command(SFTConfig, "pellucid.launch:run_sft", "fine-tune on a data set"),
+    "trainer": Command(TrainerRunConfig, "pellucid.trainer:run_trainer", "the trainer of an rl run alone"),
+    "orchestrator": Command(
+        OrchestratorRunConfig, "pellucid.orchestrator:run_orchestrator", "the orchestrator of an rl run alone"
+    ),
+    "inference": Command(
+        InferenceRunConfig,
+        "pellucid.inference.server:run_inference",
+        "the inference server of an rl run alone",
+    ),
+    "view": Command(ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser"),
+    "ledger": Command(LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went"),
+    "bench": Command(BenchSettings, "pellucid.bench:run_bench", "run a side-by-side benchmark"),
+}
+
+
+def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
+    """Run a command line; the exit code is 2 for a wrong command line or config, 1 for a failed run."""
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else list(argv), commands)
+    except PellucidError as error:
+        print("error:", str(error).replace("\n", "\n       "), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: list[str], commands: Mapping[str, Command]) -> int:
+    name, *rest = words or ["--help"]
+    if name in commands:
+        return _run(name, commands[name], rest)
+    if name in ("-h", "--help"):
+        print(_overview(commands))
+    elif name == "--version":
+        print(f"pellucid {__version__}")
+    else:
+        near = get_close_matches(name, commands, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "see `pellucid --help`"
+        raise ConfigError(f"{name}: unknown command; {remedy}")
+    return 0
+
+
+def _overview(commands: Mapping[str, Command]) -> str:
+    return "\n".join(
+        [
+            "usage: pellucid COMMAND [@ FILE.toml ...] [--section.key value ...]",
+            "",
+            *(f"  {name:<14}{command.help}" for name, command in commands.items()),
+            "",
+            "`pellucid COMMAND --help` shows every key; `--dry-run` prints the resolved config.",
+        ]
+    )
+
+
+def _run(name: str, command: Command, argv: Sequence[str]) -> int:
+    parsed = parse(command.config, argv, prog=f"pellucid {name}")
+    if parsed.dry_run:
+        print(to_toml(parsed.config), end="")
+        return 0
+    _install_logging()
+    return _load(command.run)(parsed.config) or 0
+
+
+def _load(import_path: str) -> Callable[[Any], int | None]:
+    module, _, attribute = import_path.partition(":")
+    return cast(Callable[[Any], int | None], getattr(importlib.import_module(module), attribute))
+
+
+def _install_logging() -> None:
+    """Log to stderr: pellucid from PELLUCID_LOG_LEVEL (default INFO) on, everything else from WARNING on."""
+    level = os.environ.get("PELLUCID_LOG_LEVEL", "INFO")
+    known = logging.getLevelNamesMapping()
+    if level.upper() not in known:
+        raise ConfigError(f"PELLUCID_LOG_LEVEL = {level!r}: should be DEBUG, INFO, WARNING or ERROR")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("pellucid").setLevel(known[level.upper()])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

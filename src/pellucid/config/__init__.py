@@ -1,0 +1,62 @@
+"""Configuration: typed, frozen, one docstring per field. No torch, nothing else of pellucid.
+
+One tree of keys serves every command. `pellucid rl` reads all of it; `pellucid trainer`,
+`pellucid orchestrator` and `pellucid inference` read their own sections under the same names, so
+that a key, a flag and an error message mean the same thing everywhere.
+"""
+
+from pellucid.config.commands import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    RunConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
+from pellucid.config.data import DataConfig
+from pellucid.config.inference import InferenceConfig
+from pellucid.config.model import ModelConfig
+from pellucid.config.orchestrator import (
+    AdvantageConfig,
+    CustomAdvantageConfig,
+    DefaultAdvantageConfig,
+    EnvConfig,
+    OrchestratorConfig,
+    SamplingConfig,
+)
+from pellucid.config.trainer import (
+    CustomLossConfig,
+    DppoLossConfig,
+    LossConfig,
+    OptimConfig,
+    SchedulerConfig,
+    TokenExportConfig,
+    TrainerConfig,
+)
+from pellucid.config.transport import TransportConfig
+
+__all__ = [
+    "AdvantageConfig",
+    "CustomAdvantageConfig",
+    "CustomLossConfig",
+    "DataConfig",
+    "DefaultAdvantageConfig",
+    "DppoLossConfig",
+    "EnvConfig",
+    "InferenceConfig",
+    "InferenceRunConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OrchestratorConfig",
+    "OrchestratorRunConfig",
+    "RLConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SamplingConfig",
+    "SchedulerConfig",
+    "TokenExportConfig",
+    "TrainerConfig",
+    "TrainerRunConfig",
+    "TransportConfig",
+]

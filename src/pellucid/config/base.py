@@ -1,0 +1,24 @@
+"""The base of every section: frozen, unknown keys refused, attribute docstrings are the help text."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+def _check_import_path(value: str) -> str:
+    module, _, attribute = value.partition(":")
+    if not module or not attribute:
+        raise ValueError("is not an import path; write it as `package.module:function`")
+    return value
+
+
+ImportPath = Annotated[str, AfterValidator(_check_import_path)]

@@ -1,0 +1,159 @@
+"""The configuration of each command: shared keys on top, and the sections that the command reads.
+
+Shared keys fill the parts (`seq_len` fills `trainer.model.seq_len` and `inference.max_model_len`); a part
+that says something else is a conflict and an error, never a silent choice.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from pellucid.config.base import Section
+from pellucid.config.data import DataConfig
+from pellucid.config.inference import InferenceConfig
+from pellucid.config.model import ModelConfig
+from pellucid.config.orchestrator import OrchestratorConfig
+from pellucid.config.trainer import TrainerConfig
+from pellucid.config.transport import TransportConfig
+
+
+class RunConfig(Section):
+    """What every process of a run has to agree on."""
+
+    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Shared key -> dotted keys of the parts that it fills."""
+
+    output_dir: Path = Path("outputs/run")
+    """Run folder; everything a run writes is below it."""
+
+    clean_output_dir: bool = False
+    """Delete what an earlier run wrote into `output_dir` first. Without it a used folder is refused."""
+
+    run_id: str | None = None
+    """Name of the run in ledger and exports; default: the name of `output_dir`."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order, sampling and initialisation."""
+
+    seq_len: int | None = Field(default=None, ge=2)
+    """Longest sequence in tokens; fills `trainer.model.seq_len` and `inference.max_model_len`."""
+
+    model: ModelConfig
+    """The model."""
+
+    @property
+    def run_name(self) -> str:
+        return self.run_id or self.output_dir.resolve().name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_parts(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        filled = dict(data)
+        for shared, parts in cls.SHARED.items():
+            if (value := filled.get(shared)) is not None:
+                for part in parts:
+                    filled = _fill(filled, part.split("."), value, shared=shared)
+        return filled
+
+
+def _fill(
+    data: Mapping[str, Any], path: list[str], value: Any, *, shared: str, done: str = ""
+) -> dict[str, Any]:
+    """`data` with `value` at `path`; a part that already says something else is a conflict."""
+    head, rest = path[0], path[1:]
+    here = f"{done}{head}"
+    filled = dict(data)
+    if rest:
+        section = _plain(filled.get(head, {}))
+        if isinstance(section, Mapping):
+            filled[head] = _fill(section, rest, value, shared=shared, done=f"{here}.")
+        return filled
+    own = filled.get(head)
+    if own is None:
+        filled[head] = value
+    elif str(own) != str(value):
+        raise ValueError(
+            f"{here} = {own} contradicts {shared} = {value}; set one of them, or both to the same value"
+        )
+    return filled
+
+
+class TrainerRunConfig(RunConfig):
+    """`pellucid trainer`: train on batches that an orchestrator sends."""
+
+    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {"seq_len": ("trainer.model.seq_len",)}
+
+    max_steps: int = Field(default=100, ge=1)
+    """Optimizer steps; each trains one batch."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer."""
+
+    transport: TransportConfig = TransportConfig()
+    """How batches arrive."""
+
+
+class OrchestratorRunConfig(RunConfig):
+    """`pellucid orchestrator`: sample rollouts, score them, send batches."""
+
+    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {"seq_len": ("inference.max_model_len",)}
+
+    max_steps: int = Field(default=100, ge=1)
+    """Optimizer steps; each trains one batch."""
+
+    max_async_level: int = Field(default=1, ge=0)
+    """Steps that sampling may run ahead of the weights; 0 is strictly on-policy and never overlaps."""
+
+    orchestrator: OrchestratorConfig
+    """The orchestrator."""
+
+    inference: InferenceConfig = InferenceConfig()
+    """The server that samples."""
+
+    transport: TransportConfig = TransportConfig()
+    """How batches leave."""
+
+    @model_validator(mode="after")
+    def _has_an_environment(self) -> "OrchestratorRunConfig":
+        if not self.orchestrator.env:
+            raise ValueError(
+                "orchestrator.env = [] but a run needs an environment; add [[orchestrator.env]] with an id"
+            )
+        return self
+
+
+class InferenceRunConfig(RunConfig):
+    """`pellucid inference`: serve the model, follow its weights."""
+
+    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {"seq_len": ("inference.max_model_len",)}
+
+    inference: InferenceConfig = InferenceConfig()
+    """The server."""
+
+
+class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
+    """`pellucid rl`: inference, orchestrator and trainer of one run on this machine."""
+
+    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "seq_len": ("trainer.model.seq_len", "inference.max_model_len"),
+    }
+
+    def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
+        """This run as one of its processes sees it."""
+        own = {name: _plain(getattr(self, name)) for name in kind.model_fields}
+        return kind.model_validate({**own, **changes})
+
+
+class SFTConfig(TrainerRunConfig):
+    """`pellucid sft`: the trainer's loop fed from a data set."""
+
+    data: DataConfig
+    """The data set."""
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, Section) else value

@@ -1,0 +1,30 @@
+"""`[inference]`: the server that samples rollouts."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from pellucid.config.base import Section
+
+
+class InferenceConfig(Section):
+    backend: Literal["embedded"] = "embedded"
+    """`embedded`: pellucid's own engine, the same forward as the trainer's."""
+
+    host: str = "127.0.0.1"
+    """Address the server binds to and the orchestrator calls."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the server; 0 lets `pellucid rl` pick a free one. The parts on their own need a number."""
+
+    max_concurrent: int = Field(default=64, ge=1)
+    """Sequences decoded together (slots of the KV cache); further requests wait in line."""
+
+    max_queued: int = Field(default=4096, ge=1)
+    """Requests that may wait for a slot; beyond that the server answers 503."""
+
+    max_model_len: int = Field(default=2048, ge=2)
+    """Longest prompt + completion in tokens. Filled by `seq_len`."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine; default: all cores alone, half of them in `rl`."""

@@ -1,0 +1,43 @@
+"""Settings of the commands that read what a run left behind: `view`, `ledger` and `bench`."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from pellucid.config.base import Section
+
+
+class ViewSettings(Section):
+    """`pellucid view`: see every token of a run in the browser."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
+
+    path: CliPositionalArg[Path]
+    """Run folder, folder of token exports, or one export file."""
+
+    output: Path | None = None
+    """The self-contained HTML page to write; default: `page.html` in the run folder or beside the input."""
+
+    tokenizer: str | None = None
+    """Hub name or folder of the tokenizer that turns ids into text; default: the one the run used."""
+
+
+class LedgerSettings(Section):
+    """`pellucid ledger`: where every sampled token of a run went."""
+
+    run: CliPositionalArg[Path]
+    """Run folder."""
+
+    as_json: bool = Field(default=False, alias="json")
+    """Print one JSON object instead of a table."""
+
+
+class BenchSettings(Section):
+    """`pellucid bench`: run a side-by-side benchmark."""
+
+    name: CliPositionalArg[str | None] = None
+    """Benchmark to run; without it their names are listed."""
+
+    as_json: bool = Field(default=False, alias="json")
+    """Print one JSON object per line instead of a table."""

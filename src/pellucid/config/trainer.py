@@ -1,0 +1,124 @@
+"""`[trainer]`: packing, loss, optimizer, export."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from pellucid.config.base import ImportPath, Section
+
+
+class TrainerModelConfig(Section):
+    seq_len: int = Field(default=2048, ge=2)
+    """Longest sample in tokens; the rest of a longer one is truncated and counted. Filled by `seq_len`."""
+
+
+class OptimConfig(Section):
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's moment decays."""
+
+    max_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+
+
+class SchedulerConfig(Section):
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` reach 0 at `max_steps`."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+
+
+class DppoLossConfig(Section):
+    """DPPO + KL: the policy gradient with a trust region on the change of probability."""
+
+    type: Literal["dppo"] = "dppo"
+    """`dppo`: DPPO + KL, the default rl loss; `custom`: a function of your own."""
+
+    dppo_mask_low: float = Field(default=0.2, ge=0)
+    """A token with advantage ≤ 0 is masked once its probability fell by more than this."""
+
+    dppo_mask_high: float = Field(default=0.2, ge=0)
+    """A token with advantage > 0 is masked once its probability rose by more than this."""
+
+    adv_tau: float = 1.0
+    """Weight of the advantage."""
+
+    teacher_tau: float = 0.0
+    """Weight of (teacher logprob − trainer logprob) where a sample has teacher logprobs."""
+
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Weight of the squared log-ratio, over every trainable token."""
+
+
+class CustomLossConfig(Section):
+    """A loss of your own; see docs/write-a-loss.md."""
+
+    type: Literal["custom"]
+    """Selects the custom loss."""
+
+    import_path: ImportPath
+    """`package.module:function`, called as `function(inputs, **kwargs) -> LossRecord`."""
+
+    kwargs: dict[str, Any] = Field(default={})
+    """Keyword arguments for the function."""
+
+
+# The default comes last: `--help` describes `type` as the last variant does.
+LossConfig = Annotated[CustomLossConfig | DppoLossConfig, Field(discriminator="type")]
+
+
+class TokenExportConfig(Section):
+    path: Path | None = None
+    """One file for all steps, with the rank in its name; default: `token_exports/step_N/rank_R.jsonl`."""
+
+    format: Literal["jsonl"] = "jsonl"
+    """One JSON record per sequence and line."""
+
+
+class ExperimentalConfig(Section):
+    token_export: TokenExportConfig | None = None
+    """Present: every trainable sequence of every step is written with its per-token values."""
+
+
+class TrainerConfig(Section):
+    model: TrainerModelConfig = TrainerModelConfig()
+    """How the trainer runs the model."""
+
+    micro_batch_max_tokens: int | None = Field(default=None, ge=2)
+    """Tokens packed into one micro batch; default: `trainer.model.seq_len`. Changes memory and speed, never
+    the gradient. A longer sample gets a micro batch alone."""
+
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Learning-rate schedule."""
+
+    loss: LossConfig = DppoLossConfig()
+    """Loss of rl samples; sft and opd samples have their own."""
+
+    keep_weights: int = Field(default=4, ge=2)
+    """Published weight versions kept on disk; older ones are deleted."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the trainer; default: all cores for `sft`, half of them for `rl`."""
+
+    experimental: ExperimentalConfig = ExperimentalConfig()
+    """Opt-in features."""
+
+    @model_validator(mode="after")
+    def _cap_fits_seq_len(self) -> "TrainerConfig":
+        cap, seq_len = self.micro_batch_max_tokens, self.model.seq_len
+        if cap is not None and cap > seq_len:
+            raise ValueError(
+                f"trainer.micro_batch_max_tokens = {cap} exceeds trainer.model.seq_len = {seq_len}; "
+                "lower it or raise seq_len"
+            )
+        return self

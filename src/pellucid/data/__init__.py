@@ -1,0 +1,22 @@
+"""The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts, groups."""
+
+from pellucid.data.columns import COLUMNS, Column, Stored
+from pellucid.data.packed import PackedArray
+from pellucid.data.rollout import Completion, Example, Group, Rollout, Turn
+from pellucid.data.sample import TrainingMode, TrainingSample
+from pellucid.data.table import TokenTable
+
+__all__ = [
+    "COLUMNS",
+    "Column",
+    "Completion",
+    "Example",
+    "Group",
+    "PackedArray",
+    "Rollout",
+    "Stored",
+    "TokenTable",
+    "TrainingMode",
+    "TrainingSample",
+    "Turn",
+]

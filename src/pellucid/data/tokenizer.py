@@ -1,0 +1,45 @@
+"""Loading a tokenizer, with errors that say what to do. No torch and no remote code."""
+
+from pathlib import Path
+from typing import Any
+
+from pellucid.errors import ModelError
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a hub name or local folder."""
+    from transformers import AutoTokenizer
+
+    quiet_transformers()
+    require_folder(name)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.name = {name!r}: no tokenizer could be loaded ({_first_line(error)}); "
+            "give a local folder with tokenizer files or a hub name that this machine can reach"
+        ) from error
+
+
+def require_folder(name: str) -> None:
+    """A name that can only be a folder has to exist; asking a hub for it would take half a minute to fail."""
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if is_path and not Path(name).is_dir():
+        raise ModelError(f"model.name = {name!r}: no such folder; give a local model folder or a hub name")
+
+
+def quiet_transformers() -> None:
+    """Its advice and progress bars are for notebooks, not for the log of a run."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def end_of_turn_ids(tokenizer: Any) -> list[int]:
+    """Tokens after which a completion is over."""
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

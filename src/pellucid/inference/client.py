@@ -1,0 +1,52 @@
+"""What the orchestrator asks of an inference server. The embedded engine, vLLM and the fake implement it.
+
+Token ids in, token ids out: the client never tokenizes, so what trains is exactly what was sampled.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from pellucid.data import Completion
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    temperature: float = 1.0
+    """Above 0; 0 is greedy and only for evaluation."""
+
+    max_tokens: int = 16
+    seed: int | None = None
+    """The same seed, prompt and weights give the same tokens, whatever else the server is doing."""
+
+    stop_token_ids: list[int] = []
+    """Sampling ends after one of these; the token is part of the completion."""
+
+    stop: list[str] = []
+    """Sampling ends once the text contains one of these; the tokens so far are the completion."""
+
+
+class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose tokens these are, for the ledger."""
+
+    run: str = ""
+    env: str = ""
+
+
+class InferenceClient(Protocol):
+    async def wait_until_ready(self) -> None:
+        """Returns once the server answers; raises InferenceError when it will not."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+    ) -> Completion:
+        """One completion. Raises InferenceError with the server's reason."""
+
+    async def update_weights(self, version: int, folder: Path) -> None:
+        """Serve policy version `version` from now on; running sequences go on under the new weights."""
+
+    async def abort_all(self) -> None:
+        """Cut every running request short: each returns what it has, with finish reason `abort`."""
+
+    async def close(self) -> None: ...

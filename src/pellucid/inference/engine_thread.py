@@ -1,0 +1,180 @@
+"""The engine on a thread of its own, behind an asyncio-friendly door.
+
+    HTTP handlers (event loop) --commands--> engine thread --completions--> event loop
+
+Only the engine thread touches the engine. Commands are run between two steps: that is where a weight
+swap happens. If the engine raises, every waiter gets what it has and the server goes down with the cause.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+from pellucid.data import Completion
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.engine import Engine, Request
+from pellucid.ledger import Flow, Journal, State
+from pellucid.metrics import Sink
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_FLUSH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """What the engine has done so far; differences are what it did since."""
+
+    busy_s: float = 0.0
+    sampled_tokens: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    decode_steps: int = 0
+
+    @classmethod
+    def of(cls, engine: Engine, busy_s: float) -> "WorkDone":
+        counts = engine.counts
+        sampled = sum(counts.sampled.values())
+        return cls(busy_s, sampled, counts.prefill_tokens, counts.shared_tokens, counts.decode_steps)
+
+    def __sub__(self, other: "WorkDone") -> "WorkDone":
+        return WorkDone(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    def report(self) -> dict[str, float]:
+        values = {
+            "time/busy_s" if f.name == "busy_s" else f.name: getattr(self, f.name) for f in fields(self)
+        }
+        if self.busy_s:
+            values["throughput/tokens_per_s"] = self.sampled_tokens / self.busy_s
+        return values
+
+
+class EngineThread:
+    def __init__(
+        self, engine: Engine, journal: Journal, sink: Sink, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._sink = sink
+        self._reported = WorkDone()
+        self._on_failure = on_failure
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._written: dict[Flow | State, Counter[Account]] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.busy_s = 0.0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after its current step; whatever is still running is cancelled and counted."""
+        self._commands.put(None)
+        self._thread.join()
+
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, account: Account) -> Completion:
+        """One completion; if the caller is cancelled, the slot is freed."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Completion] = loop.create_future()
+
+        def deliver(completion: Completion) -> None:
+            loop.call_soon_threadsafe(_resolve, waiter, completion)
+
+        request = Request(prompt_ids, params, account, deliver)
+        try:
+            await self._call(lambda: self._engine.submit(request))
+            return await waiter
+        except asyncio.CancelledError:
+            self._commands.put(lambda: self._engine.abandon(request))
+            raise
+
+    async def update_weights(self, version: int, folder: Path) -> None:
+        await self._call(lambda: self._swap(version, folder))
+
+    async def abort_all(self) -> None:
+        await self._call(self._engine.abort_all)
+
+    async def _call(self, command: Callable[[], T]) -> T:
+        """Runs a command on the engine thread and gives back its result or its error."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(command())
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self._commands.put(run)
+        return await asyncio.wrap_future(outcome)
+
+    def _swap(self, version: int, folder: Path) -> None:
+        self._report()
+        self._engine.update_weights(version, folder)
+
+    def _report(self) -> None:
+        """Logs the work done under the outgoing policy version."""
+        now = WorkDone.of(self._engine, self.busy_s)
+        self._sink.log(self._engine.version, (now - self._reported).report())
+        self._reported = now
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self._engine.abort_all()
+            self._on_failure(error)
+        finally:
+            self._engine.abandon_all()
+            self._report()
+            self._sink.close()
+            self._flush()
+            self._journal.close(self._engine.version)
+
+    def _serve(self) -> None:
+        flushed = time.monotonic()
+        while self._run_commands():
+            if not self._engine.is_idle:
+                started = time.monotonic()
+                self._engine.step()
+                self.busy_s += time.monotonic() - started
+            if time.monotonic() - flushed > _FLUSH_S:
+                self._flush()
+                flushed = time.monotonic()
+
+    def _run_commands(self) -> bool:
+        """Runs what is waiting, blocking only while there is nothing to decode; False once told to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=self._engine.is_idle, timeout=_FLUSH_S)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _flush(self) -> None:
+        """Writes down what was counted since the last time."""
+        counts = self._engine.counts
+        for what, counter in (
+            (Flow.SAMPLED, counts.sampled),
+            (Flow.DELIVERED, counts.delivered),
+            (State.CANCELLED, counts.cancelled),
+        ):
+            written = self._written.setdefault(what, Counter())
+            for account, tokens in counter.items():
+                self._journal.count(account.run, account.env, what, tokens - written[account])
+            self._written[what] = Counter(counter)
+        self._journal.flush(self._engine.version)
+
+
+def _resolve(waiter: asyncio.Future[Completion], completion: Completion) -> None:
+    if not waiter.done():
+        waiter.set_result(completion)

@@ -1,0 +1,118 @@
+"""An inference server inside the process and without a model: for tests and for trying out environments.
+
+    FakeInferenceClient(lambda prompt_ids, random: [7, 8, 3])
+
+Tokens are sampled one at a time, so that weight updates and aborts fall between them as they do in an
+engine. Every sampled token is delivered, or was sampled for a request that failed or was cancelled:
+`sampled` and `delivered` are this server's side of the ledger.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pellucid.data import Completion
+from pellucid.errors import InferenceError
+from pellucid.inference.client import Account, SamplingParams
+
+Respond = Callable[[Sequence[int], random.Random], Sequence[int]]
+"""Prompt ids and random numbers seeded by the request -> completion ids."""
+
+
+def never(generator: random.Random) -> bool:
+    return False
+
+
+def at_once(generator: random.Random) -> float:
+    return 0.0
+
+
+class FakeInferenceClient:
+    def __init__(
+        self,
+        respond: Respond,
+        *,
+        delay_s: Callable[[random.Random], float] = at_once,
+        fails: Callable[[random.Random], bool] = never,
+    ) -> None:
+        self._respond = respond
+        self._delay_s = delay_s
+        self._fails = fails
+        self._aborted = asyncio.Event()
+        self.policy_version = 0
+        self.updates: list[tuple[int, Path]] = []
+        """Every weight update, in order."""
+        self.sampled: Counter[Account] = Counter()
+        self.delivered: Counter[Account] = Counter()
+        self.num_running = 0
+        self.max_running = 0
+
+    async def wait_until_ready(self) -> None:
+        """Always ready."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+    ) -> Completion:
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            completion = await self._sample(prompt_ids, params, account)
+        finally:
+            self.num_running -= 1
+        self.delivered[account] += len(completion.token_ids)
+        return completion
+
+    async def update_weights(self, version: int, folder: Path) -> None:
+        self.policy_version = version
+        self.updates.append((version, folder))
+
+    async def abort_all(self) -> None:
+        self._aborted.set()
+        self._aborted = asyncio.Event()
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def _sample(
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+    ) -> Completion:
+        generator = random.Random(params.seed)
+        planned = list(self._respond(prompt_ids, generator))
+        num_tokens = min(len(planned), params.max_tokens)
+        pause_s = self._delay_s(generator) / max(num_tokens, 1)
+        fails = self._fails(generator)
+        aborted = self._aborted
+        versions: list[int] = []
+        for _ in range(num_tokens):
+            if await _happens_within(aborted, pause_s):
+                break
+            versions.append(self.policy_version)
+            self.sampled[account] += 1
+        if fails:
+            raise InferenceError(f"injected failure after {len(versions)} tokens")
+        return Completion(
+            token_ids=planned[: len(versions)],
+            logprobs=[-generator.random() for _ in versions],
+            policy_versions=_runs(versions),
+            finish_reason=self._finish_reason(len(versions), num_tokens, len(planned)),
+        )
+
+    @staticmethod
+    def _finish_reason(num_sampled: int, num_tokens: int, num_planned: int) -> str:
+        if num_sampled < num_tokens:
+            return "abort"
+        return "stop" if num_tokens == num_planned else "length"
+
+
+async def _happens_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
+def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
+    return sorted(Counter(versions).items())  # versions only grow

@@ -1,0 +1,186 @@
+"""Live progress: one row per step, from a table of columns.
+
+On a terminal the latest rows and a progress bar are redrawn in place; elsewhere every row is a plain
+line, because a live display writes nothing until its end when there is no terminal. Both are views:
+they are shown records, and know nothing about where those come from.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from pellucid.launch.follow import Record
+
+WIDTH = 100
+"""Columns that everything printed fits in."""
+
+LINES_PER_HEADER = 25
+NUM_LIVE_ROWS = 12
+RATE_WINDOW_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`Column("loss", "loss", 9, "{:.4f}")` shows a record's `loss` as `   0.1234`."""
+
+    title: str
+    key: str
+    width: int
+    template: str
+
+    def cell(self, record: Record) -> str:
+        """`-` for a value that the record does not have, `nan` for one that JSON could not hold."""
+        if self.key not in record:
+            return "-"
+        value = record[self.key]
+        return "nan" if value is None else self.template.format(value)
+
+
+RL_COLUMNS = (
+    Column("step", "step", 6, "{:d}"),
+    Column("reward", "reward/all", 8, "{:.4f}"),
+    Column("loss", "loss", 10, "{:.4f}"),
+    Column("entropy", "entropy/all/mean", 8, "{:.4f}"),
+    Column("mismatch KL", "mismatch_kl/all/mean", 11, "{:.2e}"),
+    Column("tokens/s", "throughput/tokens_per_s", 10, "{:,.0f}"),
+    Column("off-policy", "off_policy_level/all/mean", 10, "{:.2f}"),
+    Column("time", "time/step_s", 9, "{:.2f} s"),
+)
+
+SFT_COLUMNS = (
+    Column("step", "step", 6, "{:d}"),
+    Column("loss", "loss", 10, "{:.4f}"),
+    Column("entropy", "entropy/all/mean", 8, "{:.4f}"),
+    Column("grad norm", "grad_norm", 9, "{:.3g}"),
+    Column("lr", "lr", 9, "{:.2e}"),
+    Column("tokens", "tokens", 9, "{:,.0f}"),
+    Column("tokens/s", "throughput/tokens_per_s", 10, "{:,.0f}"),
+    Column("time", "time/step_s", 9, "{:.2f} s"),
+)
+
+
+def step_cells(record: Record, columns: Sequence[Column]) -> list[str]:
+    return [column.cell(record) for column in columns]
+
+
+def step_row(record: Record, columns: Sequence[Column]) -> str:
+    return _align(step_cells(record, columns), columns)
+
+
+def header_row(columns: Sequence[Column]) -> str:
+    return _align([column.title for column in columns], columns)
+
+
+def _align(cells: Sequence[str], columns: Sequence[Column]) -> str:
+    return "  ".join(cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True))
+
+
+class View(Protocol):
+    """Where steps are shown."""
+
+    def show(self, record: Record) -> None: ...
+
+    def refresh(self) -> None:
+        """Called a few times a second, whether or not there is a new step."""
+
+    def close(self) -> None: ...
+
+
+class PlainView:
+    """A line per step, with a header now and then."""
+
+    def __init__(self, columns: Sequence[Column], write: Callable[[str], object]) -> None:
+        self._columns = columns
+        self._write = write
+        self._num_rows = 0
+
+    def show(self, record: Record) -> None:
+        if self._num_rows % LINES_PER_HEADER == 0:
+            self._write(header_row(self._columns))
+        self._write(step_row(record, self._columns))
+        self._num_rows += 1
+
+    def refresh(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _RateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{1 / task.speed:.2f} s/step" if task.speed else "- s/step")
+
+
+class LiveView:
+    """The latest steps as a table, above a progress bar with rate and time left."""
+
+    def __init__(self, columns: Sequence[Column], max_steps: int, console: Console) -> None:
+        self._columns = columns
+        self._latest: deque[Record] = deque(maxlen=NUM_LIVE_ROWS)
+        self._progress = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            _RateColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            auto_refresh=False,
+            speed_estimate_period=RATE_WINDOW_S,
+        )
+        self._task = self._progress.add_task("", total=max_steps)
+        # Refreshed by its owner: a thread of its own would be forked into the children.
+        self._live = Live(self._render(), console=console, auto_refresh=False)
+        self._live.start(refresh=True)
+
+    def show(self, record: Record) -> None:
+        self._latest.append(record)
+        self._progress.advance(self._task)
+
+    def refresh(self) -> None:
+        self._live.update(self._render(), refresh=True)
+
+    def close(self) -> None:
+        self.refresh()
+        self._live.stop()
+
+    def _render(self) -> Group:
+        table = Table(box=box.SIMPLE_HEAD)
+        for column in self._columns:
+            table.add_column(column.title, justify="right", no_wrap=True)
+        for record in self._latest:
+            table.add_row(*step_cells(record, self._columns))
+        return Group(table, self._progress.get_renderable())
+
+
+def make_console() -> Console:
+    """Standard output: as wide as the terminal, or `WIDTH` where there is none."""
+    console = Console()
+    return console if has_terminal(console) else Console(width=WIDTH)
+
+
+def has_terminal(console: Console) -> bool:
+    """Whether output can be redrawn; FORCE_COLOR makes rich say so of a pipe."""
+    return console.file.isatty() and not console.is_dumb_terminal
+
+
+def open_view(columns: Sequence[Column], max_steps: int, console: Console) -> View:
+    if has_terminal(console):
+        return LiveView(columns, max_steps, console)
+    return PlainView(columns, console.out)

@@ -1,0 +1,58 @@
+"""What the processes of a run report, followed while they write it."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+Record = Mapping[str, Any]
+"""One line of a metrics file: `{"step": 3, "loss": 0.1, …}`."""
+
+
+class JsonlFollower:
+    """The lines added to a JSONL file since the last look; a line is read once, when it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[Record]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            *lines, torn = file.read().split(b"\n")
+            self._offset = file.tell() - len(torn)
+        return [orjson.loads(line) for line in lines]
+
+
+class StepJoin:
+    """Merges the records of several sources by step; where two report the same key, the later source wins.
+
+    join = StepJoin(num_sources=2)
+    join.add(0, [{"step": 1, "reward/all": 0.5}])
+    join.complete()                                -> []
+    join.add(1, [{"step": 1, "loss": 0.1}])
+    join.complete()                                -> [{"step": 1, "reward/all": 0.5, "loss": 0.1}]
+    """
+
+    def __init__(self, num_sources: int) -> None:
+        self._num_sources = num_sources
+        self._waiting: dict[int, dict[int, dict[str, Any]]] = {}
+
+    def add(self, source: int, records: Iterable[Record]) -> None:
+        for record in records:
+            self._waiting.setdefault(record["step"], {}).setdefault(source, {}).update(record)
+
+    def complete(self) -> list[Record]:
+        """The steps that every source has reported, in order; each is handed out once."""
+        steps = sorted(step for step, parts in self._waiting.items() if len(parts) == self._num_sources)
+        return [self._merge(self._waiting.pop(step)) for step in steps]
+
+    @staticmethod
+    def _merge(parts: dict[int, dict[str, Any]]) -> Record:
+        merged: dict[str, Any] = {}
+        for source in sorted(parts):
+            merged |= parts[source]
+        return merged

@@ -1,0 +1,171 @@
+"""`pellucid rl`: inference, orchestrator and trainer as three processes under one supervisor.
+
+    resolve (port, threads) ─> prepare the folder ─> write configs ─> supervise ─> ledger, summary
+
+Trainer and orchestrator end by themselves after `max_steps`; the inference server is told to. The
+processes find each other through their configs and the run folder; the launcher only watches.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from rich.console import Console
+
+from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, TrainerRunConfig
+from pellucid.config.save import save
+from pellucid.errors import ConfigError, LedgerError
+from pellucid.launch.console import RL_COLUMNS, PlainView, View, make_console, open_view
+from pellucid.launch.follow import JsonlFollower, StepJoin
+from pellucid.launch.run_folder import prepare
+from pellucid.launch.summary import Summary
+from pellucid.launch.supervisor import Child, supervise
+from pellucid.ledger import Report, reconcile
+
+PARTS: Mapping[str, type[RunConfig]] = {
+    "inference": InferenceRunConfig,
+    "orchestrator": OrchestratorRunConfig,
+    "trainer": TrainerRunConfig,
+}
+REPORTERS = ("orchestrator", "trainer")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def run_rl(config: RLConfig) -> None:
+    config = resolve(config, num_cores())
+    prepare(config)
+    write_configs(config)
+    run_processes(config, rl_children(config), make_console())
+
+
+def resolve(config: RLConfig, cores: int) -> RLConfig:
+    """`config` with the port and the threads that were left open."""
+    half = max(1, cores // 2)
+    inference, trainer = config.inference, config.trainer
+    return config.model_copy(
+        update={
+            "inference": inference.model_copy(
+                update={
+                    "port": free_port(inference.host, inference.port),
+                    "threads": inference.threads or half,
+                }
+            ),
+            "trainer": trainer.model_copy(update={"threads": trainer.threads or half}),
+        }
+    )
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def free_port(host: str, port: int) -> int:
+    """`port` if nobody listens on it; a free one for 0."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family) as server:
+            number: int = server.getsockname()[1]
+            return number
+    except OSError as error:
+        raise ConfigError(
+            f"inference.port = {port} cannot be used on inference.host = {host} ({error.strerror}); "
+            "choose another port, or 0 for any that is free"
+        ) from error
+
+
+def write_configs(config: RLConfig) -> None:
+    """The run as resolved, whole and as each of its processes sees it."""
+    save(config, config_path(config, "rl"))
+    for name, kind in PARTS.items():
+        save(config.part(kind, clean_output_dir=False), config_path(config, name))
+
+
+def config_path(config: RLConfig, name: str) -> Path:
+    return config.output_dir / "configs" / f"{name}.toml"
+
+
+def rl_children(config: RLConfig) -> list[Child]:
+    threads = {"inference": config.inference.threads, "trainer": config.trainer.threads}
+    return [
+        Child(
+            name,
+            (sys.executable, "-m", "pellucid.cli", name, "@", str(config_path(config, name))),
+            config.output_dir / "logs" / f"{name}.log",
+            child_env(threads.get(name) or 1),
+            service=name == "inference",
+        )
+        for name in PARTS
+    ]
+
+
+def child_env(threads: int) -> dict[str, str]:
+    return {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def run_processes(config: RLConfig, children: Sequence[Child], console: Console) -> None:
+    """Runs `children` to their end while showing the steps, then judges the ledger and sums up."""
+    started = time.monotonic()
+    folder = config.output_dir
+    console.out(f"{config.run_name}: {config.max_steps:,} steps; logs in {folder / 'logs'}", highlight=False)
+    progress = _supervise(config, children, console)
+    report = reconcile(folder / "ledger")
+    duration_s = time.monotonic() - started
+    summary = Summary(config.run_name, duration_s, progress.num_steps, progress.rewards, report, folder)
+    console.print(summary.panel(console.width))
+    _require_balance(report, folder)
+
+
+def _supervise(config: RLConfig, children: Sequence[Child], console: Console) -> "StepProgress":
+    log_path = config.output_dir / "logs" / "rl.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        log = stack.enter_context(log_path.open("w", buffering=1, encoding="utf-8"))
+        view = stack.enter_context(closing(open_view(RL_COLUMNS, config.max_steps, console)))
+        in_log = PlainView(RL_COLUMNS, lambda line: print(line, file=log))
+        progress = StepProgress(config.output_dir / "metrics", [view, in_log])
+        # Whatever ends the run, the steps written until then are shown.
+        stack.callback(progress.update)
+        supervise(children, on_tick=progress.update, say=console.out)
+    return progress
+
+
+class StepProgress:
+    """Follows what the processes report, and shows each step once all of `REPORTERS` have reported it."""
+
+    def __init__(self, metrics_dir: Path, views: Sequence[View]) -> None:
+        self._followers = [
+            JsonlFollower(metrics_dir / f"{name}.jsonl") for name in ("orchestrator", "trainer")
+        ]
+        self._join = StepJoin(len(self._followers))
+        self._views = views
+        self.num_steps = 0
+        self.rewards: list[float] = []
+
+    def update(self) -> None:
+        for source, follower in enumerate(self._followers):
+            self._join.add(source, follower.read())
+        for record in self._join.complete():
+            self.num_steps += 1
+            if (reward := record.get("reward/all")) is not None:
+                self.rewards.append(reward)
+            for view in self._views:
+                view.show(record)
+        for view in self._views:
+            view.refresh()
+
+
+def _require_balance(report: Report, folder: Path) -> None:
+    if report.differences:
+        tokens = sum(abs(difference.tokens) for difference in report.differences)
+        raise LedgerError(f"{tokens:,} tokens are unaccounted for; see `pellucid ledger {folder}`")
+    if report.running:
+        names = ", ".join(stage.value for stage in report.running)
+        raise LedgerError(
+            f"the journal of {names} was not closed, so the ledger cannot be judged; "
+            f"see `pellucid ledger {folder}`"
+        )

@@ -1,0 +1,111 @@
+"""The end of a run on one screen: how long, how much better, whether the books balance, what is where."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pellucid.launch.console import WIDTH
+from pellucid.ledger import Report
+from pellucid.transport.stable import stable_steps
+
+CURVE_HEIGHT = 6
+NUM_AVERAGED = 10
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def reward_curve(values: Sequence[float], width: int, height: int) -> str:
+    """`values` from left to right as bars, at most `width` characters wide and `height` lines high.
+
+    reward_curve([0, 1, 2, 4], width=8, height=2)
+
+        4 ┤  ▁█
+        0 ┤▁▅██
+
+    The lowest value is one eighth of a line high. Values that do not fit side by side are averaged, on
+    the same scale.
+    """
+    if not values:
+        return ""
+    high, low = f"{max(values):.3g}", f"{min(values):.3g}"
+    margin = max(len(high), len(low))
+    scale = _scale(min(values), max(values), 8 * height)
+    levels = [scale(value) for value in _averaged(values, width - margin - 2)]
+    lines = []
+    for row in reversed(range(height)):
+        label = high if row == height - 1 else low if row == 0 else ""
+        bars = "".join(EIGHTHS[min(max(level - 8 * row, 0), 8)] for level in levels)
+        lines.append(f"{label:>{margin}} {'┤' if label else '│'}{bars}".rstrip())
+    return "\n".join(lines)
+
+
+def _averaged(values: Sequence[float], num: int) -> list[float]:
+    """At most `num` values, each the mean of its share of `values`."""
+    num = min(num, len(values))
+    edges = [index * len(values) // num for index in range(num + 1)]
+    return [mean(values[edges[index] : edges[index + 1]]) for index in range(num)]
+
+
+def _scale(low: float, high: float, num_levels: int) -> Callable[[float], int]:
+    """From a value to its level: 1 for `low`, `num_levels` for `high`."""
+    span = (high - low) or 1.0
+    return lambda value: 1 + round((value - low) / span * (num_levels - 1))
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def format_duration(seconds: float) -> str:
+    """`8.3 s`, `2 min 45 s` or `1 h 02 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    run_name: str
+    duration_s: float
+    num_steps: int
+    rewards: Sequence[float]
+    ledger: Report
+    output_dir: Path
+
+    def panel(self, width: int) -> Panel:
+        width = min(width, WIDTH)
+        verdict = [("ledger", line) for line in self.ledger.verdict()]
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="bold", no_wrap=True)
+        facts.add_column(overflow="fold")
+        for label, value in [*self._progress(), *verdict, *artefacts(self.output_dir)]:
+            facts.add_row(label, value)
+        curve = Text(reward_curve(self.rewards, width - 4, CURVE_HEIGHT), style="green", no_wrap=True)
+        return Panel(Group(curve, "", facts), title=self.run_name, width=width)
+
+    def _progress(self) -> list[tuple[str, str]]:
+        lines = [("duration", format_duration(self.duration_s)), ("steps", f"{self.num_steps:,}")]
+        if self.rewards:
+            first, last = mean(self.rewards[:NUM_AVERAGED]), mean(self.rewards[-NUM_AVERAGED:])
+            lines.append(("reward", f"{first:.4f} (first {NUM_AVERAGED}) → {last:.4f} (last {NUM_AVERAGED})"))
+        return lines
+
+
+def artefacts(output_dir: Path) -> list[tuple[str, str]]:
+    """(label, path) of what a run left behind for its user."""
+    places = [
+        ("model", output_dir / "model"),
+        ("token exports", output_dir / "token_exports"),
+        ("page", output_dir / "page.html"),
+        ("logs", output_dir / "logs"),
+    ]
+    if steps := stable_steps(output_dir / "weights"):
+        places.insert(0, ("weights", output_dir / "weights" / f"step_{steps[-1]}"))
+    return [(label, str(path)) for label, path in places if path.exists()]

@@ -1,0 +1,54 @@
+"""The states a sampled token can end in, and the flows between the processes that count them.
+
+    inference:     sampled  = delivered + cancelled                      (+ in_flight)
+    orchestrator:  received = eval + … + rejected + sent                 (+ in_flight)
+    trainer:       received = rejected + truncated + untrainable + masked + trained
+
+Each arrow between two stages is a check: delivered = received, sent = received. Summed up, every token
+that the engine sampled is in exactly one state.
+"""
+
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    INFERENCE = "inference"
+    ORCHESTRATOR = "orchestrator"
+    TRAINER = "trainer"
+
+
+class State(StrEnum):
+    """In order of precedence: the first that fits is the token's state."""
+
+    EVAL = "eval"
+    LOST = "lost"
+    CANCELLED = "cancelled"
+    FAILED_ROLLOUT = "failed_rollout"
+    DROPPED_GROUP = "dropped_group"
+    STALE = "stale"
+    FILTERED = "filtered"
+    ZERO_ADVANTAGE = "zero_advantage"
+    REJECTED = "rejected"
+    TRUNCATED = "truncated"
+    UNTRAINABLE = "untrainable"
+    MASKED = "masked"
+    TRAINED = "trained"
+    IN_FLIGHT = "in_flight"
+
+
+class Flow(StrEnum):
+    """What a stage takes in and hands on; never a final state."""
+
+    SAMPLED = "sampled"
+    DELIVERED = "delivered"
+    RECEIVED = "received"
+    SENT = "sent"
+    CONTEXT = "context"
+    """Prompt and tool tokens computed by the trainer, beside the sampled ones."""
+    PADDING = "padding"
+    COMPUTED = "computed"
+    """All tokens of the trainer's forward passes."""
+
+
+TAKES_IN = {Stage.INFERENCE: Flow.SAMPLED, Stage.ORCHESTRATOR: Flow.RECEIVED, Stage.TRAINER: Flow.RECEIVED}
+HANDS_ON = {Stage.INFERENCE: Flow.DELIVERED, Stage.ORCHESTRATOR: Flow.SENT}

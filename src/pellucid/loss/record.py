@@ -1,0 +1,82 @@
+"""What a loss reads and what it must return, token by token.
+
+π  probability under the trainer's weights      A  advantage
+μ  probability under the weights that sampled   m  trainable
+
+log_importance_ratio  ℓ = log π − log μ         mismatch_kl  r − ℓ − 1
+importance_ratio      r = exp ℓ                 prob_delta   π − μ
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pellucid.data.tensors import TokenTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """How far the trainer's policy is from the one that sampled; without gradient, for every token."""
+
+    log_importance_ratio: Tensor
+    importance_ratio: Tensor
+    mismatch_kl: Tensor
+    prob_delta: Tensor
+
+    @classmethod
+    def of(cls, trainer_logprobs: Tensor, inference_logprobs: Tensor) -> "Ratios":
+        with torch.no_grad():
+            log_ratio = trainer_logprobs - inference_logprobs
+            return cls(
+                log_importance_ratio=log_ratio,
+                importance_ratio=log_ratio.exp(),
+                # expm1 keeps the digits that r − ℓ − 1 cancels when ℓ is small.
+                mismatch_kl=torch.expm1(log_ratio) - log_ratio,
+                prob_delta=trainer_logprobs.exp() - inference_logprobs.exp(),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    trainer_logprobs: Tensor
+    """With gradient."""
+
+    inference_logprobs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    teacher_logprobs: Tensor | None
+    """NaN where a token has none."""
+
+    ratios: Ratios
+
+    @classmethod
+    def of(cls, tokens: TokenTensors, trainer_logprobs: Tensor) -> "LossInputs":
+        return cls(
+            trainer_logprobs=trainer_logprobs,
+            inference_logprobs=tokens["inference_logprobs"],
+            advantages=tokens["advantages"],
+            loss_mask=tokens["loss_mask"],
+            teacher_logprobs=tokens.get("teacher_logprobs"),
+            ratios=Ratios.of(trainer_logprobs, tokens["inference_logprobs"]),
+        )
+
+    def log_ratio(self) -> Tensor:
+        """ℓ with gradient; 0 where a token is not trainable, so that nothing there can overflow."""
+        zero = self.trainer_logprobs.new_zeros(())
+        return torch.where(self.loss_mask, self.trainer_logprobs - self.inference_logprobs, zero)
+
+
+@dataclass(frozen=True, slots=True)
+class LossRecord:
+    """What the loss did with each token. None: the loss makes no such decision."""
+
+    token_loss: Tensor
+    """With gradient; 0 where a token is not trainable."""
+
+    ratios: Ratios | None
+    is_masked: Tensor | None = None
+    """Outside the trust region: the policy-gradient term of a trainable token was left out."""
+
+    is_masked_high: Tensor | None = None
+    is_masked_low: Tensor | None = None

@@ -1,0 +1,107 @@
+"""Values that know how they combine, so that a mean over micro batches and ranks is the mean over tokens.
+
+    Mean(total=6.0, weight=4) + Mean(total=1.0, weight=1)  ->  Mean(7.0, 5), reported as 1.4
+
+A name never decides a reduction; the type does. A value without weight is absent, not zero.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+
+class Metric(Protocol):
+    def __add__(self, other: Self) -> Self: ...
+
+    def report(self) -> Mapping[str, float]:
+        """Suffix -> number; the suffix "" is the metric's own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    total: float
+
+    def __add__(self, other: "Sum") -> "Sum":
+        return Sum(self.total + other.total)
+
+    def report(self) -> Mapping[str, float]:
+        return {"": self.total}
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    value: float
+
+    def __add__(self, other: "Max") -> "Max":
+        return Max(max(self.value, other.value))
+
+    def report(self) -> Mapping[str, float]:
+        return {"": self.value}
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    total: float
+    weight: float
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def report(self) -> Mapping[str, float]:
+        return {"": self.total / self.weight} if self.weight else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Mean, standard deviation and maximum of weighted values."""
+
+    weight: float
+    mean: float
+    squares: float
+    """Sum of squared distances from the mean: combining those is stable where raw squares cancel."""
+    maximum: float
+
+    @classmethod
+    def of(cls, weight: float, total: float, total_squares: float, maximum: float) -> "Moments":
+        mean = total / weight if weight else 0.0
+        return cls(weight, mean, max(total_squares - weight * mean * mean, 0.0), maximum)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        weight = self.weight + other.weight
+        if not weight:
+            return self
+        gap = other.mean - self.mean
+        return Moments(
+            weight,
+            self.mean + gap * other.weight / weight,
+            self.squares + other.squares + gap * gap * self.weight * other.weight / weight,
+            max(self.maximum, other.maximum),
+        )
+
+    def report(self) -> Mapping[str, float]:
+        if not self.weight:
+            return {}
+        std = math.sqrt(self.squares / self.weight)
+        return {"/mean": self.mean, "/std": std, "/max": self.maximum}
+
+
+class MetricSet:
+    """Metrics by name, combined as they arrive."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, name: str, metric: Metric) -> None:
+        known = self._metrics.get(name)
+        if known is not None and type(known) is not type(metric):
+            raise TypeError(f"metric {name} is a {type(known).__name__}, not a {type(metric).__name__}")
+        self._metrics[name] = metric if known is None else known + metric
+
+    def report(self) -> dict[str, float]:
+        return dict(self._items())
+
+    def _items(self) -> Iterator[tuple[str, float]]:
+        for name, metric in self._metrics.items():
+            for suffix, value in metric.report().items():
+                yield name + suffix, value

@@ -1,0 +1,8 @@
+"""One loading and one forward for trainer and engine, so that their logprobs can be compared at all."""
+
+from pellucid.model.attention import AttentionPlan, PackedAttention
+from pellucid.model.head import TokenOutput, token_logprobs
+from pellucid.model.load import load_policy
+from pellucid.model.policy import Policy
+
+__all__ = ["AttentionPlan", "PackedAttention", "Policy", "TokenOutput", "load_policy", "token_logprobs"]

@@ -1,0 +1,51 @@
+"""The policy: an HF causal language model behind the one forward that trainer and engine share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pellucid.model.attention import AttentionPlan, PackedAttention
+from pellucid.model.head import TokenOutput, entropy_of, token_logprobs, unpredicted
+
+
+class Policy(nn.Module):
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf = hf
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.hf.get_output_embeddings().weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """Last hidden states; ids and positions are [batch, tokens]."""
+        output = self.hf.base_model(input_ids=token_ids, position_ids=positions, use_cache=False, plan=plan)
+        states: Tensor = output.last_hidden_state
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.hf.get_output_embeddings()(hidden)
+        return logits
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, lengths: Sequence[int], temperatures: Tensor
+    ) -> TokenOutput:
+        """Logprob and entropy of every token of packed sequences; all arguments are one row of tokens.
+
+        Token t is predicted by the hidden state at t−1, at the temperature of token t.
+        """
+        hidden = self.hidden(token_ids[None], positions[None], PackedAttention(lengths))[0]
+        predicted = positions.nonzero()[:, 0]
+        logprobs = token_logprobs(self.logits(hidden[predicted - 1]), temperatures[predicted])
+        chosen = logprobs.gather(-1, token_ids[predicted][:, None])[:, 0]
+        first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
+        return TokenOutput(
+            first.logprobs.index_put((predicted,), chosen),
+            first.entropy.index_put((predicted,), entropy_of(logprobs.detach())),
+        )

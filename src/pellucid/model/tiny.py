@@ -1,0 +1,74 @@
+"""A character-level Qwen3-style model and its tokenizer, made on the spot: it learns on one core."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pellucid.data.tokenizer import quiet_transformers
+
+_SPECIAL = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
+_CHATML = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def character_tokenizer() -> Any:
+    """One token per printable ASCII character, ChatML markers as special tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = "\n" + "".join(sorted(set(string.printable) - set("\t\n\r\x0b\x0c")))
+    vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=["<|im_start|>", "<|endoftext|>"],
+    )
+    fast.chat_template = _CHATML
+    return fast
+
+
+def make_tiny_model(
+    folder: Path,
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 4,
+    max_length: int = 4096,
+    seed: int = 0,
+) -> None:
+    """Writes a freshly initialised model (0.9 M parameters by default) and its tokenizer into a folder."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    quiet_transformers()
+    tokenizer = character_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,64 @@
+"""The attempts at one example. An exception in an environment, session or client fails that rollout alone.
+
+`attempt` is the boundary where failures become data: type and message are kept in the rollout.
+"""
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+
+from pellucid.data import Example, Rollout
+from pellucid.errors import RolloutError
+from pellucid.orchestrator.environment import Environment, Score
+from pellucid.orchestrator.session import PromptCache, Sampler, Session
+
+EMPTY = "EmptyRollout"
+"""Error type of a rollout in which nothing was sampled."""
+
+
+@dataclass(slots=True)
+class GroupRun:
+    """One example, its prompt rendered once, and the rollouts that attempt it."""
+
+    group_id: str
+    env_name: str
+    environment: Environment
+    example: Example
+    size: int
+    sampler: Sampler
+    prompts: PromptCache
+    scored: list[Rollout] = field(default_factory=list)
+
+    def open_rollout(self, rollout_id: str) -> Rollout:
+        return Rollout(rollout_id, self.group_id, self.example, self.env_name, self.sampler.temperature)
+
+    async def attempt(self, rollout: Rollout) -> None:
+        """Leaves the rollout scored, or with the reason why it failed."""
+        session = Session(rollout, self.sampler, self.prompts)
+        try:
+            _apply(rollout, await self.environment.rollout(self.example, session))
+            self.scored.append(rollout)
+            if self.environment.requires_group_scoring and len(self.scored) == self.size:
+                scores = await self.environment.score_group(self.scored)
+                for member, score in zip(self.scored, scores, strict=True):
+                    _apply(member, score)
+            if rollout.num_sampled == 0:
+                _fail(rollout, EMPTY, "the environment returned a score but sampled nothing")
+        except Exception as error:
+            _fail(rollout, type(error).__name__, str(error))
+        except asyncio.CancelledError:
+            _fail(rollout, "CancelledError", "the attempt was cancelled")
+            raise
+
+
+def _fail(rollout: Rollout, error_type: str, reason: str) -> None:
+    rollout.error_type = error_type
+    rollout.error = f"{error_type}: {reason}"
+
+
+def _apply(rollout: Rollout, score: Score) -> None:
+    reward = float(score.reward)
+    if not math.isfinite(reward):
+        raise RolloutError(f"the environment returned reward = {reward}; rewards are finite numbers")
+    rollout.reward = reward
+    rollout.metrics = {name: float(value) for name, value in score.metrics.items()}

@@ -1,0 +1,74 @@
+"""What the orchestrator writes down: ledger, metrics, saved rollouts, log. Kept together, so they agree.
+
+Per run and environment, at every flush: received = the tokens of every state + sent.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from pellucid.config import OrchestratorRunConfig
+from pellucid.data import TokenTable
+from pellucid.ledger import Flow, Journal, Stage, State
+from pellucid.metrics import JsonlSink
+from pellucid.orchestrator.records import save_rollouts
+from pellucid.orchestrator.report import Groups, is_dropped, step_line, step_metrics
+from pellucid.orchestrator.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+
+class Books:
+    def __init__(self, config: OrchestratorRunConfig) -> None:
+        self._run_dir = config.output_dir
+        self._run_id = config.run_name
+        self._env_names = [env.label for env in config.orchestrator.env]
+        self._sampling_args = config.orchestrator.sampling.model_dump()
+        self._journal = Journal(self._run_dir / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR)
+        self._sink = JsonlSink(self._run_dir / "metrics" / "orchestrator.jsonl")
+
+    def settle(self, step: int, groups: Groups) -> None:
+        """Accounts for the tokens of these groups and saves their rollouts."""
+        for verdicts in groups:
+            for verdict in verdicts:
+                self._count(verdict)
+            self._log_losses(verdicts)
+        self._journal.flush(step)
+        save_rollouts(self._run_dir, step, groups, self._sampling_args)
+
+    def report(self, step: int, groups: Groups, table: TokenTable, own: Mapping[str, float]) -> None:
+        """Metrics and the log line of one batch; `own` holds the numbers that only the loop knows."""
+        values = {**step_metrics(step, groups, table, self._env_names), **own}
+        self._sink.log(step, values)
+        log.info(step_line(step, values, groups))
+
+    def close(self, step: int) -> None:
+        self._journal.close(step)
+        self._sink.close()
+
+    def _count(self, verdict: Verdict) -> None:
+        env_name, num_sampled = verdict.rollout.env_name, verdict.rollout.num_sampled
+        self._journal.count(self._run_id, env_name, Flow.RECEIVED, num_sampled)
+        num_settled = (
+            sum(sample.num_sampled for sample in verdict.samples) if verdict.is_sent else num_sampled
+        )
+        self._journal.count(self._run_id, env_name, verdict.outcome, num_settled)
+
+    def _log_losses(self, verdicts: Sequence[Verdict]) -> None:
+        rollout = verdicts[0].rollout
+        if is_dropped(verdicts):
+            num_failed = sum(verdict.outcome is State.FAILED_ROLLOUT for verdict in verdicts)
+            log.warning(
+                "group %s of %s dropped: %d of %d rollouts failed",
+                rollout.group_id,
+                rollout.env_name,
+                num_failed,
+                len(verdicts),
+            )
+        for verdict in verdicts:
+            if verdict.outcome is State.REJECTED:
+                log.warning(
+                    "rollout %s of %s rejected: %s",
+                    verdict.rollout.rollout_id,
+                    rollout.env_name,
+                    verdict.reason,
+                )

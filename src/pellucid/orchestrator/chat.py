@@ -1,0 +1,94 @@
+"""Chat messages to token ids, with the tokenizer's template, and where each message ends.
+
+    [{"role": "user", "content": "hi"}]
+
+    <|im_start|>user\\nhi<|im_end|>\\n  <|im_start|>assistant\\n
+    |------------ user -------------|  |---- the reply's opening ...
+
+What the model wrote is never rendered again: a later prompt is the earlier tokens plus what the template
+puts after the reply.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from pellucid.data.tokenizer import end_of_turn_ids
+from pellucid.errors import ModelError
+
+Message = Mapping[str, str]
+
+_REPLY = "pellucid"  # stands for a reply while the template is asked what follows one
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    token_ids: list[int]
+    stops: list[tuple[str, int]]
+    """(role, end in tokens) of each message whose end is known; the rest opens the reply."""
+
+
+class ChatTemplate:
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer.chat_template is None:
+            raise ModelError(
+                f"tokenizer {tokenizer.name_or_path!r} has no chat template; use a model that was made for "
+                "chat, or add a chat_template.jinja to its folder"
+            )
+        self._tokenizer = tokenizer
+        self.end_of_turn_ids = end_of_turn_ids(tokenizer)
+
+    def prompt(self, messages: Sequence[Message]) -> Rendered:
+        """A conversation from its beginning, ready for a reply."""
+        token_ids = self._encode(self._text(messages, opens_reply=True))
+        return Rendered(token_ids, self._stops(token_ids, messages, 0, ""))
+
+    def continuation(self, messages: Sequence[Message], reply: int) -> Rendered | None:
+        """What follows the text of `messages[reply]`, up to the next reply; the first stop is that message's.
+
+        None if the template rewrites earlier messages once later ones are there.
+        """
+        known = [*messages[:reply], {**messages[reply], "content": _REPLY}, *messages[reply + 1 :]]
+        before = self._text(known[:reply], opens_reply=True) + _REPLY
+        text = self._text(known, opens_reply=True)
+        if not text.startswith(before):
+            return None
+        token_ids = self._encode(text[len(before) :])
+        reply_stop = self._stop(token_ids, known[: reply + 1], before) or 0
+        later = self._stops(token_ids, known, reply + 1, before)
+        return Rendered(token_ids, [(known[reply]["role"], reply_stop), *later])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _stops(
+        self, token_ids: list[int], messages: Sequence[Message], first: int, before: str
+    ) -> list[tuple[str, int]]:
+        stops = []
+        for index in range(first, len(messages)):
+            stop = self._stop(token_ids, messages[: index + 1], before)
+            if stop is not None:
+                stops.append((messages[index]["role"], stop))
+        return stops
+
+    def _stop(self, token_ids: list[int], messages: Sequence[Message], before: str) -> int | None:
+        """Where these messages end in `token_ids`; None if the template renders them differently alone."""
+        try:
+            text = self._text(messages, opens_reply=False)
+        except TemplateError:  # templates may refuse a system message alone
+            return None
+        part = self._encode(text[len(before) :])
+        return len(part) if text.startswith(before) and token_ids[: len(part)] == part else None
+
+    def _text(self, messages: Sequence[Message], *, opens_reply: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=opens_reply, tokenize=False
+        )
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids

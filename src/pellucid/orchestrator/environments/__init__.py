@@ -1,0 +1,1 @@
+"""The environments that pellucid brings along; `environment.BUILT_IN` lists them by id."""

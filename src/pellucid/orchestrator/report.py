@@ -1,0 +1,84 @@
+"""Settled groups and the batch they gave, as metrics and as one line to read. Pure.
+
+Rewards are those of every scored rollout settled since the last batch, filtered ones included, so that
+the curve does not depend on the filter.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pellucid.data import TokenTable
+from pellucid.ledger import State
+from pellucid.metrics import Max, Mean, MetricSet, Sum
+from pellucid.orchestrator.attempt import EMPTY
+from pellucid.orchestrator.verdict import Verdict
+
+Groups = Sequence[Sequence[Verdict]]
+
+LOST = {State.FAILED_ROLLOUT, State.DROPPED_GROUP, State.STALE, State.REJECTED}
+"""Outcomes that a user did not ask for."""
+
+
+def step_metrics(step: int, groups: Groups, table: TokenTable, env_names: Sequence[str]) -> dict[str, float]:
+    metrics = MetricSet()
+    for name in ("errored_rollouts", "empty_rollouts", "dropped_groups"):
+        for scope in ("all", *env_names):
+            metrics.add(f"{name}/{scope}", Sum(0))
+    metrics.add("zero_advantage_groups/all", Sum(0))
+    for verdicts in groups:
+        _add_group(metrics, verdicts)
+        for verdict in verdicts:
+            _add_rollout(metrics, verdict)
+    _add_off_policy_levels(metrics, step, table)
+    return metrics.report()
+
+
+def step_line(step: int, values: Mapping[str, float], groups: Groups) -> str:
+    """`step    7  reward 0.812  128 rollouts  4.2k tokens  off-policy 0.6  1.4 s, 0.2 waiting  3 lost`."""
+    num_lost = sum(verdict.outcome in LOST for verdicts in groups for verdict in verdicts)
+    return (
+        f"step {step:4d}  reward {values['reward/all']:.3f}  {values['batch_rollouts']:.0f} rollouts  "
+        f"{values['batch_tokens'] / 1000:.1f}k tokens  off-policy {values['off_policy_level/all/mean']:.1f}  "
+        f"{values['time/batch_s']:.1f} s, {values['time/wait_weights_s']:.1f} waiting"
+        + (f"  {num_lost} lost" if num_lost else "")
+    )
+
+
+def _add_group(metrics: MetricSet, verdicts: Sequence[Verdict]) -> None:
+    outcomes = {verdict.outcome for verdict in verdicts}
+    if is_dropped(verdicts):
+        for scope in ("all", verdicts[0].rollout.env_name):
+            metrics.add(f"dropped_groups/{scope}", Sum(1))
+    if outcomes <= {State.FAILED_ROLLOUT, State.ZERO_ADVANTAGE} and State.ZERO_ADVANTAGE in outcomes:
+        metrics.add("zero_advantage_groups/all", Sum(1))
+
+
+def is_dropped(verdicts: Sequence[Verdict]) -> bool:
+    """Whether failures left nothing of the group."""
+    return all(verdict.outcome in (State.FAILED_ROLLOUT, State.DROPPED_GROUP) for verdict in verdicts)
+
+
+def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
+    rollout = verdict.rollout
+    scopes = ("all", rollout.env_name)
+    if rollout.error_type is not None:
+        name = "empty_rollouts" if rollout.error_type == EMPTY else "errored_rollouts"
+        for scope in scopes:
+            metrics.add(f"{name}/{scope}", Sum(1))
+        metrics.add(f"error/{rollout.error_type}/count", Sum(1))
+    elif rollout.reward is not None:
+        for scope in scopes:
+            metrics.add(f"reward/{scope}", Mean(rollout.reward, 1))
+        for name, value in rollout.metrics.items():
+            metrics.add(f"metrics/{rollout.env_name}/{name}", Mean(value, 1))
+        metrics.add("completion_length/all", Mean(rollout.num_sampled, 1))
+
+
+def _add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
+    levels = step - table["policy_versions"]
+    owners = np.repeat(table["env_name"], np.diff(table.sampled_offsets))
+    for scope in ("all", *np.unique(table["env_name"])):
+        chosen = levels if scope == "all" else levels[owners == scope]
+        metrics.add(f"off_policy_level/{scope}/mean", Mean(float(chosen.sum()), chosen.size))
+        metrics.add(f"off_policy_level/{scope}/max", Max(float(chosen.max())))

@@ -1,0 +1,75 @@
+"""A rollout's turns to training samples. Every sampled token is in exactly one sample, where it may train.
+
+turn 0   prompt a b       completion X Y
+turn 1   prompt a b X Y c completion Z      extends turn 0 exactly: the same sample
+turn 2   prompt a b c     completion W      does not: a branch, a sample of its own
+
+sample 0   a b X Y c Z        sample 1   a b c W
+sampled    . . x x . x                   . . . x
+"""
+
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
+import numpy as np
+
+from pellucid.data import Rollout, TrainingMode, TrainingSample, Turn
+
+
+def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[TrainingSample]:
+    """Raises DataError where a turn cannot be trained on."""
+    return [
+        _build_sample(
+            turns,
+            run_id=run_id,
+            group_id=rollout.group_id,
+            rollout_id=rollout.rollout_id,
+            sample_id=f"{rollout.rollout_id}-{index}",
+            env_name=rollout.env_name,
+            example_id=rollout.example.example_id,
+            reward=rollout.reward,
+            advantage=advantage,
+            temperature=rollout.temperature,
+            stop_reason=turns[-1].completion.finish_reason,
+            role_spans=turns[-1].role_spans,
+            training_mode=TrainingMode.RL.value,
+        )
+        for index, turns in enumerate(_branches(rollout.turns))
+    ]
+
+
+def _branches(turns: Sequence[Turn]) -> list[list[Turn]]:
+    branches = [[turns[0]]]
+    for last, turn in pairwise(turns):
+        if _extends(last, turn):
+            branches[-1].append(turn)
+        else:
+            branches.append([turn])
+    return branches
+
+
+def _extends(last: Turn, turn: Turn) -> bool:
+    num_prompt, num_known = len(last.prompt_ids), len(last.prompt_ids) + len(last.completion.token_ids)
+    return (
+        list(turn.prompt_ids[:num_prompt]) == list(last.prompt_ids)
+        and list(turn.prompt_ids[num_prompt:num_known]) == last.completion.token_ids
+    )
+
+
+def _build_sample(turns: Sequence[Turn], **values: object) -> TrainingSample:
+    token_ids = [*turns[-1].prompt_ids, *turns[-1].completion.token_ids]
+    sampled = np.zeros(len(token_ids), np.bool_)
+    for turn in turns:
+        start = len(turn.prompt_ids)
+        sampled[start : start + len(turn.completion.token_ids)] = True
+    runs = np.array([run for turn in turns for run in turn.completion.policy_versions], np.int32).reshape(
+        -1, 2
+    )
+    return TrainingSample.build(
+        token_ids=token_ids,
+        loss_mask=sampled,
+        sampled=sampled,
+        inference_logprobs=list(chain.from_iterable(turn.completion.logprobs for turn in turns)),
+        policy_versions=np.repeat(runs[:, 0], runs[:, 1]),
+        **values,
+    )

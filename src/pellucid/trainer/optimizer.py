@@ -1,0 +1,51 @@
+"""AdamW with clipping and a learning-rate schedule."""
+
+import math
+
+import torch
+from torch import nn
+
+from pellucid.config import OptimConfig, SchedulerConfig
+from pellucid.errors import DataError
+
+
+class Optimizer:
+    def __init__(
+        self, model: nn.Module, optim: OptimConfig, scheduler: SchedulerConfig, *, max_steps: int
+    ) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optim = optim
+        self._scheduler = scheduler
+        self._max_steps = max_steps
+        self._step = 0
+        self.last_lr = 0.0
+        self._adamw = torch.optim.AdamW(
+            self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+
+    def step(self) -> float:
+        """Clips, updates and clears the gradients; returns their norm before clipping."""
+        grad_norm = float(nn.utils.clip_grad_norm_(self._parameters, self._optim.max_norm))
+        if not math.isfinite(grad_norm):
+            raise DataError(
+                f"the gradient norm is {grad_norm}; the weights were left as they are. Look at the last "
+                "token export for tokens with a huge ratio, lower trainer.optim.lr, or use float32"
+            )
+        self.last_lr = self._optim.lr * lr_factor(self._step, self._scheduler, self._max_steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = self.last_lr
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self._step += 1
+        return grad_norm
+
+
+def lr_factor(step: int, scheduler: SchedulerConfig, max_steps: int) -> float:
+    """Share of the peak learning rate at a step: linear warm-up, then the schedule's shape down to 0."""
+    warmup = scheduler.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    if scheduler.type == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, max_steps - warmup))
+    return 1.0 - progress if scheduler.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,21 @@
+"""Bytes between processes: batches from orchestrator to trainer, weights from trainer to engine."""
+
+from pellucid.transport.channel import Batch, BatchReceiver, BatchSender
+from pellucid.transport.codec import decode_batch, encode_batch
+from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
+from pellucid.transport.memory import MemoryChannel
+from pellucid.transport.stable import is_stable, publish_folder, stable_steps
+
+__all__ = [
+    "Batch",
+    "BatchReceiver",
+    "BatchSender",
+    "FilesystemReceiver",
+    "FilesystemSender",
+    "MemoryChannel",
+    "decode_batch",
+    "encode_batch",
+    "is_stable",
+    "publish_folder",
+    "stable_steps",
+]

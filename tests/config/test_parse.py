@@ -1,0 +1,370 @@
+"""Files and flags become one config; every problem becomes one line."""
+
+from pathlib import Path
+
+import pytest
+
+from pellucid.config import (
+    CustomLossConfig,
+    DppoLossConfig,
+    InferenceRunConfig,
+    RLConfig,
+    SFTConfig,
+    TokenExportConfig,
+    TrainerRunConfig,
+)
+from pellucid.config.parse import Parsed, parse
+from pellucid.config.tools import BenchSettings, LedgerSettings, ViewSettings
+from pellucid.errors import ConfigError
+
+NAMED = ["--model.name", "m"]
+
+
+def trainer(*argv: str) -> TrainerRunConfig:
+    return parse(TrainerRunConfig, [*NAMED, *argv], prog="pellucid trainer").config
+
+
+def problems(kind: type, *argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(kind, argv, prog="pellucid test")
+    return str(caught.value).splitlines()
+
+
+def trainer_problems(*argv: str) -> list[str]:
+    return problems(TrainerRunConfig, *NAMED, *argv)
+
+
+@pytest.fixture
+def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes a file into the working directory and returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "run.toml") -> str:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return name
+
+    return write
+
+
+# Flags
+
+
+def test_a_flag_sets_a_nested_key():
+    config = trainer("--trainer.optim.lr", "3e-4", "--trainer.optim.max-norm=2")
+    assert (config.trainer.optim.lr, config.trainer.optim.max_norm) == (3e-4, 2.0)
+    assert config.trainer.optim.weight_decay == 0.0
+
+
+def test_booleans_are_bare_flags():
+    assert trainer("--clean-output-dir").clean_output_dir is True
+    assert trainer("--clean-output-dir", "--no-clean-output-dir").clean_output_dir is False
+
+
+def test_a_bare_flag_enables_an_optional_section():
+    assert trainer().trainer.experimental.token_export is None
+    enabled = trainer("--trainer.experimental.token-export")
+    assert enabled.trainer.experimental.token_export == TokenExportConfig()
+    at_path = trainer("--trainer.experimental.token-export.path", "x.jsonl")
+    assert at_path.trainer.experimental.token_export == TokenExportConfig(path=Path("x.jsonl"))
+
+
+def test_lists_and_tables_are_json():
+    config = parse(
+        RLConfig,
+        [
+            *NAMED,
+            "--trainer.optim.betas",
+            "[0.8, 0.9]",
+            "--orchestrator.env",
+            r'[{"id": "a", "args": {"n": [1, "\"]\n"]}}, {"id": "b"}]',
+        ],
+        prog="pellucid rl",
+    ).config
+    assert config.trainer.optim.betas == (0.8, 0.9)
+    assert [(env.id, env.args) for env in config.orchestrator.env] == [("a", {"n": [1, '"]\n']}), ("b", {})]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_key_wins_over_its_section_in_any_order(order):
+    flags = [["--trainer.optim.lr", "0.5"], ["--trainer.optim", '{"lr": 0.1, "max_norm": 2}']][::order]
+    optim = trainer(*flags[0], *flags[1]).trainer.optim
+    assert (optim.lr, optim.max_norm) == (0.5, 2.0)
+
+
+def test_a_bare_section_flag_keeps_the_keys_before_it():
+    flags = ["--trainer.experimental.token-export.path", "x", "--trainer.experimental.token-export"]
+    assert trainer(*flags).trainer.experimental.token_export == TokenExportConfig(path=Path("x"))
+
+
+def test_a_type_selects_the_variant():
+    config = trainer(
+        "--trainer.loss.type",
+        "custom",
+        "--trainer.loss.import-path",
+        "a:b",
+        "--trainer.loss.kwargs",
+        '{"beta": 0.5}',
+    )
+    assert config.trainer.loss == CustomLossConfig(type="custom", import_path="a:b", kwargs={"beta": 0.5})
+
+
+def test_without_a_type_a_union_is_its_default_variant():
+    assert trainer("--trainer.loss.kl-tau", "0").trainer.loss == DppoLossConfig(kl_tau=0)
+
+
+def test_null_unsets_a_value(toml):
+    file = toml('run_id = "r"\n[trainer.experimental.token_export]\n')
+    config = trainer("@", file, "--run-id", "null", "--trainer.experimental.token-export", "null")
+    assert config.run_id is None
+    assert config.trainer.experimental.token_export is None
+
+
+def test_environment_variables_are_not_read(monkeypatch):
+    monkeypatch.setenv("seed", "7")
+    monkeypatch.setenv("trainer.optim.lr", "7")
+    assert trainer() == trainer("--seed", "0")
+
+
+def test_dry_run_is_not_a_config_key(toml):
+    assert parse(TrainerRunConfig, [*NAMED, "--dry-run"], prog="p") == Parsed(trainer(), dry_run=True)
+    assert parse(TrainerRunConfig, NAMED, prog="p").dry_run is False
+    assert trainer_problems("@", toml("dry_run = true")) == [
+        "dry_run = True: unknown key; see `pellucid test --help`"
+    ]
+
+
+# Files
+
+
+def test_files_are_merged_in_order_and_flags_win(toml):
+    first = toml('seed = 1\n[model]\nname = "a"\n[trainer.optim]\nlr = 0.1\nmax_norm = 3\n', "1.toml")
+    second = toml("[trainer.optim]\nlr = 0.2\nweight_decay = 0.5\n", "2.toml")
+    argv = ["@", first, "--trainer.optim.weight-decay", "0.25", f"@{second}"]
+    config = parse(TrainerRunConfig, argv, prog="p").config
+    optim = config.trainer.optim
+    assert (config.model.name, config.seed) == ("a", 1)
+    assert (optim.lr, optim.max_norm, optim.weight_decay) == (0.2, 3.0, 0.25)
+
+
+def test_a_file_and_flags_say_the_same(toml):
+    file = toml(
+        """
+        output_dir = "out"
+        [model]
+        name = "m"
+        [trainer.optim]
+        betas = [0.8, 0.9]
+        [trainer.loss]
+        type = "custom"
+        import_path = "a:b"
+        [trainer.experimental.token_export]
+        """
+    )
+    flags = ["--output-dir", "out", "--trainer.optim.betas", "[0.8, 0.9]", "--trainer.loss.type", "custom"]
+    flags += ["--trainer.loss.import-path", "a:b", "--trainer.experimental.token-export"]
+    assert parse(TrainerRunConfig, ["@", file], prog="p").config == trainer(*flags)
+
+
+def test_a_flag_keeps_the_variant_of_the_file(toml):
+    file = toml('[trainer.loss]\ntype = "custom"\nimport_path = "a:b"\nkwargs = {x = 1}\n')
+    config = trainer("@", file, "--trainer.loss.kwargs", '{"y": 2}')
+    assert config.trainer.loss == CustomLossConfig(type="custom", import_path="a:b", kwargs={"x": 1, "y": 2})
+
+
+def test_keys_of_the_variant_that_a_flag_replaced_are_refused(toml):
+    file = toml("[trainer.loss]\nkl_tau = 0.5\n")
+    assert trainer_problems(
+        "@", file, "--trainer.loss.type", "custom", "--trainer.loss.import-path", "a:b"
+    ) == [
+        "trainer.loss.kl_tau = 0.5: belongs to trainer.loss.type = 'dppo', not 'custom'; "
+        "remove it or change the type"
+    ]
+
+
+def test_files_that_cannot_be_read(toml, tmp_path):
+    broken = toml("seed = 1\nseq_len =\n", "broken.toml")
+    (tmp_path / "latin.toml").write_bytes(b"run_id = '\xe9'")
+    (tmp_path / "folder").mkdir()
+    assert trainer_problems("@", broken, "@missing.toml", "@", "latin.toml", "@", "folder", "@") == [
+        "broken.toml: is not valid TOML: Invalid value (at line 2, column 10)",
+        "missing.toml: no such file; check the path after @",
+        "latin.toml: is not UTF-8 text; TOML has to be",
+        "folder: cannot be read (Is a directory); check the path after @",
+        "@ has no file after it; write @ FILE.toml",
+    ]
+
+
+def test_an_at_sign_does_not_swallow_a_flag():
+    assert trainer_problems("@", "--seed", "1") == ["@ has no file after it; write @ FILE.toml"]
+
+
+# Problems
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--trainer.optim.lr", "abc"], "trainer.optim.lr = 'abc': should be a valid number"),
+        (["--trainer.optim.lr", "0"], "trainer.optim.lr = '0': should be greater than 0"),
+        (["--seed", "1.5"], "seed = '1.5': should be a valid integer"),
+        (["--model.dtype", "fp8"], "model.dtype = 'fp8': should be 'auto', 'float32' or 'bfloat16'"),
+        (["--trainer.loss.type", "dpo"], "trainer.loss.type = 'dpo': should be 'custom' or 'dppo'"),
+        (
+            ["--trainer.loss.type", "custom"],
+            "trainer.loss.import_path is missing; set it in a file or with --trainer.loss.import-path",
+        ),
+        (
+            ["--trainer.loss.type", "custom", "--trainer.loss.import-path", "ab"],
+            "trainer.loss.import_path = 'ab': is not an import path; write it as `package.module:function`",
+        ),
+        (
+            ["--trainer.loss.import-path", "a:b"],
+            "trainer.loss.import_path = 'a:b': belongs to trainer.loss.type = 'custom', not 'dppo'; "
+            "remove it or change the type",
+        ),
+        (["--trainer.optim.betas", "[0.9, 1.5]"], "trainer.optim.betas[1] = 1.5: should be less than 1"),
+        (
+            ["--trainer.optim.betas", "[0.9]"],
+            "trainer.optim.betas[1] is missing; set it in a file or with --trainer.optim.betas",
+        ),
+        (
+            ["--trainer.optim.betas", "[0, 0, 0]"],
+            "trainer.optim.betas = [0, 0, 0]: tuple should have at most 2 items after validation, not 3",
+        ),
+        (
+            ["--trainer.optim", "{broken"],
+            "trainer.optim = '{broken': should be a table with the keys lr, weight_decay, betas, max_norm",
+        ),
+        (
+            ["--trainer.optim.betas", "0.9,0.95"],
+            "trainer.optim.betas = '0.9,0.95': should be a list; a flag takes it as JSON, such as '[1, 2]'",
+        ),
+        (
+            ["--trainer.loss.type=custom", "--trainer.loss.import-path=a:b", "--trainer.loss.kwargs", "{x"],
+            "trainer.loss.kwargs = '{x': should be a table; a flag takes it as JSON, such as '{\"key\": 1}'",
+        ),
+        (["--trainer.optim.lr"], "--trainer.optim.lr: expected one argument; see `pellucid test --help`"),
+        (
+            ["--clean-output-dir=yes"],
+            "--clean-output-dir/--no-clean-output-dir: ignored explicit argument 'yes'; "
+            "see `pellucid test --help`",
+        ),
+        (["run.toml"], "run.toml: unexpected argument; write @ run.toml to read a file"),
+        (
+            ["--trainer.micro-batch-max-tokens", "4096", "--trainer.model.seq-len", "2048"],
+            "trainer.micro_batch_max_tokens = 4096 exceeds trainer.model.seq_len = 2048; "
+            "lower it or raise seq_len",
+        ),
+        (
+            ["--seq-len", "8", "--trainer.model.seq-len", "16"],
+            "trainer.model.seq_len = 16 contradicts seq_len = 8; set one of them, or both to the same value",
+        ),
+    ],
+)
+def test_a_problem_is_one_line_with_key_value_rule_and_remedy(argv, line):
+    assert trainer_problems(*argv) == [line]
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--trainer.lss.kl-tau", "did you mean --trainer.loss.kl-tau?"),
+        ("--trainer.loss.kl-tua", "did you mean --trainer.loss.kl-tau?"),
+        ("--trainer.loss.kl_tau", "did you mean --trainer.loss.kl-tau?"),
+        ("--lr", "did you mean --trainer.optim.lr?"),
+        ("--dry-rum", "did you mean --dry-run?"),
+        ("--zzz", "see `pellucid test --help`"),
+    ],
+)
+def test_an_unknown_flag_suggests_the_nearest(flag, remedy):
+    assert trainer_problems(flag, "1") == [f"{flag}: unknown flag; {remedy}"]
+    assert trainer_problems(f"{flag}=1") == [f"{flag}: unknown flag; {remedy}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "[trainer.optim]\nlrr = 0.1",
+            "trainer.optim.lrr = 0.1: unknown key; did you mean trainer.optim.lr?",
+        ),
+        ("lr = 0.1", "lr = 0.1: unknown key; did you mean trainer.optim.lr?"),
+        ("trainer.optm.lr = 1", "trainer.optm = {'lr': 1}: unknown key; did you mean trainer.optim?"),
+        ("zzz = 1", "zzz = 1: unknown key; see `pellucid test --help`"),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest(toml, text, line):
+    assert trainer_problems("@", toml(text)) == [line]
+
+
+def test_a_key_inside_a_list_has_its_index(toml):
+    file = toml('[[orchestrator.env]]\nid = "a"\n[[orchestrator.env]]\nid = "b"\nwieght = 2\n')
+    assert problems(RLConfig, *NAMED, "@", file) == [
+        "orchestrator.env[1].wieght = 2: unknown key; did you mean orchestrator.env[1].weight?"
+    ]
+
+
+def test_missing_keys_are_named_even_when_their_section_is_missing():
+    assert problems(SFTConfig) == [
+        "model.name is missing; set it in a file or with --model.name",
+        "data.path is missing; set it in a file or with --data.path",
+    ]
+
+
+def test_a_shared_key_is_reported_once():
+    assert problems(RLConfig, *NAMED, "--seq-len", "abc") == ["seq_len = 'abc': should be a valid integer"]
+
+
+def test_long_values_are_shortened(toml):
+    (line,) = trainer_problems("@", toml(f"zzz = '{'x' * 200}'"))
+    assert line == f"zzz = '{'x' * 76}...: unknown key; see `pellucid test --help`"
+
+
+def test_all_problems_at_once(toml):
+    file = toml("sed = 1\n[trainer.loss]\nkl_tau = -1\n")
+    assert problems(TrainerRunConfig, "@", file, "--lr", "1", "stray", "--trainer.optim.lr", "x") == [
+        "--lr: unknown flag; did you mean --trainer.optim.lr?",
+        "stray: unexpected argument; write @ stray to read a file",
+        "model.name is missing; set it in a file or with --model.name",
+        "trainer.optim.lr = 'x': should be a valid number",
+        "trainer.loss.kl_tau = -1: should be greater than or equal to 0",
+        "sed = 1: unknown key; did you mean seed?",
+    ]
+
+
+# Help and tools
+
+
+def test_help_describes_keys_with_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(InferenceRunConfig, ["@", "missing.toml", "--help"], prog="pellucid inference")
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert text.startswith(
+        "usage: pellucid inference [@ FILE.toml ...] [--section.key value ...] "
+        "`pellucid inference`: serve the model, follow its weights."
+    )
+    assert "--inference.max-concurrent int Sequences decoded together" in text
+    assert "further requests wait in line. (default: 64)" in text
+
+
+def test_help_shows_the_default_of_a_tagged_union(capsys):
+    with pytest.raises(SystemExit):
+        parse(TrainerRunConfig, ["--help"], prog="pellucid trainer")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--trainer.loss.type {custom,dppo} `dppo`: DPPO + KL" in text
+    assert "a function of your own. (default: dppo)" in text
+
+
+def test_tools_take_positional_arguments():
+    view = parse(ViewSettings, ["outputs/run", "-o", "page.html", "--tokenizer", "t"], prog="p").config
+    assert view == ViewSettings(path=Path("outputs/run"), output=Path("page.html"), tokenizer="t")
+    assert parse(LedgerSettings, ["outputs/run", "--json"], prog="p").config.as_json is True
+    assert parse(BenchSettings, [], prog="p").config == BenchSettings()
+    assert parse(BenchSettings, ["packing"], prog="p").config.name == "packing"
+
+
+def test_a_missing_positional_argument_is_named():
+    assert problems(LedgerSettings) == [
+        "the following arguments are required: RUN; see `pellucid test --help`"
+    ]

@@ -1,0 +1,46 @@
+"""Shared by all tests: tiny models made on the spot, golden cases, threads."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def golden_cases(name: str) -> list[Any]:
+    """The cases of a golden file as pytest parameters; `{"nonfinite": …}` becomes that number."""
+    cases = json.loads((GOLDEN / f"{name}.json").read_text(), object_hook=_nonfinite)["cases"]
+    return [pytest.param(case, id=case["name"]) for case in cases]
+
+
+def _nonfinite(value: dict[str, Any]) -> Any:
+    if value.keys() == {"nonfinite"}:
+        return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value["nonfinite"]]
+    return value
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`@pytest.mark.golden("loss_rl")` runs a test once per case, as its argument `case`."""
+    marker = metafunc.definition.get_closest_marker("golden")
+    if marker is not None:
+        metafunc.parametrize("case", golden_cases(*marker.args))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a two-layer model (grouped-query attention) and its character tokenizer."""
+    from pellucid.model.tiny import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+    return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)

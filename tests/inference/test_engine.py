@@ -1,0 +1,219 @@
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from pellucid.config import ModelConfig
+from pellucid.errors import InferenceError, TransportError
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.engine import Engine, QueueFullError, Request, run_to_end
+from pellucid.inference.sampling import draw
+from pellucid.model import load_policy
+from pellucid.transport.weights import publish_weights
+
+ENV = Account("run", "env")
+
+
+@pytest.fixture
+def policy(tiny_model):
+    return load_policy(ModelConfig(name=str(tiny_model)))
+
+
+def request(prompt, finished, **params):
+    params = {"max_tokens": 5, "seed": 0, **params}
+    return Request(prompt, SamplingParams(**params), ENV, finished.append)
+
+
+def trainer_logprobs(policy, prompt, completion, temperature):
+    ids = torch.tensor([*prompt, *completion])
+    with torch.no_grad():
+        output = policy(ids, torch.arange(len(ids)), [len(ids)], torch.full((len(ids),), temperature))
+    return output.logprobs[len(prompt) :]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_the_trainers(policy, temperature) -> None:
+    """Ragged prompts and lengths, more requests than slots."""
+    generator = random.Random(0)
+    prompts = [[generator.randrange(5, 101) for _ in range(generator.randint(1, 40))] for _ in range(24)]
+    finished = {}
+    requests = [
+        Request(
+            prompt,
+            SamplingParams(temperature=temperature, max_tokens=generator.randint(1, 30), seed=index),
+            ENV,
+            lambda completion, index=index: finished.__setitem__(index, completion),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    run_to_end(Engine(policy, num_slots=8, max_length=80), requests)
+    worst = max(
+        (
+            trainer_logprobs(policy, prompt, finished[i].token_ids, temperature)
+            - torch.tensor(finished[i].logprobs)
+        )
+        .abs()
+        .max()
+        .item()
+        for i, prompt in enumerate(prompts)
+    )
+    assert worst <= 2e-5
+
+
+def test_draw_follows_the_distribution() -> None:
+    """Inverse CDF on (0.1, 0.2, 0.7): evenly spread uniforms give the exact shares."""
+    logits = torch.tensor([[0.1, 0.2, 0.7]]).log().repeat(1000, 1)
+    tokens, logprobs = draw(logits, [1.0] * 1000, [(i + 0.5) / 1000 for i in range(1000)])
+    assert Counter(tokens) == {0: 100, 1: 200, 2: 700}
+    assert logprobs[0] == pytest.approx(torch.tensor(0.1).log().item())
+
+
+def test_draw_never_takes_an_impossible_token() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(2, 1)
+    assert draw(logits, [1.0, 1.0], [0.0, 0.999999999999])[0] == [1, 1]
+
+
+def test_temperature_zero_is_greedy() -> None:
+    tokens, _ = draw(torch.tensor([[1.0, 3.0, 2.0]]), [0.0], [0.01])
+    assert tokens == [1]
+
+
+def test_seed_decides_the_tokens(policy) -> None:
+    finished = []
+    for seed in (1, 2, 1):
+        run_to_end(
+            Engine(policy, num_slots=2, max_length=64),
+            [request([5, 6, 7], finished, seed=seed, max_tokens=20)],
+        )
+    assert finished[0].token_ids == finished[2].token_ids
+    assert finished[0].token_ids != finished[1].token_ids
+
+
+def test_stop_token_ends_the_completion_and_is_part_of_it(policy) -> None:
+    finished = []
+    engine = Engine(policy, num_slots=1, max_length=64)
+    run_to_end(engine, [request([5, 6, 7], finished, max_tokens=40)])
+    third = finished[0].token_ids[2]
+    run_to_end(engine, [request([5, 6, 7], finished, max_tokens=40, stop_token_ids=[third])])
+    assert finished[0].finish_reason == "length"
+    assert finished[1].finish_reason == "stop"
+    stop = finished[0].token_ids.index(third)
+    assert finished[1].token_ids == finished[0].token_ids[: stop + 1]
+
+
+def test_stop_strings_end_the_completion(policy) -> None:
+    finished = []
+    letters = "".join(chr(97 + i % 26) for i in range(101))
+    engine = Engine(
+        policy, num_slots=1, max_length=64, decode_text=lambda ids: "".join(letters[i] for i in ids)
+    )
+    run_to_end(engine, [request([5, 6, 7], finished, max_tokens=40)])
+    text = "".join(letters[i] for i in finished[0].token_ids)
+    run_to_end(engine, [request([5, 6, 7], finished, max_tokens=40, stop=[text[4:7]])])
+    assert finished[1].finish_reason == "stop"
+    assert len(finished[1].token_ids) == text.index(text[4:7]) + 3
+
+
+def test_a_groups_prompt_is_prefilled_once(policy) -> None:
+    finished = []
+    engine = Engine(policy, num_slots=8, max_length=64)
+    prompt = list(range(5, 25))
+    run_to_end(engine, [request(prompt, finished, seed=seed) for seed in range(8)])
+    assert engine.counts.prefill_tokens == 19
+    assert engine.counts.shared_tokens == 7 * 19
+    assert len({tuple(completion.token_ids) for completion in finished}) > 1
+
+
+def test_a_late_member_takes_the_prompt_of_a_running_one(policy) -> None:
+    finished = []
+    engine = Engine(policy, num_slots=4, max_length=64)
+    engine.submit(request([5, 6, 7, 8], finished, seed=1, max_tokens=10))
+    engine.step()
+    run_to_end(engine, [request([5, 6, 7, 8], finished, seed=2, max_tokens=10)])
+    assert (engine.counts.prefill_tokens, engine.counts.shared_tokens) == (3, 3)
+    alone = []
+    run_to_end(
+        Engine(policy, num_slots=4, max_length=64), [request([5, 6, 7, 8], alone, seed=2, max_tokens=10)]
+    )
+    assert finished[1].token_ids == alone[0].token_ids
+
+
+def test_weights_swap_between_steps_without_dropping_requests(policy, tiny_model, tmp_path) -> None:
+    other = load_policy(ModelConfig(name=str(tiny_model)))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    publish_weights(other.hf, tmp_path, 3, keep=2)
+    finished = []
+    engine = Engine(policy, num_slots=2, max_length=64)
+    engine.submit(request([5, 6, 7], finished, max_tokens=6))
+    for _ in range(2):
+        engine.step()
+    engine.update_weights(3, tmp_path / "weights" / "step_3")
+    run_to_end(engine, [request([5, 6, 7], finished, max_tokens=2)])
+    by_length = {len(completion.token_ids): completion for completion in finished}
+    assert by_length[6].policy_versions == [(0, 2), (3, 4)]
+    assert by_length[2].policy_versions == [(3, 2)]
+    # A prompt computed under the old weights is not shared with a request that starts under the new ones.
+    assert engine.counts.shared_tokens == 0
+    expected = trainer_logprobs(other, [5, 6, 7], by_length[2].token_ids, 1.0)
+    assert by_length[2].logprobs == pytest.approx(expected.tolist(), abs=2e-5)
+
+
+def test_weights_that_do_not_fit_change_nothing(policy, tmp_path) -> None:
+    before = [parameter.clone() for parameter in policy.parameters()]
+    publish_weights(torch.nn.Linear(2, 2), tmp_path, 1, keep=2)
+    engine = Engine(policy, num_slots=1, max_length=64)
+    with pytest.raises(TransportError, match="does not fit the model: lacks"):
+        engine.update_weights(1, tmp_path / "weights" / "step_1")
+    assert engine.version == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_every_sampled_token_is_delivered_or_cancelled(policy) -> None:
+    finished = []
+    engine = Engine(policy, num_slots=2, max_length=64)
+    requests = [request([5, 6, index + 7], finished, max_tokens=10) for index in range(4)]
+    for each in requests:
+        engine.submit(each)
+    for _ in range(4):
+        engine.step()
+    engine.abandon(requests[0])
+    engine.abandon(requests[3])
+    engine.step()
+    engine.abort_all()
+    assert engine.is_idle
+    assert [completion.finish_reason for completion in finished] == ["abort", "abort"]
+    counts = engine.counts
+    assert counts.cancelled[ENV] == 4
+    assert counts.delivered[ENV] == sum(len(completion.token_ids) for completion in finished)
+    assert counts.sampled[ENV] == counts.cancelled[ENV] + counts.delivered[ENV]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        (
+            [5] * 60,
+            {"max_tokens": 5},
+            "prompt of 60 \\+ max_tokens of 5 exceeds inference.max_model_len = 64",
+        ),
+        ([5, 101], {}, "outside 0 … 100"),
+        ([5, -1], {}, "outside 0 … 100"),
+        ([5], {"temperature": -0.5}, "temperature = -0.5"),
+        ([5], {"max_tokens": 0}, "max_tokens = 0"),
+        ([5], {"stop": ["x"]}, "stop strings need a tokenizer"),
+    ],
+)
+def test_requests_that_cannot_be_served_say_why(policy, prompt, params, message) -> None:
+    with pytest.raises(InferenceError, match=message):
+        Engine(policy, num_slots=1, max_length=64).submit(request(prompt, [], **params))
+
+
+def test_a_full_queue_refuses(policy) -> None:
+    engine = Engine(policy, num_slots=1, max_length=64, max_queued=1)
+    engine.submit(request([5], []))
+    with pytest.raises(QueueFullError, match="1 requests are waiting already"):
+        engine.submit(request([5], []))

@@ -1,0 +1,100 @@
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pellucid.data import Completion
+from pellucid.errors import InferenceError
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.fake import FakeInferenceClient
+
+ACCOUNT = Account("run", "env")
+
+
+def count_up(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
+    return [prompt_ids[-1] + offset for offset in range(1, 5)]
+
+
+def draw(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
+    return [generator.randrange(1000) for _ in range(6)]
+
+
+def test_answers_what_the_policy_says() -> None:
+    client = FakeInferenceClient(count_up)
+    completion = asyncio.run(client.generate([7], SamplingParams(max_tokens=9), ACCOUNT))
+    assert completion.token_ids == [8, 9, 10, 11]
+    assert completion.policy_versions == [(0, 4)] and completion.finish_reason == "stop"
+    assert client.sampled == client.delivered == {ACCOUNT: 4}
+
+
+def test_max_tokens_cuts_the_answer() -> None:
+    completion = asyncio.run(
+        FakeInferenceClient(count_up).generate([7], SamplingParams(max_tokens=2), ACCOUNT)
+    )
+    assert (completion.token_ids, completion.finish_reason) == ([8, 9], "length")
+
+
+def test_the_seed_decides_tokens_and_logprobs() -> None:
+    async def ask(*seeds: int) -> list[Completion]:
+        client = FakeInferenceClient(draw)
+        return [await client.generate([7], SamplingParams(seed=seed), ACCOUNT) for seed in seeds]
+
+    first, again, other = asyncio.run(ask(1, 1, 2))
+    assert first == again != other
+    assert all(-1 < logprob <= 0 for logprob in first.logprobs)
+
+
+async def _sampled(client: FakeInferenceClient, num_tokens: int) -> None:
+    while client.sampled.total() < num_tokens:
+        await asyncio.sleep(0)
+
+
+def test_running_requests_go_on_under_new_weights() -> None:
+    async def update_midway() -> None:
+        client = FakeInferenceClient(count_up)
+        request = asyncio.create_task(client.generate([7], SamplingParams(), ACCOUNT))
+        await _sampled(client, 2)
+        await client.update_weights(3, Path("weights/step_3"))
+        completion = await request
+        assert completion.policy_versions == [(0, 2), (3, 2)]
+        assert client.updates == [(3, Path("weights/step_3"))]
+
+    asyncio.run(update_midway())
+
+
+def test_abort_returns_what_there_is() -> None:
+    async def abort_midway() -> None:
+        client = FakeInferenceClient(count_up)
+        requests = [asyncio.create_task(client.generate([7], SamplingParams(), ACCOUNT)) for _ in range(3)]
+        await _sampled(client, 3)
+        assert client.num_running == client.max_running == 3
+        await client.abort_all()
+        completions = await asyncio.gather(*requests)
+        assert {completion.finish_reason for completion in completions} == {"abort"}
+        num_tokens = sum(len(completion.token_ids) for completion in completions)
+        assert client.sampled[ACCOUNT] == client.delivered[ACCOUNT] == num_tokens < 12
+        assert client.num_running == 0
+        later = await client.generate([7], SamplingParams(), ACCOUNT)
+        assert later.finish_reason == "stop"
+
+    asyncio.run(abort_midway())
+
+
+def test_an_injected_failure_delivers_nothing() -> None:
+    client = FakeInferenceClient(count_up, fails=lambda generator: generator.random() < 1)
+    with pytest.raises(InferenceError, match="injected failure after 4 tokens"):
+        asyncio.run(client.generate([7], SamplingParams(), ACCOUNT))
+    assert client.sampled == {ACCOUNT: 4} and not client.delivered and client.num_running == 0
+
+
+def test_the_delay_is_the_requests() -> None:
+    async def measure() -> float:
+        started = asyncio.get_running_loop().time()
+        await FakeInferenceClient(count_up, delay_s=lambda generator: 0.04).generate(
+            [7], SamplingParams(), ACCOUNT
+        )
+        return asyncio.get_running_loop().time() - started
+
+    assert asyncio.run(measure()) >= 0.04

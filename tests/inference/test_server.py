@@ -1,0 +1,205 @@
+"""The engine over HTTP, with the real server, client and sockets."""
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import aiohttp
+import pytest
+import torch
+import uvicorn
+
+from pellucid.config import ModelConfig
+from pellucid.data.tokenizer import load_tokenizer
+from pellucid.errors import InferenceError
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.engine import Engine
+from pellucid.inference.engine_thread import EngineThread
+from pellucid.inference.http import HttpInferenceClient
+from pellucid.inference.server import Server
+from pellucid.ledger import Journal, Stage, read_journal
+from pellucid.metrics import JsonlSink, read_metrics
+from pellucid.model import load_policy
+from pellucid.transport.weights import publish_weights
+
+ENV = Account("run", "env")
+
+
+@contextmanager
+def serving(model, tmp_path, **options):
+    """A running server; yields its address and the policy behind it."""
+    policy = load_policy(ModelConfig(name=str(model)))
+    tokenizer = load_tokenizer(str(model))
+    options = {"num_slots": 8, "max_length": 256, "decode_text": tokenizer.decode, **options}
+    engine = Engine(policy, **options)
+    journal = Journal(tmp_path / "inference.jsonl", Stage.INFERENCE)
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    thread = EngineThread(engine, journal, sink, on_failure=lambda error: None)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = uvicorn.Config(Server(engine, thread, tokenizer, "tiny").app(), port=port, log_level="error")
+    server = uvicorn.Server(config)
+    runner = threading.Thread(target=server.run)
+    runner.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{port}", policy
+    finally:
+        server.should_exit = True
+        runner.join()
+
+
+@contextmanager
+def connected(url):
+    """Runs coroutines with a client in one event loop."""
+    with asyncio.Runner() as runner:
+
+        async def make():
+            return HttpInferenceClient(url)
+
+        client = runner.run(make())
+        try:
+            yield runner, client
+        finally:
+            runner.run(client.close())
+
+
+def ledger_of(tmp_path):
+    totals = {}
+    for entry in read_journal(tmp_path / "inference.jsonl"):
+        for name, tokens in entry.counts.items():
+            totals[name] = totals.get(name, 0) + tokens
+    return totals
+
+
+def test_generate_gives_the_trainers_logprobs(tiny_model, tmp_path) -> None:
+    with serving(tiny_model, tmp_path) as (url, policy), connected(url) as (runner, client):
+
+        async def run():
+            await client.wait_until_ready()
+            params = [SamplingParams(max_tokens=20, seed=seed) for seed in range(32)]
+            return await asyncio.gather(*(client.generate([5, 6, 7], each, ENV) for each in params))
+
+        completions = runner.run(run())
+        for completion in completions:
+            ids = torch.tensor([5, 6, 7, *completion.token_ids])
+            with torch.no_grad():
+                output = policy(ids, torch.arange(len(ids)), [len(ids)], torch.ones(len(ids)))
+            assert completion.logprobs == pytest.approx(output.logprobs[3:].tolist(), abs=2e-5)
+            assert completion.versions() == [0] * 20
+    counts = ledger_of(tmp_path)
+    assert counts == {"sampled": 640, "delivered": 640}
+
+
+def test_weight_update_changes_version_and_values(tiny_model, tmp_path) -> None:
+    with serving(tiny_model, tmp_path) as (url, policy), connected(url) as (runner, client):
+        other = load_policy(ModelConfig(name=str(tiny_model)))
+        with torch.no_grad():
+            next(other.parameters()).mul_(2.0)
+        publish_weights(other.hf, tmp_path, 7, keep=2)
+
+        async def run():
+            await client.update_weights(7, tmp_path / "weights" / "step_7")
+            return await client.generate([5, 6], SamplingParams(max_tokens=3), ENV)
+
+        completion = runner.run(run())
+        assert completion.policy_versions == [(7, 3)]
+        assert torch.equal(next(policy.parameters()), next(other.parameters()))
+        (before,) = read_metrics(tmp_path / "metrics.jsonl")
+        assert (before["step"], before["sampled_tokens"]) == (0, 0)
+        with pytest.raises(InferenceError, match=r"400: .*step_9.* is not a readable weight file"):
+            runner.run(client.update_weights(9, tmp_path / "weights" / "step_9"))
+
+
+def test_abort_returns_what_there_is(tiny_model, tmp_path) -> None:
+    with serving(tiny_model, tmp_path) as (url, _), connected(url) as (runner, client):
+
+        async def run():
+            running = asyncio.ensure_future(client.generate([5, 6], SamplingParams(max_tokens=250), ENV))
+            while (await client.health()).sampled_tokens < 3:
+                await asyncio.sleep(0.005)
+            await client.abort_all()
+            return await running
+
+        completion = runner.run(run())
+        assert completion.finish_reason == "abort"
+        assert 3 <= len(completion.token_ids) < 250
+
+
+def test_a_client_that_goes_away_frees_its_slot(tiny_model, tmp_path) -> None:
+    with serving(tiny_model, tmp_path, num_slots=1) as (url, _), connected(url) as (runner, client):
+
+        async def run():
+            running = asyncio.ensure_future(client.generate([5, 6], SamplingParams(max_tokens=250), ENV))
+            while (await client.health()).sampled_tokens < 3:
+                await asyncio.sleep(0.005)
+            running.cancel()
+            while (await client.health()).running:
+                await asyncio.sleep(0.005)
+            return await client.generate([5, 6], SamplingParams(max_tokens=2), ENV)
+
+        assert len(runner.run(run()).token_ids) == 2
+    counts = ledger_of(tmp_path)
+    assert counts["delivered"] == 2
+    assert counts["sampled"] == counts["delivered"] + counts["cancelled"]
+
+
+def post(url, path, body):
+    async def run():
+        async with aiohttp.ClientSession() as session, session.post(url + path, data=body) as response:
+            return response.status, await response.json()
+
+    return asyncio.run(run())
+
+
+def test_completions(tiny_model, tmp_path) -> None:
+    with serving(tiny_model, tmp_path) as (url, _):
+        body = (
+            b'{"prompt": "abc", "max_tokens": 4, "n": 2, "seed": 1, "logprobs": 1, "return_token_ids": true}'
+        )
+        status, answer = post(url, "/v1/completions", body)
+        assert status == 200
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        first = answer["choices"][0]
+        assert len(first["token_ids"]) == len(first["logprobs"]["token_logprobs"])
+        sampled = sum(len(choice["token_ids"]) for choice in answer["choices"])
+        assert answer["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": sampled,
+            "total_tokens": 3 + sampled,
+        }
+        again = post(url, "/v1/completions", body)[1]
+        assert [c["text"] for c in again["choices"]] == [c["text"] for c in answer["choices"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"not json", "invalid"),
+        (b'{"token_ids": []}', "length >= 1"),
+        (b'{"token_ids": ["a"]}', "Expected `int`, got `str`"),
+        (b'{"token_ids": [5], "sampling_params": {"top_p": 0.9}}', "unknown field `top_p`"),
+        (
+            b'{"token_ids": [5], "sampling_params": {"max_tokens": 999}}',
+            "exceeds inference.max_model_len = 256",
+        ),
+        (b'{"token_ids": [5000]}', "outside 0"),
+    ],
+)
+def test_bad_requests_get_400_with_the_reason(tiny_model, tmp_path, body, reason) -> None:
+    with serving(tiny_model, tmp_path) as (url, _):
+        status, answer = post(url, "/inference/v1/generate", body)
+    assert status == 400
+    assert reason in answer["error"]["message"]
+
+
+def test_an_unreachable_server_is_an_inference_error() -> None:
+    with (
+        connected("http://127.0.0.1:9") as (runner, client),
+        pytest.raises(InferenceError, match="cannot be reached"),
+    ):
+        runner.run(client.health())

@@ -1,0 +1,101 @@
+"""A step in one line of text, on a terminal and without one."""
+
+import io
+
+from rich.console import Console
+
+from pellucid.launch.console import (
+    RL_COLUMNS,
+    WIDTH,
+    Column,
+    LiveView,
+    PlainView,
+    has_terminal,
+    header_row,
+    open_view,
+    step_cells,
+    step_row,
+)
+
+RECORD = {
+    "step": 17,
+    "reward/all": 0.53125,
+    "loss": -0.0123,
+    "entropy/all/mean": 1.25,
+    "mismatch_kl/all/mean": 0.000123,
+    "throughput/tokens_per_s": 12345.6,
+    "off_policy_level/all/mean": 0.5,
+    "time/step_s": 0.534,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_row_of_an_rl_run():
+    assert header_row(RL_COLUMNS) == (
+        "  step    reward        loss   entropy  mismatch KL    tokens/s  off-policy       time"
+    )
+    assert step_row(RECORD, RL_COLUMNS) == (
+        "    17    0.5312     -0.0123    1.2500     1.23e-04      12,346        0.50     0.53 s"
+    )
+
+
+def test_rows_fit_in_the_width():
+    assert len(header_row(RL_COLUMNS)) == len(step_row(RECORD, RL_COLUMNS)) <= WIDTH
+
+
+def test_a_missing_value_is_a_dash_and_one_that_is_not_finite_is_nan():
+    columns = (Column("step", "step", 4, "{:d}"), Column("loss", "loss", 6, "{:.2f}"))
+
+    assert step_row({"step": 1}, columns) == "   1       -"
+    assert step_row({"step": 1, "loss": None}, columns) == "   1     nan"
+    assert step_cells({"step": 1, "loss": float("inf")}, columns) == ["1", "inf"]
+
+
+def test_plain_lines_repeat_the_header_every_25_steps():
+    lines: list[str] = []
+    columns = (Column("step", "step", 4, "{:d}"),)
+    view = PlainView(columns, lines.append)
+
+    for step in range(26):
+        view.show({"step": step})
+
+    assert [number for number, line in enumerate(lines) if line == "step"] == [0, 26]
+    assert lines[1:3] == ["   0", "   1"]
+    assert len(lines) == 28
+
+
+def test_without_a_terminal_every_step_is_written_at_once():
+    out = io.StringIO()
+    view = open_view(RL_COLUMNS, 100, Console(file=out, width=40))
+
+    view.show(RECORD)
+
+    assert out.getvalue() == f"{header_row(RL_COLUMNS)}\n{step_row(RECORD, RL_COLUMNS)}\n"
+
+
+def test_colour_forced_into_a_pipe_is_still_no_terminal():
+    assert not has_terminal(Console(file=io.StringIO(), force_terminal=True))
+    assert has_terminal(Console(file=Terminal(), force_terminal=True, _environ={"TERM": "xterm"}))
+
+
+def test_a_terminal_shows_the_latest_steps_and_the_progress():
+    out = Terminal()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
+    view = open_view(RL_COLUMNS, 100, console)
+    assert isinstance(view, LiveView)
+
+    for step in range(20):
+        view.show({**RECORD, "step": step})
+    out.truncate(0)
+    view.refresh()
+    frame = out.getvalue()
+    view.close()
+
+    shown = [line.split()[0] for line in frame.splitlines() if "0.5312" in line]
+    assert shown == [str(step) for step in range(8, 20)]
+    assert "20/100" in frame
+    assert "s/step" in frame

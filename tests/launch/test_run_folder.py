@@ -1,0 +1,101 @@
+"""A run gets a folder of its own, and cleaning one deletes nothing that a run did not write."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pellucid.config import InferenceRunConfig
+from pellucid.errors import ConfigError
+from pellucid.launch.run_folder import WRITTEN_BY_A_RUN, prepare
+
+
+def config(folder: Path, *, clean: bool = False, model: str = "some/model") -> InferenceRunConfig:
+    return InferenceRunConfig.model_validate(
+        {"output_dir": folder, "clean_output_dir": clean, "model": {"name": model}}
+    )
+
+
+def write_run(folder: Path) -> None:
+    for name in WRITTEN_BY_A_RUN:
+        path = folder / name
+        if path.suffix:
+            path.write_text("")
+        else:
+            (path / "step_1").mkdir(parents=True)
+
+
+def test_a_missing_folder_is_made_with_its_parents(tmp_path):
+    prepare(config(tmp_path / "outputs" / "run"))
+
+    assert list((tmp_path / "outputs" / "run").iterdir()) == []
+
+
+def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "page.html").touch()
+
+    with pytest.raises(ConfigError) as refused:
+        prepare(config(tmp_path))
+
+    assert str(refused.value) == (
+        f"output_dir = {tmp_path} already holds a run (metrics, page.html); "
+        "choose another folder, or set clean_output_dir to delete what that run wrote"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics", "page.html"]
+
+
+def test_cleaning_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "notes.md").write_text("mine")
+    (tmp_path / "data").mkdir()
+
+    prepare(config(tmp_path, clean=True))
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "notes.md"]
+
+
+def test_cleaning_removes_a_link_but_not_what_it_points_to(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "weights.safetensors").touch()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "weights").symlink_to(elsewhere)
+    (folder / "model").symlink_to(tmp_path / "gone")
+
+    prepare(config(folder, clean=True))
+
+    assert list(folder.iterdir()) == []
+    assert (elsewhere / "weights.safetensors").exists()
+
+
+def test_cleaning_never_deletes_the_model_to_train(tmp_path):
+    (tmp_path / "model").mkdir()
+
+    with pytest.raises(ConfigError, match=r"would delete model\.name = .*; choose another output_dir"):
+        prepare(config(tmp_path, clean=True, model=str(tmp_path / "model")))
+
+    assert (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_a_path_that_is_no_folder_is_refused(tmp_path, path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match=r"output_dir = .* is not a folder; choose another path"):
+        prepare(config(tmp_path / path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+
+    with pytest.raises(ConfigError, match=r"output_dir = .* cannot be written to \(Permission denied\)"):
+        prepare(config(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody may write to")
+def test_a_folder_of_a_read_only_file_system_is_refused():
+    with pytest.raises(ConfigError, match=r"output_dir = /proc/self cannot be written to"):
+        prepare(config(Path("/proc/self")))

@@ -1,0 +1,238 @@
+"""`pellucid rl`: what is decided before the first process starts, and what is said after the last."""
+
+import io
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from pellucid.errors import ConfigError, LedgerError, ProcessError
+from pellucid.launch.rl import free_port, resolve, rl_children, run_processes, write_configs
+from pellucid.launch.supervisor import Child
+
+
+def config(output_dir: Path, **changes: object) -> RLConfig:
+    return RLConfig.model_validate(
+        {
+            "output_dir": output_dir,
+            "clean_output_dir": True,
+            "max_steps": 3,
+            "model": {"name": "some/model"},
+            "orchestrator": {"env": [{"id": "reverse-text"}]},
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 4)])
+def test_engine_and_trainer_share_the_cores(tmp_path, cores, threads):
+    resolved = resolve(config(tmp_path), cores)
+
+    assert (resolved.trainer.threads, resolved.inference.threads) == (threads, threads)
+
+
+def test_threads_that_are_set_are_kept(tmp_path):
+    resolved = resolve(config(tmp_path, trainer={"threads": 3}, inference={"threads": 1}), 8)
+
+    assert (resolved.trainer.threads, resolved.inference.threads) == (3, 1)
+
+
+def test_port_0_becomes_a_port_that_is_free(tmp_path):
+    port = resolve(config(tmp_path), 2).inference.port
+
+    assert port > 0
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_a_port_in_use_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as refused:
+            free_port("127.0.0.1", port)
+
+    assert str(refused.value).startswith(
+        f"inference.port = {port} cannot be used on inference.host = 127.0.0.1"
+    )
+    assert "already in use" in str(refused.value)
+    assert str(refused.value).endswith("choose another port, or 0 for any that is free")
+
+
+def test_every_process_finds_its_own_config(tmp_path):
+    run = resolve(config(tmp_path, seq_len=64), 2)
+
+    write_configs(run)
+
+    kinds = {
+        "rl": RLConfig,
+        "inference": InferenceRunConfig,
+        "orchestrator": OrchestratorRunConfig,
+        "trainer": TrainerRunConfig,
+    }
+    written = {
+        name: kind.model_validate(tomllib.loads((tmp_path / "configs" / f"{name}.toml").read_text()))
+        for name, kind in kinds.items()
+    }
+    assert written.pop("rl") == run
+    assert written == {
+        name: run.part(kind, clean_output_dir=False) for name, kind in kinds.items() if name != "rl"
+    }
+
+
+def test_the_processes_of_a_run(tmp_path):
+    children = rl_children(resolve(config(tmp_path, trainer={"threads": 4}), 2))
+
+    assert [(child.name, child.service) for child in children] == [
+        ("inference", True),
+        ("orchestrator", False),
+        ("trainer", False),
+    ]
+    trainer = children[2]
+    assert trainer.argv == (
+        sys.executable, "-m", "pellucid.cli", "trainer", "@", str(tmp_path / "configs" / "trainer.toml"),
+    )  # fmt: skip
+    assert trainer.log_path == tmp_path / "logs" / "trainer.log"
+    assert trainer.env == {
+        "OMP_NUM_THREADS": "4",
+        "MKL_NUM_THREADS": "4",
+        "OPENBLAS_NUM_THREADS": "4",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+INFERENCE = """
+import signal, sys
+from pathlib import Path
+from pellucid.ledger import Flow, Journal, Stage
+folder = Path(sys.argv[1])
+journal = Journal(folder / "ledger/inference.jsonl", Stage.INFERENCE)
+journal.count("demo", "reverse-text", Flow.SAMPLED, 30)
+journal.count("demo", "reverse-text", Flow.DELIVERED, 30)
+
+def stop(*_):
+    journal.close(3)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+(folder / "serving").touch()
+signal.pause()
+"""
+
+ORCHESTRATOR = """
+import sys, time
+from pathlib import Path
+from pellucid.ledger import Flow, Journal, Stage
+from pellucid.metrics import JsonlSink
+folder = Path(sys.argv[1])
+while not (folder / "serving").exists():
+    time.sleep(0.01)
+journal = Journal(folder / "ledger/orchestrator.jsonl", Stage.ORCHESTRATOR)
+journal.count("demo", "reverse-text", Flow.RECEIVED, 30)
+journal.count("demo", "reverse-text", Flow.SENT, 30)
+metrics = JsonlSink(folder / "metrics/orchestrator.jsonl")
+for step in range(3):
+    metrics.log(step, {"reward/all": step / 4})
+metrics.close()
+(folder / "sent").touch()
+journal.close(3)
+"""
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from pellucid.ledger import Flow, Journal, Stage, State
+from pellucid.metrics import JsonlSink
+folder, trained = Path(sys.argv[1]), int(sys.argv[2])
+journal = Journal(folder / "ledger/trainer.jsonl", Stage.TRAINER)
+journal.count("demo", "reverse-text", Flow.RECEIVED, 30)
+journal.count("demo", "reverse-text", State.TRAINED, trained)
+journal.count("demo", "reverse-text", Flow.COMPUTED, trained)
+metrics = JsonlSink(folder / "metrics/trainer.jsonl")
+for step in range(3):
+    metrics.log(step, {"loss": 0.5})
+metrics.close()
+if trained == 0:
+    while not (folder / "sent").exists():
+        time.sleep(0.01)
+    raise RuntimeError("out of tokens")
+journal.close(3)
+"""
+
+
+def processes(folder: Path, *, trained: int) -> list[Child]:
+    """Stand-ins that keep books and report steps as the real processes do."""
+    programs = {"inference": INFERENCE, "orchestrator": ORCHESTRATOR, "trainer": TRAINER}
+    return [
+        Child(
+            name,
+            (sys.executable, "-c", program, str(folder), str(trained)),
+            folder / "logs" / f"{name}.log",
+            service=name == "inference",
+        )
+        for name, program in programs.items()
+    ]
+
+
+def test_a_run_ends_with_its_steps_and_a_balanced_ledger(tmp_path):
+    out = io.StringIO()
+
+    run_processes(config(tmp_path), processes(tmp_path, trained=30), Console(file=out, width=100))
+
+    text = out.getvalue()
+    assert text.startswith(f"{tmp_path.name}: 3 steps; logs in {tmp_path / 'logs'}\n")
+    assert "steps     3" in text
+    assert "reward    0.2500 (first 10) → 0.2500 (last 10)" in text
+    assert "balanced: every one of the 30 sampled tokens is accounted for" in text
+    rows = (tmp_path / "logs" / "rl.log").read_text().splitlines()[1:]
+    assert [row.split()[:3] for row in rows] == [
+        ["0", "0.0000", "0.5000"],
+        ["1", "0.2500", "0.5000"],
+        ["2", "0.5000", "0.5000"],
+    ]
+    assert all(row in text for row in rows)
+
+
+def test_one_missing_token_fails_a_finished_run(tmp_path):
+    out = io.StringIO()
+
+    with pytest.raises(LedgerError) as failure:
+        run_processes(config(tmp_path), processes(tmp_path, trained=29), Console(file=out, width=100))
+
+    assert str(failure.value) == f"1 tokens are unaccounted for; see `pellucid ledger {tmp_path}`"
+    assert "trainer: 1 token missing (run 'demo', environment 'reverse-text')" in out.getvalue()
+
+
+def test_a_journal_that_was_not_closed_fails_a_finished_run(tmp_path):
+    children = processes(tmp_path, trained=30)
+    silent = Child(
+        "inference", (sys.executable, "-c", SILENT_INFERENCE, str(tmp_path)), tmp_path / "i.log", service=True
+    )
+
+    with pytest.raises(LedgerError, match=r"^the journal of inference was not closed"):
+        run_processes(config(tmp_path), [silent, *children[1:]], Console(file=io.StringIO(), width=100))
+
+
+SILENT_INFERENCE = INFERENCE.replace("journal.close(3)", "journal.flush(3)")
+
+
+def test_the_steps_before_a_failure_are_shown(tmp_path):
+    out = io.StringIO()
+
+    with pytest.raises(
+        ProcessError, match=r"^trainer exited with code 1\n(?s:.*)RuntimeError: out of tokens"
+    ):
+        run_processes(config(tmp_path), processes(tmp_path, trained=0), Console(file=out, width=100))
+
+    assert (tmp_path / "metrics" / "trainer.jsonl").exists()
+    assert "trainer exited with code 1; stopping the others" in out.getvalue()
+
+
+def test_the_launcher_starts_without_torch():
+    code = "import sys, pellucid.launch, pellucid.checks.ledger; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

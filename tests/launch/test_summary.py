@@ -1,0 +1,93 @@
+"""The end of a run in numbers, and as a curve."""
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pellucid.launch.summary import Summary, artefacts, format_duration, reward_curve
+from pellucid.ledger import Difference, Report, Stage
+
+ACCOUNT = ("demo", "reverse-text")
+
+
+def report(*, differences: int = 0, running: tuple[Stage, ...] = ()) -> Report:
+    return Report(
+        {ACCOUNT: Counter(trained=900, masked=100)},
+        {ACCOUNT: 1000},
+        {ACCOUNT: Counter()},
+        [Difference(ACCOUNT, "trainer", differences)] if differences else [],
+        list(running),
+    )
+
+
+def test_a_rising_reward():
+    assert reward_curve([0, 1, 2, 4], width=8, height=2) == "4 ┤  ▁█\n0 ┤▁▅██"
+
+
+def test_labels_are_aligned_and_only_on_the_outer_lines():
+    assert reward_curve([-0.5, 0.25, 1], width=20, height=3) == (
+        "   1 ┤  █\n"
+        "     │ ▅█\n"
+        "-0.5 ┤▁██"
+    )  # fmt: skip
+
+
+def test_more_values_than_columns_are_averaged_on_the_same_scale():
+    assert reward_curve([0, 2, 4, 6, 8, 10], width=6, height=1) == "10 ┤▂▇"
+
+
+def test_a_flat_reward_and_none():
+    assert reward_curve([0.5, 0.5], width=10, height=1) == "0.5 ┤▁▁"
+    assert reward_curve([], width=10, height=3) == ""
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300),
+    st.integers(20, 100),
+    st.integers(1, 8),
+)
+def test_a_curve_stays_in_its_box(values, width, height):
+    lines = reward_curve(values, width, height).split("\n")
+
+    assert len(lines) == height
+    assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(8.34, "8.3 s"), (165, "2 min 45 s"), (3599.7, "1 h 00 min"), (3720, "1 h 02 min")],
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_only_artefacts_that_exist_are_listed(tmp_path):
+    for step in (9, 10):
+        (tmp_path / "weights" / f"step_{step}").mkdir(parents=True)
+    (tmp_path / "weights" / "step_9" / "STABLE").touch()
+    (tmp_path / "logs").mkdir()
+
+    assert artefacts(tmp_path) == [
+        ("weights", str(tmp_path / "weights" / "step_9")),
+        ("logs", str(tmp_path / "logs")),
+    ]
+
+
+def test_the_panel_says_what_changed():
+    out = io.StringIO()
+    rewards = [0.5] * 10 + [0.75] * 80 + [1.0] * 10
+
+    panel = Summary("demo", 165.0, 100, rewards, report(), Path("/does/not/exist")).panel(120)
+    Console(file=out, width=120).print(panel)
+
+    text = out.getvalue()
+    assert "duration  2 min 45 s" in text
+    assert "steps     100" in text
+    assert "reward    0.5000 (first 10) → 1.0000 (last 10)" in text
+    assert "ledger    balanced: every one of the 1,000 sampled tokens" in text
+    assert max(map(len, text.splitlines())) == 100

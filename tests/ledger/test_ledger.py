@@ -1,0 +1,121 @@
+import pytest
+
+from pellucid.errors import LedgerError
+from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
+
+RUN, ENV = "run", "env"
+
+BALANCED = {
+    Stage.INFERENCE: {Flow.SAMPLED: 100, Flow.DELIVERED: 97, State.CANCELLED: 3},
+    Stage.ORCHESTRATOR: {Flow.RECEIVED: 97, State.ZERO_ADVANTAGE: 20, State.FAILED_ROLLOUT: 7, Flow.SENT: 70},
+    Stage.TRAINER: {
+        Flow.RECEIVED: 70,
+        State.TRUNCATED: 5,
+        State.UNTRAINABLE: 5,
+        State.MASKED: 10,
+        State.TRAINED: 50,
+        Flow.CONTEXT: 200,
+        Flow.PADDING: 8,
+        Flow.COMPUTED: 273,
+    },
+}
+
+
+def write(folder, books, closed=tuple(Stage)) -> None:
+    for stage, counts in books.items():
+        journal = Journal(folder / f"{stage.value}.jsonl", stage)
+        for what, tokens in counts.items():
+            journal.count(RUN, ENV, what, tokens)
+        if stage in closed:
+            journal.close(step=1)
+        else:
+            journal.flush(step=1)
+
+
+def changed(stage, what, by):
+    books = {s: dict(counts) for s, counts in BALANCED.items()}
+    books[stage][what] = books[stage].get(what, 0) + by
+    return books
+
+
+def test_every_token_is_in_exactly_one_state(tmp_path) -> None:
+    write(tmp_path, BALANCED)
+    report = reconcile(tmp_path)
+    assert report.balanced
+    assert report.sampled[RUN, ENV] == 100
+    assert sum(report.states[RUN, ENV].values()) == 100
+    assert report.states[RUN, ENV]["cancelled"] == 3
+    assert report.states[RUN, ENV]["trained"] == 50
+    assert report.beside[RUN, ENV] == {"context": 200, "padding": 8, "computed": 273}
+    assert report.running == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "what", "by", "where"),
+    [
+        (Stage.INFERENCE, Flow.SAMPLED, 1, "inference: 1 token missing"),
+        (Stage.INFERENCE, State.CANCELLED, 1, "inference: 1 token counted twice"),
+        (Stage.ORCHESTRATOR, State.ZERO_ADVANTAGE, -1, "orchestrator: 1 token missing"),
+        (Stage.TRAINER, State.MASKED, 1, "trainer: 1 token counted twice"),
+        (Stage.TRAINER, Flow.COMPUTED, 1, "trainer, computed tokens: 1 token missing"),
+    ],
+)
+def test_a_difference_of_one_token_names_the_stage(tmp_path, stage, what, by, where) -> None:
+    write(tmp_path, changed(stage, what, by))
+    report = reconcile(tmp_path)
+    assert not report.balanced
+    assert str(report.differences[0]) == f"{where} (run 'run', environment 'env')"
+
+
+def test_tokens_lost_between_two_stages_are_named(tmp_path) -> None:
+    books = changed(Stage.ORCHESTRATOR, Flow.RECEIVED, -2)
+    books[Stage.ORCHESTRATOR][State.FAILED_ROLLOUT] -= 2
+    write(tmp_path, books)
+    assert [str(difference) for difference in reconcile(tmp_path).differences] == [
+        "inference to orchestrator: 2 tokens missing (run 'run', environment 'env')"
+    ]
+
+
+def test_what_a_running_stage_has_not_settled_is_in_flight(tmp_path) -> None:
+    books = changed(Stage.ORCHESTRATOR, State.ZERO_ADVANTAGE, -15)
+    write(tmp_path, books, closed=(Stage.INFERENCE,))
+    report = reconcile(tmp_path)
+    assert report.balanced
+    assert report.states[RUN, ENV]["in_flight"] == 15
+    assert sum(report.states[RUN, ENV].values()) == 100
+    assert report.running == [Stage.ORCHESTRATOR, Stage.TRAINER]
+
+
+def test_counts_add_up_over_flushes_and_a_torn_last_line_is_left_out(tmp_path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    journal = Journal(path, Stage.TRAINER)
+    for step in range(3):
+        journal.count(RUN, ENV, State.TRAINED, 5)
+        journal.flush(step)
+    journal.flush(3)
+    with path.open("ab") as file:
+        file.write(b'{"stage":"trainer","cou')
+    entries = list(read_journal(path))
+    assert [(entry.step, entry.counts) for entry in entries] == [(step, {"trained": 5}) for step in range(3)]
+
+
+def test_a_line_that_is_not_an_entry_is_named(tmp_path) -> None:
+    (tmp_path / "trainer.jsonl").write_text('{"stage":"nowhere"}\n')
+    with pytest.raises(LedgerError, match="trainer.jsonl:1 is not a ledger entry"):
+        reconcile(tmp_path)
+
+
+def test_a_folder_without_a_ledger_says_so(tmp_path) -> None:
+    with pytest.raises(LedgerError, match="holds no ledger; give the folder of a run"):
+        reconcile(tmp_path)
+
+
+def test_the_verdict_is_one_line_or_one_per_problem(tmp_path) -> None:
+    write(tmp_path, BALANCED)
+    assert reconcile(tmp_path).verdict() == ["balanced: every one of the 100 sampled tokens is accounted for"]
+    broken = tmp_path / "broken"
+    write(broken, changed(Stage.TRAINER, State.TRUNCATED, 1), closed=(Stage.ORCHESTRATOR, Stage.TRAINER))
+    assert reconcile(broken).verdict() == [
+        "trainer: 1 token counted twice (run 'run', environment 'env')",
+        "not closed: inference (still running, or killed)",
+    ]

@@ -1,0 +1,158 @@
+"""No attention path may leak from one sequence into another; a test per path."""
+
+import pytest
+import torch
+
+from pellucid.config import ModelConfig
+from pellucid.data import Completion
+from pellucid.errors import ModelError
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.model import Policy, load_policy
+from pellucid.model.attention import ATTENTION, register_attention
+
+LENGTHS = [5, 1, 9, 2]
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model) -> Policy:
+    return load_policy(ModelConfig(name=str(tiny_model)))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory, tiny_model) -> Policy:
+    """Another architecture through the same registry, with fewer key/value heads than query heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return load_policy(ModelConfig(name=str(folder)))
+
+
+def tokens(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(5, 101, (length,), generator=generator) for length in lengths]
+
+
+def forward(policy, sequences):
+    lengths = [len(sequence) for sequence in sequences]
+    ids = torch.cat(sequences)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return policy(ids, positions, lengths, torch.ones(len(ids)))
+
+
+@pytest.mark.parametrize("model", ["policy", "llama"])
+def test_packed_equals_one_by_one(model, request) -> None:
+    policy = request.getfixturevalue(model)
+    sequences = tokens(LENGTHS)
+    packed = forward(policy, sequences)
+    alone = [forward(policy, [sequence]) for sequence in sequences]
+    torch.testing.assert_close(packed.logprobs, torch.cat([out.logprobs for out in alone]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(packed.entropy, torch.cat([out.entropy for out in alone]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("model", ["policy", "llama"])
+def test_packed_matches_huggingface(model, request) -> None:
+    """Against the unpacked forward of the library itself, with its own attention."""
+    policy = request.getfixturevalue(model)
+    sequence = tokens([9])[0]
+    ours = forward(policy, [sequence]).logprobs
+    policy.hf.set_attn_implementation("eager")
+    try:
+        logits = policy.hf(input_ids=sequence[None], use_cache=False).logits[0, :-1]
+    finally:
+        policy.hf.set_attn_implementation(ATTENTION)
+    theirs = logits.log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]
+    torch.testing.assert_close(ours[1:], theirs, atol=1e-5, rtol=0)
+
+
+def test_a_change_in_one_sequence_reaches_no_other(policy) -> None:
+    """Bitwise: values and gradients of the other sequences do not move at all."""
+    sequences = tokens(LENGTHS)
+    changed = [*sequences[:2], tokens([9], seed=1)[0], sequences[3]]
+    before, after = forward(policy, sequences).logprobs, forward(policy, changed).logprobs
+    untouched = torch.tensor([True] * 6 + [False] * 9 + [True] * 2)
+    assert torch.equal(before[untouched], after[untouched])
+    assert not torch.equal(before[~untouched], after[~untouched])
+
+
+def test_gradients_do_not_cross_sequences(policy) -> None:
+    sequences = tokens(LENGTHS)
+    embedded = []
+    hook = policy.hf.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: embedded.append(output.requires_grad_().retain_grad() or output)
+    )
+    try:
+        forward(policy, sequences).logprobs[6:15].sum().backward()
+    finally:
+        hook.remove()
+        policy.zero_grad()
+    reached = embedded[0].grad[0].abs().sum(-1) > 0
+    assert reached.tolist() == [False] * 6 + [True] * 8 + [False] * 3
+
+
+def sample(policy, prompts, **engine_options):
+    finished: dict[int, Completion] = {}
+    requests = [
+        Request(
+            prompt,
+            SamplingParams(max_tokens=6, seed=seed),
+            Account(),
+            lambda c, i=i: finished.__setitem__(i, c),
+        )
+        for i, (prompt, seed) in enumerate(prompts)
+    ]
+    run_to_end(Engine(policy, num_slots=4, max_length=64, **engine_options), requests)
+    return [finished[index] for index in range(len(prompts))]
+
+
+def test_prefill_and_decode_do_not_leak_between_slots(policy) -> None:
+    """The same request alone and among strangers: the same tokens, the same logprobs."""
+    prompts = [(sequence.tolist(), index) for index, sequence in enumerate(tokens([7, 1, 12, 3, 5, 20]))]
+    together = sample(policy, prompts)
+    for prompt, completion in zip(prompts, together, strict=True):
+        alone = sample(policy, [prompt])[0]
+        assert alone.token_ids == completion.token_ids
+        assert alone.logprobs == pytest.approx(completion.logprobs, abs=2e-6)
+
+
+def test_a_shared_prompt_does_not_leak_between_its_members(policy) -> None:
+    prompt = tokens([11])[0].tolist()
+    stranger = tokens([8], seed=3)[0].tolist()
+    group = sample(policy, [(prompt, 0), (stranger, 9), (prompt, 1), (prompt, 2)])
+    for index, seed in ((0, 0), (2, 1), (3, 2)):
+        alone = sample(policy, [(prompt, seed)])[0]
+        assert alone.token_ids == group[index].token_ids
+        assert alone.logprobs == pytest.approx(group[index].logprobs, abs=2e-6)
+
+
+def test_a_forward_without_a_plan_is_refused(policy) -> None:
+    with pytest.raises(ModelError, match="without an attention plan"):
+        policy.hf(input_ids=torch.tensor([[5, 6]]), use_cache=False)
+
+
+def test_sliding_windows_are_refused(tmp_path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    register_attention()
+    config = MistralConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=4,
+    )
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(name=str(tmp_path)))
+    with pytest.raises(ModelError, match="sliding_window"):
+        forward(policy, tokens([3]))

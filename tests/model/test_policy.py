@@ -1,0 +1,68 @@
+import math
+
+import pytest
+import torch
+
+from pellucid.config import ModelConfig
+from pellucid.errors import ModelError
+from pellucid.model import load_policy, token_logprobs
+from pellucid.model.head import entropy_of
+from pellucid.model.load import check_tokenizer
+from pellucid.model.tiny import character_tokenizer
+
+
+def test_logprobs_and_entropy_by_hand() -> None:
+    """Two equal logits at any temperature: log ½ and log 2. Logits (0, 2) at temperature 2: sigmoid(1)."""
+    logprobs = token_logprobs(torch.tensor([[3.0, 3.0], [0.0, 2.0]]), torch.tensor([5.0, 2.0]))
+    p = 1 / (1 + math.exp(-1))
+    assert logprobs[0].tolist() == pytest.approx([math.log(0.5)] * 2)
+    assert logprobs[1].tolist() == pytest.approx([math.log(1 - p), math.log(p)])
+    entropy = -(p * math.log(p) + (1 - p) * math.log(1 - p))
+    assert entropy_of(logprobs).tolist() == pytest.approx([math.log(2), entropy])
+
+
+def test_entropy_of_a_certain_token_is_zero() -> None:
+    logprobs = token_logprobs(torch.tensor([[0.0, -torch.inf]]), torch.tensor([1.0]))
+    assert entropy_of(logprobs).tolist() == [0.0]
+
+
+def test_first_tokens_have_no_prediction_and_temperature_is_the_tokens_own(tiny_model) -> None:
+    policy = load_policy(ModelConfig(name=str(tiny_model)))
+    ids = torch.tensor([5, 6, 7, 8, 9])
+    positions = torch.tensor([0, 1, 2, 0, 1])
+    with torch.no_grad():
+        hot = policy(ids, positions, [3, 2], torch.tensor([9.0, 1.0, 2.0, 9.0, 0.5]))
+        plain = policy(ids, positions, [3, 2], torch.ones(5))
+        hidden = policy.hf.base_model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=_plan([3, 2])
+        ).last_hidden_state[0]
+    vocabulary = math.log(policy.vocab_size)
+    for output in (hot, plain):
+        assert output.logprobs[[0, 3]].tolist() == pytest.approx([-vocabulary] * 2)
+        assert output.entropy[[0, 3]].tolist() == pytest.approx([vocabulary] * 2)
+    assert hot.logprobs[1] == plain.logprobs[1]
+    for token, before, temperature in ((2, 1, 2.0), (4, 3, 0.5)):
+        expected = (policy.logits(hidden[before]) / temperature).log_softmax(-1)[ids[token]]
+        assert hot.logprobs[token].item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def _plan(lengths):
+    from pellucid.model import PackedAttention
+
+    return PackedAttention(lengths)
+
+
+def test_a_missing_folder_says_what_to_do() -> None:
+    with pytest.raises(
+        ModelError, match="model.name = 'no/such': the model could not be loaded .* give a local"
+    ):
+        load_policy(ModelConfig(name="no/such"))
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tiny_model) -> None:
+    policy = load_policy(ModelConfig(name=str(tiny_model)))
+    tokenizer = character_tokenizer()
+    check_tokenizer(policy, tokenizer, "m")
+    tokenizer.add_tokens(["one more"])
+    with pytest.raises(ModelError, match="the tokenizer has 102 tokens, the model only 101"):
+        check_tokenizer(policy, tokenizer, "m")

@@ -1,0 +1,525 @@
+"""Whole runs against the fake server, with the real codec, journals, metrics and files."""
+
+import asyncio
+import logging
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import orjson
+import pytest
+
+from pellucid.config import OrchestratorRunConfig
+from pellucid.data import Example, Rollout, TokenTable
+from pellucid.errors import ConfigError, InferenceError, RolloutError
+from pellucid.inference.client import Account
+from pellucid.inference.fake import FakeInferenceClient
+from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
+from pellucid.metrics import read_metrics
+from pellucid.orchestrator import (
+    Environment,
+    Orchestrator,
+    Score,
+    Session,
+    SingleTurnEnvironment,
+    load_environment,
+    run_orchestrator,
+)
+from pellucid.orchestrator.report import step_line
+from pellucid.orchestrator.verdict import Verdict
+from pellucid.transport import Batch, MemoryChannel, publish_folder
+
+from .tiny_tokenizer import END, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+
+class Guess(SingleTurnEnvironment):
+    """Reward is the share of `a` in the answer."""
+
+    def example(self, index: int) -> Example:
+        return Example(str(index), [{"role": "user", "content": f"guess {index}"}])
+
+    def reward(self, example: Example, text: str) -> Score:
+        return Score(text.count("a") / max(len(text), 1), {"letters": len(text)})
+
+
+class TwoTurns(Guess):
+    async def rollout(self, example: Example, session: Session) -> Score:
+        first = await session.respond(example.messages)
+        reply = [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
+        return self.reward(example, await session.respond([*example.messages, *reply]))
+
+
+class Constant(Guess):
+    def reward(self, example: Example, text: str) -> Score:
+        return Score(0.1)
+
+
+class Ranked(Guess):
+    """Scores a group against each other."""
+
+    requires_group_scoring: ClassVar[bool] = True
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
+        order = sorted(range(len(rollouts)), key=lambda index: rollouts[index].turns[0].text)
+        return [Score(order.index(index)) for index in range(len(rollouts))]
+
+
+class Broken(Guess):
+    async def rollout(self, example: Example, session: Session) -> Score:
+        await session.respond(example.messages)
+        raise ZeroDivisionError(f"bad example {example.example_id}")
+
+
+class Silent(Guess):
+    async def rollout(self, example: Example, session: Session) -> Score:
+        return Score(1.0)
+
+
+def letters(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
+    text = "".join(generator.choices("abcd", k=generator.randint(1, 8)))
+    return [*TOKENIZER.encode(text, add_special_tokens=False), END]
+
+
+def configure(tmp_path: Path, *envs: dict[str, Any], **changes: Any) -> OrchestratorRunConfig:
+    orchestrator = {
+        "env": list(envs) or [{"id": "x:Guess", "name": "guess"}],
+        "batch_size": 12,
+        "rollouts_per_example": 4,
+        "max_inflight_rollouts": 20,
+        "sampling": {"max_tokens": 6},
+        **changes.pop("orchestrator", {}),
+    }
+    run = {"output_dir": tmp_path, "run_id": "run", "model": {"name": "none"}, "max_steps": 4, "seq_len": 200}
+    return OrchestratorRunConfig.model_validate({**run, "orchestrator": orchestrator, **changes})
+
+
+class Trainer:
+    """Takes the batches, publishes weights for each, keeps its own books."""
+
+    def __init__(self, config: OrchestratorRunConfig, channel: MemoryChannel) -> None:
+        self._config = config
+        self._channel = channel
+        self.batches: list[Batch] = []
+
+    async def run(self) -> None:
+        for step in range(self._config.max_steps):
+            self.batches.append(await asyncio.to_thread(self._channel.receive, step))
+            await asyncio.sleep(0.005)
+            publish_folder(self._config.output_dir / "weights" / f"step_{step + 1}", lambda folder: None)
+
+    def close_books(self) -> None:
+        journal = Journal(self._config.output_dir / "ledger" / "trainer.jsonl", Stage.TRAINER)
+        for batch in self.batches:
+            for env, num_sampled in sampled_by_env(batch.table).items():
+                journal.count(batch.run_id, env, Flow.RECEIVED, num_sampled)
+                journal.count(batch.run_id, env, State.TRAINED, num_sampled)
+                journal.count(batch.run_id, env, Flow.COMPUTED, num_sampled)
+        journal.close(len(self.batches))
+
+
+def close_engine_books(run_dir: Path, client: FakeInferenceClient) -> None:
+    journal = Journal(run_dir / "ledger" / "inference.jsonl", Stage.INFERENCE)
+    for account, num_sampled in client.sampled.items():
+        num_delivered = client.delivered[account]
+        journal.count(account.run, account.env, Flow.SAMPLED, num_sampled)
+        journal.count(account.run, account.env, Flow.DELIVERED, num_delivered)
+        journal.count(account.run, account.env, State.CANCELLED, num_sampled - num_delivered)
+    journal.close(0)
+
+
+def sampled_by_env(table: TokenTable) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for env, num_sampled in zip(table["env_name"], np.diff(table.sampled_offsets), strict=True):
+        counts[env] += int(num_sampled)
+    return counts
+
+
+def run(
+    config: OrchestratorRunConfig, environments: dict[str, Environment], client: FakeInferenceClient
+) -> list[Batch]:
+    """A run to its end, with a trainer; the books of all three stages balance."""
+
+    async def all_parts() -> Trainer:
+        channel = MemoryChannel()
+        trainer = Trainer(config, channel)
+        training = asyncio.create_task(trainer.run())
+        async with asyncio.timeout(20):
+            await Orchestrator(config, environments, TOKENIZER, client, channel).run()
+            await training
+        return trainer
+
+    trainer = asyncio.run(all_parts())
+    trainer.close_books()
+    close_engine_books(config.output_dir, client)
+    report = reconcile(config.output_dir / "ledger")
+    assert report.balanced and not report.running, report.differences
+    for account, states in report.states.items():
+        assert states.total() == report.sampled[account] > 0
+    return trainer.batches
+
+
+def saved_rollouts(run_dir: Path) -> list[dict[str, Any]]:
+    folders = sorted(
+        (run_dir / "rollouts").iterdir(), key=lambda folder: int(folder.name.removeprefix("step_"))
+    )
+    return [
+        orjson.loads(line)
+        for folder in folders
+        for line in (folder / "train_rollouts.jsonl").read_bytes().splitlines()
+    ]
+
+
+def tokens_by_outcome(run_dir: Path) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for record in saved_rollouts(run_dir):
+        counts[record["outcome"]] += record["num_tokens"]
+    return counts
+
+
+def journal_counts(run_dir: Path) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for entry in read_journal(run_dir / "ledger" / "orchestrator.jsonl"):
+        counts.update(entry.counts)
+    return counts
+
+
+def test_a_run_with_failures_and_delays_balances(tmp_path: Path) -> None:
+    envs = [{"id": "x:Guess", "name": "guess", "weight": 2}, {"id": "x:TwoTurns", "name": "two-turns"}]
+    config = configure(tmp_path, *envs, max_steps=6)
+    client = FakeInferenceClient(
+        letters,
+        delay_s=lambda generator: generator.expovariate(100),
+        fails=lambda generator: generator.random() < 0.05,
+    )
+    batches = run(config, {"guess": Guess(seed=1), "two-turns": TwoTurns(seed=1)}, client)
+
+    assert [batch.step for batch in batches] == list(range(6)) and {batch.run_id for batch in batches} == {
+        "run"
+    }
+    assert client.max_running <= 20
+    versions = [version for version, _ in client.updates]
+    assert versions == sorted(set(versions)) and versions[-1] >= 4
+    assert [folder for _, folder in client.updates] == [tmp_path / "weights" / f"step_{v}" for v in versions]
+
+    records = saved_rollouts(tmp_path)
+    ids = [record["rollout_id"] for record in records]
+    assert len(ids) == len(set(ids))
+    assert {record["outcome"] for record in records} >= {"sent", "failed_rollout"}
+    assert tokens_by_outcome(tmp_path) == +Counter(
+        {key: count for key, count in journal_counts(tmp_path).items() if key != "received"}
+    )
+    assert journal_counts(tmp_path)["cancelled"] == 0
+    sent_ids = [rollout_id for batch in batches for rollout_id in batch.table["rollout_id"]]
+    assert sent_ids == [record["rollout_id"] for record in records if record["outcome"] == "sent"]
+
+    metrics = list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))
+    assert [record["step"] for record in metrics] == list(range(6))
+    for record, batch in zip(metrics, batches, strict=True):
+        levels = batch.step - batch.table["policy_versions"]
+        assert record["off_policy_level/all/mean"] == pytest.approx(levels.mean())
+        assert record["off_policy_level/all/max"] == levels.max()
+        assert record["batch_rollouts"] == batch.table.num_sequences >= 12
+        assert record["batch_tokens"] == batch.table.num_tokens
+        assert record["time/batch_s"] >= record["time/wait_weights_s"] >= 0
+    failed = [record for record in records if record["outcome"] == "failed_rollout"]
+    counted = sum(record.get("error/InferenceError/count", 0) for record in metrics)
+    assert 0 < counted <= len([record for record in records if record["error"]])
+    assert all("injected failure" in record["reason"] for record in failed)
+
+
+def test_received_equals_states_plus_sent_at_every_flush(tmp_path: Path) -> None:
+    client = FakeInferenceClient(letters, fails=lambda generator: generator.random() < 0.1)
+    run(configure(tmp_path), {"guess": Guess(seed=1)}, client)
+    entries = [entry for entry in read_journal(tmp_path / "ledger" / "orchestrator.jsonl") if entry.counts]
+    assert len(entries) >= 4
+    for entry in entries:
+        counts = dict(entry.counts)
+        assert counts.pop("received") == sum(counts.values())
+
+
+def test_reward_is_the_mean_of_every_scored_rollout(tmp_path: Path) -> None:
+    run(configure(tmp_path), {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
+    rewards = defaultdict(list)
+    for record in saved_rollouts(tmp_path):
+        rewards[record["step"]].append(record["reward"])
+    metrics = list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))
+    assert len(metrics) == 4
+    for record in metrics:
+        assert record["reward/all"] == pytest.approx(np.mean(rewards[record["step"]]))
+        assert record["reward/guess"] == record["reward/all"]
+        assert 1 <= record["metrics/guess/letters"] <= 6
+        assert record["errored_rollouts/all"] == record["empty_rollouts/guess"] == 0
+
+
+def test_advantages_and_records(tmp_path: Path) -> None:
+    batches = run(configure(tmp_path, max_steps=1), {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
+    records = {record["rollout_id"]: record for record in saved_rollouts(tmp_path)}
+    table = batches[0].table
+    for index, rollout_id in enumerate(table["rollout_id"]):
+        record = records[rollout_id]
+        group = [other["reward"] for other in records.values() if other["group_id"] == record["group_id"]]
+        assert table["advantage"][index] == pytest.approx(record["reward"] - np.mean(group), abs=1e-6)
+        assert table["advantage"][index] == pytest.approx(record["advantage"])
+        assert table["sample_id"][index] == record["sample_ids"][0] == f"{rollout_id}-0"
+        assert record["messages"] == [{"role": "user", "content": f"guess {record['example_id']}"}]
+        assert record["sampling_args"] == {"temperature": 1.0, "max_tokens": 6}
+        [turn] = record["trajectory"]
+        start, stop = table.token_offsets[index], table.token_offsets[index + 1]
+        completion = table["token_ids"][start:stop][table["sampled"][start:stop]]
+        assert turn["text"] == TOKENIZER.decode(completion.tolist(), skip_special_tokens=True)
+        assert turn["num_tokens"] == len(completion) == record["num_tokens"]
+        assert turn["finish_reason"] == table["stop_reason"][index]
+        assert turn["policy_versions"] == [[0, len(completion)]]
+
+
+def test_a_group_shares_one_prompt(tmp_path: Path) -> None:
+    prompts: defaultdict[str, set[bytes]] = defaultdict(set)
+
+    def remember(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
+        prompts[TOKENIZER.decode(prompt_ids)].add(np.asarray(prompt_ids, np.uint32).tobytes())
+        return letters(prompt_ids, generator)
+
+    config = configure(tmp_path, max_steps=1, max_async_level=0, orchestrator={"batch_size": 20})
+    batches = run(config, {"guess": Guess(seed=1)}, FakeInferenceClient(remember))
+    table = batches[0].table
+    starts: defaultdict[str, set[bytes]] = defaultdict(set)
+    for index, group_id in enumerate(table["group_id"]):
+        token_ids = table["token_ids"][table.token_offsets[index] : table.token_offsets[index + 1]]
+        sampled = table["sampled"][table.token_offsets[index] : table.token_offsets[index + 1]]
+        starts[group_id].add(token_ids[~sampled].tobytes())
+    assert len(starts) >= 5 and all(len(variants) == 1 for variants in starts.values())
+    assert all(len(variants) == 1 for variants in prompts.values())
+
+
+def test_level_zero_is_on_policy(tmp_path: Path) -> None:
+    client = FakeInferenceClient(letters, delay_s=lambda generator: 0.01 * generator.random())
+    batches = run(configure(tmp_path, max_async_level=0), {"guess": Guess(seed=1)}, client)
+    for batch in batches:
+        assert set(batch.table["policy_versions"].tolist()) == {batch.step}
+
+
+def test_old_tokens_are_stale(tmp_path: Path) -> None:
+    """Tokens sampled one step ahead break a bound of 0 and are never sent."""
+    config = configure(tmp_path, max_async_level=1, orchestrator={"max_off_policy_steps": 0})
+    batches = run(config, {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
+    for batch in batches:
+        assert set(batch.table["policy_versions"].tolist()) == {batch.step}
+    stale = [record for record in saved_rollouts(tmp_path) if record["outcome"] == "stale"]
+    assert stale and all("orchestrator.max_off_policy_steps = 0" in record["reason"] for record in stale)
+    assert journal_counts(tmp_path)["stale"] == sum(record["num_tokens"] for record in stale)
+
+
+def test_partial_groups_train(tmp_path: Path) -> None:
+    client = FakeInferenceClient(letters, fails=lambda generator: generator.random() < 0.4)
+    run(configure(tmp_path), {"guess": Guess(seed=1)}, client)
+    groups = defaultdict(list)
+    for record in saved_rollouts(tmp_path):
+        groups[record["group_id"]].append(record)
+    partial = [
+        records
+        for records in groups.values()
+        if {"sent", "failed_rollout"} <= {record["outcome"] for record in records}
+    ]
+    assert partial
+    for records in partial:
+        survivors = [record for record in records if record["reward"] is not None]
+        mean = np.mean([record["reward"] for record in survivors])
+        for record in survivors:
+            assert record["advantage"] == pytest.approx(record["reward"] - mean, abs=1e-6)
+
+
+def test_group_scores_replace_the_own_ones_and_one_failure_drops_the_group(tmp_path: Path) -> None:
+    client = FakeInferenceClient(letters, fails=lambda generator: generator.random() < 0.1)
+    run(configure(tmp_path), {"guess": Ranked(seed=1)}, client)
+    groups = defaultdict(list)
+    for record in saved_rollouts(tmp_path):
+        groups[record["group_id"]].append(record)
+    outcomes = [Counter(record["outcome"] for record in records) for records in groups.values()]
+    assert any(counts["failed_rollout"] and counts["dropped_group"] for counts in outcomes)
+    for records, counts in zip(groups.values(), outcomes, strict=True):
+        if counts["sent"]:
+            assert sorted(record["reward"] for record in records) == [0, 1, 2, 3]
+            assert counts["failed_rollout"] == 0
+    dropped = sum(
+        record["dropped_groups/guess"] for record in read_metrics(tmp_path / "metrics/orchestrator.jsonl")
+    )
+    assert dropped >= 1
+
+
+def test_zero_advantages_are_filtered_or_sent_as_configured(tmp_path: Path) -> None:
+    envs = [{"id": "x:Guess", "name": "guess"}, {"id": "x:Constant", "name": "constant"}]
+    environments = {"guess": Guess(seed=1), "constant": Constant(seed=1)}
+    filtered = run(configure(tmp_path / "a", *envs), environments, FakeInferenceClient(letters))
+    assert all(set(batch.table["env_name"]) == {"guess"} for batch in filtered)
+    constant = [record for record in saved_rollouts(tmp_path / "a") if record["env_name"] == "constant"]
+    assert {record["outcome"] for record in constant} <= {"zero_advantage", "cancelled"}
+    metrics = list(read_metrics(tmp_path / "a/metrics/orchestrator.jsonl"))
+    assert sum(record["zero_advantage_groups/all"] for record in metrics) >= 4
+    assert metrics[0]["reward/constant"] == pytest.approx(0.1)
+
+    keep = configure(tmp_path / "b", *envs, orchestrator={"filter_zero_advantages": False})
+    kept = run(keep, environments, FakeInferenceClient(letters))
+    assert any("constant" in batch.table["env_name"] for batch in kept)
+
+
+def test_a_sample_that_cannot_train_is_rejected_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Garbled(FakeInferenceClient):
+        async def generate(self, *arguments: Any) -> Any:
+            completion = await super().generate(*arguments)
+            if completion.token_ids[0] == TOKENIZER.encode("a", add_special_tokens=False)[0]:
+                completion.logprobs[0] = float("nan")
+            return completion
+
+    run(configure(tmp_path), {"guess": Guess(seed=1)}, Garbled(letters))
+    rejected = [record for record in saved_rollouts(tmp_path) if record["outcome"] == "rejected"]
+    assert rejected and all("logprob is not finite" in record["reason"] for record in rejected)
+    warnings = [record for record in caplog.records if "rejected" in record.getMessage()]
+    assert len(warnings) == len(rejected)
+
+
+def stops_with(
+    config: OrchestratorRunConfig,
+    environment: Environment,
+    client: FakeInferenceClient,
+    error: type[Exception],
+) -> str:
+    """The message of a run that cannot go on; whatever happens, its journal is closed and balances."""
+    orchestrator = Orchestrator(config, {"guess": environment}, TOKENIZER, client, MemoryChannel())
+
+    async def run_it() -> None:
+        async with asyncio.timeout(10):
+            await orchestrator.run()
+
+    with pytest.raises(error) as caught:
+        asyncio.run(run_it())
+    entries = list(read_journal(config.output_dir / "ledger" / "orchestrator.jsonl"))
+    assert entries[-1].closed
+    counts = journal_counts(config.output_dir)
+    received = counts.pop("received", 0)
+    assert received == counts.total() == client.delivered.total()
+    return str(caught.value)
+
+
+def test_an_environment_that_always_fails_stops_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configure(tmp_path, orchestrator={"max_fruitless_groups": 3})
+    message = stops_with(config, Broken(seed=1), FakeInferenceClient(letters), RolloutError)
+    assert message.startswith("orchestrator.max_fruitless_groups = 3: as many groups in a row gave nothing")
+    assert "of guess failed: ZeroDivisionError: bad example" in message
+    failures = [record for record in caplog.records if "failed: ZeroDivisionError" in record.getMessage()]
+    assert len(failures) == len({record.getMessage() for record in failures}) >= 12
+    assert {record.levelno for record in failures} == {logging.WARNING}
+    assert journal_counts(tmp_path)["failed_rollout"] > 0
+
+
+def test_a_rollout_without_tokens_is_empty(tmp_path: Path) -> None:
+    config = configure(tmp_path, orchestrator={"max_fruitless_groups": 1})
+    message = stops_with(config, Silent(seed=1), FakeInferenceClient(letters), RolloutError)
+    assert "EmptyRollout: the environment returned a score but sampled nothing" in message
+
+
+def test_a_stream_that_ends_stops_the_run(tmp_path: Path) -> None:
+    class Short(Guess):
+        def example(self, index: int) -> Example:
+            return [super().example(0)][index]
+
+    message = stops_with(configure(tmp_path), Short(seed=1), FakeInferenceClient(letters), RolloutError)
+    assert "environment 'guess' has no example 1: IndexError" in message
+
+
+def test_a_dead_watcher_stops_the_run(tmp_path: Path) -> None:
+    class Refusing(FakeInferenceClient):
+        async def update_weights(self, version: int, folder: Path) -> None:
+            raise InferenceError(f"version {version} refused")
+
+    publish_folder(tmp_path / "weights" / "step_1", lambda folder: None)
+    client = Refusing(letters, delay_s=lambda generator: 0.05)
+    assert stops_with(configure(tmp_path), Guess(seed=1), client, InferenceError) == "version 1 refused"
+
+
+def test_only_the_newest_weights_are_served(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        publish_folder(tmp_path / "weights" / f"step_{version}", lambda folder: None)
+    client = FakeInferenceClient(letters)
+    run(configure(tmp_path, max_steps=2), {"guess": Guess(seed=1)}, client)
+    assert client.updates[0] == (3, tmp_path / "weights" / "step_3")
+    assert len(client.updates) == 1
+
+
+def test_an_interrupted_run_cuts_short_and_cancels_what_it_has(tmp_path: Path) -> None:
+    """Five rollouts are back and wait for their batch, twenty are being sampled."""
+    own = {"batch_size": 100, "rollouts_per_example": 1, "filter_zero_advantages": False}
+    config = configure(tmp_path, orchestrator=own)
+    delays = [1.0] * 20 + [0.0] * 5
+    client = FakeInferenceClient(letters, delay_s=lambda generator: delays.pop())
+
+    async def interrupt() -> None:
+        orchestrator = Orchestrator(config, {"guess": Guess(seed=1)}, TOKENIZER, client, MemoryChannel())
+        running = asyncio.create_task(orchestrator.run())
+        while delays or client.sampled.total() - client.delivered.total() < 10:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(interrupt())
+    outcomes = Counter((record["outcome"], record["stop_reason"]) for record in saved_rollouts(tmp_path))
+    assert outcomes["cancelled", "abort"] == 20 and outcomes.total() == 25
+    assert {outcome for outcome, _ in outcomes} == {"cancelled"}
+    close_engine_books(tmp_path, client)
+    Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER).close(0)
+    report = reconcile(tmp_path / "ledger")
+    assert report.balanced and not report.running
+    assert report.states["run", "guess"] == {"cancelled": client.sampled.total()}
+
+
+def test_the_log_line_fits_a_hundred_columns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pellucid.orchestrator")
+    run(configure(tmp_path), {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step")]
+    assert len(lines) == 4
+    assert lines[0].startswith("step    0  reward 0.") and "  off-policy 0.0  " in lines[0]
+    values = {"reward/all": 0.5, "batch_rollouts": 512, "batch_tokens": 234_567}
+    times = {"off_policy_level/all/mean": 2.5, "time/batch_s": 10.25, "time/wait_weights_s": 2.5}
+    lost = [Verdict(Rollout("r", "g", Example("0", []), "env", 1.0), State.STALE)] * 128
+    line = step_line(9999, {**values, **times}, [lost])
+    assert line == (
+        "step 9999  reward 0.500  512 rollouts  234.6k tokens  off-policy 2.5  10.2 s, 2.5 waiting  128 lost"
+    )
+    assert len(line) <= 100
+
+
+def test_reverse_text_end_to_end(tmp_path: Path) -> None:
+    """A policy that reverses its prompt earns 1.0 everywhere once it is always right."""
+
+    def reverse(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
+        word = TOKENIZER.decode(prompt_ids).split("user\n")[1].split("<|im_end|>")[0]
+        answer = word[::-1] if generator.random() < 0.5 else word
+        return [*TOKENIZER.encode(answer, add_special_tokens=False), END]
+
+    config = configure(
+        tmp_path, {"id": "reverse-text"}, max_steps=2, orchestrator={"sampling": {"max_tokens": 9}}
+    )
+    environment = load_environment(config.orchestrator.env[0], config.seed)
+    run(config, {"reverse-text": environment}, FakeInferenceClient(reverse))
+    exact = [record for record in saved_rollouts(tmp_path) if record["metrics"]["exact"]]
+    assert exact and all(record["reward"] == 1.0 and record["advantage"] >= 0 for record in exact)
+
+
+def test_a_port_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"inference\.port = 0 .*set the port"):
+        run_orchestrator(configure(tmp_path))
+
+
+def test_accounts_name_run_and_environment(tmp_path: Path) -> None:
+    client = FakeInferenceClient(letters)
+    run(configure(tmp_path, max_steps=1), {"guess": Guess(seed=1)}, client)
+    assert set(client.sampled) == {Account("run", "guess")}

@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+
+from pellucid.data import Completion, Example, Rollout, TokenTable, TrainingSample, Turn
+from pellucid.errors import DataError
+from pellucid.orchestrator.samples import build_samples
+
+
+def turn(prompt: list[int], sampled: list[int], *runs: tuple[int, int], logprob: float = -0.5) -> Turn:
+    completion = Completion(sampled, [logprob - token for token in sampled], list(runs), "stop")
+    return Turn(prompt, completion, "", [("user", 0, len(prompt)), ("assistant", len(prompt), 99)])
+
+
+def samples_of(*turns: Turn) -> list[TrainingSample]:
+    rollout = Rollout("g4-r1", "g4", Example("17", []), "env", 0.7, list(turns), reward=0.25)
+    return build_samples(rollout, run_id="run", advantage=-0.5)
+
+
+def test_a_single_turn() -> None:
+    [sample] = samples_of(turn([5, 6], [9, 8, 7], (3, 1), (4, 2)))
+    table = TokenTable.from_samples([sample])
+    assert table["token_ids"].tolist() == [5, 6, 9, 8, 7]
+    assert table["sampled"].tolist() == table["loss_mask"].tolist() == [False, False, True, True, True]
+    assert table["inference_logprobs"].tolist() == [-9.5, -8.5, -7.5]
+    assert table["policy_versions"].tolist() == [3, 4, 4]
+    assert dict(sample.values) == {
+        "run_id": "run",
+        "group_id": "g4",
+        "rollout_id": "g4-r1",
+        "sample_id": "g4-r1-0",
+        "env_name": "env",
+        "example_id": "17",
+        "reward": 0.25,
+        "advantage": -0.5,
+        "temperature": 0.7,
+        "stop_reason": "stop",
+        "role_spans": [("user", 0, 2), ("assistant", 2, 99)],
+        "training_mode": "rl",
+    }
+
+
+def test_turns_that_extend_each_other_are_one_sample_and_others_branch() -> None:
+    first = turn([1, 2], [10, 11], (0, 2))
+    second = turn([1, 2, 10, 11, 3], [12], (1, 1))
+    branch = turn([1, 2, 3], [13, 14], (1, 2))
+    merged, own = samples_of(first, second, branch)
+    table = TokenTable.from_samples([merged, own])
+    assert table.lengths.tolist() == [6, 5]
+    assert table["token_ids"].tolist() == [1, 2, 10, 11, 3, 12, 1, 2, 3, 13, 14]
+    assert np.flatnonzero(table["sampled"]).tolist() == [2, 3, 5, 9, 10]
+    assert table["policy_versions"].tolist() == [0, 0, 1, 1, 1]
+    assert table["sample_id"].tolist() == ["g4-r1-0", "g4-r1-1"]
+
+
+def test_a_changed_token_is_a_branch() -> None:
+    assert len(samples_of(turn([1, 2], [10, 11], (0, 2)), turn([1, 2, 10, 99, 3], [12], (0, 1)))) == 2
+
+
+def test_what_cannot_train_is_refused() -> None:
+    with pytest.raises(DataError, match="not finite"):
+        samples_of(turn([1], [2], (0, 1), logprob=float("nan")))

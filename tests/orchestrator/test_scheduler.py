@@ -1,0 +1,341 @@
+"""Small cases by hand, and the invariants under random schedules."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pellucid.data import Completion, Example, Rollout, Turn
+from pellucid.ledger import Flow, State
+from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
+from pellucid.orchestrator.verdict import Verdict
+
+
+def keep_all(rollouts: Sequence[Rollout]) -> list[Verdict]:
+    return [Verdict(rollout, Flow.SENT, advantage=1.0) for rollout in rollouts]
+
+
+def by_reward(rollouts: Sequence[Rollout]) -> list[Verdict]:
+    """Reward 0 carries no signal, a negative one cannot train."""
+    outcomes = {0: State.ZERO_ADVANTAGE, -1: State.REJECTED, 1: Flow.SENT}
+    return [Verdict(rollout, outcomes[int(rollout.reward or 0)]) for rollout in rollouts]
+
+
+def make(judge=keep_all, sources: Sequence[Source] = (Source("env"),), **changes: int) -> Scheduler:
+    rules = {
+        "batch_size": 4,
+        "rollouts_per_example": 2,
+        "max_inflight_rollouts": 8,
+        "max_async_level": 1,
+        "max_off_policy_steps": 2,
+        "max_steps": 10,
+    }
+    return Scheduler(Rules(**{**rules, **changes}), sources, judge)
+
+
+def come_back(
+    dispatch: Dispatch,
+    *,
+    num_tokens: int = 3,
+    version: int = 0,
+    reward: float = 1.0,
+    error: str | None = None,
+) -> Rollout:
+    completion = Completion([1] * num_tokens, [-0.5] * num_tokens, [(version, num_tokens)], "stop")
+    turns = [Turn([5], completion, "")]
+    return Rollout(
+        dispatch.rollout_id,
+        dispatch.group_id,
+        Example(str(dispatch.example_index), []),
+        dispatch.env_name,
+        1.0,
+        turns,
+        reward,
+        error=error,
+    )
+
+
+def dispatch_all(scheduler: Scheduler) -> list[Dispatch]:
+    dispatches = []
+    while (dispatch := scheduler.next_dispatch()) is not None:
+        dispatches.append(dispatch)
+    return dispatches
+
+
+def outcomes(scheduler: Scheduler) -> list[list[tuple[str, str]]]:
+    return [
+        [(verdict.rollout.rollout_id, verdict.outcome.value) for verdict in group]
+        for group in scheduler.take_settled()
+    ]
+
+
+def test_groups_start_for_the_batches_within_reach() -> None:
+    """Level 1 at version 0: batches 0 and 1, eight rollouts, and no more."""
+    scheduler = make(max_inflight_rollouts=100)
+    dispatches = dispatch_all(scheduler)
+    assert [dispatch.rollout_id for dispatch in dispatches] == [
+        f"g{g}-r{r}" for g in range(4) for r in (0, 1)
+    ]
+    assert [dispatch.example_index for dispatch in dispatches] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for dispatch in dispatches:
+        scheduler.finish(come_back(dispatch))
+    assert [len(scheduler.take_batch() or []) for _ in range(2)] == [4, 4]
+    assert scheduler.take_batch() is None
+    assert scheduler.waits_for_weights and scheduler.next_dispatch() is None
+    scheduler.update_policy(1)
+    assert not scheduler.waits_for_weights
+    assert len(dispatch_all(scheduler)) == 4
+
+
+def test_the_last_batches_need_no_more_than_they_hold() -> None:
+    scheduler = make(max_steps=1, max_async_level=5, max_inflight_rollouts=100)
+    assert len(dispatch_all(scheduler)) == 4
+
+
+def test_level_zero_leaves_nothing_in_flight_when_a_batch_is_complete() -> None:
+    scheduler = make(max_async_level=0, batch_size=5, max_inflight_rollouts=100)
+    first = dispatch_all(scheduler)
+    assert len(first) == 6
+    for dispatch in first[:-1]:
+        scheduler.finish(come_back(dispatch))
+        assert scheduler.take_batch() is None
+    scheduler.finish(come_back(first[-1]))
+    assert len(scheduler.take_batch() or []) == 6 and scheduler.num_inflight == 0
+
+
+def test_capacity_dispatches_a_group_one_by_one() -> None:
+    scheduler = make(max_inflight_rollouts=3)
+    first = dispatch_all(scheduler)
+    assert [dispatch.rollout_id for dispatch in first] == ["g0-r0", "g0-r1", "g1-r0"]
+    scheduler.finish(come_back(first[2]))
+    assert scheduler.num_ready == 0
+    assert [dispatch.rollout_id for dispatch in dispatch_all(scheduler)] == ["g1-r1"]
+
+
+def test_a_failed_rollout_is_scrapped_alone() -> None:
+    scheduler = make(batch_size=1)
+    a, b, *_ = dispatch_all(scheduler)
+    scheduler.finish(come_back(a, error="ValueError: no"))
+    assert scheduler.take_settled() == [] and scheduler.take_batch() is None
+    scheduler.finish(come_back(b))
+    batch = scheduler.take_batch()
+    assert batch is not None and [verdict.rollout.rollout_id for verdict in batch] == ["g0-r1"]
+    [[failed, sent]] = scheduler.take_settled()
+    assert (failed.outcome, failed.reason) == (State.FAILED_ROLLOUT, "ValueError: no")
+    assert sent.outcome is Flow.SENT and scheduler.fruitless_groups == 0
+
+
+def test_fruitless_groups_are_counted_in_a_row() -> None:
+    scheduler = make()
+    counts = []
+    for dispatch in dispatch_all(scheduler)[:6]:
+        error = None if dispatch.group_id == "g1" else "ValueError: no"
+        scheduler.finish(come_back(dispatch, error=error))
+        counts.append(scheduler.fruitless_groups)
+    assert counts == [0, 1, 1, 0, 0, 1]
+    assert outcomes(scheduler)[0] == [("g0-r0", "failed_rollout"), ("g0-r1", "failed_rollout")]
+
+
+def test_a_group_scored_environment_loses_the_group_with_any_rollout() -> None:
+    scheduler = make(sources=[Source("env", group_scored=True)])
+    a, b, *_ = dispatch_all(scheduler)
+    scheduler.finish(come_back(a))
+    scheduler.finish(come_back(b, error="ValueError: no"))
+    [[failed, dropped]] = scheduler.take_settled()
+    assert failed.outcome is State.FAILED_ROLLOUT
+    assert dropped.outcome is State.DROPPED_GROUP and dropped.reason.startswith("1 of 2 rollouts")
+    assert scheduler.fruitless_groups == 1
+
+
+def test_a_group_scored_group_starts_at_once_or_not_yet() -> None:
+    scheduler = make(sources=[Source("env", group_scored=True)], max_inflight_rollouts=3)
+    first = dispatch_all(scheduler)
+    assert len(first) == 2
+    scheduler.finish(come_back(first[0]))
+    assert len(dispatch_all(scheduler)) == 2
+
+
+def test_zero_advantages_are_settled_before_the_batch_is_counted() -> None:
+    scheduler = make(by_reward, batch_size=3)
+    for dispatch, reward in zip(dispatch_all(scheduler)[:6], [0, 0, 1, 0, 1, 1], strict=True):
+        scheduler.finish(come_back(dispatch, reward=reward))
+    batch = scheduler.take_batch()
+    assert batch is not None
+    assert [verdict.rollout.rollout_id for verdict in batch] == ["g1-r0", "g2-r0", "g2-r1"]
+    assert outcomes(scheduler) == [
+        [("g0-r0", "zero_advantage"), ("g0-r1", "zero_advantage")],
+        [("g1-r0", "sent"), ("g1-r1", "zero_advantage")],
+        [("g2-r0", "sent"), ("g2-r1", "sent")],
+    ]
+
+
+def test_groups_are_never_cut_and_the_surplus_opens_the_next_batch() -> None:
+    scheduler = make(batch_size=3)
+    for dispatch in dispatch_all(scheduler):
+        scheduler.finish(come_back(dispatch))
+    assert len(scheduler.take_batch() or []) == 4
+    assert scheduler.num_ready == 2
+
+
+def test_stale_groups_are_dropped_when_the_step_advances() -> None:
+    """Bound 2: a token of version 0 may train at step 2 and no later."""
+    scheduler = make(batch_size=2, max_async_level=9)
+    dispatches = dispatch_all(scheduler)
+    for dispatch, version in zip(dispatches, [0, 0, 1, 1, 2, 2, 0, 3], strict=True):
+        scheduler.finish(come_back(dispatch, version=version))
+    for step in range(3):
+        assert len(scheduler.take_batch() or []) == 2, step
+    settled = scheduler.take_settled()
+    assert [verdict.outcome for verdict in settled[-1]] == [State.STALE, State.STALE]
+    assert settled[-1][0].reason == (
+        "oldest token of policy version 0 at step 3; orchestrator.max_off_policy_steps = 2"
+    )
+
+
+def test_a_group_that_comes_back_too_late_is_stale_at_once() -> None:
+    scheduler = make(by_reward, batch_size=2, max_async_level=9, max_off_policy_steps=0)
+    dispatches = dispatch_all(scheduler)
+    for dispatch in dispatches[:2]:
+        scheduler.finish(come_back(dispatch))
+    assert scheduler.take_batch() is not None
+    scheduler.finish(come_back(dispatches[2], error="ValueError: no"))
+    scheduler.finish(come_back(dispatches[3], reward=0))
+    assert outcomes(scheduler)[-1] == [("g1-r0", "failed_rollout"), ("g1-r1", "stale")]
+
+
+def test_sources_get_their_share_and_count_their_own_examples() -> None:
+    sources = [Source("a", weight=3), Source("b", weight=1)]
+    scheduler = make(sources=sources, batch_size=100, rollouts_per_example=1, max_inflight_rollouts=8)
+    dispatches = dispatch_all(scheduler)
+    assert [dispatch.env_name for dispatch in dispatches] == ["a", "a", "b", "a", "a", "a", "b", "a"]
+    assert [d.example_index for d in dispatches if d.env_name == "a"] == [0, 1, 2, 3, 4, 5]
+    assert [d.example_index for d in dispatches if d.env_name == "b"] == [0, 1]
+
+
+def test_stop_cancels_what_is_not_sent() -> None:
+    scheduler = make(batch_size=100, max_inflight_rollouts=5)
+    dispatches = dispatch_all(scheduler)
+    for dispatch in dispatches[:3]:
+        scheduler.finish(come_back(dispatch))
+    scheduler.stop()
+    assert scheduler.next_dispatch() is None
+    scheduler.finish(come_back(dispatches[3], error="RolloutError: cut short"))
+    scheduler.finish(come_back(dispatches[4]))
+    assert outcomes(scheduler) == [
+        [("g0-r0", "cancelled"), ("g0-r1", "cancelled")],
+        [("g1-r0", "cancelled"), ("g1-r1", "cancelled")],
+        [("g2-r0", "cancelled")],
+    ]
+
+
+class RandomSchedules(RuleBasedStateMachine):
+    """Rollouts come back in any order, fail, age and are filtered; the bounds and the books hold."""
+
+    @initialize(
+        batch_size=st.integers(1, 6),
+        rollouts_per_example=st.integers(1, 4),
+        room=st.integers(0, 6),
+        max_async_level=st.integers(0, 3),
+        max_off_policy_steps=st.integers(0, 3),
+        max_steps=st.integers(1, 6),
+        group_scored=st.booleans(),
+    )
+    def start(self, room: int, group_scored: bool, rollouts_per_example: int, **rules: int) -> None:
+        self.rules = Rules(
+            max_inflight_rollouts=rollouts_per_example + room,
+            rollouts_per_example=rollouts_per_example,
+            **rules,
+        )
+        sources = [Source("a", 2.0), Source("b", 1.0, group_scored)]
+        self.scheduler = Scheduler(self.rules, sources, by_reward)
+        self.running: dict[str, tuple[Dispatch, int]] = {}
+        self.received: Counter[str] = Counter()
+        self.settled: dict[str, Verdict] = {}
+        self.sent: list[str] = []
+
+    @rule()
+    def dispatch(self) -> None:
+        waiting = self.scheduler.waits_for_weights
+        dispatch = self.scheduler.next_dispatch()
+        if dispatch is not None:
+            assert dispatch.rollout_id not in self.running and dispatch.rollout_id not in self.received
+            assert not (waiting and dispatch.rollout_id.endswith("-r0"))
+            self.running[dispatch.rollout_id] = dispatch, self.scheduler.policy_version
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_tokens=st.integers(1, 5), fate=st.sampled_from(["fail", -1, 0, 1, 1, 1, 1]))
+    def come_back(self, data: st.DataObject, num_tokens: int, fate: str | int) -> None:
+        rollout_id = data.draw(st.sampled_from(sorted(self.running)))
+        dispatch, version = self.running.pop(rollout_id)
+        error = "ValueError: no" if fate == "fail" else None
+        reward = 0.0 if fate == "fail" else float(fate)
+        self.received[rollout_id] = num_tokens
+        self.scheduler.finish(
+            come_back(dispatch, num_tokens=num_tokens, version=version, reward=reward, error=error)
+        )
+
+    @precondition(lambda self: self.scheduler.policy_version < self.scheduler.batches_sent)
+    @rule()
+    def train(self) -> None:
+        self.scheduler.update_policy(self.scheduler.policy_version + 1)
+
+    @rule()
+    def send(self) -> None:
+        step = self.scheduler.batches_sent
+        batch = self.scheduler.take_batch()
+        if batch is not None:
+            assert len(batch) >= self.rules.batch_size and step < self.rules.max_steps
+            assert self.scheduler.batches_sent == step + 1
+            levels = [step - (verdict.rollout.oldest_version or 0) for verdict in batch]
+            assert max(levels) <= self.rules.max_off_policy_steps
+            assert self.rules.max_async_level > 0 or max(levels) == 0
+            last_group = batch[-1].rollout.group_id
+            assert sum(v.rollout.group_id != last_group for v in batch) < self.rules.batch_size
+            self.sent += [verdict.rollout.rollout_id for verdict in batch]
+
+    @rule()
+    def settle(self) -> None:
+        for group in self.scheduler.take_settled():
+            assert len({verdict.rollout.group_id for verdict in group}) == 1
+            for verdict in group:
+                assert verdict.rollout.rollout_id not in self.settled
+                self.settled[verdict.rollout.rollout_id] = verdict
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        assert self.scheduler.num_inflight == len(self.running) <= self.rules.max_inflight_rollouts
+        assert self.settled.keys() <= self.received.keys()
+        if self.scheduler.batches_sent == self.rules.max_steps:
+            assert self.scheduler.num_inflight == self.scheduler.num_ready == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.settle()
+        self.scheduler.stop()
+        for rollout_id, (dispatch, version) in self.running.items():
+            self.received[rollout_id] = 2
+            self.scheduler.finish(come_back(dispatch, num_tokens=2, version=version))
+        self.settle()
+        assert self.settled.keys() == self.received.keys()
+        by_outcome: Counter[str] = Counter()
+        for rollout_id, verdict in self.settled.items():
+            by_outcome[verdict.outcome.value] += self.received[rollout_id]
+        assert by_outcome.total() == self.received.total()
+        assert self.sent == [key for key, verdict in self.settled.items() if verdict.is_sent]
+        assert self.scheduler.num_ready == self.scheduler.num_inflight == 0
+
+
+TestRandomSchedules = RandomSchedules.TestCase
+TestRandomSchedules.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_unfinished_rollouts_cannot_finish_twice() -> None:
+    scheduler = make()
+    rollout = come_back(dispatch_all(scheduler)[0])
+    scheduler.finish(rollout)
+    with pytest.raises(KeyError):
+        scheduler.finish(rollout)

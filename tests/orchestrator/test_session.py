@@ -1,0 +1,188 @@
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from pellucid.data import Completion, Example, Rollout
+from pellucid.errors import ModelError, RolloutError
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.fake import FakeInferenceClient
+from pellucid.orchestrator.chat import ChatTemplate
+from pellucid.orchestrator.session import PromptCache, Sampler, Session
+
+from .tiny_tokenizer import END, TEMPLATE, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+USER = [{"role": "user", "content": "abc"}]
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+class RecordingClient(FakeInferenceClient):
+    """Remembers what it was asked."""
+
+    def __init__(self, *answers: str) -> None:
+        remaining = iter(answers)
+        super().__init__(lambda prompt_ids, generator: encode(next(remaining)))
+        self.prompts: list[Sequence[int]] = []
+        self.params: list[SamplingParams] = []
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+    ) -> Completion:
+        self.prompts.append(prompt_ids)
+        self.params.append(params)
+        return await super().generate(prompt_ids, params, account)
+
+
+def open_session(
+    client: FakeInferenceClient, rollout_id: str = "g0-r0", template: str = TEMPLATE, max_model_len: int = 500
+) -> tuple[Session, Rollout]:
+    chat = ChatTemplate(make_tokenizer(template))
+    rollout = Rollout(rollout_id, "g0", Example("0", USER), "env", 0.7)
+    sampler = Sampler(client, chat, "run", 11, 0.7, 20, max_model_len)
+    return Session(rollout, sampler, PromptCache(chat)), rollout
+
+
+def block_texts(rollout: Rollout) -> list[tuple[str, str]]:
+    turn = rollout.turns[-1]
+    token_ids = [*turn.prompt_ids, *turn.completion.token_ids]
+    return [(role, TOKENIZER.decode(token_ids[start:stop])) for role, start, stop in turn.role_spans]
+
+
+def test_single_turn() -> None:
+    client = RecordingClient("cba<|im_end|>")
+    session, rollout = open_session(client)
+    assert asyncio.run(session.respond(USER)) == "cba"
+    assert client.prompts == [encode("<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n")]
+    [turn] = rollout.turns
+    assert turn.prompt_ids == client.prompts[0] and turn.completion.token_ids == encode("cba<|im_end|>")
+    assert turn.text == "cba"
+    [params] = client.params
+    assert (params.temperature, params.max_tokens, params.stop_token_ids) == (0.7, 20, [END])
+    assert client.delivered == {Account("run", "env"): 4}
+
+
+def test_role_spans_tile_the_sequence() -> None:
+    session, rollout = open_session(RecordingClient("yes<|im_end|>"))
+    asyncio.run(session.respond([{"role": "system", "content": "be brief"}, *USER]))
+    assert block_texts(rollout) == [
+        ("system", "<|im_start|>system\nbe brief<|im_end|>\n"),
+        ("user", "<|im_start|>user\nabc<|im_end|>\n"),
+        ("assistant", "<|im_start|>assistant\nyes<|im_end|>"),
+    ]
+
+
+def test_a_message_that_the_template_refuses_alone_joins_the_next_block() -> None:
+    strict = (
+        "{% if messages | length < 2 %}{{ raise_exception('two messages at least') }}{% endif %}" + TEMPLATE
+    )
+    session, rollout = open_session(RecordingClient("yes<|im_end|>"), template=strict)
+    asyncio.run(session.respond([{"role": "system", "content": "be brief"}, *USER]))
+    assert block_texts(rollout) == [
+        ("user", "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nabc<|im_end|>\n"),
+        ("assistant", "<|im_start|>assistant\nyes<|im_end|>"),
+    ]
+
+
+@pytest.mark.parametrize("closed", ["<|im_end|>", ""])
+def test_the_next_prompt_keeps_the_sampled_tokens(closed: str) -> None:
+    """Whether the model closed its turn or was cut short, the tokens in between are the template's."""
+    client = RecordingClient("x <|pad|>y" + closed, "z<|im_end|>")
+    session, rollout = open_session(client)
+
+    async def converse() -> None:
+        reply = await session.respond(USER)
+        assert reply == "x y"
+        assistant, tool = {"role": "assistant", "content": reply}, {"role": "tool", "content": "ok"}
+        await session.respond([*USER, assistant, tool])
+
+    asyncio.run(converse())
+    opening = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nx <|pad|>y<|im_end|>\n"
+    assert client.prompts[1] == encode(opening + "<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n")
+    first = rollout.turns[0]
+    known = [*first.prompt_ids, *first.completion.token_ids]
+    assert list(client.prompts[1][: len(known)]) == known
+    assert block_texts(rollout) == [
+        ("user", "<|im_start|>user\nabc<|im_end|>\n"),
+        ("assistant", "<|im_start|>assistant\nx <|pad|>y<|im_end|>\n"),
+        ("tool", "<|im_start|>tool\nok<|im_end|>\n"),
+        ("assistant", "<|im_start|>assistant\nz<|im_end|>"),
+    ]
+    assert client.params[0].seed != client.params[1].seed
+
+
+def test_a_rewritten_history_is_rendered_from_its_beginning() -> None:
+    client = RecordingClient("x<|im_end|>", "z<|im_end|>")
+    session, _ = open_session(client)
+    other = [*USER, {"role": "assistant", "content": "not x"}, {"role": "user", "content": "so"}]
+
+    async def converse() -> None:
+        await session.respond(USER)
+        await session.respond(other)
+
+    asyncio.run(converse())
+    assert client.prompts[1] == encode(
+        "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nnot x<|im_end|>\n"
+        "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_seeds_depend_on_run_rollout_and_turn_alone() -> None:
+    seeds = []
+    for rollout_id in ("g0-r0", "g0-r1", "g0-r0"):
+        client = RecordingClient("x<|im_end|>")
+        asyncio.run(open_session(client, rollout_id)[0].respond(USER))
+        seeds.append(client.params[0].seed)
+    assert seeds == [3401151068, 1598188705, 3401151068]
+
+
+def test_a_completion_gets_the_room_that_is_left() -> None:
+    num_prompt = len(encode("<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"))
+    client = RecordingClient("abcdefgh")
+    session, rollout = open_session(client, max_model_len=num_prompt + 5)
+    assert asyncio.run(session.respond(USER)) == "abcde"
+    assert rollout.stop_reason == "length"
+
+
+def test_a_prompt_without_room_is_refused_with_the_numbers() -> None:
+    num_prompt = len(encode("<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"))
+    session, rollout = open_session(RecordingClient(), max_model_len=num_prompt)
+    with pytest.raises(RolloutError, match=rf"{num_prompt} tokens .*max_model_len = {num_prompt};"):
+        asyncio.run(session.respond(USER))
+    assert rollout.turns == []
+
+
+def test_an_aborted_turn_is_recorded_and_fails() -> None:
+    async def abort_midway() -> Rollout:
+        client = FakeInferenceClient(lambda prompt, generator: encode("abcdef"))
+        session, rollout = open_session(client)
+        turn = asyncio.create_task(session.respond(USER))
+        while client.sampled.total() < 3:
+            await asyncio.sleep(0)
+        await client.abort_all()
+        with pytest.raises(RolloutError, match="cut the completion short after 3 tokens"):
+            await turn
+        return rollout
+
+    rollout = asyncio.run(abort_midway())
+    assert rollout.num_sampled == 3 and rollout.stop_reason == "abort"
+
+
+def test_a_group_renders_its_prompt_once() -> None:
+    prompts = PromptCache(ChatTemplate(TOKENIZER))
+    first = prompts.render(USER)
+    assert prompts.render(list(USER)) is first
+    assert prompts.render([*USER, *USER]).token_ids == encode(
+        "<|im_start|>user\nabc<|im_end|>\n" * 2 + "<|im_start|>assistant\n"
+    )
+    assert prompts.render(USER) is first
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="has no chat template"):
+        ChatTemplate(tokenizer)

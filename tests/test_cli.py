@@ -1,0 +1,149 @@
+"""The command line: which function runs with which config, and how it ends."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pellucid import __version__
+from pellucid.cli import COMMANDS, Command, main
+from pellucid.config.tools import LedgerSettings
+
+RUNS = """
+import logging
+from pellucid.errors import LedgerError
+
+calls = []
+
+def succeed(config):
+    calls.append(config)
+    logging.getLogger("pellucid.runs").info("running")
+    logging.getLogger("pellucid.runs").debug("details")
+    logging.getLogger("other").info("noise")
+
+def find_problems(config):
+    return 3
+
+def fail(config):
+    raise LedgerError("2 tokens are missing\\nfrom step 1")
+
+def interrupt(config):
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A module with run functions, and a table of commands that names them."""
+    (tmp_path / "runs.py").write_text(RUNS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "runs", raising=False)
+    return {
+        name: Command(LedgerSettings, f"runs:{name}", "…")
+        for name in ("succeed", "find_problems", "fail", "interrupt")
+    }
+
+
+def test_a_command_runs_its_function_with_its_config(runs):
+    assert main(["succeed", "outputs/run", "--json"], runs) == 0
+    import runs as module  # the fixture puts it on the path
+
+    assert module.calls == [LedgerSettings(run=Path("outputs/run"), json=True)]
+
+
+def test_a_run_function_may_return_an_exit_code(runs):
+    assert main(["find_problems", "outputs/run"], runs) == 3
+
+
+def test_an_error_is_printed_without_a_traceback(runs, capsys):
+    assert main(["fail", "outputs/run"], runs) == 1
+    assert capsys.readouterr() == ("", "error: 2 tokens are missing\n       from step 1\n")
+
+
+def test_an_interrupt_exits_with_130(runs, capsys):
+    assert main(["interrupt", "outputs/run"], runs) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_config_error_exits_with_2_and_runs_nothing(capsys):
+    assert main(["trainer", "--sed", "1", "--max-steps", "0"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "error: --sed: unknown flag; did you mean --seed?\n"
+        "       model.name is missing; set it in a file or with --model.name\n"
+        "       max_steps = '0': should be greater than or equal to 1\n",
+    )
+
+
+def test_a_dry_run_prints_a_config_that_can_be_read_back(capsys, tmp_path):
+    assert main(["trainer", "--model.name", "m", "--seed", "3", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "run.toml").write_text(printed)
+    assert main(["trainer", "@", str(tmp_path / "run.toml"), "--dry-run"]) == 0
+    assert capsys.readouterr().out == printed
+    assert "seed = 3\n" in printed
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_the_overview_lists_every_command(argv, capsys):
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: pellucid COMMAND [@ FILE.toml ...] [--section.key value ...]"
+    assert lines[2:10] == [f"  {name:<14}{command.help}" for name, command in COMMANDS.items()]
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pellucid {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("trianer", "did you mean trainer?"), ("xyz", "see `pellucid --help`")]
+)
+def test_an_unknown_command_suggests_the_nearest(name, remedy, capsys):
+    assert main([name]) == 2
+    assert capsys.readouterr().err == f"error: {name}: unknown command; {remedy}\n"
+
+
+def test_an_unknown_log_level_is_refused(runs, capsys, monkeypatch):
+    monkeypatch.setenv("PELLUCID_LOG_LEVEL", "loud")
+    assert main(["succeed", "outputs/run"], runs) == 2
+    assert capsys.readouterr().err == (
+        "error: PELLUCID_LOG_LEVEL = 'loud': should be DEBUG, INFO, WARNING or ERROR\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "messages"),
+    [
+        ("info", ["INFO running"]),
+        ("debug", ["INFO running", "DEBUG details"]),
+        ("warning", []),
+    ],
+)
+def test_logs_go_to_stderr_with_time_and_level(level, messages, tmp_path):
+    (tmp_path / "runs.py").write_text(RUNS)
+    script = (
+        "import sys; from pellucid.cli import Command, main; "
+        "from pellucid.config.tools import LedgerSettings; "
+        "sys.exit(main(['run', 'x'], {'run': Command(LedgerSettings, 'runs:succeed', '')}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={"PELLUCID_LOG_LEVEL": level},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in done.stderr.splitlines()] == messages
+
+
+def test_answering_without_running_does_not_import_torch():
+    script = (
+        "import sys; from pellucid.cli import main; "
+        "main(['trainer', '--model.name', 'm', '--dry-run']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0

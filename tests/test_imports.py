@@ -1,0 +1,72 @@
+"""The picture of who may import whom, asserted."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import pellucid
+
+ROOT = Path(pellucid.__file__).parent
+
+CORE = {"data", "config"}
+MAY_IMPORT = {
+    "data": set(),
+    "config": set(),
+    "ledger": CORE,
+    "model": CORE,
+    "packing": CORE,
+    "loss": CORE,
+    "metrics": CORE,
+    "transport": CORE,
+    "export": CORE,
+    "inference": CORE | {"model", "transport", "ledger", "metrics"},
+    "orchestrator": CORE | {"inference", "transport", "ledger", "metrics"},
+    "trainer": CORE | {"model", "packing", "loss", "transport", "export", "ledger", "metrics"},
+    "viewer": {"export", "ledger", "data"},
+}
+TOP = {"cli", "launch", "checks", "bench"}
+CLIENT_SIDE = {"client", "http", "fake", "protocol"}
+"""What of `inference` an orchestrator may see: never the engine."""
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules of pellucid that a file imports, as dotted names below the package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return {name.removeprefix("pellucid.") for name in found if name.startswith("pellucid.")}
+
+
+def _files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def test_every_package_is_in_the_picture() -> None:
+    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    assert packages == set(MAY_IMPORT) | (TOP - {"cli"})
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_arrows_point_down_only(package: str) -> None:
+    allowed = MAY_IMPORT[package] | {package, "errors"}
+    for path in _files(package):
+        for name in _imports(path):
+            assert name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports pellucid.{name}"
+
+
+def test_nothing_below_imports_the_top() -> None:
+    for package in MAY_IMPORT:
+        for path in _files(package):
+            assert not {name.split(".")[0] for name in _imports(path)} & TOP
+
+
+def test_the_orchestrator_never_sees_the_engine() -> None:
+    for path in _files("orchestrator"):
+        for name in _imports(path):
+            if name.startswith("inference"):
+                assert name.split(".")[1:2] and name.split(".")[1] in CLIENT_SIDE, f"{path} imports {name}"

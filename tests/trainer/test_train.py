@@ -1,0 +1,212 @@
+"""The trainer's loop on a tiny model: gradients, records, books and files of real steps."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from pellucid.config import ModelConfig, SFTConfig, TrainerRunConfig
+from pellucid.data import TokenTable, TrainingSample
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.ledger import Journal, Stage, read_journal
+from pellucid.metrics import read_metrics
+from pellucid.model import load_policy
+from pellucid.trainer import train_on_dataset
+from pellucid.trainer.batches import OrchestratorBatches
+from pellucid.trainer.entry import build_run
+from pellucid.trainer.loop import train
+from pellucid.transport import Batch, MemoryChannel
+
+
+def config(model, folder, **changes) -> TrainerRunConfig:
+    values = {
+        "output_dir": folder,
+        "max_steps": 1,
+        "seq_len": 256,
+        "model": {"name": str(model)},
+        "trainer": {"threads": 1, "optim": {"lr": 1e-3}, "experimental": {"token_export": {}}},
+    }
+    return TrainerRunConfig.model_validate({**values, **changes})
+
+
+def rollouts(model, count=12, version=0, **columns) -> list[TrainingSample]:
+    """Samples that the engine drew from this very model, of ragged lengths, in two environments."""
+    generator = random.Random(0)
+    samples = []
+
+    def keep(prompt, index):
+        def on_finish(completion):
+            samples.append(
+                TrainingSample.from_turn(
+                    prompt,
+                    completion.token_ids,
+                    completion.logprobs,
+                    policy_versions=version,
+                    env_name="ab"[index % 2],
+                    run_id="run",
+                    rollout_id=f"r{index}",
+                    reward=float(index),
+                    advantage=generator.uniform(-1, 1),
+                    temperature=0.8,
+                    **columns,
+                )
+            )
+
+        return on_finish
+
+    requests = []
+    for index in range(count):
+        prompt = [generator.randrange(5, 101) for _ in range(generator.randint(1, 20))]
+        params = SamplingParams(temperature=0.8, max_tokens=generator.randint(1, 30), seed=index)
+        requests.append(Request(prompt, params, Account(), keep(prompt, index)))
+    run_to_end(Engine(load_policy(ModelConfig(name=str(model))), num_slots=4, max_length=64), requests)
+    return samples
+
+
+def run_steps(settings, tables, journal=None):
+    channel = MemoryChannel()
+    for step, table in enumerate(tables):
+        channel.send(Batch("run", step, table))
+    run = build_run(settings, OrchestratorBatches(channel), journal, [])
+    try:
+        train(run)
+    finally:
+        run.close()
+    return run
+
+
+def gradients(settings, table) -> dict[str, torch.Tensor]:
+    """The gradients of one batch, before the optimizer takes them."""
+    channel = MemoryChannel()
+    channel.send(Batch("run", 0, table))
+    run = build_run(settings, OrchestratorBatches(channel), None, [])
+    run.exporter = None
+    batch = run.next_batch(0)
+    for micro_batch in batch.micro_batches:
+        output = run.forward(micro_batch)
+        run.loss(micro_batch, output, batch.denominator).loss.backward()
+    run.close()
+    return {name: parameter.grad for name, parameter in run.policy.named_parameters()}
+
+
+@pytest.mark.parametrize("cap", [128, 64, 2])
+def test_the_gradient_does_not_depend_on_packing(tiny_model, tmp_path, cap) -> None:
+    table = TokenTable.from_samples(rollouts(tiny_model))
+    whole = gradients(config(tiny_model, tmp_path / "whole"), table)
+    trainer = {"threads": 1, "micro_batch_max_tokens": cap}
+    cut = gradients(config(tiny_model, tmp_path / "cut", trainer=trainer), table)
+    scale = max(gradient.abs().max() for gradient in whole.values())
+    for name, gradient in whole.items():
+        assert (gradient - cut[name]).abs().max() <= 1e-5 * scale, name
+
+
+def test_the_gradient_is_the_mean_over_trainable_tokens(tiny_model, tmp_path) -> None:
+    """Against the formula written out, one sequence at a time, with autograd over plain HF logits."""
+    samples = rollouts(tiny_model, count=4)
+    table = TokenTable.from_samples(samples)
+    ours = gradients(config(tiny_model, tmp_path), table)
+    policy = load_policy(ModelConfig(name=str(tiny_model)))
+    policy.hf.set_attn_implementation("eager")
+    total = torch.zeros(())
+    for sample in samples:
+        ids = torch.from_numpy(sample.arrays["token_ids"].array().astype("int64"))
+        logits = policy.hf(input_ids=ids[None], use_cache=False).logits[0, :-1] / 0.8
+        logprobs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0][-sample.num_sampled :]
+        log_ratio = logprobs - torch.from_numpy(sample.arrays["inference_logprobs"].array().copy())
+        total = total + (-sample.values["advantage"] * log_ratio.exp() + 1e-3 * log_ratio**2).sum()
+    (total / table.num_trainable).backward()
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, atol=2e-6, rtol=1e-4)
+
+
+def test_a_step_leaves_record_books_and_weights_that_agree(tiny_model, tmp_path) -> None:
+    table = TokenTable.from_samples(rollouts(tiny_model))
+    journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER)
+    run = run_steps(config(tiny_model, tmp_path, max_steps=2), [table, table], journal)
+
+    metrics = list(read_metrics(tmp_path / "metrics" / "trainer.jsonl"))
+    for step in range(2):
+        folder = tmp_path / "token_exports" / f"step_{step}"
+        assert (folder / "STABLE").exists()
+        records = [json.loads(line) for line in (folder / "rank_0.jsonl").read_text().splitlines()]
+        assert len(records) == 12
+        exported = sum(value for record in records for value in record["token_loss"]) / table.num_trainable
+        assert exported == pytest.approx(metrics[step]["loss"], rel=1e-6)
+        assert {record["denominator"] for record in records} == {table.num_trainable}
+        assert sum(sum(record["loss_mask"]) for record in records) == table.num_trainable
+
+    # The first batch was sampled by the very weights that train on it.
+    assert metrics[0]["mismatch_kl/all/mean"] <= 1e-6
+    assert metrics[0]["is_masked/all"] == 0
+    assert metrics[1]["mismatch_kl/all/mean"] > metrics[0]["mismatch_kl/all/mean"]
+    assert metrics[0]["tokens"] == table.num_tokens
+
+    totals: dict[str, int] = {}
+    for entry in read_journal(tmp_path / "ledger" / "trainer.jsonl"):
+        for name, tokens in entry.counts.items():
+            totals[name] = totals.get(name, 0) + tokens
+    assert totals["received"] == 2 * table.num_sampled
+    assert totals["trained"] + totals.get("masked", 0) == totals["received"]
+    assert totals["computed"] == 2 * table.num_tokens
+    assert totals["context"] == 2 * (table.num_tokens - table.num_sampled)
+
+    published = load_policy(ModelConfig(name=str(tiny_model)))
+    Engine(published, num_slots=1, max_length=8).update_weights(2, tmp_path / "weights" / "step_2")
+    final = load_policy(ModelConfig(name=str(tmp_path / "model")))
+    for trained, sent, saved in zip(
+        run.policy.parameters(), published.parameters(), final.parameters(), strict=True
+    ):
+        assert torch.equal(trained, sent)
+        assert torch.equal(trained, saved)
+
+
+def test_truncated_and_untrainable_tokens_are_counted(tiny_model, tmp_path) -> None:
+    sample = TrainingSample.from_turn(
+        [5, 6],
+        [7] * 10,
+        [-1.0] * 10,
+        completion_mask=[False, True] * 5,
+        env_name="a",
+        run_id="run",
+        advantage=1.0,
+    )
+    journal = Journal(tmp_path / "ledger.jsonl", Stage.TRAINER)
+    settings = config(tiny_model, tmp_path, seq_len=8)
+    run_steps(settings, [TokenTable.from_samples([sample])], journal)
+    counts = next(iter(read_journal(tmp_path / "ledger.jsonl"))).counts
+    assert counts["received"] == 10
+    assert counts["truncated"] == 4
+    assert counts["untrainable"] == 3
+    assert counts["trained"] + counts.get("masked", 0) == 3
+    assert (counts["context"], counts["computed"]) == (2, 8)
+    assert next(read_metrics(tmp_path / "metrics" / "trainer.jsonl"))["truncated_tokens"] == 4
+
+
+def test_sft_learns_through_the_same_loop(tiny_model, tmp_path) -> None:
+    data = tmp_path / "data.jsonl"
+    chats = [
+        {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]}
+        for word in ("abc", "xyz", "hello")
+    ]
+    data.write_text("\n".join(json.dumps(chat) for chat in chats))
+    settings = SFTConfig.model_validate(
+        {
+            "output_dir": tmp_path,
+            "max_steps": 40,
+            "seq_len": 256,
+            "model": {"name": str(tiny_model)},
+            "data": {"path": data, "batch_size": 3},
+            "trainer": {"threads": 1, "optim": {"lr": 1e-2}, "experimental": {"token_export": {}}},
+        }
+    )
+    train_on_dataset(settings, [])
+    losses = [record["loss"] for record in read_metrics(tmp_path / "metrics" / "trainer.jsonl")]
+    assert losses[0] > 3
+    assert losses[-1] < 0.3
+    record = json.loads((tmp_path / "token_exports" / "step_0" / "rank_0.jsonl").read_text().splitlines()[0])
+    assert record["training_mode"] == "sft"
+    assert set(record["importance_ratio"]) == set(record["is_masked"]) == {None}
+    assert not (tmp_path / "ledger").exists()
+    assert not (tmp_path / "weights").exists()
