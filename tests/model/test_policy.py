@@ -53,10 +53,13 @@ def _plan(lengths):
 
 
 def test_a_missing_folder_says_what_to_do() -> None:
-    with pytest.raises(
-        ModelError, match="model.name = 'no/such': the model could not be loaded .* give a local"
-    ):
-        load_policy(ModelConfig(name="no/such"))
+    with pytest.raises(ModelError, match="model.name = './no/such': no such folder; give a local model folder"):
+        load_policy(ModelConfig(name="./no/such"))
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path) -> None:
+    with pytest.raises(ModelError, match="could not be loaded .* check that it holds config.json"):
+        load_policy(ModelConfig(name=str(tmp_path)))
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(tiny_model) -> None:
