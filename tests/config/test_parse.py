@@ -368,3 +368,23 @@ def test_a_missing_positional_argument_is_named():
     assert problems(LedgerSettings) == [
         "the following arguments are required: RUN; see `pellucid test --help`"
     ]
+
+
+# One file for all parts of a run
+
+
+def test_a_part_reads_its_own_sections_of_the_runs_file(toml):
+    path = toml(
+        'max_async_level = 2\n[model]\nname = "m"\n[trainer.optim]\nlr = 0.5\n[inference]\nport = 9\n'
+        '[[orchestrator.env]]\nid = "reverse-text"\n'
+    )
+    assert parse(TrainerRunConfig, ["@", path], prog="pellucid trainer").config.trainer.optim.lr == 0.5
+    assert parse(InferenceRunConfig, ["@", path], prog="pellucid inference").config.inference.port == 9
+    keys = [line.split(":")[0].split(" ")[0] for line in problems(SFTConfig, "@", path, "--data.path", "d")]
+    assert sorted(keys) == ["inference", "max_async_level", "orchestrator"]
+
+
+def test_a_part_still_refuses_what_no_part_knows(toml):
+    path = toml('[model]\nname = "m"\n[inferense]\nport = 9\n')
+    (line,) = problems(TrainerRunConfig, "@", path)
+    assert line.startswith("inferense")

@@ -53,7 +53,9 @@ def _plan(lengths):
 
 
 def test_a_missing_folder_says_what_to_do() -> None:
-    with pytest.raises(ModelError, match="model.name = './no/such': no such folder; give a local model folder"):
+    with pytest.raises(
+        ModelError, match="model.name = './no/such': no such folder; give a local model folder"
+    ):
         load_policy(ModelConfig(name="./no/such"))
 
 

@@ -19,6 +19,7 @@ from pellucid.inference.client import Account
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
 from pellucid.metrics import read_metrics
+from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import (
     Environment,
     Orchestrator,
@@ -32,9 +33,7 @@ from pellucid.orchestrator.report import step_line
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 
-from .tiny_tokenizer import END, make_tokenizer
-
-TOKENIZER = make_tokenizer()
+TOKENIZER = character_tokenizer()
 
 
 class Guess(SingleTurnEnvironment):
@@ -82,7 +81,7 @@ class Silent(Guess):
 
 def letters(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
     text = "".join(generator.choices("abcd", k=generator.randint(1, 8)))
-    return [*TOKENIZER.encode(text, add_special_tokens=False), END]
+    return [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
 
 
 def configure(tmp_path: Path, *envs: dict[str, Any], **changes: Any) -> OrchestratorRunConfig:
@@ -503,7 +502,7 @@ def test_reverse_text_end_to_end(tmp_path: Path) -> None:
     def reverse(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
         word = TOKENIZER.decode(prompt_ids).split("user\n")[1].split("<|im_end|>")[0]
         answer = word[::-1] if generator.random() < 0.5 else word
-        return [*TOKENIZER.encode(answer, add_special_tokens=False), END]
+        return [*TOKENIZER.encode(answer, add_special_tokens=False), TOKENIZER.eos_token_id]
 
     config = configure(
         tmp_path, {"id": "reverse-text"}, max_steps=2, orchestrator={"sampling": {"max_tokens": 9}}

@@ -7,12 +7,11 @@ from pellucid.data import Completion, Example, Rollout
 from pellucid.errors import ModelError, RolloutError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
+from pellucid.model.tiny import CHATML, character_tokenizer
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
 
-from .tiny_tokenizer import END, TEMPLATE, make_tokenizer
-
-TOKENIZER = make_tokenizer()
+TOKENIZER = character_tokenizer()
 USER = [{"role": "user", "content": "abc"}]
 
 
@@ -38,9 +37,9 @@ class RecordingClient(FakeInferenceClient):
 
 
 def open_session(
-    client: FakeInferenceClient, rollout_id: str = "g0-r0", template: str = TEMPLATE, max_model_len: int = 500
+    client: FakeInferenceClient, rollout_id: str = "g0-r0", template: str = CHATML, max_model_len: int = 500
 ) -> tuple[Session, Rollout]:
-    chat = ChatTemplate(make_tokenizer(template))
+    chat = ChatTemplate(character_tokenizer(template))
     rollout = Rollout(rollout_id, "g0", Example("0", USER), "env", 0.7)
     sampler = Sampler(client, chat, "run", 11, 0.7, 20, max_model_len)
     return Session(rollout, sampler, PromptCache(chat)), rollout
@@ -61,7 +60,11 @@ def test_single_turn() -> None:
     assert turn.prompt_ids == client.prompts[0] and turn.completion.token_ids == encode("cba<|im_end|>")
     assert turn.text == "cba"
     [params] = client.params
-    assert (params.temperature, params.max_tokens, params.stop_token_ids) == (0.7, 20, [END])
+    assert (params.temperature, params.max_tokens, params.stop_token_ids) == (
+        0.7,
+        20,
+        [TOKENIZER.eos_token_id],
+    )
     assert client.delivered == {Account("run", "env"): 4}
 
 
@@ -77,7 +80,7 @@ def test_role_spans_tile_the_sequence() -> None:
 
 def test_a_message_that_the_template_refuses_alone_joins_the_next_block() -> None:
     strict = (
-        "{% if messages | length < 2 %}{{ raise_exception('two messages at least') }}{% endif %}" + TEMPLATE
+        "{% if messages | length < 2 %}{{ raise_exception('two messages at least') }}{% endif %}" + CHATML
     )
     session, rollout = open_session(RecordingClient("yes<|im_end|>"), template=strict)
     asyncio.run(session.respond([{"role": "system", "content": "be brief"}, *USER]))
@@ -182,7 +185,7 @@ def test_a_group_renders_its_prompt_once() -> None:
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
-    tokenizer = make_tokenizer()
+    tokenizer = character_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="has no chat template"):
         ChatTemplate(tokenizer)

@@ -148,6 +148,10 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         return kind.model_validate({**own, **changes})
 
 
+PARTS = (InferenceRunConfig, OrchestratorRunConfig, TrainerRunConfig)
+"""The processes of an rl run; each reads its own keys of the run's file."""
+
+
 class SFTConfig(TrainerRunConfig):
     """`pellucid sft`: the trainer's loop fed from a data set."""
 

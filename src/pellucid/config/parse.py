@@ -31,7 +31,7 @@ from pydantic_settings import (
 )
 
 from pellucid.config.base import Section
-from pellucid.config.commands import RunConfig
+from pellucid.config.commands import PARTS, RLConfig, RunConfig
 from pellucid.errors import ConfigError
 
 T = TypeVar("T", bound=Section)
@@ -59,7 +59,8 @@ def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> Parsed[T]:
     tables, unreadable = _read_files(paths)
     if unreadable:
         raise ConfigError("\n".join(unreadable + problems))
-    data = _complete(kind, reduce(_merge, [*tables, flags.values], {}))
+    own = [_without_other_parts(kind, table) for table in tables]
+    data = _complete(kind, reduce(_merge, [*own, flags.values], {}))
     try:
         config = kind.model_validate(data)
     except ValidationError as error:
@@ -114,6 +115,12 @@ def _read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not UTF-8 text; TOML has to be") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+
+
+def _without_other_parts(kind: type[Section], table: dict[str, Any]) -> dict[str, Any]:
+    """One file serves all parts of a run: keys of `pellucid rl` that this part does not read are left out."""
+    foreign = RLConfig.model_fields.keys() - kind.model_fields.keys() if kind in PARTS else set()
+    return {key: value for key, value in table.items() if key not in foreign}
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from pellucid.data.tokenizer import quiet_transformers
 
 _SPECIAL = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
-_CHATML = (
+CHATML = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}"
@@ -17,7 +17,7 @@ _CHATML = (
 )
 
 
-def character_tokenizer() -> Any:
+def character_tokenizer(chat_template: str = CHATML) -> Any:
     """One token per printable ASCII character, ChatML markers as special tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -34,7 +34,7 @@ def character_tokenizer() -> Any:
         unk_token="<|unk|>",
         additional_special_tokens=["<|im_start|>", "<|endoftext|>"],
     )
-    fast.chat_template = _CHATML
+    fast.chat_template = chat_template
     return fast
 
 

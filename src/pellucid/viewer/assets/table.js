@@ -4,14 +4,14 @@ const ROW_HEIGHT = 26;
 const MARGIN_ROWS = 8;
 
 const TABLE_COLUMNS = [
-  { key: "step", label: "step", width: "46px", show: count, about: "Optimizer step" },
+  { key: "step", label: "step", width: "44px", show: count, about: "Optimizer step" },
   { key: "env", label: "env", width: "auto", text: true, show: (value) => value || ABSENT, about: "Environment" },
-  { key: "reward", label: "reward", width: "62px", show: (value) => fixed(value, 2), about: "Reward of the rollout" },
+  { key: "reward", label: "reward", width: "58px", show: (value) => fixed(value, 2), about: "Reward of the rollout" },
   { key: "advantage", label: "adv.", width: "54px", show: (value) => signed(value, 2), about: "Advantage" },
-  { key: "tokens", label: "tokens", width: "68px", show: count, about: "Tokens, context included" },
-  { key: "kl_mean", label: "KL mean", width: "74px", show: (value) => short(value), about: "Mean mismatch KL, trainable tokens" },
-  { key: "kl_max", label: "KL max", width: "66px", show: (value) => short(value), about: "Largest mismatch KL, trainable tokens" },
-  { key: "masked", label: "masked", width: "72px", show: count, about: "Trainable tokens out of the trust region" },
+  { key: "tokens", label: "tokens", width: "60px", show: count, about: "Tokens, context included" },
+  { key: "kl_mean", label: "KL mean", width: "72px", show: (value) => short(value), about: "Mean mismatch KL, trainable tokens" },
+  { key: "kl_max", label: "KL max", width: "80px", show: (value) => short(value), about: "Largest mismatch KL, trainable tokens" },
+  { key: "masked", label: "masked", width: "66px", show: count, about: "Trainable tokens out of the trust region" },
 ];
 
 class RecordTable {

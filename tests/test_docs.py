@@ -1,0 +1,105 @@
+"""The documentation is tested: its code runs, its tables are current, its links lead somewhere."""
+
+import asyncio
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from pellucid.config import CustomAdvantageConfig, CustomLossConfig, EnvConfig
+from pellucid.data import Example
+from pellucid.export import FIELDS
+from pellucid.loss import LossInputs, Ratios, loss_for
+from pellucid.orchestrator import AdvantageInputs
+from pellucid.orchestrator.advantage import ScoredRollout, load_advantage
+from pellucid.orchestrator.environment import load_environment
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.fixture
+def docs_modules(monkeypatch):
+    """The Python blocks of a page that name a file, as modules under that name."""
+
+    def load(page: str) -> None:
+        text = (ROOT / "docs" / page).read_text()
+        for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", text, re.DOTALL):
+            module = types.ModuleType(name)
+            monkeypatch.setitem(sys.modules, name, module)
+            exec(compile(code, f"{page}:{name}.py", "exec"), module.__dict__)
+
+    return load
+
+
+class Scripted:
+    """A session that answers from a list."""
+
+    def __init__(self, *replies: str) -> None:
+        self._replies = iter(replies)
+        self.asked: list[int] = []
+
+    async def respond(self, messages) -> str:
+        self.asked.append(len(messages))
+        return next(self._replies)
+
+
+def test_the_single_turn_environment(docs_modules) -> None:
+    docs_modules("write-an-environment.md")
+    environment = load_environment(EnvConfig(id="shout:Shout", args={"words": ["hi"]}), seed=0)
+    example = environment.example(3)
+    right = asyncio.run(environment.rollout(example, Scripted("HI")))
+    wrong = asyncio.run(environment.rollout(example, Scripted("ho!")))
+    assert (right.reward, right.metrics) == (1.0, {"length": 2.0})
+    assert (wrong.reward, wrong.metrics) == (0.0, {"length": 3.0})
+
+
+def test_the_multi_turn_environment(docs_modules) -> None:
+    docs_modules("write-an-environment.md")
+    environment = load_environment(EnvConfig(id="guess:Guess"), seed=0)
+    example = Example("0", [{"role": "user", "content": "guess"}], {"secret": 7})
+    session = Scripted("1", "7")
+    assert asyncio.run(environment.rollout(example, session)).reward == 0.5
+    assert session.asked == [1, 3]
+
+
+def test_the_advantage(docs_modules) -> None:
+    docs_modules("write-an-advantage.md")
+    config = CustomAdvantageConfig(type="custom", import_path="ranks:rank_advantage", kwargs={"scale": 0.5})
+    function = load_advantage(config).function
+    rollouts = [ScoredRollout(reward, [1], 0, "env", "0", "g0") for reward in (1.0, 0.0, 1.0)]
+    assert function(AdvantageInputs(rollouts)).advantages == [0.25, -0.5, 0.25]
+
+
+def test_the_loss(docs_modules) -> None:
+    docs_modules("write-a-loss.md")
+    config = CustomLossConfig(type="custom", import_path="clipped:clipped_loss", kwargs={"high": 0.5})
+    logprobs = torch.tensor([0.1, 0.4, 0.9]).log().requires_grad_()
+    sampled = torch.tensor([0.1, 0.2, 0.3]).log()
+    inputs = LossInputs(
+        logprobs,
+        sampled,
+        torch.ones(3),
+        torch.tensor([False, True, True]),
+        None,
+        Ratios.of(logprobs, sampled),
+    )
+    record = loss_for(config)["rl"](inputs)
+    assert record.token_loss.tolist() == pytest.approx([0.0, -1.5, -1.5])
+    assert record.is_masked_high.tolist() == [False, True, True]
+
+
+def test_every_field_of_an_export_is_documented() -> None:
+    text = (ROOT / "docs" / "read-an-export.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    assert rows == [(f.name, "token" if f.per_token else "sequence", f.what) for f in FIELDS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

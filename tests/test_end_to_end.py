@@ -1,0 +1,138 @@
+"""`pellucid rl` as a user starts it: three processes, a few steps, and what they leave behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pellucid.ledger import reconcile
+from pellucid.metrics import read_metrics
+
+STEPS = 4
+pytestmark = pytest.mark.slow
+
+
+def command(model, folder, *flags):
+    return [
+        *(sys.executable, "-m", "pellucid.cli", "rl"),
+        *("--model.name", str(model), "--output-dir", str(folder), "--max-steps", str(STEPS)),
+        *("--seq-len", "256", "--orchestrator.env", '[{"id": "reverse-text"}]'),
+        *("--orchestrator.batch-size", "16", "--orchestrator.sampling.max-tokens", "8"),
+        *("--orchestrator.rollouts-per-example", "4", "--orchestrator.max-inflight-rollouts", "16"),
+        *("--trainer.experimental.token-export", "--trainer.optim.lr", "1e-3"),
+        *flags,
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "demo"
+    result = subprocess.run(command(tiny_model, folder), capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder, result.stdout
+
+
+def records(folder, step):
+    path = folder / "token_exports" / f"step_{step}" / "rank_0.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_sampled_token_is_accounted_for(finished) -> None:
+    folder, output = finished
+    report = reconcile(folder / "ledger")
+    sampled = report.sampled["demo", "reverse-text"]
+    assert report.verdict() == [f"balanced: every one of the {sampled:,} sampled tokens is accounted for"]
+    states = report.states["demo", "reverse-text"]
+    exported = sum(sum(record["loss_mask"]) for step in range(STEPS) for record in records(folder, step))
+    assert states["trained"] + states["masked"] == exported
+    assert "balanced: every one of the" in output
+
+
+def test_the_exported_losses_add_up_to_the_logged_loss(finished) -> None:
+    folder, _ = finished
+    for metrics in read_metrics(folder / "metrics" / "trainer.jsonl"):
+        step = records(folder, metrics["step"])
+        total = sum(value for record in step for value in record["token_loss"])
+        assert total / step[0]["denominator"] == pytest.approx(metrics["loss"], rel=1e-6, abs=1e-9)
+
+
+def test_tokens_carry_the_version_that_sampled_them(finished) -> None:
+    folder, _ = finished
+    metrics = list(read_metrics(folder / "metrics" / "trainer.jsonl"))
+    for step in range(STEPS):
+        versions = {
+            version
+            for record in records(folder, step)
+            for version, sampled in zip(record["policy_versions"], record["sampled"], strict=True)
+            if sampled
+        }
+        assert all(step - 1 <= version <= step for version in versions)
+    # Step 0 trains on what its own weights sampled, step 1 on what version 0 sampled.
+    assert metrics[0]["mismatch_kl/all/mean"] <= 1e-6
+    assert metrics[1]["mismatch_kl/all/mean"] > metrics[0]["mismatch_kl/all/mean"]
+
+
+def test_rollouts_and_exports_tell_the_same_story(finished) -> None:
+    folder, _ = finished
+    for step in range(STEPS):
+        lines = (folder / "rollouts" / f"step_{step}" / "train_rollouts.jsonl").read_text().splitlines()
+        rollouts = {rollout["rollout_id"]: rollout for rollout in map(json.loads, lines)}
+        sent = {name for name, rollout in rollouts.items() if rollout["outcome"] == "sent"}
+        exported = records(folder, step)
+        assert sent == {record["rollout_id"] for record in exported}
+        for record in exported:
+            assert record["reward"] == pytest.approx(rollouts[record["rollout_id"]]["reward"], abs=1e-6)
+            assert record["group_id"] == rollouts[record["rollout_id"]]["group_id"]
+
+
+def test_the_result_loads_and_the_folder_is_refused_a_second_time(finished, tiny_model) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _ = finished
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(folder / "model")
+    again = subprocess.run(command(tiny_model, folder), capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "output_dir" in again.stderr and "clean_output_dir" in again.stderr.replace("-", "_")
+
+
+def pids(folder) -> dict[str, int]:
+    """Process ids of a run's children, by name, from what runs with its configs."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                line = Path(f"/proc/{entry}/cmdline").read_bytes().decode().replace("\0", " ")
+            except OSError:
+                continue
+            if match := re.search(rf"pellucid\.cli (\w+) @ {folder}/configs", line):
+                found[match[1]] = int(entry)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("victim", ["trainer", "orchestrator", "inference"])
+def test_a_killed_process_stops_the_run_and_is_named(tiny_model, tmp_path, victim) -> None:
+    folder = tmp_path / "run"
+    flags = ("--max-steps", "100000")
+    process = subprocess.Popen(
+        command(tiny_model, folder, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(read_metrics(folder / "metrics" / "trainer.jsonl")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(pids(folder)[victim], signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert re.search(rf"error: {victim} .*SIGKILL", errors)
+    assert pids(folder) == {}
