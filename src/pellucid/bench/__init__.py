@@ -5,12 +5,12 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 
-from rich.console import Console
 from rich.table import Table
 
 from pellucid.bench.result import Result
 from pellucid.config.tools import BenchSettings
 from pellucid.errors import ConfigError
+from pellucid.launch.console import make_console
 
 BENCHMARKS = {
     "attention": "packed training: our attention against HF's own packed SDPA",
@@ -28,7 +28,7 @@ def run_bench(settings: BenchSettings) -> None:
         for result in results:
             print(json.dumps(result.as_dict()))
     else:
-        Console().print(_table(results))
+        make_console().print(_table(results))
 
 
 def _chosen(name: str) -> list[str]:

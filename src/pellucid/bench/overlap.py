@@ -47,12 +47,12 @@ def _train(model: Path, output: Path, level: int) -> None:
         "seq-len": 4096,
         "orchestrator.env": '[{"id": "reverse-text"}]',
         "orchestrator.sampling.max-tokens": 12,
-        "orchestrator.filter-zero-advantages": "false",
         "orchestrator.max-inflight-rollouts": 128,
         "inference.max-concurrent": 128,
         "inference.threads": 1,
         "trainer.threads": 1,
     }
     arguments = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+    arguments.append("--no-orchestrator.filter-zero-advantages")
     command = [sys.executable, "-m", "pellucid.cli", "rl", *arguments]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
