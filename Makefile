@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TESTABLE := $(VENV)/.testable
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help install demo test check bench clean
 
@@ -15,7 +17,7 @@ help:
 	@echo "make bench     side-by-side benchmarks"
 	@echo "make clean     remove the virtual environment, caches and outputs"
 
-install: $(INSTALLED)
+install: $(TESTABLE)
 
 # torch first and pinned: the CPU build is taken where one is offered; a range would pull CUDA packages.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -23,17 +25,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "pellucid needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "no virtual environment could be made; install Python's venv module"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	@touch $@
+
+# What only tests and checks need: the tools, and the trackers that are tested for real.
+$(TESTABLE): $(INSTALLED)
+	$(PIP) -e '.[dev,tensorboard,wandb]'
 	@touch $@
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/reverse_text/demo.py
 
-test: $(INSTALLED)
+test: $(TESTABLE)
 	$(BIN)/python -m pytest
 
-check: $(INSTALLED)
+check: $(TESTABLE)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

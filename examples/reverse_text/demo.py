@@ -40,7 +40,7 @@ def show_rollouts(title: str, step: int, count: int = 3) -> None:
         word = rollout["messages"][-1]["content"]
         if word not in seen and rollout["reward"] is not None:
             seen.add(word)
-            answer = rollout["trajectory"][0]["text"]
+            answer = rollout["trajectory"][0]["text"].replace("\n", "⏎")
             console.print(f"  {word:>8} → {answer:<12} reward {rollout['reward']:.2f}", markup=False)
         if len(seen) == count:
             return

@@ -57,6 +57,7 @@ def test_a_run_that_balances(tmp_path, capsys):
         "context": ["250", "0", "250"],
         "padding": ["50", "0", "50"],
         "computed": ["1,000", "0", "1,000"],
+        "saved": ["0", "0", "0"],
     }
     assert output.endswith("balanced: every one of the 1,200 sampled tokens is accounted for\n")
     assert max(map(len, output.splitlines())) <= 100

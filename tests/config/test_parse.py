@@ -388,3 +388,36 @@ def test_a_part_still_refuses_what_no_part_knows(toml):
     path = toml('[model]\nname = "m"\n[inferense]\nport = 9\n')
     (line,) = problems(TrainerRunConfig, "@", path)
     assert line.startswith("inferense")
+
+
+# Settings that do not work together
+
+
+def rl_problems(*flags: str) -> list[str]:
+    return problems(RLConfig, *NAMED, "--orchestrator.env", '[{"id": "a"}]', *flags)
+
+
+def test_what_is_sampled_ahead_has_to_be_fresh_enough():
+    (line,) = rl_problems("--max-async-level", "3", "--orchestrator.max-off-policy-steps", "2")
+    assert line == (
+        "orchestrator.max_off_policy_steps = 2 is below max_async_level = 3: what is sampled that far ahead "
+        "would be dropped as stale; raise the former or lower the latter"
+    )
+
+
+def test_weights_are_kept_while_they_may_be_loaded():
+    (line,) = rl_problems("--max-async-level", "4")
+    assert line == (
+        "trainer.keep_weights = 4 has to exceed max_async_level = 4: weights could be deleted while the "
+        "server loads them; raise the former or lower the latter"
+    )
+
+
+def test_a_group_of_one_has_no_advantage_to_train_on():
+    (line,) = rl_problems("--orchestrator.rollouts-per-example", "1")
+    assert "orchestrator.rollouts_per_example = 1 with orchestrator.advantage.type = 'default'" in line
+    assert "orchestrator.filter_zero_advantages = true" in line
+    assert line.endswith("raise rollouts_per_example, or use an advantage of your own")
+    one = [*NAMED, "--orchestrator.env", '[{"id": "a"}]', "--orchestrator.rollouts-per-example", "1"]
+    kept = parse(RLConfig, [*one, "--no-orchestrator.filter-zero-advantages"], prog="p").config
+    assert kept.orchestrator.rollouts_per_example == 1

@@ -9,7 +9,7 @@ from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, QueueFullError, Request, run_to_end
 from pellucid.inference.sampling import draw
-from pellucid.model import load_policy
+from pellucid.model import load_policy, packed_layout
 from pellucid.transport.weights import publish_weights
 
 ENV = Account("run", "env")
@@ -28,7 +28,8 @@ def request(prompt, finished, **params):
 def trainer_logprobs(policy, prompt, completion, temperature):
     ids = torch.tensor([*prompt, *completion])
     with torch.no_grad():
-        output = policy(ids, torch.arange(len(ids)), [len(ids)], torch.full((len(ids),), temperature))
+        temperatures = torch.full((len(ids),), temperature)
+        output = policy(ids, torch.arange(len(ids)), temperatures, packed_layout([len(ids)]))
     return output.logprobs[len(prompt) :]
 
 

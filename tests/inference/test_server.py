@@ -1,56 +1,22 @@
 """The engine over HTTP, with the real server, client and sockets."""
 
 import asyncio
-import socket
-import threading
-import time
 from contextlib import contextmanager
 
 import aiohttp
 import pytest
 import torch
-import uvicorn
 
 from pellucid.config import ModelConfig
-from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine
-from pellucid.inference.engine_thread import EngineThread
 from pellucid.inference.http import HttpInferenceClient
-from pellucid.inference.server import Server
-from pellucid.ledger import Journal, Stage, read_journal
-from pellucid.metrics import JsonlSink, read_metrics
-from pellucid.model import load_policy
+from pellucid.ledger import read_journal
+from pellucid.metrics import read_metrics
+from pellucid.model import load_policy, packed_layout
 from pellucid.transport.weights import publish_weights
 
 ENV = Account("run", "env")
-
-
-@contextmanager
-def serving(model, tmp_path, **options):
-    """A running server; yields its address and the policy behind it."""
-    policy = load_policy(ModelConfig(name=str(model)))
-    tokenizer = load_tokenizer(str(model))
-    options = {"num_slots": 8, "max_length": 256, "decode_text": tokenizer.decode, **options}
-    engine = Engine(policy, **options)
-    journal = Journal(tmp_path / "inference.jsonl", Stage.INFERENCE)
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
-    thread = EngineThread(engine, journal, sink, on_failure=lambda error: None)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = uvicorn.Config(Server(engine, thread, tokenizer, "tiny").app(), port=port, log_level="error")
-    server = uvicorn.Server(config)
-    runner = threading.Thread(target=server.run)
-    runner.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{port}", policy
-    finally:
-        server.should_exit = True
-        runner.join()
 
 
 @contextmanager
@@ -76,27 +42,29 @@ def ledger_of(tmp_path):
     return totals
 
 
-def test_generate_gives_the_trainers_logprobs(tiny_model, tmp_path) -> None:
-    with serving(tiny_model, tmp_path) as (url, policy), connected(url) as (runner, client):
+def test_generate_gives_the_trainers_logprobs(serving, tmp_path) -> None:
+    with serving() as (url, policy), connected(url) as (runner, client):
 
         async def run():
             await client.wait_until_ready()
             params = [SamplingParams(max_tokens=20, seed=seed) for seed in range(32)]
-            return await asyncio.gather(*(client.generate([5, 6, 7], each, ENV) for each in params))
+            calls = (client.generate([5, 6, 7], each, ENV, f"r{each.seed}") for each in params)
+            return await asyncio.gather(*calls)
 
         completions = runner.run(run())
         for completion in completions:
             ids = torch.tensor([5, 6, 7, *completion.token_ids])
             with torch.no_grad():
-                output = policy(ids, torch.arange(len(ids)), [len(ids)], torch.ones(len(ids)))
+                layout = packed_layout([len(ids)])
+                output = policy(ids, torch.arange(len(ids)), torch.ones(len(ids)), layout)
             assert completion.logprobs == pytest.approx(output.logprobs[3:].tolist(), abs=2e-5)
-            assert completion.versions() == [0] * 20
+            assert completion.policy_versions == [(0, 20)]
     counts = ledger_of(tmp_path)
     assert counts == {"sampled": 640, "delivered": 640}
 
 
-def test_weight_update_changes_version_and_values(tiny_model, tmp_path) -> None:
-    with serving(tiny_model, tmp_path) as (url, policy), connected(url) as (runner, client):
+def test_weight_update_changes_version_and_values(serving, tiny_model, tmp_path) -> None:
+    with serving() as (url, policy), connected(url) as (runner, client):
         other = load_policy(ModelConfig(name=str(tiny_model)))
         with torch.no_grad():
             next(other.parameters()).mul_(2.0)
@@ -104,7 +72,7 @@ def test_weight_update_changes_version_and_values(tiny_model, tmp_path) -> None:
 
         async def run():
             await client.update_weights(7, tmp_path / "weights" / "step_7")
-            return await client.generate([5, 6], SamplingParams(max_tokens=3), ENV)
+            return await client.generate([5, 6], SamplingParams(max_tokens=3), ENV, "r1")
 
         completion = runner.run(run())
         assert completion.policy_versions == [(7, 3)]
@@ -115,14 +83,15 @@ def test_weight_update_changes_version_and_values(tiny_model, tmp_path) -> None:
             runner.run(client.update_weights(9, tmp_path / "weights" / "step_9"))
 
 
-def test_abort_returns_what_there_is(tiny_model, tmp_path) -> None:
-    with serving(tiny_model, tmp_path) as (url, _), connected(url) as (runner, client):
+def test_abort_returns_what_there_is(serving) -> None:
+    with serving() as (url, _), connected(url) as (runner, client):
 
         async def run():
-            running = asyncio.ensure_future(client.generate([5, 6], SamplingParams(max_tokens=250), ENV))
+            call = client.generate([5, 6], SamplingParams(max_tokens=250), ENV, "r1")
+            running = asyncio.ensure_future(call)
             while (await client.health()).sampled_tokens < 3:
                 await asyncio.sleep(0.005)
-            await client.abort_all()
+            await client.abort(["another", "r1"])
             return await running
 
         completion = runner.run(run())
@@ -130,17 +99,18 @@ def test_abort_returns_what_there_is(tiny_model, tmp_path) -> None:
         assert 3 <= len(completion.token_ids) < 250
 
 
-def test_a_client_that_goes_away_frees_its_slot(tiny_model, tmp_path) -> None:
-    with serving(tiny_model, tmp_path, num_slots=1) as (url, _), connected(url) as (runner, client):
+def test_a_client_that_goes_away_frees_its_slot(serving, tmp_path) -> None:
+    with serving(num_slots=1) as (url, _), connected(url) as (runner, client):
 
         async def run():
-            running = asyncio.ensure_future(client.generate([5, 6], SamplingParams(max_tokens=250), ENV))
+            call = client.generate([5, 6], SamplingParams(max_tokens=250), ENV, "r1")
+            running = asyncio.ensure_future(call)
             while (await client.health()).sampled_tokens < 3:
                 await asyncio.sleep(0.005)
             running.cancel()
             while (await client.health()).running:
                 await asyncio.sleep(0.005)
-            return await client.generate([5, 6], SamplingParams(max_tokens=2), ENV)
+            return await client.generate([5, 6], SamplingParams(max_tokens=2), ENV, "r1")
 
         assert len(runner.run(run()).token_ids) == 2
     counts = ledger_of(tmp_path)
@@ -156,8 +126,14 @@ def post(url, path, body):
     return asyncio.run(run())
 
 
-def test_completions(tiny_model, tmp_path) -> None:
-    with serving(tiny_model, tmp_path) as (url, _):
+def test_requests_from_outside_a_run_are_not_in_its_books(serving, tmp_path) -> None:
+    with serving() as (url, _):
+        assert post(url, "/v1/completions", b'{"prompt": "abc", "max_tokens": 4}')[0] == 200
+    assert ledger_of(tmp_path) == {}
+
+
+def test_completions(serving) -> None:
+    with serving() as (url, _):
         body = (
             b'{"prompt": "abc", "max_tokens": 4, "n": 2, "seed": 1, "logprobs": 1, "return_token_ids": true}'
         )
@@ -190,8 +166,8 @@ def test_completions(tiny_model, tmp_path) -> None:
         (b'{"token_ids": [5000]}', "outside 0"),
     ],
 )
-def test_bad_requests_get_400_with_the_reason(tiny_model, tmp_path, body, reason) -> None:
-    with serving(tiny_model, tmp_path) as (url, _):
+def test_bad_requests_get_400_with_the_reason(serving, body, reason) -> None:
+    with serving() as (url, _):
         status, answer = post(url, "/inference/v1/generate", body)
     assert status == 400
     assert reason in answer["error"]["message"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pellucid.launch.summary import Summary, artefacts, format_duration, reward_curve
+from pellucid.launch.summary import Summary, TokenUse, artefacts, format_duration, reward_curve
 from pellucid.ledger import Difference, Report, Stage
 
 ACCOUNT = ("demo", "reverse-text")
@@ -19,7 +19,7 @@ def report(*, differences: int = 0, running: tuple[Stage, ...] = ()) -> Report:
     return Report(
         {ACCOUNT: Counter(trained=900, masked=100)},
         {ACCOUNT: 1000},
-        {ACCOUNT: Counter()},
+        {ACCOUNT: Counter(computed=1650, saved=1650)},
         [Difference(ACCOUNT, "trainer", differences)] if differences else [],
         list(running),
     )
@@ -89,5 +89,23 @@ def test_the_panel_says_what_changed():
     assert "duration  2 min 45 s" in text
     assert "steps     100" in text
     assert "reward    0.5000 (first 10) → 1.0000 (last 10)" in text
+    assert "tokens    900 trained, 100 wasted (10.0%: sampled, not trained)" in text
+    assert "          1,650 computed, 1,650 saved by sharing prompts" in text
+    assert "tokens/s  20 through the trainer, prompts included, over the whole run" in text
     assert "ledger    balanced: every one of the 1,000 sampled tokens" in text
     assert max(map(len, text.splitlines())) == 100
+
+
+def test_only_what_was_sampled_to_train_on_can_be_wasted():
+    other = ("demo", "other")
+    states = {ACCOUNT: Counter(trained=60, eval=500, in_flight=7), other: Counter(masked=15, stale=25)}
+    use = TokenUse.of(Report(states, {}, {ACCOUNT: Counter(computed=80), other: Counter(saved=9)}, [], []))
+
+    assert (use.trained, use.wasted, use.computed, use.saved) == (60, 40, 80, 9)
+
+
+def test_the_token_lines_of_a_large_run_fit():
+    use = TokenUse(trained=10**13, wasted=10**12, computed=10**14, saved=10**13)
+
+    assert max(len(text) for _, text in use.lines(1e5)) <= 84
+    assert TokenUse(0, 0, 0, 0).lines(1.0)[0][1].startswith("0 trained, 0 wasted (0.0%")

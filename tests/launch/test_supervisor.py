@@ -114,6 +114,8 @@ def test_a_cause_once_known_never_changes(names, codes):
     [
         (Exit("trainer", 3), "trainer exited with code 3"),
         (Exit("trainer", 0), "trainer exited with code 0 before the run was over"),
+        (Exit("trainer", 143), "trainer exited with code 143 (SIGTERM, and not from the launcher)"),
+        (Exit("trainer", 130), "trainer exited with code 130 (SIGINT, and not from the launcher)"),
         (Exit("trainer", -11), "trainer was killed by SIGSEGV"),
         (Exit("trainer", -9), "trainer was killed by SIGKILL (the kernel does that when memory runs out)"),
     ],
@@ -184,6 +186,67 @@ def test_what_fails_after_the_first_is_named_too(crew):
     lines = str(failure.value).splitlines()
     assert lines[0] == "first exited with code 1"
     assert lines[-1] == f"then second exited with code 7; log: {second.log_path}"
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_a_child_may_exit_with_the_signal_that_stops_it(crew, code):
+    server = crew.child("server", EXIT_AT_SIGTERM.format(code), READY, SLEEP, service=True)
+    supervise([server, crew.child("worker", crew.until_ready("server"))])
+
+    second = crew.child("second", EXIT_AT_SIGTERM.format(code), READY, SLEEP)
+    first = crew.child("first", crew.until_ready("second"), "raise SystemExit(1)")
+    with pytest.raises(ProcessError) as failure:
+        supervise([second, first])
+
+    assert str(failure.value).splitlines() == ["first exited with code 1", f"log: {first.log_path}"]
+
+
+def test_a_worker_that_someone_else_stops_ends_the_run(crew):
+    trainer = crew.child("trainer", READY, SLEEP)
+    orchestrator = crew.child(
+        "orchestrator", EXIT_AT_SIGTERM.format(143), crew.until_ready("trainer"), "os.kill(os.getpid(), 15)"
+    )
+
+    with pytest.raises(ProcessError, match=r"^orchestrator exited with code 143 \(SIGTERM, and not from"):
+        supervise([trainer, orchestrator])
+
+    assert crew.running() == []
+
+
+def at_sigterm(*lines):
+    """Python code that runs `lines` when told to stop, and exits."""
+    body = "\n".join(f"    {line}" for line in lines)
+    return f"import signal, time\ndef stop(*_):\n{body}\n    raise SystemExit(0)\nsignal.signal(15, stop)"
+
+
+def test_services_are_stopped_once_the_workers_are_gone(crew):
+    now = "print(time.monotonic(), flush=True)"
+    server = crew.child("server", at_sigterm(now), READY, SLEEP, service=True)
+    worker = crew.child("worker", at_sigterm("time.sleep(0.3)", now), READY, SLEEP)
+    failing = crew.child(
+        "failing", crew.until_ready("server"), crew.until_ready("worker"), "raise SystemExit(1)"
+    )
+
+    with pytest.raises(ProcessError, match=r"^failing exited with code 1"):
+        supervise([server, worker, failing])
+
+    stopped = {child.name: float(child.log_path.read_text().split()[1]) for child in (server, worker)}
+    assert stopped["worker"] < stopped["server"]
+    assert crew.running() == []
+
+
+def test_services_are_stopped_even_if_a_worker_will_not_stop(crew):
+    server = crew.child("server", at_sigterm("print('closed', flush=True)"), READY, SLEEP, service=True)
+    stubborn = crew.child("stubborn", IGNORE_SIGTERM, READY, SLEEP)
+    failing = crew.child(
+        "failing", crew.until_ready("server"), crew.until_ready("stubborn"), "raise SystemExit(1)"
+    )
+
+    with pytest.raises(ProcessError, match=r"^failing exited with code 1"):
+        supervise([server, stubborn, failing], grace_s=0.3)
+
+    assert server.log_path.read_text().split() == ["ready", "closed"]
+    assert crew.running() == []
 
 
 def test_a_child_that_is_killed_ends_the_run(crew):

@@ -16,7 +16,8 @@ BALANCED = {
         State.TRAINED: 50,
         Flow.CONTEXT: 200,
         Flow.PADDING: 8,
-        Flow.COMPUTED: 273,
+        Flow.COMPUTED: 203,
+        Flow.SAVED: 70,
     },
 }
 
@@ -46,7 +47,7 @@ def test_every_token_is_in_exactly_one_state(tmp_path) -> None:
     assert sum(report.states[RUN, ENV].values()) == 100
     assert report.states[RUN, ENV]["cancelled"] == 3
     assert report.states[RUN, ENV]["trained"] == 50
-    assert report.beside[RUN, ENV] == {"context": 200, "padding": 8, "computed": 273}
+    assert report.beside[RUN, ENV] == {"context": 200, "padding": 8, "computed": 203, "saved": 70}
     assert report.running == []
 
 

@@ -54,6 +54,19 @@ def test_nothing_outside_the_mask_can_overflow_into_the_gradient() -> None:
     assert logprobs.grad.tolist() == [0.0, -1.0]
 
 
+def test_a_masked_token_with_a_huge_ratio_does_not_make_the_loss_nan() -> None:
+    logprobs = torch.tensor([-1.0, -0.1], requires_grad=True)
+    sampled = torch.tensor([-1.0, -100.0])
+    given = LossInputs(
+        logprobs, sampled, torch.ones(2), torch.tensor([False, True]), None, Ratios.of(logprobs, sampled)
+    )
+    record = dppo_loss(given, DppoLossConfig(kl_tau=0.5))
+    record.token_loss.sum().backward()
+    assert record.is_masked.tolist() == [False, True]
+    assert record.token_loss[1].item() == pytest.approx(0.5 * 99.9**2, rel=1e-5)
+    assert logprobs.grad[1].item() == pytest.approx(99.9, rel=1e-5)
+
+
 def test_mismatch_kl_keeps_its_digits_for_small_differences() -> None:
     ratios = Ratios.of(torch.tensor([-1.0 + 1e-4]), torch.tensor([-1.0]))
     log_ratio = float(torch.tensor([-1.0 + 1e-4]) - torch.tensor([-1.0]))
@@ -61,7 +74,7 @@ def test_mismatch_kl_keeps_its_digits_for_small_differences() -> None:
 
 
 def negative_logprob(given: LossInputs, scale: float) -> LossRecord:
-    return LossRecord(torch.where(given.loss_mask, -scale * given.trainer_logprobs, 0.0), given.ratios)
+    return LossRecord(-scale * given.trainer_logprobs, None, is_masked=torch.ones(2, dtype=torch.bool))
 
 
 def wrong_shape(given: LossInputs) -> LossRecord:
@@ -75,7 +88,9 @@ def test_a_custom_loss_gets_its_kwargs(monkeypatch) -> None:
     config = CustomLossConfig(type="custom", import_path="my_losses:negative_logprob", kwargs={"scale": 2.0})
     record = loss_for(config)["rl"](inputs([0.5, 0.25], [0.5, 0.5], [1.0, 1.0], [False, True]))
     assert record.token_loss.tolist() == pytest.approx([0.0, 2 * math.log(4)])
-    assert record.is_masked is None
+    # Outside the mask nothing counts, and the ratios are the framework's.
+    assert record.is_masked.tolist() == [False, True]
+    assert record.ratios is not None
 
 
 def test_a_custom_loss_that_sums_is_refused(monkeypatch) -> None:

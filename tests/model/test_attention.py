@@ -8,7 +8,7 @@ from pellucid.data import Completion
 from pellucid.errors import ModelError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, Request, run_to_end
-from pellucid.model import Policy, load_policy
+from pellucid.model import Policy, load_policy, packed_layout, shared_layout
 from pellucid.model.attention import ATTENTION, register_attention
 
 LENGTHS = [5, 1, 9, 2]
@@ -42,11 +42,12 @@ def tokens(lengths, seed=0):
     return [torch.randint(5, 101, (length,), generator=generator) for length in lengths]
 
 
-def forward(policy, sequences):
+def forward(policy, sequences, groups=None):
     lengths = [len(sequence) for sequence in sequences]
     ids = torch.cat(sequences)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return policy(ids, positions, lengths, torch.ones(len(ids)))
+    layout = shared_layout(lengths, ids.numpy(), groups) if groups else packed_layout(lengths)
+    return policy(ids, positions, torch.ones(len(ids)), layout)
 
 
 @pytest.mark.parametrize("model", ["policy", "llama"])
@@ -97,6 +98,43 @@ def test_gradients_do_not_cross_sequences(policy) -> None:
         policy.zero_grad()
     reached = embedded[0].grad[0].abs().sum(-1) > 0
     assert reached.tolist() == [False] * 6 + [True] * 8 + [False] * 3
+
+
+def family(seed=0):
+    """Three members of a group (prompt of 6, own parts of 1, 5 and 3 tokens) and a stranger beside them."""
+    prompt, *own = tokens([6, 1, 5, 3], seed)
+    return [*(torch.cat([prompt, part]) for part in own), tokens([4], seed=seed + 7)[0]]
+
+
+GROUPS = ["g", "g", "g", ""]
+
+
+@pytest.mark.parametrize("model", ["policy", "llama"])
+def test_a_shared_prompt_gives_the_unshared_values_and_gradients(model, request) -> None:
+    policy = request.getfixturevalue(model)
+    weights = torch.randn(31, generator=torch.Generator().manual_seed(0))
+    results = []
+    for groups in (None, GROUPS):
+        output = forward(policy, family(), groups)
+        (output.logprobs * weights).sum().backward()
+        results.append((output, [parameter.grad.clone() for parameter in policy.parameters()]))
+        policy.zero_grad()
+    (plain, expected), (shared, found) = results
+    torch.testing.assert_close(shared.logprobs, plain.logprobs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(shared.entropy, plain.entropy, atol=1e-6, rtol=0)
+    scale = max(gradient.abs().max() for gradient in expected)
+    for left, right in zip(found, expected, strict=True):
+        assert (left - right).abs().max() <= 1e-6 * scale
+
+
+def test_members_of_a_family_do_not_see_each_other(policy) -> None:
+    before = forward(policy, family(), GROUPS).logprobs
+    changed = family()
+    changed[1] = torch.cat([changed[1][:6], tokens([5], seed=3)[0]])
+    after = forward(policy, changed, GROUPS).logprobs
+    untouched = torch.tensor([True] * 13 + [False] * 5 + [True] * 13)
+    torch.testing.assert_close(after[untouched], before[untouched], atol=1e-6, rtol=0)
+    assert not torch.allclose(after[~untouched], before[~untouched], atol=1e-3)
 
 
 def sample(policy, prompts, **engine_options):

@@ -5,7 +5,7 @@ import torch
 
 from pellucid.config import ModelConfig
 from pellucid.errors import ModelError
-from pellucid.model import load_policy, token_logprobs
+from pellucid.model import PackedAttention, load_policy, packed_layout, token_logprobs
 from pellucid.model.head import entropy_of
 from pellucid.model.load import check_tokenizer
 from pellucid.model.tiny import character_tokenizer
@@ -31,10 +31,10 @@ def test_first_tokens_have_no_prediction_and_temperature_is_the_tokens_own(tiny_
     ids = torch.tensor([5, 6, 7, 8, 9])
     positions = torch.tensor([0, 1, 2, 0, 1])
     with torch.no_grad():
-        hot = policy(ids, positions, [3, 2], torch.tensor([9.0, 1.0, 2.0, 9.0, 0.5]))
-        plain = policy(ids, positions, [3, 2], torch.ones(5))
+        hot = policy(ids, positions, torch.tensor([9.0, 1.0, 2.0, 9.0, 0.5]), packed_layout([3, 2]))
+        plain = policy(ids, positions, torch.ones(5), packed_layout([3, 2]))
         hidden = policy.hf.base_model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=_plan([3, 2])
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, plan=PackedAttention([3, 2])
         ).last_hidden_state[0]
     vocabulary = math.log(policy.vocab_size)
     for output in (hot, plain):
@@ -44,12 +44,6 @@ def test_first_tokens_have_no_prediction_and_temperature_is_the_tokens_own(tiny_
     for token, before, temperature in ((2, 1, 2.0), (4, 3, 0.5)):
         expected = (policy.logits(hidden[before]) / temperature).log_softmax(-1)[ids[token]]
         assert hot.logprobs[token].item() == pytest.approx(expected.item(), abs=1e-6)
-
-
-def _plan(lengths):
-    from pellucid.model import PackedAttention
-
-    return PackedAttention(lengths)
 
 
 def test_a_missing_folder_says_what_to_do() -> None:

@@ -69,6 +69,14 @@ def not_finite(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs([float("nan")] * len(inputs.rollouts))
 
 
+def raising(inputs: AdvantageInputs) -> AdvantageOutputs:
+    raise ZeroDivisionError("no spread")
+
+
+def nothing(inputs: AdvantageInputs) -> None:
+    return None
+
+
 def custom(name: str, **kwargs: float) -> CustomAdvantageConfig:
     return CustomAdvantageConfig(type="custom", import_path=f"{__name__}:{name}", kwargs=kwargs)
 
@@ -79,7 +87,12 @@ def test_custom_function() -> None:
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
-    [("too_few", "1 advantages for 2 rollouts"), ("not_finite", "advantage nan for rollout 'g0-r0'")],
+    [
+        ("too_few", "1 advantages for 2 rollouts"),
+        ("not_finite", "advantage nan for rollout 'g0-r0'"),
+        ("raising", r"ZeroDivisionError: no spread \(line \d+ of .*test_advantage\.py\)"),
+        ("nothing", "AttributeError: 'NoneType' object has no attribute 'advantages'"),
+    ],
 )
 def test_wrong_answers_name_the_function_and_the_group(name: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}', group 'g0': {complaint}"):

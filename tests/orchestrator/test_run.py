@@ -1,8 +1,10 @@
 """Whole runs against the fake server, with the real codec, journals, metrics and files."""
 
 import asyncio
+import contextlib
 import logging
 import random
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,20 +19,23 @@ from pellucid.data import Example, Rollout, TokenTable
 from pellucid.errors import ConfigError, InferenceError, RolloutError
 from pellucid.inference.client import Account
 from pellucid.inference.fake import FakeInferenceClient
+from pellucid.launch.supervisor import GRACE_S
 from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import (
+    AdvantageInputs,
+    AdvantageOutputs,
     Environment,
     Orchestrator,
     Score,
     Session,
     SingleTurnEnvironment,
     load_environment,
+    loop,
     run_orchestrator,
 )
 from pellucid.orchestrator.report import step_line
-from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 
 TOKENIZER = character_tokenizer()
@@ -72,6 +77,42 @@ class Broken(Guess):
     async def rollout(self, example: Example, session: Session) -> Score:
         await session.respond(example.messages)
         raise ZeroDivisionError(f"bad example {example.example_id}")
+
+
+class Impatient(Guess):
+    """Gives up on replies just when they are due, and tries again."""
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        for _ in range(3):
+            with contextlib.suppress(TimeoutError):
+                text = await asyncio.wait_for(session.respond(example.messages), random.uniform(0.015, 0.05))
+                return self.reward(example, text)
+        return Score(random.random())
+
+
+class Forgetful(Guess):
+    """Returns while a second reply is being sampled."""
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        calls = [asyncio.create_task(session.respond(example.messages)) for _ in range(2)]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        return self.reward(example, done.pop().result())
+
+
+class Stubborn(Guess):
+    """Shrugs off its first cancellation."""
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        with contextlib.suppress(asyncio.CancelledError):
+            await session.respond(example.messages)
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+        return Score(1.0)
+
+
+class SolvedAtFirst(Guess):
+    def reward(self, example: Example, text: str) -> Score:
+        return Score(0.5) if int(example.example_id) < 150 else super().reward(example, text)
 
 
 class Silent(Guess):
@@ -303,14 +344,31 @@ def test_level_zero_is_on_policy(tmp_path: Path) -> None:
 
 
 def test_old_tokens_are_stale(tmp_path: Path) -> None:
-    """Tokens sampled one step ahead break a bound of 0 and are never sent."""
-    config = configure(tmp_path, max_async_level=1, orchestrator={"max_off_policy_steps": 0})
-    batches = run(config, {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
-    for batch in batches:
-        assert set(batch.table["policy_versions"].tolist()) == {batch.step}
+    """A rollout in ten takes longer than several steps do."""
+    config = configure(tmp_path, max_steps=12, orchestrator={"max_off_policy_steps": 1})
+    client = FakeInferenceClient(letters, delay_s=lambda generator: 0.2 * (generator.random() < 0.1))
+    for batch in run(config, {"guess": Guess(seed=1)}, client):
+        assert min(batch.table["policy_versions"]) >= batch.step - 1
     stale = [record for record in saved_rollouts(tmp_path) if record["outcome"] == "stale"]
-    assert stale and all("orchestrator.max_off_policy_steps = 0" in record["reason"] for record in stale)
+    assert stale and all("orchestrator.max_off_policy_steps = 1" in record["reason"] for record in stale)
     assert journal_counts(tmp_path)["stale"] == sum(record["num_tokens"] for record in stale)
+
+
+def test_replies_that_are_given_up_just_when_they_are_due_lose_no_token(tmp_path: Path) -> None:
+    """Sampled in 20 ms, received after 24, awaited for 15 to 50; `run` balances the books."""
+    client = FakeInferenceClient(letters, delay_s=lambda generator: 0.02, transit_s=0.002)
+    config = configure(tmp_path, max_steps=6)
+    run(config, {"guess": Impatient(seed=1)}, client)
+    reasons = Counter(
+        turn["finish_reason"] for record in saved_rollouts(tmp_path) for turn in record["trajectory"]
+    )
+    assert min(reasons["abort"], reasons["stop"] + reasons["length"]) > 10
+
+
+def test_a_rollout_is_settled_with_every_turn_that_it_started(tmp_path: Path) -> None:
+    client = FakeInferenceClient(letters, delay_s=lambda generator: 0.02 * generator.random())
+    run(configure(tmp_path, max_steps=2), {"guess": Forgetful(seed=1)}, client)
+    assert {len(record["trajectory"]) for record in saved_rollouts(tmp_path)} == {2}
 
 
 def test_partial_groups_train(tmp_path: Path) -> None:
@@ -411,12 +469,63 @@ def test_an_environment_that_always_fails_stops_the_run(
 ) -> None:
     config = configure(tmp_path, orchestrator={"max_fruitless_groups": 3})
     message = stops_with(config, Broken(seed=1), FakeInferenceClient(letters), RolloutError)
-    assert message.startswith("orchestrator.max_fruitless_groups = 3: as many groups in a row gave nothing")
-    assert "of guess failed: ZeroDivisionError: bad example" in message
+    assert message.startswith(
+        "orchestrator.max_fruitless_groups = 3: as many groups in a row were lost whole"
+    )
+    assert "of guess, failed_rollout: ZeroDivisionError: bad example" in message
     failures = [record for record in caplog.records if "failed: ZeroDivisionError" in record.getMessage()]
     assert len(failures) == len({record.getMessage() for record in failures}) >= 12
     assert {record.levelno for record in failures} == {logging.WARNING}
     assert journal_counts(tmp_path)["failed_rollout"] > 0
+
+
+def test_a_task_without_signal_stops_the_run_and_is_written_down_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pellucid.orchestrator")
+    config = configure(tmp_path, orchestrator={"max_signalless_groups": 200})
+    message = stops_with(config, Constant(seed=1), FakeInferenceClient(letters), RolloutError)
+    assert message.startswith(
+        "orchestrator.max_signalless_groups = 200: as many groups in a row gave nothing"
+    )
+    assert "for zero_advantage; their mean reward is 0.100: the task is solved, or too hard" in message
+    lines = [record.getMessage() for record in caplog.records if "no batch yet" in record.getMessage()]
+    assert lines == ["step    0  no batch yet; settled: 256 zero_advantage"] * 3
+    flushes = [entry for entry in read_journal(tmp_path / "ledger/orchestrator.jsonl") if entry.counts]
+    assert len(flushes) == 4
+    assert len(saved_rollouts(tmp_path)) >= 800
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_0"]
+
+
+def test_what_is_settled_before_a_batch_is_in_its_report_once(tmp_path: Path) -> None:
+    """The first 150 groups are solved: they are written down in parts, long before the first batch."""
+    run(configure(tmp_path, max_steps=2), {"guess": SolvedAtFirst(seed=1)}, FakeInferenceClient(letters))
+    flushes = [entry for entry in read_journal(tmp_path / "ledger/orchestrator.jsonl") if entry.counts]
+    assert [entry.step for entry in flushes] == [0, 0, 0, 1]
+    rewards = defaultdict(list)
+    for record in saved_rollouts(tmp_path):
+        rewards[record["step"]].append(record["reward"])
+    assert len(rewards[0]) > 600
+    metrics = list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))
+    assert [record["reward/all"] for record in metrics] == [
+        pytest.approx(np.mean(rewards[step])) for step in (0, 1)
+    ]
+    assert metrics[0]["zero_advantage_groups/all"] >= 150 > metrics[1]["zero_advantage_groups/all"]
+    assert all((tmp_path / "rollouts" / f"step_{step}" / "STABLE").exists() for step in (0, 1))
+
+
+def fail_at_ten(inputs: AdvantageInputs) -> AdvantageOutputs:
+    if int(inputs.rollouts[0].example_id) >= 10:
+        raise ZeroDivisionError("no advantage today")
+    return AdvantageOutputs([1.0] * len(inputs.rollouts))
+
+
+def test_an_advantage_function_that_raises_is_named_and_loses_no_token(tmp_path: Path) -> None:
+    advantage = {"type": "custom", "import_path": f"{__name__}:fail_at_ten"}
+    config = configure(tmp_path, max_async_level=3, orchestrator={"advantage": advantage})
+    message = stops_with(config, Guess(seed=1), FakeInferenceClient(letters), ConfigError)
+    assert re.match(r"advantage function '.*:fail_at_ten', group 'g1\d': ZeroDivisionError: no adv", message)
+    assert journal_counts(tmp_path)["cancelled"] > 0
 
 
 def test_a_rollout_without_tokens_is_empty(tmp_path: Path) -> None:
@@ -434,14 +543,15 @@ def test_a_stream_that_ends_stops_the_run(tmp_path: Path) -> None:
     assert "environment 'guess' has no example 1: IndexError" in message
 
 
-def test_a_dead_watcher_stops_the_run(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_served_stop_the_run(tmp_path: Path) -> None:
     class Refusing(FakeInferenceClient):
         async def update_weights(self, version: int, folder: Path) -> None:
             raise InferenceError(f"version {version} refused")
 
     publish_folder(tmp_path / "weights" / "step_1", lambda folder: None)
     client = Refusing(letters, delay_s=lambda generator: 0.05)
-    assert stops_with(configure(tmp_path), Guess(seed=1), client, InferenceError) == "version 1 refused"
+    message = stops_with(configure(tmp_path), Guess(seed=1), client, InferenceError)
+    assert message == "no weights could be served in 3 tries; policy version 1: version 1 refused"
 
 
 def test_only_the_newest_weights_are_served(tmp_path: Path) -> None:
@@ -480,16 +590,56 @@ def test_an_interrupted_run_cuts_short_and_cancels_what_it_has(tmp_path: Path) -
     assert report.states["run", "guess"] == {"cancelled": client.sampled.total()}
 
 
+def interrupt_twice(
+    config: OrchestratorRunConfig, environment: Environment, client: FakeInferenceClient
+) -> None:
+    """A run that is cancelled, and once more while it winds down, closes its books, and they balance."""
+
+    async def run_it() -> None:
+        orchestrator = Orchestrator(config, {"guess": environment}, TOKENIZER, client, MemoryChannel())
+        running = asyncio.create_task(orchestrator.run())
+        while client.sampled.total() < 30:
+            await asyncio.sleep(0.001)
+        for _ in range(2):
+            running.cancel()
+            await asyncio.sleep(0.01)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert list(read_journal(config.output_dir / "ledger" / "orchestrator.jsonl"))[-1].closed
+
+    asyncio.run(run_it())
+    counts = journal_counts(config.output_dir)
+    received = counts.pop("received")
+    assert received == counts.total() == client.delivered.total() == client.sampled.total()
+
+
+def test_a_second_interruption_while_answers_are_on_their_way_loses_no_token(tmp_path: Path) -> None:
+    client = FakeInferenceClient(letters, delay_s=lambda generator: 0.05, transit_s=0.03)
+    interrupt_twice(configure(tmp_path, orchestrator={"batch_size": 100}), Guess(seed=1), client)
+
+
+def test_an_environment_that_will_not_be_cancelled_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop, "WIND_DOWN_S", 0.2)
+    environment = Stubborn(seed=1)
+    interrupt_twice(configure(tmp_path), environment, FakeInferenceClient(letters))
+    assert "20 rollouts did not end within 0.2 s" in caplog.text
+
+
+def test_winding_down_leaves_time_before_the_launcher_kills() -> None:
+    assert loop.WIND_DOWN_S <= GRACE_S / 2
+
+
 def test_the_log_line_fits_a_hundred_columns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pellucid.orchestrator")
     run(configure(tmp_path), {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step")]
     assert len(lines) == 4
     assert lines[0].startswith("step    0  reward 0.") and "  off-policy 0.0  " in lines[0]
-    values = {"reward/all": 0.5, "batch_rollouts": 512, "batch_tokens": 234_567}
+    values = {"reward/all": 0.5, "batch_rollouts": 512, "batch_tokens": 234_567, "lost_rollouts/all": 128}
     times = {"off_policy_level/all/mean": 2.5, "time/batch_s": 10.25, "time/wait_weights_s": 2.5}
-    lost = [Verdict(Rollout("r", "g", Example("0", []), "env", 1.0), State.STALE)] * 128
-    line = step_line(9999, {**values, **times}, [lost])
+    line = step_line(9999, {**values, **times})
     assert line == (
         "step 9999  reward 0.500  512 rollouts  234.6k tokens  off-policy 2.5  10.2 s, 2.5 waiting  128 lost"
     )

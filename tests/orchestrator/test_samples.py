@@ -52,6 +52,12 @@ def test_turns_that_extend_each_other_are_one_sample_and_others_branch() -> None
     assert table["sample_id"].tolist() == ["g4-r1-0", "g4-r1-1"]
 
 
+def test_a_turn_in_which_nothing_was_sampled_is_no_sample() -> None:
+    empty = turn([1, 2, 7], [])
+    [sample] = samples_of(empty, turn([1, 2], [10], (0, 1)), empty, turn([1, 2, 10, 3], [12], (0, 1)))
+    assert TokenTable.from_samples([sample])["token_ids"].tolist() == [1, 2, 10, 3, 12]
+
+
 def test_a_changed_token_is_a_branch() -> None:
     assert len(samples_of(turn([1, 2], [10, 11], (0, 2)), turn([1, 2, 10, 99, 3], [12], (0, 1)))) == 2
 

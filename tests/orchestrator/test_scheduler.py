@@ -125,18 +125,43 @@ def test_a_failed_rollout_is_scrapped_alone() -> None:
     assert batch is not None and [verdict.rollout.rollout_id for verdict in batch] == ["g0-r1"]
     [[failed, sent]] = scheduler.take_settled()
     assert (failed.outcome, failed.reason) == (State.FAILED_ROLLOUT, "ValueError: no")
-    assert sent.outcome is Flow.SENT and scheduler.fruitless_groups == 0
+    assert sent.outcome is Flow.SENT and scheduler.drought.num_groups == 0
 
 
-def test_fruitless_groups_are_counted_in_a_row() -> None:
-    scheduler = make()
+def test_a_drought_lasts_until_a_group_has_something_to_send() -> None:
+    """Groups that are lost whole count apart from those that survive without an advantage."""
+    scheduler = make(by_reward, max_off_policy_steps=0, max_async_level=9, batch_size=2)
     counts = []
-    for dispatch in dispatch_all(scheduler)[:6]:
-        error = None if dispatch.group_id == "g1" else "ValueError: no"
-        scheduler.finish(come_back(dispatch, error=error))
-        counts.append(scheduler.fruitless_groups)
-    assert counts == [0, 1, 1, 0, 0, 1]
-    assert outcomes(scheduler)[0] == [("g0-r0", "failed_rollout"), ("g0-r1", "failed_rollout")]
+
+    def come_back_twice(**fate: float | str) -> None:
+        for _ in range(2):
+            dispatch = scheduler.next_dispatch()
+            assert dispatch is not None
+            scheduler.finish(come_back(dispatch, **fate))
+        counts.append((scheduler.drought.num_groups, scheduler.drought.num_fruitless))
+
+    come_back_twice()
+    assert scheduler.take_batch() is not None and scheduler.num_settled == 2
+    come_back_twice(version=0)  # stale
+    come_back_twice(version=1, reward=-1)  # rejected
+    come_back_twice(version=1, reward=0)  # no advantage
+    come_back_twice(version=1, error="ValueError: no")
+    assert counts == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1)] and scheduler.num_settled == 10
+    come_back_twice(version=1)
+    assert counts[-1] == (0, 0) and scheduler.num_settled == 10
+
+
+def test_a_group_that_cannot_be_judged_is_not_lost() -> None:
+    def refuse(rollouts: Sequence[Rollout]) -> list[Verdict]:
+        raise ValueError("no advantages today")
+
+    scheduler = make(refuse)
+    a, b, *_ = dispatch_all(scheduler)
+    scheduler.finish(come_back(a))
+    with pytest.raises(ValueError, match="no advantages today"):
+        scheduler.finish(come_back(b))
+    scheduler.stop()
+    assert [("g0-r0", "cancelled"), ("g0-r1", "cancelled")] in outcomes(scheduler)
 
 
 def test_a_group_scored_environment_loses_the_group_with_any_rollout() -> None:
@@ -147,7 +172,7 @@ def test_a_group_scored_environment_loses_the_group_with_any_rollout() -> None:
     [[failed, dropped]] = scheduler.take_settled()
     assert failed.outcome is State.FAILED_ROLLOUT
     assert dropped.outcome is State.DROPPED_GROUP and dropped.reason.startswith("1 of 2 rollouts")
-    assert scheduler.fruitless_groups == 1
+    assert scheduler.drought.num_fruitless == 1
 
 
 def test_a_group_scored_group_starts_at_once_or_not_yet() -> None:

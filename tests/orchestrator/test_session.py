@@ -1,10 +1,11 @@
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from pellucid.data import Completion, Example, Rollout
-from pellucid.errors import ModelError, RolloutError
+from pellucid.errors import InferenceError, ModelError, RolloutError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.model.tiny import CHATML, character_tokenizer
@@ -27,21 +28,27 @@ class RecordingClient(FakeInferenceClient):
         super().__init__(lambda prompt_ids, generator: encode(next(remaining)))
         self.prompts: list[Sequence[int]] = []
         self.params: list[SamplingParams] = []
+        self.request_ids: list[str] = []
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
         self.prompts.append(prompt_ids)
         self.params.append(params)
-        return await super().generate(prompt_ids, params, account)
+        self.request_ids.append(request_id)
+        return await super().generate(prompt_ids, params, account, request_id)
 
 
 def open_session(
-    client: FakeInferenceClient, rollout_id: str = "g0-r0", template: str = CHATML, max_model_len: int = 500
+    client: FakeInferenceClient,
+    rollout_id: str = "g0-r0",
+    template: str = CHATML,
+    max_model_len: int = 500,
+    patience_s: float = 10.0,
 ) -> tuple[Session, Rollout]:
     chat = ChatTemplate(character_tokenizer(template))
     rollout = Rollout(rollout_id, "g0", Example("0", USER), "env", 0.7)
-    sampler = Sampler(client, chat, "run", 11, 0.7, 20, max_model_len)
+    sampler = Sampler(client, chat, "run", 11, 0.7, 20, max_model_len, patience_s=patience_s)
     return Session(rollout, sampler, PromptCache(chat)), rollout
 
 
@@ -165,7 +172,7 @@ def test_an_aborted_turn_is_recorded_and_fails() -> None:
         turn = asyncio.create_task(session.respond(USER))
         while client.sampled.total() < 3:
             await asyncio.sleep(0)
-        await client.abort_all()
+        await client.abort(["run/g0-r0/0"])
         with pytest.raises(RolloutError, match="cut the completion short after 3 tokens"):
             await turn
         return rollout
@@ -189,3 +196,128 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="has no chat template"):
         ChatTemplate(tokenizer)
+
+
+LETTERS = "abcdefghij"
+
+
+def slow_client(**changes: Any) -> FakeInferenceClient:
+    """Ten letters in 50 ms."""
+    return FakeInferenceClient(
+        lambda prompt, generator: encode(LETTERS), delay_s=lambda generator: 0.05, **changes
+    )
+
+
+async def sampled(client: FakeInferenceClient, num_tokens: int) -> None:
+    while client.sampled.total() < num_tokens:
+        await asyncio.sleep(0.001)
+
+
+def test_a_cancelled_call_records_what_was_sampled_before_it_goes_on() -> None:
+    async def time_out() -> None:
+        client = slow_client(transit_s=0.002)
+        session, rollout = open_session(client)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.respond(USER), 0.03)
+        assert 0 < rollout.num_sampled < 10 and rollout.stop_reason == "abort"
+        assert client.delivered.total() == client.sampled.total() == rollout.num_sampled
+        assert LETTERS.startswith(rollout.turns[0].text)
+
+    asyncio.run(time_out())
+
+
+def test_an_answer_on_its_way_is_received_even_if_the_caller_is_cancelled_twice() -> None:
+    async def cancel_twice() -> None:
+        client = slow_client(transit_s=0.05)
+        session, rollout = open_session(client)
+        call = asyncio.create_task(session.respond(USER))
+        await sampled(client, 10)
+        for _ in range(2):
+            call.cancel()
+            await asyncio.sleep(0.01)
+        assert not call.done() and rollout.turns == []
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert rollout.num_sampled == client.delivered.total() == 10
+
+    asyncio.run(cancel_twice())
+
+
+def test_a_request_that_its_abort_overtook_is_aborted_again() -> None:
+    async def time_out_at_once() -> None:
+        client = FakeInferenceClient(
+            lambda prompt, generator: encode(LETTERS), delay_s=lambda generator: 60.0, transit_s=0.02
+        )
+        session, rollout = open_session(client)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.respond(USER), 0.001)
+        assert rollout.stop_reason == "abort" and client.num_running == 0
+
+    asyncio.run(time_out_at_once())
+
+
+def test_a_server_that_never_answers_is_given_up() -> None:
+    class Deaf(FakeInferenceClient):
+        async def abort(self, request_ids: Sequence[str]) -> None:
+            raise InferenceError("cannot be reached")
+
+    async def time_out() -> None:
+        client = Deaf(lambda prompt, generator: encode(LETTERS), delay_s=lambda generator: 60.0)
+        session, rollout = open_session(client, patience_s=0.1)
+        async with asyncio.timeout(5):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.respond(USER), 0.01)
+        assert rollout.turns == [] and client.num_running == 0
+
+    asyncio.run(time_out())
+
+
+def test_concurrent_calls_have_seeds_and_ids_of_their_own() -> None:
+    async def ask_three_times() -> None:
+        client = RecordingClient("x<|im_end|>", "y<|im_end|>", "z<|im_end|>")
+        session, rollout = open_session(client)
+        replies = await asyncio.gather(*(session.respond(USER) for _ in range(3)))
+        assert replies == ["x", "y", "z"] and len(rollout.turns) == 3
+        assert client.request_ids == ["run/g0-r0/0", "run/g0-r0/1", "run/g0-r0/2"]
+        assert len({params.seed for params in client.params}) == 3
+
+    asyncio.run(ask_three_times())
+
+
+def test_closing_cuts_short_what_is_running_and_records_it() -> None:
+    async def close_midway() -> None:
+        client = slow_client()
+        session, rollout = open_session(client)
+        calls = [asyncio.create_task(session.respond(USER)) for _ in range(3)]
+        await sampled(client, 6)
+        await session.close()
+        assert len(rollout.turns) == 3
+        assert 6 <= rollout.num_sampled == client.delivered.total() == client.sampled.total() < 30
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(outcome, RolloutError) and "cut the completion short" in str(outcome)
+        with pytest.raises(RolloutError, match="the rollout is over; no further turn is sampled"):
+            await session.respond(USER)
+
+    asyncio.run(close_midway())
+
+
+def test_a_second_try_goes_on_from_the_tokens_of_the_last_full_reply() -> None:
+    """The reply `x <|pad|>y` reads `x y`: rendered again, it would not be what was sampled."""
+    delays = [0.0, 60.0, 0.0]
+    answers = iter(["x <|pad|>y<|im_end|>", "cut", "z<|im_end|>"])
+
+    async def converse() -> None:
+        client = FakeInferenceClient(
+            lambda prompt, generator: encode(next(answers)), delay_s=lambda generator: delays.pop(0)
+        )
+        session, rollout = open_session(client)
+        reply = await session.respond(USER)
+        history = [*USER, {"role": "assistant", "content": reply}, {"role": "user", "content": "so"}]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.respond(history), 0.02)
+        assert await session.respond(history) == "z"
+        first, cut_short, again = rollout.turns
+        known = [*first.prompt_ids, *encode("x <|pad|>y<|im_end|>")]
+        assert again.prompt_ids[: len(known)] == known and again.prompt_ids == cut_short.prompt_ids
+
+    asyncio.run(converse())

@@ -31,38 +31,36 @@ def config(model, folder, **changes) -> TrainerRunConfig:
     return TrainerRunConfig.model_validate({**values, **changes})
 
 
-def rollouts(model, count=12, version=0, **columns) -> list[TrainingSample]:
+def rollouts(model, count=12, group_size=1) -> list[TrainingSample]:
     """Samples that the engine drew from this very model, of ragged lengths, in two environments."""
     generator = random.Random(0)
-    samples = []
+    samples = {}
 
     def keep(prompt, index):
         def on_finish(completion):
-            samples.append(
-                TrainingSample.from_turn(
-                    prompt,
-                    completion.token_ids,
-                    completion.logprobs,
-                    policy_versions=version,
-                    env_name="ab"[index % 2],
-                    run_id="run",
-                    rollout_id=f"r{index}",
-                    reward=float(index),
-                    advantage=generator.uniform(-1, 1),
-                    temperature=0.8,
-                    **columns,
-                )
+            samples[index] = TrainingSample.from_turn(
+                prompt,
+                completion.token_ids,
+                completion.logprobs,
+                env_name="ab"[index % 2],
+                run_id="run",
+                rollout_id=f"r{index}",
+                group_id=f"g{index // group_size}",
+                reward=float(index),
+                advantage=generator.uniform(-1, 1),
+                temperature=0.8,
             )
 
         return on_finish
 
     requests = []
     for index in range(count):
-        prompt = [generator.randrange(5, 101) for _ in range(generator.randint(1, 20))]
+        if index % group_size == 0:
+            prompt = [generator.randrange(5, 101) for _ in range(generator.randint(1, 20))]
         params = SamplingParams(temperature=0.8, max_tokens=generator.randint(1, 30), seed=index)
         requests.append(Request(prompt, params, Account(), keep(prompt, index)))
     run_to_end(Engine(load_policy(ModelConfig(name=str(model))), num_slots=4, max_length=64), requests)
-    return samples
+    return [samples[index] for index in range(count)]
 
 
 def run_steps(settings, tables, journal=None):
@@ -89,6 +87,20 @@ def gradients(settings, table) -> dict[str, torch.Tensor]:
         run.loss(micro_batch, output, batch.denominator).loss.backward()
     run.close()
     return {name: parameter.grad for name, parameter in run.policy.named_parameters()}
+
+
+def test_the_gradient_does_not_depend_on_sharing_prompts(tiny_model, tmp_path) -> None:
+    """Groups of four with a common prompt, and two samples without one."""
+    samples = rollouts(tiny_model, count=14, group_size=4)
+    table = TokenTable.from_samples(samples)
+    results = []
+    for share in (False, True):
+        trainer = {"threads": 1, "share_prompts": share}
+        results.append(gradients(config(tiny_model, tmp_path / str(share), trainer=trainer), table))
+    plain, shared = results
+    scale = max(gradient.abs().max() for gradient in plain.values())
+    for name, gradient in plain.items():
+        assert (gradient - shared[name]).abs().max() <= 1e-6 * scale, name
 
 
 @pytest.mark.parametrize("cap", [128, 64, 2])

@@ -14,6 +14,8 @@ from pellucid.launch.console import make_console
 
 BENCHMARKS = {
     "attention": "packed training: our attention against HF's own packed SDPA",
+    "engine": "sampling: the embedded engine against HF generate",
+    "sharing": "training on groups: the common prompt once against once per member",
     "overlap": "asynchrony: time per RL step against the slower of sampling and training",
 }
 

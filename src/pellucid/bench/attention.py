@@ -1,49 +1,42 @@
-"""Packed forward and backward on the demo's model: our attention plan against HF's own packed SDPA."""
-
-import tempfile
-from pathlib import Path
+"""Packed forward and backward: our attention plan against HF's own packed SDPA, same weights and tokens."""
 
 import torch
 from torch import Tensor
 
 from pellucid.bench.result import Result, fastest_s
-from pellucid.config import ModelConfig
-from pellucid.model import PackedAttention, Policy, load_policy
+from pellucid.bench.shapes import MODELS
+from pellucid.model import PackedAttention, Policy
 from pellucid.model.attention import ATTENTION
-from pellucid.model.tiny import make_tiny_model
 
-SHAPES = {
-    "10 sequences": [150, 300, 220, 180, 250, 90, 310, 200, 148, 200],
-    "64 sequences": [32] * 64,
-    "2 sequences": [1024, 1024],
-}
+TEN = [150, 300, 220, 180, 250, 90, 310, 200, 148, 200]
+CASES = [("tiny", TEN), ("tiny", [32] * 64), ("tiny", [1024, 1024]), ("135M", TEN)]
 
 
 def run() -> list[Result]:
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model(Path(folder))
-        policy = load_policy(ModelConfig(name=folder, dtype="float32"))
-        return [_compare(policy, name, lengths) for name, lengths in SHAPES.items()]
+    return [_compare(model, lengths) for model, lengths in CASES]
 
 
-def _compare(policy: Policy, name: str, lengths: list[int]) -> Result:
-    token_ids = torch.randint(5, policy.vocab_size, (1, sum(lengths)))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-
-    def ours() -> None:
-        _train(policy, policy.hidden(token_ids, positions, PackedAttention(lengths)), token_ids)
-
-    def theirs() -> None:
-        output = policy.hf.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
-        _train(policy, output.last_hidden_state, token_ids)
-
-    our_s = fastest_s(ours)
-    policy.hf.set_attn_implementation("sdpa")
-    their_s = fastest_s(theirs)
-    policy.hf.set_attn_implementation(ATTENTION)
+def _compare(model: str, lengths: list[int]) -> Result:
     tokens = sum(lengths)
-    return Result(f"attention, {name}", tokens / our_s, tokens / their_s, "tok/s", "HF packed SDPA")
+    repeats = 5 if model == "tiny" else 1
+    with MODELS[model]() as policy:
+        token_ids = torch.randint(5, policy.vocab_size, (1, tokens))
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+
+        def ours() -> None:
+            _train(policy, policy.hidden(token_ids, positions, PackedAttention(lengths)), token_ids)
+
+        def theirs() -> None:
+            output = policy.hf.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
+            _train(policy, output.last_hidden_state, token_ids)
+
+        our_s = fastest_s(ours, repeats)
+        policy.hf.set_attn_implementation("sdpa")
+        their_s = fastest_s(theirs, repeats)
+        policy.hf.set_attn_implementation(ATTENTION)
+    name = f"attention, {model}, {len(lengths)} sequences"
+    return Result(name, tokens / our_s, tokens / their_s, "tok/s", "HF packed SDPA")
 
 
 def _train(policy: Policy, hidden: Tensor, token_ids: Tensor) -> None:

@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pellucid.config.tools import LedgerSettings
-from pellucid.ledger import Flow, Report, State, reconcile
+from pellucid.ledger import BESIDE, Report, State, reconcile
 
 WIDTH = 100
 TALLIES_PER_TABLE = 4
-BESIDE = (Flow.CONTEXT, Flow.PADDING, Flow.COMPUTED)
 
 
 def run_ledger(settings: LedgerSettings) -> int:

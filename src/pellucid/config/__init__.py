@@ -16,6 +16,7 @@ from pellucid.config.commands import (
 from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
 from pellucid.config.model import ModelConfig
+from pellucid.config.monitors import MonitorsConfig, PrometheusConfig, TensorboardConfig, WandbConfig
 from pellucid.config.orchestrator import (
     AdvantageConfig,
     CustomAdvantageConfig,
@@ -47,16 +48,20 @@ __all__ = [
     "InferenceRunConfig",
     "LossConfig",
     "ModelConfig",
+    "MonitorsConfig",
     "OptimConfig",
     "OrchestratorConfig",
     "OrchestratorRunConfig",
+    "PrometheusConfig",
     "RLConfig",
     "RunConfig",
     "SFTConfig",
     "SamplingConfig",
     "SchedulerConfig",
+    "TensorboardConfig",
     "TokenExportConfig",
     "TrainerConfig",
     "TrainerRunConfig",
     "TransportConfig",
+    "WandbConfig",
 ]

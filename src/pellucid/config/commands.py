@@ -14,6 +14,7 @@ from pellucid.config.base import Section
 from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
 from pellucid.config.model import ModelConfig
+from pellucid.config.monitors import MonitorsConfig
 from pellucid.config.orchestrator import OrchestratorConfig
 from pellucid.config.trainer import TrainerConfig
 from pellucid.config.transport import TransportConfig
@@ -42,6 +43,9 @@ class RunConfig(Section):
 
     model: ModelConfig
     """The model."""
+
+    monitors: MonitorsConfig = MonitorsConfig()
+    """Where metrics go besides `metrics/PROCESS.jsonl`."""
 
     @property
     def run_name(self) -> str:
@@ -125,6 +129,16 @@ class OrchestratorRunConfig(RunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _keeps_what_is_sampled_ahead(self) -> "OrchestratorRunConfig":
+        bound, ahead = self.orchestrator.max_off_policy_steps, self.max_async_level
+        if bound < ahead:
+            raise ValueError(
+                f"orchestrator.max_off_policy_steps = {bound} is below max_async_level = {ahead}: what is "
+                "sampled that far ahead would be dropped as stale; raise the former or lower the latter"
+            )
+        return self
+
 
 class InferenceRunConfig(RunConfig):
     """`pellucid inference`: serve the model, follow its weights."""
@@ -141,6 +155,16 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
     SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "seq_len": ("trainer.model.seq_len", "inference.max_model_len"),
     }
+
+    @model_validator(mode="after")
+    def _weights_outlive_their_use(self) -> "RLConfig":
+        keep, ahead = self.trainer.keep_weights, self.max_async_level
+        if keep <= ahead:
+            raise ValueError(
+                f"trainer.keep_weights = {keep} has to exceed max_async_level = {ahead}: weights could be "
+                "deleted while the server loads them; raise the former or lower the latter"
+            )
+        return self
 
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
         """This run as one of its processes sees it."""

@@ -10,4 +10,4 @@ class ModelConfig(Section):
     """Hub name or local folder of a causal language model with its tokenizer."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights in memory; `auto` is float32 on CPU (bfloat16 is slower there) and bfloat16 on GPU."""
+    """Weights of the engine; `auto` is float32 on CPU and bfloat16 on GPU. The trainer keeps float32."""

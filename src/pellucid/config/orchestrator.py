@@ -96,13 +96,32 @@ class OrchestratorConfig(Section):
     """Leave out rollouts whose advantage is exactly 0: they carry no signal. Counted in the ledger."""
 
     max_fruitless_groups: int = Field(default=64, ge=1)
-    """Groups in a row that all failed before the run stops: a broken environment must not spin."""
+    """Groups in a row that were lost whole (all rollouts failed, rejected or stale) before the run stops: a
+    broken environment must not spin."""
+
+    max_signalless_groups: int = Field(default=4096, ge=1)
+    """Groups in a row that gave nothing to train on, mostly for equal rewards, before the run stops: a task
+    that is solved, or too hard, must not sample for ever. Large, because late in a run most groups may be."""
 
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled."""
 
     advantage: AdvantageConfig = DefaultAdvantageConfig()
     """How rewards become advantages, group by group."""
+
+    @model_validator(mode="after")
+    def _some_advantage_is_not_zero(self) -> "OrchestratorConfig":
+        if (
+            self.rollouts_per_example == 1
+            and self.advantage.type == "default"
+            and self.filter_zero_advantages
+        ):
+            raise ValueError(
+                "orchestrator.rollouts_per_example = 1 with orchestrator.advantage.type = 'default' gives "
+                "every rollout the advantage 0, and orchestrator.filter_zero_advantages = true leaves those "
+                "out: nothing would train; raise rollouts_per_example, or use an advantage of your own"
+            )
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> "OrchestratorConfig":

@@ -28,7 +28,8 @@ def reference() -> str:
         parts |= dict(_sections(kind, ""))
     lines = [_INTRODUCTION]
     for title, rows in parts.items():
-        lines += [f"## {title}", "", "| key | default | meaning |", "|---|---|---|", *rows, ""]
+        header = ["| key | default | meaning |", "|---|---|---|"] if rows else ["It has no keys."]
+        lines += [f"## {title}", "", *header, *rows, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

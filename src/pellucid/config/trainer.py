@@ -104,6 +104,9 @@ class TrainerConfig(Section):
     loss: LossConfig = DppoLossConfig()
     """Loss of rl samples; sft and opd samples have their own."""
 
+    share_prompts: bool = True
+    """Compute the common prompt of a group's members once; values and gradients stay the same."""
+
     keep_weights: int = Field(default=4, ge=2)
     """Published weight versions kept on disk; older ones are deleted."""
 

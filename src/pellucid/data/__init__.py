@@ -1,8 +1,8 @@
-"""The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts, groups."""
+"""The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts."""
 
 from pellucid.data.columns import COLUMNS, Column, Stored
 from pellucid.data.packed import PackedArray
-from pellucid.data.rollout import Completion, Example, Group, Rollout, Turn
+from pellucid.data.rollout import Completion, Example, Rollout, Turn
 from pellucid.data.sample import TrainingMode, TrainingSample
 from pellucid.data.table import TokenTable
 
@@ -11,7 +11,6 @@ __all__ = [
     "Column",
     "Completion",
     "Example",
-    "Group",
     "PackedArray",
     "Rollout",
     "Stored",

@@ -39,10 +39,6 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True):
     def __len__(self) -> int:
         return self.shape[0]
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.data)
-
     def array(self) -> NDArray[Any]:
         """The values; a read-only view of the bytes where no decoding is needed."""
         size = math.prod(self.shape)

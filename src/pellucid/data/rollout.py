@@ -1,4 +1,4 @@
-"""What sampling gives back: completions, turns, rollouts, groups. Token ids are kept exactly as sampled."""
+"""What sampling gives back: completions, turns, rollouts. Token ids are kept exactly as sampled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,6 @@ class Completion(msgspec.Struct, frozen=True):
 
     finish_reason: str
     """`stop` (end of turn or stop token), `length` (max tokens) or `abort` (cut short by the client)."""
-
-    def versions(self) -> list[int]:
-        return [version for version, count in self.policy_versions for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +68,3 @@ class Rollout:
     def oldest_version(self) -> int | None:
         versions = [version for turn in self.turns for version, _ in turn.completion.policy_versions]
         return min(versions, default=None)
-
-
-@dataclass(slots=True)
-class Group:
-    """The rollouts of one example; final once every dispatched rollout has come back."""
-
-    group_id: str
-    env_name: str
-    example: Example
-    rollouts: list[Rollout] = field(default_factory=list)

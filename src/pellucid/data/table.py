@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.data.columns import COLUMNS, Stored
-from pellucid.data.sample import TrainingSample
+from pellucid.data.sample import TrainingMode, TrainingSample
 from pellucid.errors import DataError
 
 
@@ -30,9 +30,14 @@ class TokenTable:
 
     def __post_init__(self) -> None:
         """Equal length is checked here and nowhere else."""
+        if self.lengths.dtype != np.int64 or self.lengths.ndim != 1 or (self.lengths < 1).any():
+            raise DataError("table has a sequence without tokens, or lengths that are not int64")
         for name, column in COLUMNS.items():
             if column.required and name not in self.columns:
                 raise DataError(f"table lacks the column {name}")
+        if unknown := set(self["training_mode"]) - set(TrainingMode):
+            modes = ", ".join(TrainingMode)
+            raise DataError(f"table has training modes {sorted(map(str, unknown))}; known: {modes}")
         for name, array in self.columns.items():
             if name not in COLUMNS:
                 raise DataError(f"table has an unknown column {name}")

@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from pellucid.errors import ModelError
+
+_REPLY = "pellucid"  # stands for a reply in what the template renders
 
 
 def load_tokenizer(name: str) -> Any:
@@ -37,8 +41,26 @@ def quiet_transformers() -> None:
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Tokens after which a completion is over."""
-    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    """Tokens after which a completion is over: the tokenizer's own, and what closes a reply in its template.
+
+    A base model's tokenizer may end texts with `<|endoftext|>` but turns, by its template, with `<|im_end|>`.
+    """
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return list(dict.fromkeys([*own, *_closes_a_reply(tokenizer)]))
+
+
+def _closes_a_reply(tokenizer: Any) -> list[int]:
+    """The special token that the chat template puts right after a reply, if it does."""
+    if tokenizer.chat_template is None:
+        return []
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _REPLY}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except TemplateError:  # it wants a conversation of another form
+        return []
+    _, found, after = text.rpartition(_REPLY)
+    first = tokenizer.encode(after, add_special_tokens=False)[:1] if found else []
+    return [token for token in first if token in tokenizer.added_tokens_decoder]
 
 
 def _first_line(error: Exception) -> str:

@@ -31,7 +31,7 @@ class TokenExporter:
         self._file: BinaryIO | None = None
         self._num_written = 0
         self.num_skipped = 0
-        """Sequences without a trainable token: not exported, but counted."""
+        """Sequences without a trainable token so far: not exported, but counted."""
 
     def add(
         self,
@@ -73,7 +73,7 @@ class TokenExporter:
             _partial(self._target(step)).rename(self._target(step))
 
     def close(self) -> None:
-        """Ends in the middle of a step, if at all: its file keeps its hidden name and no reader sees it."""
+        """In the middle of a step, if at all: its file keeps its hidden name (one for all steps stays)."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -39,14 +39,21 @@ class InferenceClient(Protocol):
         """Returns once the server answers; raises InferenceError when it will not."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        """One completion. Raises InferenceError with the server's reason."""
+        """One completion. Raises InferenceError with the server's reason.
+
+        `request_id` is the caller's own name for the request, unique while it runs. A caller that loses
+        interest calls `abort` and still awaits the answer, so that every sampled token is accounted for.
+        """
 
     async def update_weights(self, version: int, folder: Path) -> None:
         """Serve policy version `version` from now on; running sequences go on under the new weights."""
 
-    async def abort_all(self) -> None:
-        """Cut every running request short: each returns what it has, with finish reason `abort`."""
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Cut these requests short: each returns what it has, with finish reason `abort`.
+
+        Ids that are not running (finished, or not arrived yet) are passed over.
+        """
 
     async def close(self) -> None: ...

@@ -11,7 +11,7 @@ Invariants:
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,11 +38,14 @@ class Request:
     params: SamplingParams
     account: Account
     on_finish: Callable[[Completion], None]
+    request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     generator: random.Random = field(init=False)
     abandoned: bool = False
+    on_token: Callable[[tuple[int, float]], None] | None = None
+    """Told each token with its logprob as it is sampled."""
 
     def __post_init__(self) -> None:
         self.generator = random.Random(self.params.seed)
@@ -58,6 +61,8 @@ class Request:
             self.versions[-1][1] += 1
         else:
             self.versions.append([version, 1])
+        if self.on_token is not None:
+            self.on_token((token, logprob))
 
     def completion(self, finish_reason: str) -> Completion:
         runs = [(version, count) for version, count in self.versions]
@@ -116,8 +121,10 @@ class Engine:
         """Raises InferenceError with the reason why a request cannot be served."""
         if not prompt_ids:
             raise InferenceError("the prompt is empty; send at least one token")
-        if params.temperature < 0:
-            raise InferenceError(f"temperature = {params.temperature}; must be 0 (greedy) or above")
+        if params.temperature != 0 and not 1e-3 <= params.temperature <= 1e3:
+            raise InferenceError(
+                f"temperature = {params.temperature}; must be 0 (greedy) or between 0.001 and 1000"
+            )
         if params.max_tokens < 1:
             raise InferenceError(f"max_tokens = {params.max_tokens}; must be at least 1")
         if len(prompt_ids) + params.max_tokens > self._max_length:
@@ -141,8 +148,13 @@ class Engine:
         request.abandoned = True
         self._abort(request)
 
+    def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests now; each delivers what it has."""
+        for request in self._requests():
+            if request.request_id in request_ids:
+                self._abort(request)
+
     def abort_all(self) -> None:
-        """End every request now; each delivers what it has."""
         for request in self._requests():
             self._abort(request)
 
@@ -168,9 +180,21 @@ class Engine:
     def step(self) -> None:
         """Admits what fits, then samples one token for every running sequence."""
         self._admit()
+        self._compact()
         running = [slot for slot, request in enumerate(self._slots) if request is not None]
         if running:
             self._decode(running)
+
+    def _compact(self) -> None:
+        """Moves the last running sequences into free slots, so that decoding works on no empty rows."""
+        running = [slot for slot, request in enumerate(self._slots) if request is not None]
+        holes = [slot for slot in range(len(running)) if self._slots[slot] is None]
+        for hole, source in zip(holes, reversed(running), strict=False):
+            request = self._slots[source]
+            assert request is not None
+            self._cache.copy_prefix(source, [hole], request.length)
+            self._slots[hole], self._slots[source] = request, None
+            self._prefilled_at[hole] = self._prefilled_at[source]
 
     def _admit(self) -> None:
         free = [slot for slot, request in enumerate(self._slots) if request is None]

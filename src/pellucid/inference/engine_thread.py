@@ -12,13 +12,15 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from pellucid.data import Completion
+from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, Request
 from pellucid.ledger import Flow, Journal, State
@@ -26,6 +28,8 @@ from pellucid.metrics import Sink
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+StreamEvent = tuple[int, tuple[int, float] | Completion]
+"""Which completion, and its next token with logprob, or all of it at its end."""
 _FLUSH_S = 1.0
 
 
@@ -70,6 +74,7 @@ class EngineThread:
         self._written: dict[Flow | State, Counter[Account]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.busy_s = 0.0
+        self.stopped = False
 
     def start(self) -> None:
         self._thread.start()
@@ -79,7 +84,9 @@ class EngineThread:
         self._commands.put(None)
         self._thread.join()
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams, account: Account) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], params: SamplingParams, account: Account, request_id: str
+    ) -> Completion:
         """One completion; if the caller is cancelled, the slot is freed."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Completion] = loop.create_future()
@@ -87,7 +94,7 @@ class EngineThread:
         def deliver(completion: Completion) -> None:
             loop.call_soon_threadsafe(_resolve, waiter, completion)
 
-        request = Request(prompt_ids, params, account, deliver)
+        request = Request(prompt_ids, params, account, deliver, request_id)
         try:
             await self._call(lambda: self._engine.submit(request))
             return await waiter
@@ -95,11 +102,52 @@ class EngineThread:
             self._commands.put(lambda: self._engine.abandon(request))
             raise
 
+    async def generate_stream(
+        self, prompt_ids: list[int], params: Sequence[SamplingParams], account: Account, *, tokens: bool
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """One completion per entry of `params`, all of them queued or none.
+
+        With `tokens`, each token comes as it is sampled. Closing frees the slots of what is still running.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+
+        def tell(index: int, event: tuple[int, float] | Completion) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, (index, event))
+
+        tellers = [partial(tell, index) for index in range(len(params))]
+        requests = [
+            Request(prompt_ids, each, account, teller, on_token=teller if tokens else None)
+            for each, teller in zip(params, tellers, strict=True)
+        ]
+
+        def abandon() -> None:
+            for request in requests:
+                self._engine.abandon(request)
+
+        def submit() -> None:
+            try:
+                for request in requests:
+                    self._engine.submit(request)
+            except InferenceError:
+                abandon()
+                raise
+
+        try:
+            await self._call(submit)
+            num_running = len(requests)
+            while num_running:
+                index, event = await events.get()
+                num_running -= isinstance(event, Completion)
+                yield index, event
+        finally:
+            self._commands.put(abandon)
+
     async def update_weights(self, version: int, folder: Path) -> None:
         await self._call(lambda: self._swap(version, folder))
 
-    async def abort_all(self) -> None:
-        await self._call(self._engine.abort_all)
+    async def abort(self, request_ids: Collection[str]) -> None:
+        await self._call(lambda: self._engine.abort(request_ids))
 
     async def _call(self, command: Callable[[], T]) -> T:
         """Runs a command on the engine thread and gives back its result or its error."""
@@ -137,6 +185,7 @@ class EngineThread:
             self._sink.close()
             self._flush()
             self._journal.close(self._engine.version)
+            self.stopped = True
 
     def _serve(self) -> None:
         flushed = time.monotonic()
@@ -161,7 +210,7 @@ class EngineThread:
             command()
 
     def _flush(self) -> None:
-        """Writes down what was counted since the last time."""
+        """Writes down what was counted since the last time; a request without a run is in nobody's books."""
         counts = self._engine.counts
         for what, counter in (
             (Flow.SAMPLED, counts.sampled),
@@ -170,7 +219,8 @@ class EngineThread:
         ):
             written = self._written.setdefault(what, Counter())
             for account, tokens in counter.items():
-                self._journal.count(account.run, account.env, what, tokens - written[account])
+                if account.run:
+                    self._journal.count(account.run, account.env, what, tokens - written[account])
             self._written[what] = Counter(counter)
         self._journal.flush(self._engine.version)
 

@@ -4,7 +4,8 @@
 
 Tokens are sampled one at a time, so that weight updates and aborts fall between them as they do in an
 engine. Every sampled token is delivered, or was sampled for a request that failed or was cancelled:
-`sampled` and `delivered` are this server's side of the ledger.
+`sampled` and `delivered` are this server's side of the ledger. As over a network, requests and answers
+take their time: an abort may overtake its request, and what is delivered is lost if nobody waits for it.
 """
 
 import asyncio
@@ -37,54 +38,64 @@ class FakeInferenceClient:
         *,
         delay_s: Callable[[random.Random], float] = at_once,
         fails: Callable[[random.Random], bool] = never,
+        transit_s: float = 0.0,
     ) -> None:
+        """`transit_s` is the time that a request, and its answer, is on its way."""
         self._respond = respond
         self._delay_s = delay_s
         self._fails = fails
-        self._aborted = asyncio.Event()
+        self._transit_s = transit_s
+        self._aborted: dict[str, asyncio.Event] = {}
+        """Of each running request, whether it was aborted."""
         self.policy_version = 0
         self.updates: list[tuple[int, Path]] = []
         """Every weight update, in order."""
         self.sampled: Counter[Account] = Counter()
         self.delivered: Counter[Account] = Counter()
-        self.num_running = 0
         self.max_running = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._aborted)
 
     async def wait_until_ready(self) -> None:
         """Always ready."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        self.num_running += 1
+        await asyncio.sleep(self._transit_s)
+        if request_id in self._aborted:
+            raise InferenceError(f"request {request_id!r} is running already; give each an id of its own")
+        aborted = self._aborted[request_id] = asyncio.Event()
         self.max_running = max(self.max_running, self.num_running)
         try:
-            completion = await self._sample(prompt_ids, params, account)
+            completion = await self._sample(prompt_ids, params, account, aborted)
         finally:
-            self.num_running -= 1
+            del self._aborted[request_id]
         self.delivered[account] += len(completion.token_ids)
+        await asyncio.sleep(self._transit_s)
         return completion
 
     async def update_weights(self, version: int, folder: Path) -> None:
         self.policy_version = version
         self.updates.append((version, folder))
 
-    async def abort_all(self) -> None:
-        self._aborted.set()
-        self._aborted = asyncio.Event()
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in self._aborted.keys() & set(request_ids):
+            self._aborted[request_id].set()
 
     async def close(self) -> None:
         """Nothing to close."""
 
     async def _sample(
-        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, aborted: asyncio.Event
     ) -> Completion:
         generator = random.Random(params.seed)
         planned = list(self._respond(prompt_ids, generator))
         num_tokens = min(len(planned), params.max_tokens)
         pause_s = self._delay_s(generator) / max(num_tokens, 1)
         fails = self._fails(generator)
-        aborted = self._aborted
         versions: list[int] = []
         for _ in range(num_tokens):
             if await _happens_within(aborted, pause_s):

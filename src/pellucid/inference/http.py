@@ -12,6 +12,7 @@ from pellucid.data import Completion
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.protocol import (
+    AbortRequest,
     ErrorResponse,
     GenerateRequest,
     GenerateResponse,
@@ -28,7 +29,8 @@ class HttpInferenceClient:
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
         self._responses = msgspec.json.Decoder(GenerateResponse)
 
@@ -49,9 +51,9 @@ class HttpInferenceClient:
         return msgspec.json.decode(await self._request("GET", "/health"), type=Health)
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        body = GenerateRequest(list(prompt_ids), params, account, compact=True)
+        body = GenerateRequest(list(prompt_ids), params, account, request_id, compact=True)
         answer = self._responses.decode(await self._request("POST", "/inference/v1/generate", body))
         choice = answer.choices[0]
         return Completion(
@@ -61,8 +63,8 @@ class HttpInferenceClient:
     async def update_weights(self, version: int, folder: Path) -> None:
         await self._request("POST", "/update_weights", UpdateWeightsRequest(version, str(folder.resolve())))
 
-    async def abort_all(self) -> None:
-        await self._request("POST", "/abort")
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._request("POST", "/abort", AbortRequest(list(request_ids)))
 
     async def close(self) -> None:
         await self._session.close()

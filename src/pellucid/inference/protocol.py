@@ -1,6 +1,6 @@
 """The bodies of the engine's HTTP requests and responses, shared by server and client."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -15,22 +15,75 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     token_ids: NonEmptyIds
     sampling_params: SamplingParams = SamplingParams()
     account: Account = Account()
+    request_id: str = ""
+    """The caller's name for the request, by which it can be aborted."""
+
     compact: bool = False
     """Logprobs as one list of numbers instead of an object per token."""
 
 
-class CompletionRequest(msgspec.Struct, frozen=True):
-    """`POST /v1/completions`, as far as it makes sense for one prompt."""
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    """A last chunk without choices tells the number of tokens."""
 
-    prompt: str | NonEmptyIds
+    include_obfuscation: bool = False
+    """Accepted and without effect: padding against eavesdroppers is not for a server inside a cluster."""
+
+
+StopString = Annotated[str, msgspec.Meta(min_length=1)]
+NumTokens = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and plain completions have in common."""
+
     model: str = ""
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
     seed: int | None = None
-    stop: str | list[str] | None = None
-    logprobs: int | None = None
+    """Choice i is sampled with seed + i."""
+
+    stop: StopString | list[StopString] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    """Adds `prompt_token_ids`, and `token_ids` and `policy_versions` per choice."""
+
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
+    """`POST /v1/completions`, for one prompt."""
+
+    prompt: str | NonEmptyIds
+    max_tokens: NumTokens = 16
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None
+    """0 or 1: those of the sampled tokens. There are no alternatives."""
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: str
+    content: str | list[TextPart]
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
+
+
+class ChatRequest(OpenAIRequest, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
+    """The newer name; it wins. Without either, the reply may fill the model's length."""
+
+    logprobs: bool = False
 
 
 class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +91,12 @@ class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
     version: Annotated[int, msgspec.Meta(ge=0)]
     folder: str
+
+
+class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /abort`: end these requests now; each answers with what it has."""
+
+    request_ids: list[str]
 
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,6 +120,8 @@ class Health(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     sampled_tokens: int
+    delivered_tokens: int
+    cancelled_tokens: int
     prefill_tokens: int
     shared_tokens: int
     busy_s: float
@@ -69,6 +130,8 @@ class Health(msgspec.Struct, frozen=True):
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str
     type: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
 
 
 class ErrorResponse(msgspec.Struct, frozen=True):

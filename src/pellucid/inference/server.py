@@ -1,13 +1,15 @@
 """The embedded engine over HTTP.
 
     POST /inference/v1/generate   token ids in, token ids with logprobs and policy versions out
-    POST /v1/completions          OpenAI style, text or token ids in
+    POST /v1/chat/completions     OpenAI style, messages in; whole or streamed
+    POST /v1/completions          OpenAI style, text or token ids in; whole or streamed
+    GET  /v1/models               the served model
     GET  /health                  version, load, counts
     POST /update_weights          swap weights between two decode steps
-    POST /abort                   end every running request; each answers with what it has
+    POST /abort                   end some running requests; each answers with what it has
 
-A bad request is answered with 4xx and the reason; a full queue with 503. A client that goes away frees
-its slot, and its tokens are counted as cancelled.
+A bad request is answered with 4xx and the reason; a full queue with 503 and Retry-After. A client that
+goes away frees its slots, and its tokens are counted as cancelled.
 """
 
 import asyncio
@@ -15,7 +17,9 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,18 +28,25 @@ import msgspec
 import torch
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pellucid.config import InferenceRunConfig
 from pellucid.data import Completion
 from pellucid.data.tokenizer import end_of_turn_ids, load_tokenizer
 from pellucid.errors import ConfigError, InferenceError, TransportError
-from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.client import Account
 from pellucid.inference.engine import Engine, QueueFullError
-from pellucid.inference.engine_thread import EngineThread
+from pellucid.inference.engine_thread import EngineThread, StreamEvent
+from pellucid.inference.openai_answer import Served, answer_to, model_card
+from pellucid.inference.openai_request import RequestError, check_model, decode_request
 from pellucid.inference.protocol import (
+    AbortRequest,
+    ChatRequest,
     Choice,
     CompletionRequest,
     ErrorBody,
@@ -46,7 +57,7 @@ from pellucid.inference.protocol import (
     UpdateWeightsRequest,
 )
 from pellucid.ledger import Journal, Stage
-from pellucid.metrics import JsonlSink
+from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
 
@@ -58,22 +69,28 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 class Server:
     """Handlers around one engine."""
 
-    def __init__(self, engine: Engine, thread: EngineThread, tokenizer: Any, model: str) -> None:
+    def __init__(
+        self, engine: Engine, thread: EngineThread, tokenizer: Any, model: str, max_model_len: int
+    ) -> None:
         self._engine = engine
         self._thread = thread
-        self._tokenizer = tokenizer
-        self._model = model
+        self._served = Served(model, tokenizer, end_of_turn_ids(tokenizer), max_model_len)
+        self._started = int(time.time())
         self._ids = itertools.count()
 
     def app(self) -> Starlette:
         return Starlette(
             lifespan=self._lifespan,
+            exception_handlers=EXCEPTION_HANDLERS,
             routes=[
-                Route("/inference/v1/generate", _answering(self.generate), methods=["POST"]),
-                Route("/v1/completions", _answering(self.completions), methods=["POST"]),
-                Route("/update_weights", _answering(self.update_weights), methods=["POST"]),
-                Route("/abort", _answering(self.abort), methods=["POST"]),
-                Route("/health", _answering(self.health), methods=["GET"]),
+                Route("/inference/v1/generate", self.generate, methods=["POST"]),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/v1/models", self.models, methods=["GET"]),
+                Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+                Route("/update_weights", self.update_weights, methods=["POST"]),
+                Route("/abort", self.abort, methods=["POST"]),
+                Route("/health", self.health, methods=["GET"]),
             ],
         )
 
@@ -85,58 +102,38 @@ class Server:
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await _body(http, GenerateRequest)
-        completion = await self._sample(http, body.token_ids, body.sampling_params, body.account)
+        completion = await _unless_gone(
+            http,
+            self._thread.generate(body.token_ids, body.sampling_params, body.account, body.request_id),
+        )
         return _json(GenerateResponse(f"generate-{next(self._ids)}", [_choice(0, completion, body.compact)]))
 
+    async def chat(self, http: HttpRequest) -> Response:
+        return await self._answer(http, decode_request(await _raw_body(http), ChatRequest))
+
     async def completions(self, http: HttpRequest) -> Response:
-        body = await _body(http, CompletionRequest)
-        prompt = self._tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        stop = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
-        params = [
-            SamplingParams(
-                temperature=body.temperature,
-                max_tokens=body.max_tokens,
-                seed=None if body.seed is None else body.seed + index,
-                stop_token_ids=end_of_turn_ids(self._tokenizer),
-                stop=stop,
-            )
-            for index in range(body.n)
-        ]
-        sampled = await asyncio.gather(*(self._sample(http, prompt, each, Account()) for each in params))
-        return _json(self._completions_body(body, prompt, sampled))
+        return await self._answer(http, decode_request(await _raw_body(http), CompletionRequest))
 
-    def _completions_body(
-        self, body: CompletionRequest, prompt: list[int], sampled: list[Completion]
-    ) -> dict[str, Any]:
-        num_sampled = sum(len(completion.token_ids) for completion in sampled)
-        return {
-            "id": f"cmpl-{next(self._ids)}",
-            "object": "text_completion",
-            "model": self._model,
-            "choices": [self._completions_choice(body, i, each) for i, each in enumerate(sampled)],
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": num_sampled,
-                "total_tokens": len(prompt) + num_sampled,
-            },
-        }
+    async def _answer(self, http: HttpRequest, request: ChatRequest | CompletionRequest) -> Response:
+        answer = answer_to(request, self._served, number=next(self._ids), created=int(time.time()))
+        events = self._thread.generate_stream(
+            answer.prompt_ids, answer.params(), Account(), tokens=request.stream
+        )
+        if not request.stream:
+            return _json(answer.whole(await _unless_gone(http, _completions(events))))
+        lines = answer.lines(events)
+        # The status is sent with the first line: what is wrong with a request shows before that.
+        return EventStream(await _unless_gone(http, anext(lines)), lines)
 
-    def _completions_choice(
-        self, body: CompletionRequest, index: int, completion: Completion
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": self._tokenizer.decode(completion.token_ids, skip_special_tokens=True),
-            "finish_reason": completion.finish_reason,
-        }
-        if body.logprobs is not None:
-            choice["logprobs"] = {
-                "tokens": self._tokenizer.convert_ids_to_tokens(completion.token_ids),
-                "token_logprobs": completion.logprobs,
-            }
-        if body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-        return choice
+    async def models(self, http: HttpRequest) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        check_model(http.path_params["model"], self._served.model)
+        return _json(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return model_card(self._served.model, self._started, self._served.max_model_len)
 
     async def update_weights(self, http: HttpRequest) -> Response:
         body = await _body(http, UpdateWeightsRequest)
@@ -144,7 +141,8 @@ class Server:
         return await self.health(http)
 
     async def abort(self, http: HttpRequest) -> Response:
-        await self._thread.abort_all()
+        body = await _body(http, AbortRequest)
+        await self._thread.abort(set(body.request_ids))
         return await self.health(http)
 
     async def health(self, http: HttpRequest) -> Response:
@@ -152,34 +150,62 @@ class Server:
         return _json(
             Health(
                 status="ok",
-                model=self._model,
+                model=self._served.model,
                 policy_version=self._engine.version,
                 running=self._engine.num_running,
                 waiting=self._engine.num_waiting,
                 sampled_tokens=sum(counts.sampled.values()),
+                delivered_tokens=sum(counts.delivered.values()),
+                cancelled_tokens=sum(counts.cancelled.values()),
                 prefill_tokens=counts.prefill_tokens,
                 shared_tokens=counts.shared_tokens,
                 busy_s=self._thread.busy_s,
             )
         )
 
-    async def _sample(
-        self, http: HttpRequest, prompt: list[int], params: SamplingParams, account: Account
-    ) -> Completion:
-        sampling = asyncio.ensure_future(self._thread.generate(prompt, params, account))
-        gone = asyncio.ensure_future(_disconnected(http))
+
+async def _completions(events: AsyncIterator[StreamEvent]) -> list[Completion]:
+    found = {index: event async for index, event in events if isinstance(event, Completion)}
+    return [found[index] for index in sorted(found)]
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However the connection ends, the source is closed, which frees its slots."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        async def lines() -> AsyncGenerator[bytes, None]:
+            yield first
+            async for line in rest:
+                yield line
+
+        self._sources = [lines(), rest]
+        headers = {"cache-control": "no-cache"}
+        super().__init__(self._sources[0], media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await asyncio.wait({sampling, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not sampling.done():
-                raise ClientGoneError("the client went away")
-            return sampling.result()
+            await super().__call__(scope, receive, send)
         finally:
-            sampling.cancel()
-            gone.cancel()
+            for source in self._sources:
+                await source.aclose()
 
 
 class ClientGoneError(InferenceError):
     pass
+
+
+async def _unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
+    """The result of the work, which is cancelled as soon as the client goes away."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError("the client went away")
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 async def _disconnected(http: HttpRequest) -> None:
@@ -187,42 +213,69 @@ async def _disconnected(http: HttpRequest) -> None:
         pass
 
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
-
-
-def _answering(handler: Handler) -> Handler:
-    """Turns what went wrong into a status and a reason."""
-
-    async def answer(http: HttpRequest) -> Response:
-        try:
-            return await handler(http)
-        except (QueueFullError, ClientGoneError) as error:
-            return _error(503, str(error))
-        except (InferenceError, TransportError) as error:
-            return _error(400, str(error))
-
-    return answer
-
-
 async def _body(http: HttpRequest, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await _raw_body(http), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(str(error)) from error
+
+
+async def _raw_body(http: HttpRequest) -> bytes:
     raw = bytearray()
     async for chunk in http.stream():
         raw += chunk
         if len(raw) > MAX_BODY_BYTES:
-            raise InferenceError(f"the body exceeds {MAX_BODY_BYTES} bytes; send a shorter prompt")
-    try:
-        return msgspec.json.decode(bytes(raw), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InferenceError(str(error)) from error
+            raise RequestError(
+                f"the body exceeds {MAX_BODY_BYTES} bytes; send a shorter prompt",
+                status=413,
+                code="request_too_large",
+            )
+    return bytes(raw)
 
 
 def _json(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-def _error(status: int, message: str) -> Response:
-    body = msgspec.json.encode(ErrorResponse(ErrorBody(message)))
-    return Response(body, status_code=status, media_type="application/json")
+def _error(status: int, error: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
+    body = msgspec.json.encode(ErrorResponse(error))
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+async def _refused(http: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return _error(error.status, ErrorBody(str(error), code=error.code, param=error.param))
+    return _error(400, ErrorBody(str(error)))
+
+
+async def _busy(http: HttpRequest, error: Exception) -> Response:
+    return _error(503, ErrorBody(str(error), "server_error", "queue_full"), {"retry-after": "1"})
+
+
+async def _nobody_listens(http: HttpRequest, error: Exception) -> Response:
+    return _error(503, ErrorBody(str(error), "server_error"))
+
+
+async def _no_route(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{http.method} {http.url.path}: {error.detail}"
+    return _error(error.status_code, ErrorBody(message), error.headers)
+
+
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+    return _error(500, ErrorBody(f"{type(error).__name__}: {error}", "server_error"))
+
+
+EXCEPTION_HANDLERS: Mapping[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
+    InferenceError: _refused,
+    TransportError: _refused,
+    QueueFullError: _busy,
+    ClientGoneError: _nobody_listens,
+    ClientDisconnect: _nobody_listens,
+    HTTPException: _no_route,
+    Exception: _failed,
+}
+"""What went wrong, as a status and a reason; the closest class decides."""
 
 
 def _choice(index: int, completion: Completion, compact: bool) -> Choice:
@@ -245,7 +298,11 @@ def _choice(index: int, completion: Completion, compact: bool) -> Choice:
 
 
 def run_inference(config: InferenceRunConfig) -> None:
-    """Serves until it is told to stop (SIGTERM or Ctrl-C)."""
+    """Serves until it is told to stop (SIGTERM or Ctrl-C), which is a good end.
+
+    uvicorn raises the signal that stopped it once more after it is done; one that comes before it serves
+    ends the process at once.
+    """
     settings = config.inference
     if settings.port == 0:
         raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
@@ -261,18 +318,18 @@ def run_inference(config: InferenceRunConfig) -> None:
         decode_text=tokenizer.decode,
     )
     journal = Journal(config.output_dir / "ledger" / "inference.jsonl", Stage.INFERENCE)
-    sink = JsonlSink(config.output_dir / "metrics" / "inference.jsonl")
+    sink = Tee(open_sinks(config, "inference"))
     failures: list[BaseException] = []
 
     def go_down(error: BaseException) -> None:
         failures.append(error)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    app = Server(engine, EngineThread(engine, journal, sink, go_down), tokenizer, config.model.name).app()
+    thread = EngineThread(engine, journal, sink, go_down)
+    app = Server(engine, thread, tokenizer, config.model.name, settings.max_model_len).app()
     logger.info("serving %s on http://%s:%d", config.model.name, settings.host, settings.port)
-    # uvicorn raises the signal that stopped it once more; the server has ended in good order by then.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda number, _: None if thread.stopped else sys.exit(128 + number))
     uvicorn.run(
         app,
         host=settings.host,

@@ -138,9 +138,7 @@ class StepProgress:
     """Follows what the processes report, and shows each step once all of `REPORTERS` have reported it."""
 
     def __init__(self, metrics_dir: Path, views: Sequence[View]) -> None:
-        self._followers = [
-            JsonlFollower(metrics_dir / f"{name}.jsonl") for name in ("orchestrator", "trainer")
-        ]
+        self._followers = [JsonlFollower(metrics_dir / f"{name}.jsonl") for name in REPORTERS]
         self._join = StepJoin(len(self._followers))
         self._views = views
         self.num_steps = 0

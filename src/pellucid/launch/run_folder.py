@@ -21,6 +21,7 @@ WRITTEN_BY_A_RUN = (
     "weights",
     "checkpoints",
     "token_exports",
+    "tensorboard",
     "model",
     "page.html",
 )

@@ -1,6 +1,7 @@
 """The end of a run on one screen: how long, how much better, whether the books balance, what is where."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.launch.console import WIDTH
-from pellucid.ledger import Report
+from pellucid.ledger import Flow, Report, State
 from pellucid.transport.stable import stable_steps
 
 CURVE_HEIGHT = 6
@@ -71,6 +72,45 @@ def format_duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenUse:
+    """What became of the tokens of all environments."""
+
+    trained: int
+    wasted: int
+    """Sampled to train on, but not trained; neither eval nor what is still in flight."""
+
+    computed: int
+    saved: int
+
+    @classmethod
+    def of(cls, ledger: Report) -> "TokenUse":
+        states, beside = _total(ledger.states.values()), _total(ledger.beside.values())
+        trained = states[State.TRAINED.value]
+        kept = trained + states[State.EVAL.value] + states[State.IN_FLIGHT.value]
+        wasted = states.total() - kept
+        return cls(trained, wasted, beside[Flow.COMPUTED.value], beside[Flow.SAVED.value])
+
+    def lines(self, duration_s: float) -> list[tuple[str, str]]:
+        share = self.wasted / max(self.trained + self.wasted, 1)
+        packed = self.computed + self.saved
+        return [
+            (
+                "tokens",
+                f"{self.trained:,} trained, {self.wasted:,} wasted ({share:.1%}: sampled, not trained)",
+            ),
+            ("", f"{self.computed:,} computed, {self.saved:,} saved by sharing prompts"),
+            (
+                "tokens/s",
+                f"{packed / duration_s:,.0f} through the trainer, prompts included, over the whole run",
+            ),
+        ]
+
+
+def _total(parts: Iterable[Counter[str]]) -> Counter[str]:
+    return sum(parts, Counter())
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     run_name: str
     duration_s: float
@@ -85,7 +125,8 @@ class Summary:
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold", no_wrap=True)
         facts.add_column(overflow="fold")
-        for label, value in [*self._progress(), *verdict, *artefacts(self.output_dir)]:
+        tokens = TokenUse.of(self.ledger).lines(self.duration_s)
+        for label, value in [*self._progress(), *tokens, *verdict, *artefacts(self.output_dir)]:
             facts.add_row(label, value)
         curve = Text(reward_curve(self.rewards, width - 4, CURVE_HEIGHT), style="green", no_wrap=True)
         return Panel(Group(curve, "", facts), title=self.run_name, width=width)

@@ -4,10 +4,10 @@
                       ├─ every child but the services ended with 0 ─> stop the services, return
                       └─ SIGINT, SIGTERM, SIGHUP ───────────────────> stop all, SystemExit(128 + signal)
 
-No child outlives `supervise`. Each leads a session of its own, so that Ctrl-C in the terminal reaches
-the launcher alone, which then stops them in order; what a child leaves behind in its process group goes
-with it. If the launcher itself is killed outright, Linux kills the children (PR_SET_PDEATHSIG); other
-systems have no such call, and there a killed launcher leaves them running.
+No child outlives `supervise`. Each leads a session of its own, so that Ctrl-C in the terminal reaches the
+launcher alone, which then stops workers before services: winding down may need the server. What a child
+leaves behind in its process group goes with it. If the launcher itself is killed outright, Linux kills the
+children (PR_SET_PDEATHSIG); other systems have no such call, and there they are left running.
 """
 
 import ctypes
@@ -16,14 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from signal import Signals
 from threading import Thread
-from types import FrameType
 
 from pellucid.errors import ProcessError
 from pellucid.launch.log_tail import read_cause
@@ -31,6 +30,14 @@ from pellucid.launch.log_tail import read_cause
 GRACE_S = 10.0
 TICK_S = 0.25
 PR_SET_PDEATHSIG = 1
+GOOD_ENDS = {0, -signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT}
+"""Exit codes of a child that was told to stop: it may end by the signal, or handle it and say so."""
+
+HINTS = {
+    0: " before the run was over",
+    -signal.SIGKILL: " (the kernel does that when memory runs out)",
+    **{128 + n: f" ({n.name}, and not from the launcher)" for n in (signal.SIGTERM, signal.SIGINT)},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +61,8 @@ class Exit:
     """As `subprocess` reports it: minus the signal's number if one ended the process."""
 
     def __str__(self) -> str:
-        if self.code == 0:
-            return f"{self.name} exited with code 0 before the run was over"
-        if self.code > 0:
-            return f"{self.name} exited with code {self.code}"
-        cause = " (the kernel does that when memory runs out)" if self.code == -signal.SIGKILL else ""
-        return f"{self.name} was killed by {Signals(-self.code).name}{cause}"
+        killed = f"was killed by {Signals(-self.code).name}" if self.code < 0 else ""
+        return f"{self.name} {killed or f'exited with code {self.code}'}{HINTS.get(self.code, '')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +121,19 @@ def _announce(outcome: Outcome) -> str:
 
 def _raise(outcome: Outcome, fleet: "_Fleet", late: Sequence[Exit], grace_s: float) -> None:
     """The error of a run that did not finish; `late` are the exits after it was told to stop."""
+    late = [end for end in late if end.code not in GOOD_ENDS]
     if outcome.failure:
         also = [f"then {end}; log: {fleet.log_path(end)}" for end in late if end.code > 0]
         raise ProcessError("\n".join([_explain(outcome.failure, fleet.log_path(outcome.failure)), *also]))
     if interrupt := outcome.interrupt or fleet.interrupt:
         raise SystemExit(128 + interrupt)
-    for end in late:
-        if end.code == -signal.SIGKILL:
-            raise ProcessError(
-                f"{end.name} did not stop within {grace_s:g} s of SIGTERM and was killed\n"
-                f"log: {fleet.log_path(end)}"
-            )
-        # A server may restore the default handler and end by the very signal that it was sent.
-        if end.code not in (0, -signal.SIGTERM):
-            raise ProcessError(_explain(end, fleet.log_path(end)))
+    if late:
+        end, log = late[0], fleet.log_path(late[0])
+        if end.code != -signal.SIGKILL:
+            raise ProcessError(_explain(end, log))
+        raise ProcessError(
+            f"{end.name} did not stop within {grace_s:g} s of SIGTERM and was killed\nlog: {log}"
+        )
 
 
 def _explain(end: Exit, log_path: Path) -> str:
@@ -164,25 +166,26 @@ class _Fleet:
                 Thread(target=self._await_exit, args=(name, process), daemon=True).start()
 
     def watch(self, on_tick: Callable[[], None]) -> Outcome:
-        children = list(self._children.values())
-        while (outcome := decide(children, self.exits, self.interrupt)) is None:
+        while (outcome := decide(list(self._children.values()), self.exits, self.interrupt)) is None:
             on_tick()
             self._receive(TICK_S)
         return outcome
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM; after the grace period, or at another signal to the launcher, SIGKILL."""
+        """SIGTERM; after the grace period, or at another signal to the launcher, SIGKILL. Workers first."""
         self.interrupt = None
-        self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        while self._alive() and self.interrupt is None and (left := deadline - time.monotonic()) > 0:
-            self._receive(min(left, TICK_S))
-        self._signal(signal.SIGKILL)
-        while self._alive():
-            self._receive(None)
+        for services in (False, True):
+            names = {name for name in self._processes if self._children[name].service is services}
+            self._signal(names, signal.SIGTERM)
+            deadline = time.monotonic() + grace_s
+            while self._alive(names) and self.interrupt is None and (left := deadline - time.monotonic()) > 0:
+                self._receive(min(left, TICK_S))
+            self._signal(names, signal.SIGKILL)
+            while self._alive(names):
+                self._receive(None)
 
-    def _alive(self) -> bool:
-        return len(self.exits) < len(self._processes)
+    def _alive(self, names: Set[str]) -> bool:
+        return not names <= {end.name for end in self.exits}
 
     def _receive(self, timeout_s: float | None) -> None:
         """Takes an event. A signal that arrives just before the wait is seen only after it: keep it short."""
@@ -198,10 +201,10 @@ class _Fleet:
         _signal_group(process.pid, signal.SIGKILL)
         self._events.put(Exit(name, code))
 
-    def _signal(self, number: Signals) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                _signal_group(process.pid, number)
+    def _signal(self, names: Set[str], number: Signals) -> None:
+        for name in names:
+            if self._processes[name].returncode is None:
+                _signal_group(self._processes[name].pid, number)
 
 
 def _start(child: Child) -> subprocess.Popen[bytes]:
@@ -243,12 +246,11 @@ def _signal_group(group: int, number: Signals) -> None:
 def _signals_into(events: "SimpleQueue[Exit | Signals]") -> Iterator[None]:
     """The launcher's own signals become events: an exception could strike in the midst of stopping."""
 
-    def put(number: int, frame: FrameType | None) -> None:
+    def put(number: int, frame: object) -> None:
         events.put(Signals(number))
 
-    trapped = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        trapped.append(signal.SIGHUP)
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    trapped = [signal.SIGINT, signal.SIGTERM, *([] if nohup else [signal.SIGHUP])]
     before = {number: signal.signal(number, put) for number in trapped}
     try:
         yield

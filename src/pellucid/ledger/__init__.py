@@ -2,9 +2,10 @@
 
 from pellucid.ledger.journal import Journal, LedgerEntry, read_journal
 from pellucid.ledger.reconcile import Difference, Report, reconcile
-from pellucid.ledger.states import Flow, Stage, State
+from pellucid.ledger.states import BESIDE, Flow, Stage, State
 
 __all__ = [
+    "BESIDE",
     "Difference",
     "Flow",
     "Journal",

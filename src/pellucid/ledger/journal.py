@@ -30,6 +30,12 @@ class Journal:
 
     def __init__(self, path: Path, stage: Stage) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            raise LedgerError(
+                f"{path} is the ledger of an earlier run; use another output_dir, or clear this one"
+            ) from None
         self._path = path
         self._stage = stage
         self._pending: dict[tuple[str, str], Counter[str]] = {}

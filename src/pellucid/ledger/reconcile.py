@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pellucid.errors import LedgerError
 from pellucid.ledger.journal import LedgerEntry, read_journal
-from pellucid.ledger.states import HANDS_ON, TAKES_IN, Flow, Stage, State
+from pellucid.ledger.states import BESIDE, HANDS_ON, TAKES_IN, Flow, Stage, State
 
 Account = tuple[str, str]
 """(run, environment)."""
@@ -39,7 +39,7 @@ class Report:
 
     sampled: dict[Account, int]
     beside: dict[Account, Counter[str]]
-    """Tokens of the trainer that are not sampled ones: context, padding, computed."""
+    """What the trainer computed, beside the states of sampled tokens."""
 
     differences: list[Difference]
     running: list[Stage]
@@ -75,8 +75,8 @@ def reconcile_entries(entries: list[LedgerEntry]) -> Report:
     for entry in entries:
         if entry.counts:
             counts[entry.run, entry.env][entry.stage].update(entry.counts)
-    closed = {entry.stage for entry in entries if entry.closed}
-    running = [stage for stage in Stage if stage not in closed]
+    last = {entry.stage: entry for entry in entries}
+    running = [stage for stage in Stage if stage not in last or not last[stage].closed]
     report = Report({}, {}, {}, [], running)
     for account, stages in sorted(counts.items()):
         _settle(account, stages, report)
@@ -95,11 +95,10 @@ def _settle(account: Account, stages: dict[Stage, Counter[str]], report: Report)
         elif tokens:
             report.differences.append(Difference(account, where, tokens))
     trainer = stages[Stage.TRAINER]
-    beside = Counter(
-        {flow.value: trainer[flow.value] for flow in (Flow.CONTEXT, Flow.PADDING, Flow.COMPUTED)}
-    )
+    beside = Counter({flow.value: trainer[flow.value] for flow in BESIDE})
     accounted = sum(trainer[state.value] for state in (State.TRAINED, State.MASKED, State.UNTRAINABLE))
-    if (gap := beside["computed"] - accounted - beside["context"] - beside["padding"]) != 0:
+    packed = accounted + beside["context"] + beside["padding"]
+    if (gap := beside["computed"] + beside["saved"] - packed) != 0:
         report.differences.append(Difference(account, "trainer, computed tokens", gap))
     report.states[account] = +states
     report.sampled[account] = stages[Stage.INFERENCE][Flow.SAMPLED.value]

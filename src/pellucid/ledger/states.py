@@ -48,7 +48,12 @@ class Flow(StrEnum):
     PADDING = "padding"
     COMPUTED = "computed"
     """All tokens of the trainer's forward passes."""
+    SAVED = "saved"
+    """Tokens of a shared prompt that another sequence computed."""
 
 
 TAKES_IN = {Stage.INFERENCE: Flow.SAMPLED, Stage.ORCHESTRATOR: Flow.RECEIVED, Stage.TRAINER: Flow.RECEIVED}
+BESIDE = (Flow.CONTEXT, Flow.PADDING, Flow.COMPUTED, Flow.SAVED)
+"""Beside the states; computed + saved = trained + masked + untrainable + context + padding."""
+
 HANDS_ON = {Stage.INFERENCE: Flow.DELIVERED, Stage.ORCHESTRATOR: Flow.SENT}

@@ -22,10 +22,10 @@ def dppo_loss(inputs: LossInputs, config: DppoLossConfig) -> LossRecord:
     too_high = delta > config.dppo_mask_high
     too_low = delta < -config.dppo_mask_low
     is_masked = trainable & torch.where(advantages > 0, too_high, too_low)
-    log_ratio = inputs.log_ratio()
     signal = config.adv_tau * advantages + config.teacher_tau * _teacher_gap(inputs)
-    keep = trainable & ~is_masked
-    token_loss = -(keep * signal * log_ratio.exp()) + config.kl_tau * log_ratio.square()
+    kept = inputs.log_ratio(trainable & ~is_masked)
+    policy_gradient = torch.where(trainable & ~is_masked, signal * kept.exp(), 0.0)
+    token_loss = config.kl_tau * inputs.log_ratio(trainable).square() - policy_gradient
     return LossRecord(
         token_loss=token_loss,
         ratios=inputs.ratios,
@@ -47,8 +47,7 @@ def opd_loss(inputs: LossInputs) -> LossRecord:
 
 def sft_loss(inputs: LossInputs) -> LossRecord:
     """−log π on trainable tokens; ratios and masks have no meaning here."""
-    zero = inputs.trainer_logprobs.new_zeros(())
-    return LossRecord(torch.where(inputs.loss_mask, -inputs.trainer_logprobs, zero), ratios=None)
+    return LossRecord(torch.where(inputs.loss_mask, -inputs.trainer_logprobs, 0.0), ratios=None)
 
 
 def _teacher_gap(inputs: LossInputs) -> Tensor:
@@ -85,6 +84,6 @@ def _custom_loss(config: CustomLossConfig) -> TokenLoss:
                 f"{config.import_path} must return a LossRecord with one token_loss per token "
                 f"({inputs.trainer_logprobs.shape[0]}); see docs/write-a-loss.md"
             )
-        return record
+        return record.within(inputs)
 
     return loss

@@ -61,10 +61,10 @@ class LossInputs:
             ratios=Ratios.of(trainer_logprobs, tokens["inference_logprobs"]),
         )
 
-    def log_ratio(self) -> Tensor:
-        """ℓ with gradient; 0 where a token is not trainable, so that nothing there can overflow."""
-        zero = self.trainer_logprobs.new_zeros(())
-        return torch.where(self.loss_mask, self.trainer_logprobs - self.inference_logprobs, zero)
+    def log_ratio(self, where: Tensor | None = None) -> Tensor:
+        """ℓ with gradient, 0 outside the trainable tokens (or `where`), so that nothing there overflows."""
+        chosen = self.loss_mask if where is None else where
+        return torch.where(chosen, self.trainer_logprobs - self.inference_logprobs, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +80,17 @@ class LossRecord:
 
     is_masked_high: Tensor | None = None
     is_masked_low: Tensor | None = None
+
+    def within(self, inputs: LossInputs) -> "LossRecord":
+        """Nothing but trainable tokens has a loss or is masked, whatever a custom loss says."""
+
+        def trainable(decision: Tensor | None) -> Tensor | None:
+            return None if decision is None else decision & inputs.loss_mask
+
+        return LossRecord(
+            token_loss=torch.where(inputs.loss_mask, self.token_loss, 0.0),
+            ratios=inputs.ratios,
+            is_masked=trainable(self.is_masked),
+            is_masked_high=trainable(self.is_masked_high),
+            is_masked_low=trainable(self.is_masked_low),
+        )

@@ -1,10 +1,12 @@
 """Metrics: values that know their reduction, and sinks that receive them."""
 
-from pellucid.metrics.sinks import JsonlSink, Sink, read_metrics
+from pellucid.metrics.open import open_sinks
+from pellucid.metrics.sinks import Guarded, JsonlSink, Sink, Tee, read_metrics
 from pellucid.metrics.timing import Stopwatch
 from pellucid.metrics.values import Max, Mean, Metric, MetricSet, Moments, Sum
 
 __all__ = [
+    "Guarded",
     "JsonlSink",
     "Max",
     "Mean",
@@ -14,5 +16,7 @@ __all__ = [
     "Sink",
     "Stopwatch",
     "Sum",
+    "Tee",
+    "open_sinks",
     "read_metrics",
 ]

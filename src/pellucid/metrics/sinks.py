@@ -1,11 +1,18 @@
-"""Where metrics go. JSONL always: one flat record per step, readable while the run goes on."""
+"""Where metrics go. JSONL always: one flat record per step, readable while the run goes on.
 
+A JSONL file that cannot be written stops the run: training without its record is worthless. Any other
+sink is a convenience and is `Guarded`: it may fail, and the run goes on without it.
+"""
+
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -27,6 +34,53 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+class Guarded:
+    """A sink that cannot stop the run: its first failure is reported, and after that nothing is logged to it.
+
+    It is closed all the same, so that it gives back its files and ports.
+    """
+
+    def __init__(self, sink: Sink, key: str) -> None:
+        self._sink = sink
+        self._key = key
+        self._failed = False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._failed:
+            self._attempt(lambda: self._sink.log(step, values))
+
+    def close(self) -> None:
+        self._attempt(self._sink.close)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if not self._failed:
+                logger.warning(
+                    "%s failed and is switched off (%s: %s); the run and its JSONL go on",
+                    self._key,
+                    type(error).__name__,
+                    error,
+                )
+            self._failed = True
+
+
+class Tee:
+    """Several sinks as one."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, values)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

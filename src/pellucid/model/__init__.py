@@ -2,7 +2,18 @@
 
 from pellucid.model.attention import AttentionPlan, PackedAttention
 from pellucid.model.head import TokenOutput, token_logprobs
+from pellucid.model.layout import Layout, packed_layout, shared_layout
 from pellucid.model.load import load_policy
 from pellucid.model.policy import Policy
 
-__all__ = ["AttentionPlan", "PackedAttention", "Policy", "TokenOutput", "load_policy", "token_logprobs"]
+__all__ = [
+    "AttentionPlan",
+    "Layout",
+    "PackedAttention",
+    "Policy",
+    "TokenOutput",
+    "load_policy",
+    "packed_layout",
+    "shared_layout",
+    "token_logprobs",
+]

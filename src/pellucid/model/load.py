@@ -15,18 +15,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-def load_policy(config: ModelConfig, device: torch.device | None = None) -> Policy:
-    """The model in evaluation mode: dropout would make trainer and inference disagree."""
+def load_policy(config: ModelConfig, *, trainable: bool = False) -> Policy:
+    """The model in evaluation mode: dropout would make trainer and inference disagree.
+
+    A trainable one is float32 whatever `model.dtype` says: small updates vanish in bfloat16 weights.
+    """
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
     require_folder(config.name)
     register_attention()
-    device = device or default_device()
+    device = default_device()
+    dtype = torch.float32 if trainable else resolve_dtype(config, device)
     try:
-        hf = AutoModelForCausalLM.from_pretrained(
-            config.name, dtype=resolve_dtype(config, device), attn_implementation=ATTENTION
-        )
+        hf = AutoModelForCausalLM.from_pretrained(config.name, dtype=dtype, attn_implementation=ATTENTION)
     except (OSError, ValueError) as error:
         raise ModelError(_not_loadable(config.name, error)) from error
     _check_supported(hf.config)

@@ -1,13 +1,13 @@
 """The policy: an HF causal language model behind the one forward that trainer and engine share."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pellucid.model.attention import AttentionPlan, PackedAttention
+from pellucid.model.attention import AttentionPlan
 from pellucid.model.head import TokenOutput, entropy_of, token_logprobs, unpredicted
+from pellucid.model.layout import Layout
 
 
 class Policy(nn.Module):
@@ -34,15 +34,16 @@ class Policy(nn.Module):
         return logits
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, lengths: Sequence[int], temperatures: Tensor
+        self, token_ids: Tensor, positions: Tensor, temperatures: Tensor, layout: Layout
     ) -> TokenOutput:
         """Logprob and entropy of every token of packed sequences; all arguments are one row of tokens.
 
-        Token t is predicted by the hidden state at t−1, at the temperature of token t.
+        A token is predicted by the hidden state of the token before it, at its own temperature.
         """
-        hidden = self.hidden(token_ids[None], positions[None], PackedAttention(lengths))[0]
-        predicted = positions.nonzero()[:, 0]
-        logprobs = token_logprobs(self.logits(hidden[predicted - 1]), temperatures[predicted])
+        computed = layout.computed
+        hidden = self.hidden(token_ids[computed][None], positions[computed][None], layout.plan)[0]
+        predicted = layout.predicted
+        logprobs = token_logprobs(self.logits(hidden[layout.predecessors]), temperatures[predicted])
         chosen = logprobs.gather(-1, token_ids[predicted][:, None])[:, 0]
         first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
         return TokenOutput(

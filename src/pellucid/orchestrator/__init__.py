@@ -1,10 +1,6 @@
 """The orchestrator: rollouts, groups, advantages, batches. Its process does without torch."""
 
-import asyncio
-import signal
-import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
@@ -14,7 +10,8 @@ from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, S
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
 from pellucid.orchestrator.loop import Orchestrator
 from pellucid.orchestrator.session import Session
-from pellucid.transport import FilesystemSender
+from pellucid.orchestrator.signals import run_until_signalled
+from pellucid.transport import open_sender
 
 __all__ = [
     "AdvantageInputs",
@@ -31,7 +28,10 @@ __all__ = [
 
 
 def run_orchestrator(config: OrchestratorRunConfig) -> None:
-    """Sends `max_steps` batches from the server at `inference.host:port` into the run folder."""
+    """Sends `max_steps` batches from the server at `inference.host:port` into the run folder.
+
+    Told to stop by SIGTERM or Ctrl-C, it winds down, closes its books and exits with 128 + the signal.
+    """
     if config.inference.port == 0:
         raise ConfigError(
             "inference.port = 0 does not say where the server is; set the port that `pellucid inference` "
@@ -39,8 +39,7 @@ def run_orchestrator(config: OrchestratorRunConfig) -> None:
         )
     environments = {env.label: load_environment(env, config.seed) for env in config.orchestrator.env}
     tokenizer = load_tokenizer(config.model.name)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner, suppress(asyncio.CancelledError):
-        runner.run(_orchestrate(config, environments, tokenizer))
+    run_until_signalled(lambda: _orchestrate(config, environments, tokenizer))
 
 
 async def _orchestrate(
@@ -48,26 +47,15 @@ async def _orchestrate(
 ) -> None:
     from pellucid.inference.http import HttpInferenceClient
 
-    _cancel_on_sigterm()
-    client = HttpInferenceClient(f"http://{config.inference.host}:{config.inference.port}")
+    client = HttpInferenceClient(base_url(config.inference.host, config.inference.port))
     try:
         await client.wait_until_ready()
-        sender = FilesystemSender(config.output_dir)
+        sender = open_sender(config.transport, config.output_dir)
         await Orchestrator(config, environments, tokenizer, client, sender).run()
     finally:
         await client.close()
 
 
-def _cancel_on_sigterm() -> None:
-    """Told to stop, the run winds down and closes its books."""
-    task = asyncio.current_task()
-    if sys.platform != "win32" and task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":  # uvloop does not exist there
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
+def base_url(host: str, port: int) -> str:
+    """`http://127.0.0.1:8000`, `http://[::1]:8000`."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

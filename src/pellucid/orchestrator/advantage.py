@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,14 @@ class Advantage:
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
         inputs = AdvantageInputs([ScoredRollout.of(rollout) for rollout in rollouts])
-        advantages = [float(advantage) for advantage in self.function(inputs).advantages]
         where = f"advantage function {self.name!r}, group {rollouts[0].group_id!r}"
+        try:
+            advantages = [float(advantage) for advantage in self.function(inputs).advantages]
+        except Exception as error:
+            frame = extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"{where}: {type(error).__name__}: {error} (line {frame.lineno} of {frame.filename})"
+            ) from error
         if len(advantages) != len(rollouts):
             raise ConfigError(
                 f"{where}: {len(advantages)} advantages for {len(rollouts)} rollouts; return one per rollout"

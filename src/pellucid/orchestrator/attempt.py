@@ -34,9 +34,8 @@ class GroupRun:
 
     async def attempt(self, rollout: Rollout) -> None:
         """Leaves the rollout scored, or with the reason why it failed."""
-        session = Session(rollout, self.sampler, self.prompts)
         try:
-            _apply(rollout, await self.environment.rollout(self.example, session))
+            _apply(rollout, await self._converse(rollout))
             self.scored.append(rollout)
             if self.environment.requires_group_scoring and len(self.scored) == self.size:
                 scores = await self.environment.score_group(self.scored)
@@ -49,6 +48,13 @@ class GroupRun:
         except asyncio.CancelledError:
             _fail(rollout, "CancelledError", "the attempt was cancelled")
             raise
+
+    async def _converse(self, rollout: Rollout) -> Score:
+        session = Session(rollout, self.sampler, self.prompts)
+        try:
+            return await self.environment.rollout(self.example, session)
+        finally:
+            await session.close()
 
 
 def _fail(rollout: Rollout, error_type: str, reason: str) -> None:

@@ -9,9 +9,16 @@ from collections.abc import Mapping, Sequence
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import TokenTable
 from pellucid.ledger import Flow, Journal, Stage, State
-from pellucid.metrics import JsonlSink
-from pellucid.orchestrator.records import save_rollouts
-from pellucid.orchestrator.report import Groups, is_dropped, step_line, step_metrics
+from pellucid.metrics import Tee, open_sinks
+from pellucid.orchestrator.records import RolloutLog
+from pellucid.orchestrator.report import (
+    Groups,
+    add_groups,
+    add_off_policy_levels,
+    is_dropped,
+    step_line,
+    zero_metrics,
+)
 from pellucid.orchestrator.verdict import Verdict
 
 log = logging.getLogger(__name__)
@@ -19,29 +26,35 @@ log = logging.getLogger(__name__)
 
 class Books:
     def __init__(self, config: OrchestratorRunConfig) -> None:
-        self._run_dir = config.output_dir
         self._run_id = config.run_name
         self._env_names = [env.label for env in config.orchestrator.env]
-        self._sampling_args = config.orchestrator.sampling.model_dump()
-        self._journal = Journal(self._run_dir / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR)
-        self._sink = JsonlSink(self._run_dir / "metrics" / "orchestrator.jsonl")
+        self._journal = Journal(config.output_dir / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR)
+        self._sink = Tee(open_sinks(config, "orchestrator"))
+        self._rollouts = RolloutLog(config.output_dir, config.orchestrator.sampling.model_dump())
+        self._metrics = zero_metrics(self._env_names)
+        """Of what was settled since the last report."""
 
     def settle(self, step: int, groups: Groups) -> None:
-        """Accounts for the tokens of these groups and saves their rollouts."""
+        """Accounts for the tokens of these groups, saves their rollouts, adds them to the next report."""
         for verdicts in groups:
             for verdict in verdicts:
                 self._count(verdict)
             self._log_losses(verdicts)
         self._journal.flush(step)
-        save_rollouts(self._run_dir, step, groups, self._sampling_args)
+        self._rollouts.append(step, groups)
+        add_groups(self._metrics, groups)
 
-    def report(self, step: int, groups: Groups, table: TokenTable, own: Mapping[str, float]) -> None:
+    def report(self, step: int, table: TokenTable, own: Mapping[str, float]) -> None:
         """Metrics and the log line of one batch; `own` holds the numbers that only the loop knows."""
-        values = {**step_metrics(step, groups, table, self._env_names), **own}
+        self._rollouts.finish_step()
+        add_off_policy_levels(self._metrics, step, table)
+        values = {**self._metrics.report(), **own}
+        self._metrics = zero_metrics(self._env_names)
         self._sink.log(step, values)
-        log.info(step_line(step, values, groups))
+        log.info(step_line(step, values))
 
     def close(self, step: int) -> None:
+        self._rollouts.finish_step()
         self._journal.close(step)
         self._sink.close()
 

@@ -3,27 +3,27 @@
     dispatch ──> attempts ──> collect ──> scheduler ──> send ──> trainer
                   │    ^                      ^                     │
                   v    │                      │                     v
-               inference server <── watch_weights <────── weights/step_N
+               inference server <── follow_weights <───── weights/step_N
 
-    who             waits for                         is woken by
-    run             a change                          collect, watch_weights, a dead task
-    an attempt      the server                        its completion, or abort_all at the end
-    watch_weights   a newer stable weights/step_N     the trainer
-    the trainer     a batch                           send
+    who              waits for                         is woken by
+    run              a change                          collect, follow_weights, a dead task
+    an attempt       the server                        its completion, or its cancellation at the end
+    follow_weights   a newer stable weights/step_N     the trainer
+    the trainer      a batch                           send
 
 Back-pressure is the scheduler's: nothing here decides what may start. A failed rollout is data; any other
-exception in a task stops the run. However the run ends, what was sampled is accounted for.
+exception in a task stops the run. However the run ends, what was sampled is accounted for: attempts are
+cancelled, which makes their sessions take in what the server has, and the books are closed after that.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout, TokenTable
-from pellucid.errors import InferenceError, RolloutError
+from pellucid.errors import RolloutError
 from pellucid.inference.client import InferenceClient
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.attempt import GroupRun
@@ -31,16 +31,22 @@ from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import Environment
 from pellucid.orchestrator.judge import Judge
+from pellucid.orchestrator.pace import Pace
+from pellucid.orchestrator.report import waiting_line
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
+from pellucid.orchestrator.tasks import cancel, outlast
 from pellucid.orchestrator.verdict import Verdict
-from pellucid.transport import Batch, BatchSender, stable_steps
+from pellucid.orchestrator.weights import follow_weights
+from pellucid.transport import Batch, BatchSender
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.01
-_ABORT_AGAIN_S = 1.0
-_WIND_DOWN_S = 10.0
+WIND_DOWN_S = 5.0
+"""Half of what the launcher grants before it kills."""
+
+_LAST_PATIENCE_S = 3.0
+_MAX_UNWRITTEN = 256  # settled rollouts that are kept in memory while no batch forms
 
 
 class Orchestrator:
@@ -61,31 +67,33 @@ class Orchestrator:
         self._sampler = _sampler(config, ChatTemplate(tokenizer), client)
         self._scheduler = _scheduler(config, environments)
         self._books = Books(config)
-        self._stopwatch = _Stopwatch()
+        self._pace = Pace()
         self._group: GroupRun | None = None
         self._attempts: set[asyncio.Task[None]] = set()
+        self._inflight: dict[str, Rollout] = {}
         self._changed = asyncio.Event()
         self._dead: BaseException | None = None
-        self._last_failure = ""
 
     async def run(self) -> None:
-        watcher = self._spawn(self._watch_weights())
+        weights = self._config.output_dir / "weights"
+        follower = self._spawn(follow_weights(weights, self._client, self._update_policy))
         try:
             while self._scheduler.batches_sent < self._config.max_steps:
                 self._dispatch()
                 await self._change()
-                self._check_progress()
                 while (batch := self._scheduler.take_batch()) is not None:
                     self._send(batch)
+                self._write_down()
+                self._check_progress()
         finally:
-            await _cancel([watcher])
-            await self._wind_down()
+            await outlast(self._finish(follower))
 
     def _dispatch(self) -> None:
         while (dispatch := self._scheduler.next_dispatch()) is not None:
             if self._group is None or self._group.group_id != dispatch.group_id:
                 self._group = self._open_group(dispatch)
             rollout = self._group.open_rollout(dispatch.rollout_id)
+            self._inflight[rollout.rollout_id] = rollout
             self._attempts.add(self._spawn(self._attempt(self._group, rollout)))
 
     async def _attempt(self, group: GroupRun, rollout: Rollout) -> None:
@@ -95,39 +103,30 @@ class Orchestrator:
             self._collect(rollout)
 
     def _collect(self, rollout: Rollout) -> None:
+        if self._inflight.pop(rollout.rollout_id, None) is None:
+            return  # settled without waiting any longer
         if rollout.error is not None and not self._scheduler.stopped:
-            self._last_failure = f"rollout {rollout.rollout_id} of {rollout.env_name} failed: {rollout.error}"
-            log.warning(self._last_failure)
+            log.warning("rollout %s of %s failed: %s", rollout.rollout_id, rollout.env_name, rollout.error)
         self._scheduler.finish(rollout)
         self._changed.set()
 
     def _check_progress(self) -> None:
-        limit = self._config.orchestrator.max_fruitless_groups
-        if self._scheduler.fruitless_groups >= limit:
-            raise RolloutError(
-                f"orchestrator.max_fruitless_groups = {limit}: as many groups in a row gave nothing to train "
-                f"on; the last reason: {self._last_failure}"
-            )
+        own = self._config.orchestrator
+        complaint = self._scheduler.drought.complaint(own.max_fruitless_groups, own.max_signalless_groups)
+        if complaint is not None:
+            raise RolloutError(complaint)
 
-    async def _watch_weights(self) -> None:
-        """Serves the newest published weights, each version once."""
-        weights = self._config.output_dir / "weights"
-        while True:
-            version = max(stable_steps(weights), default=0)
-            if version > self._scheduler.policy_version:
-                await self._client.update_weights(version, weights / f"step_{version}")
-                self._scheduler.update_policy(version)
-                self._stopwatch.note(blocked=self._scheduler.waits_for_weights)
-                self._changed.set()
-            await asyncio.sleep(_POLL_S)
+    def _update_policy(self, version: int) -> None:
+        self._scheduler.update_policy(version)
+        self._pace.note(blocked=self._scheduler.waits_for_weights)
+        self._changed.set()
 
     def _send(self, verdicts: Sequence[Verdict]) -> None:
         step = self._scheduler.batches_sent - 1
         table = TokenTable.from_samples([sample for verdict in verdicts for sample in verdict.samples])
         num_bytes = self._sender.send(Batch(self._config.run_name, step, table))
-        batch_s, blocked_s = self._stopwatch.lap(blocked=self._scheduler.waits_for_weights)
-        groups = self._scheduler.take_settled()
-        self._books.settle(step, groups)
+        batch_s, blocked_s = self._pace.lap(blocked=self._scheduler.waits_for_weights)
+        self._books.settle(step, self._scheduler.take_settled())
         own = {
             "batch_rollouts": len(verdicts),
             "batch_tokens": table.num_tokens,
@@ -136,7 +135,14 @@ class Orchestrator:
             "time/batch_s": batch_s,
             "time/wait_weights_s": blocked_s,
         }
-        self._books.report(step, groups, table, own)
+        self._books.report(step, table, own)
+
+    def _write_down(self) -> None:
+        """Settled rollouts do not wait in memory for a batch that may never form."""
+        if self._scheduler.num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
+            groups = self._scheduler.take_settled()
+            self._books.settle(self._scheduler.batches_sent, groups)
+            log.info(waiting_line(self._scheduler.batches_sent, groups))
 
     async def _change(self) -> None:
         await self._changed.wait()
@@ -144,23 +150,28 @@ class Orchestrator:
         if self._dead is not None:
             raise self._dead
 
-    async def _wind_down(self) -> None:
-        """Cuts short what is running, waits until it is back, and accounts for everything not sent."""
+    async def _finish(self, follower: "asyncio.Task[None]") -> None:
         self._scheduler.stop()
-        self._sampler.closed = True
         try:
-            async with asyncio.timeout(_WIND_DOWN_S):
-                while self._attempts:
-                    await self._client.abort_all()  # more than once: a request may still be on its way
-                    if self._attempts:
-                        await asyncio.wait(self._attempts, timeout=_ABORT_AGAIN_S)
-        except (InferenceError, TimeoutError) as error:
-            log.warning("%d rollouts could not be cut short: %r", len(self._attempts), error)
-            await _cancel(list(self._attempts))
-        step = self._scheduler.batches_sent
-        if groups := self._scheduler.take_settled():
-            self._books.settle(step, groups)
-        self._books.close(step)
+            await cancel([follower])
+            await self._wind_down()
+        finally:
+            for rollout in list(self._inflight.values()):
+                self._collect(rollout)
+            step = self._scheduler.batches_sent
+            if groups := self._scheduler.take_settled():
+                self._books.settle(step, groups)
+            self._books.close(step)
+
+    async def _wind_down(self) -> None:
+        """Cuts short what is running and waits until it is back, but not for ever."""
+        self._sampler.close(_LAST_PATIENCE_S)
+        for attempt in self._attempts:
+            attempt.cancel()
+        if self._attempts:
+            await asyncio.wait(self._attempts, timeout=WIND_DOWN_S)
+        if self._attempts:
+            log.warning("%d rollouts did not end within %g s", len(self._attempts), WIND_DOWN_S)
 
     def _open_group(self, dispatch: Dispatch) -> GroupRun:
         environment = self._environments[dispatch.env_name]
@@ -192,34 +203,6 @@ class Orchestrator:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._dead = self._dead or error
             self._changed.set()
-
-
-class _Stopwatch:
-    """Seconds since the last batch, and how many of them nothing could start for lack of weights."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._blocked_since: float | None = None
-        self._blocked_s = 0.0
-
-    def note(self, *, blocked: bool) -> None:
-        now = time.monotonic()
-        if self._blocked_since is not None:
-            self._blocked_s += now - self._blocked_since
-        self._blocked_since = now if blocked else None
-
-    def lap(self, *, blocked: bool) -> tuple[float, float]:
-        self.note(blocked=blocked)
-        now = time.monotonic()
-        lap = now - self._started, self._blocked_s
-        self._started, self._blocked_s = now, 0.0
-        return lap
-
-
-async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _sampler(config: OrchestratorRunConfig, chat: ChatTemplate, client: InferenceClient) -> Sampler:

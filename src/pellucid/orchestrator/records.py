@@ -1,7 +1,8 @@
 """`rollouts/step_N/train_rollouts.jsonl`: every rollout settled since the last batch, whatever became of it.
 
 One JSON object per rollout: ids, outcome (a state of the ledger, or `sent`) and its reason, reward,
-advantage, messages, and the trajectory turn by turn. The folder appears whole or not at all.
+advantage, messages, and the trajectory turn by turn. Rollouts are appended as they are settled, whole lines
+at a time, so that a long wait for a batch can be looked into; `STABLE` says that the step is complete.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,20 +12,36 @@ from typing import Any
 import orjson
 
 from pellucid.orchestrator.verdict import Verdict
-from pellucid.transport import publish_folder
+from pellucid.transport.stable import MARKER
 
 FILE = "train_rollouts.jsonl"
 
 
-def save_rollouts(
-    run_dir: Path, step: int, groups: Sequence[Sequence[Verdict]], sampling_args: Mapping[str, Any]
-) -> None:
-    lines = b"".join(
-        orjson.dumps(_record(step, verdict, sampling_args), option=orjson.OPT_APPEND_NEWLINE)
-        for group in groups
-        for verdict in group
-    )
-    publish_folder(run_dir / "rollouts" / f"step_{step}", lambda folder: _write(folder / FILE, lines))
+class RolloutLog:
+    """The saved rollouts of a run, one step at a time."""
+
+    def __init__(self, run_dir: Path, sampling_args: Mapping[str, Any]) -> None:
+        self._parent = run_dir / "rollouts"
+        self._sampling_args = sampling_args
+        self._folder: Path | None = None
+
+    def append(self, step: int, groups: Sequence[Sequence[Verdict]]) -> None:
+        lines = b"".join(
+            orjson.dumps(_record(step, verdict, self._sampling_args), option=orjson.OPT_APPEND_NEWLINE)
+            for group in groups
+            for verdict in group
+        )
+        folder = self._parent / f"step_{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / FILE).open("ab" if folder == self._folder else "wb") as file:
+            file.write(lines)
+        self._folder = folder
+
+    def finish_step(self) -> None:
+        """The step that was appended to, if any, is complete."""
+        if self._folder is not None:
+            (self._folder / MARKER).touch()
+            self._folder = None
 
 
 def _record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +74,3 @@ def _record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]) -> di
         ],
         "sampling_args": sampling_args,
     }
-
-
-def _write(path: Path, lines: bytes) -> None:
-    path.write_bytes(lines)

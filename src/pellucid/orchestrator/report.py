@@ -1,9 +1,10 @@
-"""Settled groups and the batch they gave, as metrics and as one line to read. Pure.
+"""Settled groups and the batch they gave, as metrics and as lines to read. Pure.
 
 Rewards are those of every scored rollout settled since the last batch, filtered ones included, so that
 the curve does not depend on the filter.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,29 +21,40 @@ LOST = {State.FAILED_ROLLOUT, State.DROPPED_GROUP, State.STALE, State.REJECTED}
 """Outcomes that a user did not ask for."""
 
 
-def step_metrics(step: int, groups: Groups, table: TokenTable, env_names: Sequence[str]) -> dict[str, float]:
+def zero_metrics(env_names: Sequence[str]) -> MetricSet:
+    """Of a step for which nothing is settled yet."""
     metrics = MetricSet()
     for name in ("errored_rollouts", "empty_rollouts", "dropped_groups"):
         for scope in ("all", *env_names):
             metrics.add(f"{name}/{scope}", Sum(0))
     metrics.add("zero_advantage_groups/all", Sum(0))
+    metrics.add("lost_rollouts/all", Sum(0))
+    return metrics
+
+
+def add_groups(metrics: MetricSet, groups: Groups) -> None:
     for verdicts in groups:
         _add_group(metrics, verdicts)
         for verdict in verdicts:
             _add_rollout(metrics, verdict)
-    _add_off_policy_levels(metrics, step, table)
-    return metrics.report()
 
 
-def step_line(step: int, values: Mapping[str, float], groups: Groups) -> str:
+def step_line(step: int, values: Mapping[str, float]) -> str:
     """`step    7  reward 0.812  128 rollouts  4.2k tokens  off-policy 0.6  1.4 s, 0.2 waiting  3 lost`."""
-    num_lost = sum(verdict.outcome in LOST for verdicts in groups for verdict in verdicts)
+    num_lost = values["lost_rollouts/all"]
     return (
         f"step {step:4d}  reward {values['reward/all']:.3f}  {values['batch_rollouts']:.0f} rollouts  "
         f"{values['batch_tokens'] / 1000:.1f}k tokens  off-policy {values['off_policy_level/all/mean']:.1f}  "
         f"{values['time/batch_s']:.1f} s, {values['time/wait_weights_s']:.1f} waiting"
-        + (f"  {num_lost} lost" if num_lost else "")
+        + (f"  {num_lost:.0f} lost" if num_lost else "")
     )
+
+
+def waiting_line(step: int, groups: Groups) -> str:
+    """`step    7  no batch yet; settled: 250 zero_advantage, 6 failed_rollout`."""
+    outcomes = Counter(verdict.outcome.value for verdicts in groups for verdict in verdicts)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    return f"step {step:4d}  no batch yet; settled: {counts}"
 
 
 def _add_group(metrics: MetricSet, verdicts: Sequence[Verdict]) -> None:
@@ -62,6 +74,7 @@ def is_dropped(verdicts: Sequence[Verdict]) -> bool:
 def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
     rollout = verdict.rollout
     scopes = ("all", rollout.env_name)
+    metrics.add("lost_rollouts/all", Sum(verdict.outcome in LOST))
     if rollout.error_type is not None:
         name = "empty_rollouts" if rollout.error_type == EMPTY else "errored_rollouts"
         for scope in scopes:
@@ -75,7 +88,7 @@ def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
         metrics.add("completion_length/all", Mean(rollout.num_sampled, 1))
 
 
-def _add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
+def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
     levels = step - table["policy_versions"]
     owners = np.repeat(table["env_name"], np.diff(table.sampled_offsets))
     for scope in ("all", *np.unique(table["env_name"])):

@@ -3,6 +3,7 @@
 turn 0   prompt a b       completion X Y
 turn 1   prompt a b X Y c completion Z      extends turn 0 exactly: the same sample
 turn 2   prompt a b c     completion W      does not: a branch, a sample of its own
+turn 3   prompt a b d     (cut short)       nothing was sampled: no sample
 
 sample 0   a b X Y c Z        sample 1   a b c W
 sampled    . . x x . x                   . . . x
@@ -34,7 +35,9 @@ def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[Tr
             role_spans=turns[-1].role_spans,
             training_mode=TrainingMode.RL.value,
         )
-        for index, turns in enumerate(_branches(rollout.turns))
+        for index, turns in enumerate(
+            _branches([turn for turn in rollout.turns if turn.completion.token_ids])
+        )
     ]
 
 

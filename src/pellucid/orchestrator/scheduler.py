@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from pellucid.data import Rollout
 from pellucid.ledger import Flow, State
+from pellucid.orchestrator.drought import Drought
 from pellucid.orchestrator.verdict import Verdict
 
 
@@ -69,7 +70,6 @@ class _OpenGroup:
 class _ReadyGroup:
     verdicts: list[Verdict]
     num_sent: int
-    oldest_version: int
 
 
 class Scheduler:
@@ -89,8 +89,7 @@ class Scheduler:
         self._settled: list[list[Verdict]] = []
         self.batches_sent = 0
         self.policy_version = 0
-        self.fruitless_groups = 0
-        """Groups in a row without a survivor."""
+        self.drought = Drought()
         self.stopped = False
 
     @property
@@ -101,6 +100,11 @@ class Scheduler:
     def num_ready(self) -> int:
         """Rollouts that wait for a batch."""
         return sum(group.num_sent for group in self._ready)
+
+    @property
+    def num_settled(self) -> int:
+        """Rollouts that `take_settled` would give."""
+        return sum(map(len, self._settled))
 
     @property
     def waits_for_weights(self) -> bool:
@@ -188,10 +192,14 @@ class Scheduler:
         return len(group.returned) == group.num_dispatched and (started_whole or self.stopped)
 
     def _close(self, group: _OpenGroup) -> None:
-        del self._open[group.group_id]
+        """Judged first: a group that cannot be judged stays open, and is cancelled when the run stops."""
         if self.stopped:
             self._cancel([Verdict(rollout, Flow.SENT) for rollout in group.returned])
-            return
+        else:
+            self._admit(self._verdicts(group))
+        del self._open[group.group_id]
+
+    def _verdicts(self, group: _OpenGroup) -> list[Verdict]:
         failed = [
             Verdict(rollout, State.FAILED_ROLLOUT, rollout.error)
             for rollout in group.returned
@@ -199,47 +207,40 @@ class Scheduler:
         ]
         survivors = [rollout for rollout in group.returned if rollout.error is None]
         if not survivors or (failed and group.source.group_scored):
-            self.fruitless_groups += 1
             reason = f"{len(failed)} of {len(group.returned)} rollouts of a group-scored group failed"
-            dropped = [Verdict(rollout, State.DROPPED_GROUP, reason) for rollout in survivors]
-            self._settled.append([*failed, *dropped])
-        else:
-            self.fruitless_groups = 0
-            self._admit([*failed, *self._judge(survivors)])
+            return [*failed, *(Verdict(rollout, State.DROPPED_GROUP, reason) for rollout in survivors)]
+        return [*failed, *self._judge(survivors)]
 
     def _admit(self, verdicts: list[Verdict]) -> None:
-        versions = [
-            verdict.rollout.oldest_version
-            for verdict in verdicts
-            if verdict.outcome is not State.FAILED_ROLLOUT
-        ]
-        oldest = min(version for version in versions if version is not None)
-        group = _ReadyGroup(verdicts, sum(verdict.is_sent for verdict in verdicts), oldest)
-        if self._is_stale(group):
-            self._settle_stale(group)
-        elif group.num_sent:
-            self._ready.append(group)
+        verdicts = self._aged(verdicts)
+        if num_sent := sum(verdict.is_sent for verdict in verdicts):
+            self._ready.append(_ReadyGroup(verdicts, num_sent))
+            self.drought = Drought()
         else:
             self._settled.append(verdicts)
+            self.drought.add(verdicts)
 
     def _drop_stale(self) -> None:
-        fresh = deque[_ReadyGroup]()
-        for group in self._ready:
-            if self._is_stale(group):
-                self._settle_stale(group)
+        ready, self._ready = self._ready, deque()
+        for group in ready:
+            verdicts = self._aged(group.verdicts)
+            if verdicts is group.verdicts:
+                self._ready.append(group)
             else:
-                fresh.append(group)
-        self._ready = fresh
+                self._settled.append(verdicts)
 
-    def _is_stale(self, group: _ReadyGroup) -> bool:
-        return self.batches_sent - group.oldest_version > self._rules.max_off_policy_steps
-
-    def _settle_stale(self, group: _ReadyGroup) -> None:
+    def _aged(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """The verdicts at the current step: those of a group with a token that is too old are overruled."""
+        survivors = [verdict.rollout for verdict in verdicts if verdict.outcome is not State.FAILED_ROLLOUT]
+        versions = [rollout.oldest_version for rollout in survivors]
+        oldest = min((version for version in versions if version is not None), default=self.batches_sent)
+        if self.batches_sent - oldest <= self._rules.max_off_policy_steps:
+            return verdicts
         reason = (
-            f"oldest token of policy version {group.oldest_version} at step {self.batches_sent}; "
+            f"oldest token of policy version {oldest} at step {self.batches_sent}; "
             f"orchestrator.max_off_policy_steps = {self._rules.max_off_policy_steps}"
         )
-        self._settled.append([verdict.overruled(State.STALE, reason) for verdict in group.verdicts])
+        return [verdict.overruled(State.STALE, reason) for verdict in verdicts]
 
     def _cancel(self, verdicts: list[Verdict]) -> None:
         reason = "the run ended before its batch"

@@ -1,22 +1,34 @@
 """A rollout's conversation with the model: messages in, text out, every sampled token recorded.
 
 - A turn is recorded before its text is returned, so what was sampled is known whatever happens next.
-- Sampled ids are kept as sampled. A prompt that goes on from the last reply starts with the very tokens
-  of the last prompt and completion; one that does not is a branch, rendered from its beginning.
+- A request outlives the caller that is cancelled while it waits: it is cut short, and what the server has
+  sampled until then is received and recorded before the cancellation goes on. `close` does the same for
+  every request that is still running, so no turn comes after its rollout is settled.
+- Sampled ids are kept as sampled. A prompt that goes on from an earlier reply starts with the very tokens
+  of that prompt and completion; one that does not is a branch, rendered from its beginning.
 - The rollouts of a group get the same prompt object, so the engine can share its prefill.
-- A seed depends on the run's seed, the rollout and the turn alone.
+- A seed depends on the run's seed, the rollout and the number of the call alone.
 """
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pellucid.data import Rollout, Turn
-from pellucid.errors import RolloutError
+from pellucid.errors import InferenceError, RolloutError
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
 from pellucid.orchestrator.chat import ChatTemplate, Message, Rendered
 from pellucid.orchestrator.seeds import stable_seed
+from pellucid.orchestrator.tasks import outlast
+
+log = logging.getLogger(__name__)
 
 RoleSpan = tuple[str, int, int]
+
+_PATIENCE_S = 60.0  # a server that swaps large weights answers nothing meanwhile
+_ABORT_AGAIN_S = 0.5
 
 
 @dataclass(slots=True)
@@ -32,6 +44,13 @@ class Sampler:
     max_model_len: int
     closed: bool = False
     """The run is over: no session samples another turn."""
+
+    patience_s: float = _PATIENCE_S
+    """How long a request that was cut short may take to answer; after that its tokens are given up."""
+
+    def close(self, patience_s: float) -> None:
+        self.closed = True
+        self.patience_s = patience_s
 
 
 class PromptCache:
@@ -55,29 +74,87 @@ class Session:
         self._rollout = rollout
         self._sampler = sampler
         self._prompts = prompts
-        self._conversation: list[Message] = []
+        self._known: list[tuple[list[Message], Turn]] = []
+        """Each conversation up to a reply, and the turn that sampled the reply."""
+        self._running: dict[str, asyncio.Task[str]] = {}
+        self._num_calls = 0
+        self._closed = False
 
     async def respond(self, messages: Sequence[Message]) -> str:
         """The model's reply to the whole conversation so far."""
+        request_id = self._start(messages)
+        request = self._running[request_id]
+        try:
+            return await asyncio.shield(request)
+        except asyncio.CancelledError:
+            await outlast(self._cut_short([request_id]))
+            raise
+
+    async def close(self) -> None:
+        """Nothing is sampled any more, and what was sampled is recorded."""
+        self._closed = True
+        await outlast(self._cut_short(list(self._running)))
+
+    def _start(self, messages: Sequence[Message]) -> str:
+        if self._closed or self._sampler.closed:
+            over = "rollout" if self._closed else "run"
+            raise RolloutError(f"the {over} is over; no further turn is sampled")
+        number = self._num_calls
+        self._num_calls += 1
         prompt_ids, spans = self._prompt(messages)
-        completion = await self._sampler.client.generate(
-            prompt_ids, self._params(len(prompt_ids)), Account(self._sampler.run_id, self._rollout.env_name)
-        )
+        params = self._params(len(prompt_ids), number)
+        request_id = f"{self._sampler.run_id}/{self._rollout.rollout_id}/{number}"
+        request = asyncio.create_task(self._sample(messages, prompt_ids, spans, params, request_id))
+        self._running[request_id] = request
+        request.add_done_callback(lambda request: self._forget(request_id, request))
+        return request_id
+
+    def _forget(self, request_id: str, request: "asyncio.Task[str]") -> None:
+        del self._running[request_id]
+        if not request.cancelled():
+            request.exception()  # seen, even if its caller was cancelled and never asks
+
+    async def _sample(
+        self,
+        messages: Sequence[Message],
+        prompt_ids: list[int],
+        spans: list[RoleSpan],
+        params: SamplingParams,
+        request_id: str,
+    ) -> str:
+        account = Account(self._sampler.run_id, self._rollout.env_name)
+        completion = await self._sampler.client.generate(prompt_ids, params, account, request_id)
         text = self._sampler.chat.decode(completion.token_ids)
         reply_start = spans[-1][2] if spans else 0
         reply = ("assistant", reply_start, len(prompt_ids) + len(completion.token_ids))
-        self._rollout.turns.append(Turn(prompt_ids, completion, text, [*spans, reply]))
-        self._conversation = [*messages, {"role": "assistant", "content": text}]
+        turn = Turn(prompt_ids, completion, text, [*spans, reply])
+        self._rollout.turns.append(turn)
+        self._known.append(([*messages, {"role": "assistant", "content": text}], turn))
         if completion.finish_reason == "abort":
             raise RolloutError(
                 f"the server cut the completion short after {len(completion.token_ids)} tokens"
             )
         return text
 
-    def _params(self, num_prompt: int) -> SamplingParams:
+    async def _cut_short(self, request_ids: Collection[str]) -> None:
+        """Aborts these requests and returns once each has recorded its answer, or has been given up."""
+        requests = {key: self._running[key] for key in request_ids if key in self._running}
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        while running := [key for key, request in requests.items() if not request.done()]:
+            if loop.time() - started >= self._sampler.patience_s:
+                log.warning("no answer from the server to the aborted requests %s", ", ".join(running))
+                for key in running:
+                    requests[key].cancel()
+            else:
+                # More than once: a request that is still on its way to the server is passed over.
+                with suppress(InferenceError, TimeoutError):
+                    async with asyncio.timeout(_ABORT_AGAIN_S):
+                        await self._sampler.client.abort(running)
+            await asyncio.wait([requests[key] for key in running], timeout=_ABORT_AGAIN_S)
+
+    def _params(self, num_prompt: int, number: int) -> SamplingParams:
         sampler = self._sampler
-        if sampler.closed:
-            raise RolloutError("the run is over; no further turn is sampled")
         room = sampler.max_model_len - num_prompt
         if room < 1:
             raise RolloutError(
@@ -87,16 +164,21 @@ class Session:
         return SamplingParams(
             temperature=sampler.temperature,
             max_tokens=min(sampler.max_tokens, room),
-            seed=stable_seed(sampler.seed, self._rollout.rollout_id, len(self._rollout.turns)),
+            seed=stable_seed(sampler.seed, self._rollout.rollout_id, number),
             stop_token_ids=sampler.chat.end_of_turn_ids,
         )
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], list[RoleSpan]]:
-        num_known = len(self._conversation)
-        if 0 < num_known < len(messages) and self._conversation == list(messages[:num_known]):
-            rendered = self._sampler.chat.continuation(messages, num_known - 1)
+        goes_on_from = [
+            (known, turn)
+            for known, turn in reversed(self._known)
+            if len(known) < len(messages) and known == list(messages[: len(known)])
+        ]
+        if goes_on_from:
+            known, turn = max(goes_on_from, key=lambda pair: len(pair[0]))
+            rendered = self._sampler.chat.continuation(messages, len(known) - 1)
             if rendered is not None:
-                return self._extend(self._rollout.turns[-1], rendered)
+                return self._extend(turn, rendered)
         rendered = self._prompts.render(messages)
         return rendered.token_ids, _spans([], rendered.stops, 0)
 

@@ -11,7 +11,7 @@ from pellucid.data.tokenizer import load_tokenizer
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, Stage
 from pellucid.loss import loss_for
-from pellucid.metrics import JsonlSink, Sink
+from pellucid.metrics import Sink, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
 from pellucid.trainer.batches import BatchSource, DatasetBatches, OrchestratorBatches
@@ -19,7 +19,7 @@ from pellucid.trainer.loop import train
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
 from pellucid.trainer.sft_data import read_dataset, shuffled_forever
-from pellucid.transport import FilesystemReceiver
+from pellucid.transport import open_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class LogSink:
 
 def run_trainer(config: TrainerRunConfig) -> None:
     """Trains on the batches that an orchestrator sends."""
-    batches = OrchestratorBatches(FilesystemReceiver(config.output_dir))
+    batches = OrchestratorBatches(open_receiver(config.transport, config.output_dir))
     journal = Journal(config.output_dir / "ledger" / "trainer.jsonl", Stage.TRAINER)
     _train(config, batches, journal, [LogSink()])
 
@@ -61,6 +61,7 @@ def _train(
     run = build_run(config, batches, journal, sinks)
     try:
         train(run)
+        run.close_books()
     finally:
         run.close()
 
@@ -71,7 +72,7 @@ def build_run(
     settings = config.trainer
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     torch.manual_seed(config.seed)
-    policy = load_policy(config.model)
+    policy = load_policy(config.model, trainable=True)
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
     export = settings.experimental.token_export
@@ -84,7 +85,7 @@ def build_run(
         losses=loss_for(settings.loss),
         optimizer=Optimizer(policy, settings.optim, settings.scheduler, max_steps=config.max_steps),
         batches=batches,
-        sinks=[JsonlSink(config.output_dir / "metrics" / "trainer.jsonl"), *sinks],
+        sinks=[*open_sinks(config, "trainer"), *sinks],
         journal=journal,
         exporter=TokenExporter(config.output_dir, path=export.path) if export else None,
         publishes=journal is not None,

@@ -1,6 +1,6 @@
 """The loop is the algorithm; `rl` and `sft` share it and differ in where batches come from.
 
-    batches.next ──> forward ──> token losses ──> sum / denominator ──> backward     per micro batch
+    next_batch ──> forward ──> token losses ──> sum / denominator ──> backward     per micro batch
                                       │
                                       └──> metrics, ledger, export: read the record, never re-derive it
     optimizer.step ──> publish weights ──> log                                       per step
@@ -15,12 +15,13 @@ from pellucid.trainer.run import Run
 def train(run: Run) -> None:
     for step in run.steps():
         batch = run.next_batch(step)
-        for micro_step, micro_batch in enumerate(batch.micro_batches):
+        observer = run.observer(batch)
+        for micro_batch in batch.micro_batches:
             output = run.forward(micro_batch)
             result = run.loss(micro_batch, output, batch.denominator)
             result.loss.backward()
-            run.observe(step, micro_step, micro_batch, output, result)
+            observer.add(micro_batch, output, result)
         grad_norm = run.optimizer.step()
         run.publish(step)
-        run.finish(step, grad_norm)
+        run.finish(step, observer, grad_norm)
     run.save_model()

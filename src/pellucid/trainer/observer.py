@@ -1,7 +1,6 @@
 """What a step did, seen from three sides: metrics, ledger, export. All read the loss's own record."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,48 +8,36 @@ import torch
 from pellucid.data import TokenTable
 from pellucid.export import TokenExporter
 from pellucid.ledger import Flow, Journal, State
-from pellucid.loss import LossInputs, LossRecord
+from pellucid.loss import LossRecord
 from pellucid.model import TokenOutput
-from pellucid.packing import MicroBatch, PackedBatch
 from pellucid.trainer.loss_stats import LossStats, observe_loss
+from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
 
 _Account = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class LossResult:
-    loss: torch.Tensor
-    """The micro batch's share of the step's loss, to be differentiated."""
-
-    inputs: LossInputs
-    record: LossRecord
-    denominator: int
-
-
 class StepObserver:
-    """One optimizer step. Nothing is read back from the device before `report`."""
+    """One optimizer step. Statistics stay on the device until `report`; an export reads each micro batch."""
 
-    def __init__(
-        self, step: int, table: TokenTable, packed: PackedBatch, exporter: TokenExporter | None
-    ) -> None:
-        self._step = step
-        self._table = table
-        self._packed = packed
+    def __init__(self, batch: StepBatch, exporter: TokenExporter | None) -> None:
+        self._batch = batch
         self._exporter = exporter
-        self.stats = LossStats(sorted({str(env) for env in table["env_name"]}))
+        self._num_saved: Counter[_Account] = Counter()
+        self.stats = LossStats(sorted({str(env) for env in batch.table["env_name"]}))
         self._codes = {env: code for code, env in enumerate(self.stats.environments)}
 
-    def add(self, micro_step: int, micro_batch: MicroBatch, output: TokenOutput, result: LossResult) -> None:
+    def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
         self.stats.add_loss(result.loss.detach())
+        self._num_saved += _count_by_account(micro_batch.table, ~micro_batch.is_computed)
         env = self._env_codes(micro_batch.table).to(output.logprobs.device)
         observe_loss(self.stats, result.inputs, result.record, output.entropy, env)
         if self._exporter is not None:
             self._exporter.add(
                 micro_batch.table,
                 observed_values(output, result.record),
-                step=self._step,
-                micro_step=micro_step,
-                denominator=result.denominator,
+                step=self._batch.step,
+                micro_step=micro_batch.index,
+                denominator=self._batch.denominator,
             )
 
     def _env_codes(self, table: TokenTable) -> torch.Tensor:
@@ -59,36 +46,41 @@ class StepObserver:
 
     def report(self) -> dict[str, float]:
         """The optimised loss, its statistics, and the accounting of what was really packed."""
-        tables = [micro_batch.table for micro_batch in self._packed.micro_batches]
+        packed = self._batch.packed
+        tables = [micro_batch.table for micro_batch in packed.micro_batches]
+        num_tokens = sum(table.num_tokens for table in tables)
         return {
             "loss": self.stats.loss(),
             **self.stats.report(),
-            "tokens": sum(table.num_tokens for table in tables),
-            "loss_tokens": self._packed.num_trainable,
-            "samples": sum(micro_batch.sample_count for micro_batch in self._packed.micro_batches),
+            "tokens": num_tokens,
+            "computed_tokens": num_tokens - self._num_saved.total(),
+            "loss_tokens": packed.num_trainable,
+            "samples": sum(micro_batch.sample_count for micro_batch in packed.micro_batches),
             "micro_batches": len(tables),
             "max_micro_batch_tokens": max(table.num_tokens for table in tables),
+            "micro_batch_max_tokens": packed.max_tokens,
             "padding_tokens": sum(_num_padding(table) for table in tables),
-            "truncated_tokens": self._packed.truncated_tokens,
+            "truncated_tokens": packed.truncated_tokens,
         }
 
     def write_ledger(self, journal: Journal) -> None:
         masked = self.stats.count("is_masked")
-        received = _sampled_by_account(self._table)
-        packed = TokenTable.concat([micro_batch.table for micro_batch in self._packed.micro_batches])
-        computed = _sampled_by_account(packed)
+        packed = TokenTable.concat([micro_batch.table for micro_batch in self._batch.packed.micro_batches])
+        received = _count_by_account(self._batch.table, self._batch.table["sampled"])
+        kept = _count_by_account(packed, packed["sampled"])
         trainable = _count_by_account(packed, packed["loss_mask"] & packed["sampled"])
         everything = _count_by_account(packed, np.ones(packed.num_tokens, np.bool_))
         for account in received:
             run, env = account
             journal.count(run, env, Flow.RECEIVED, received[account])
-            journal.count(run, env, State.TRUNCATED, received[account] - computed[account])
-            journal.count(run, env, State.UNTRAINABLE, computed[account] - trainable[account])
+            journal.count(run, env, State.TRUNCATED, received[account] - kept[account])
+            journal.count(run, env, State.UNTRAINABLE, kept[account] - trainable[account])
             journal.count(run, env, State.MASKED, masked.get(env, 0))
             journal.count(run, env, State.TRAINED, trainable[account] - masked.get(env, 0))
-            journal.count(run, env, Flow.CONTEXT, everything[account] - computed[account])
-            journal.count(run, env, Flow.COMPUTED, everything[account])
-        journal.flush(self._step)
+            journal.count(run, env, Flow.CONTEXT, everything[account] - kept[account])
+            journal.count(run, env, Flow.COMPUTED, everything[account] - self._num_saved[account])
+            journal.count(run, env, Flow.SAVED, self._num_saved[account])
+        journal.flush(self._batch.step)
 
 
 def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.Tensor | None]:
@@ -109,10 +101,6 @@ def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.
 
 def _num_padding(table: TokenTable) -> int:
     return int(table.lengths[table["env_name"] == ""].sum())
-
-
-def _sampled_by_account(table: TokenTable) -> Counter[_Account]:
-    return _count_by_account(table, table["sampled"])
 
 
 def _count_by_account(table: TokenTable, mask: np.ndarray) -> Counter[_Account]:

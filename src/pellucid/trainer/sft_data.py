@@ -82,10 +82,14 @@ def _chat_tokens(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        start = len(_render(tokenizer, messages[:index], generation=True))
+        before = _render(tokenizer, messages[:index], generation=True)
+        start = len(before)
         upto = _render(tokenizer, messages[: index + 1], generation=False)
-        if token_ids[: len(upto)] != upto:
-            raise DataError(f"{where}: the chat template rewrites earlier turns; turns cannot be masked")
+        if token_ids[: len(upto)] != upto or upto[:start] != before:
+            raise DataError(
+                f"{where}: turn {index} does not begin where the chat template's generation prompt ends, so "
+                "its tokens cannot be told apart; use a template that renders turn by turn"
+            )
         closing = [position for position in range(start, len(upto)) if upto[position] in ends]
         stop = closing[-1] + 1 if closing else len(upto)
         loss_mask[start:stop] = [True] * (stop - start)

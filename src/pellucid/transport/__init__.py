@@ -4,9 +4,11 @@ from pellucid.transport.channel import Batch, BatchReceiver, BatchSender
 from pellucid.transport.codec import decode_batch, encode_batch
 from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
 from pellucid.transport.memory import MemoryChannel
-from pellucid.transport.stable import is_stable, publish_folder, stable_steps
+from pellucid.transport.open import open_receiver, open_sender
+from pellucid.transport.stable import MARKER, is_stable, publish_folder, stable_steps
 
 __all__ = [
+    "MARKER",
     "Batch",
     "BatchReceiver",
     "BatchSender",
@@ -16,6 +18,8 @@ __all__ = [
     "decode_batch",
     "encode_batch",
     "is_stable",
+    "open_receiver",
+    "open_sender",
     "publish_folder",
     "stable_steps",
 ]

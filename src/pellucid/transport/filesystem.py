@@ -6,7 +6,7 @@ from pathlib import Path
 from pellucid.errors import TransportError
 from pellucid.transport.channel import Batch
 from pellucid.transport.codec import decode_batch, encode_batch
-from pellucid.transport.stable import is_stable, publish_folder
+from pellucid.transport.stable import MARKER, is_stable, publish_folder
 
 _FILE = "batch.bin"
 _POLL_S = 0.005
@@ -38,7 +38,7 @@ class FilesystemReceiver:
 
     def release(self, step: int) -> None:
         folder = _folder(self._batches, step)
-        (folder / "STABLE").unlink(missing_ok=True)
+        (folder / MARKER).unlink(missing_ok=True)
         (folder / _FILE).unlink(missing_ok=True)
         folder.rmdir()
 

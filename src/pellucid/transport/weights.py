@@ -22,8 +22,9 @@ def publish_weights(model: nn.Module, run_dir: Path, version: int, *, keep: int)
     weights = run_dir / "weights"
     tensors = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     publish_folder(weights / f"step_{version}", lambda folder: save_file(tensors, folder / _FILE))
-    for old in stable_steps(weights)[:-keep]:
-        shutil.rmtree(weights / f"step_{old}")
+    for old in stable_steps(weights):
+        if old <= version - keep:
+            shutil.rmtree(weights / f"step_{old}")
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

@@ -1,0 +1,77 @@
+"""Groups in a row that gave nothing to train on, and when they are a reason to stop. Pure.
+
+a group of which ...                             counts against
+every rollout failed, was rejected or is stale   max_fruitless_groups, max_signalless_groups
+all that is left has an advantage of 0           max_signalless_groups
+something is ready to be sent                    nothing: the drought is over
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pellucid.ledger import State
+from pellucid.orchestrator.verdict import Outcome, Verdict
+
+
+@dataclass(slots=True)
+class Drought:
+    num_fruitless: int = 0
+    """Groups at its end that were lost whole, in a row."""
+
+    kinds: Counter[Outcome] = field(default_factory=Counter)
+    """Its groups, by what became of them."""
+
+    total_reward: float = 0.0
+    """Of the groups without advantages, each counted with the mean of its rewards."""
+
+    last_loss: str = ""
+
+    @property
+    def num_groups(self) -> int:
+        return self.kinds.total()
+
+    def add(self, verdicts: Sequence[Verdict]) -> None:
+        """A group none of whose rollouts will be sent."""
+        kind = _kind(verdicts)
+        typical = [verdict for verdict in verdicts if verdict.outcome is kind]
+        self.kinds[kind] += 1
+        if kind is State.ZERO_ADVANTAGE:
+            self.num_fruitless = 0
+            self.total_reward += sum(verdict.rollout.reward or 0.0 for verdict in typical) / len(typical)
+        else:
+            self.num_fruitless += 1
+            self.last_loss = _describe(typical[-1])
+
+    def complaint(self, max_fruitless: int, max_signalless: int) -> str | None:
+        """Why the run should stop, if it should."""
+        if self.num_fruitless >= max_fruitless:
+            return (
+                f"orchestrator.max_fruitless_groups = {max_fruitless}: as many groups in a row were lost "
+                f"whole; the last: {self.last_loss}"
+            )
+        if self.num_groups < max_signalless:
+            return None
+        [(kind, number)] = self.kinds.most_common(1)
+        why = self._explain_zeros() if kind is State.ZERO_ADVANTAGE else f"the last: {self.last_loss}"
+        return (
+            f"orchestrator.max_signalless_groups = {max_signalless}: as many groups in a row gave nothing "
+            f"to train on, {number} of them for {kind.value}; {why}"
+        )
+
+    def _explain_zeros(self) -> str:
+        reward = self.total_reward / self.kinds[State.ZERO_ADVANTAGE]
+        return (
+            f"their mean reward is {reward:.3f}: the task is solved, or too hard for the model; stop here, "
+            "give the environment other examples, or raise orchestrator.rollouts_per_example or the limit"
+        )
+
+
+def _kind(verdicts: Sequence[Verdict]) -> Outcome:
+    outcomes = Counter(verdict.outcome for verdict in verdicts)
+    return State.ZERO_ADVANTAGE if State.ZERO_ADVANTAGE in outcomes else outcomes.most_common(1)[0][0]
+
+
+def _describe(verdict: Verdict) -> str:
+    rollout = verdict.rollout
+    return f"rollout {rollout.rollout_id} of {rollout.env_name}, {verdict.outcome.value}: {verdict.reason}"

@@ -1,0 +1,49 @@
+"""A coroutine as the whole of a process: told to stop, it winds down, and the exit code says who told it."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from signal import Signals
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+Main = Callable[[], Coroutine[Any, Any, None]]
+
+
+def run_until_signalled(main: Main) -> None:
+    """Runs `main` to its end. SIGTERM and SIGINT cancel it; once it is back: SystemExit(128 + signal)."""
+    received: list[Signals] = []
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_cancelled_by_signals(main, received.append))
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise SystemExit(128 + received[0]) from None
+
+
+async def _cancelled_by_signals(main: Main, note: Callable[[Signals], None]) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop(number: Signals) -> None:
+        log.warning("%s: winding down", number.name)
+        note(number)
+        task.cancel()
+
+    if sys.platform != "win32":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    await main()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":  # uvloop does not exist there
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop

@@ -1,0 +1,72 @@
+"""One optimizer step's worth of samples, packed, and what became of each token."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pellucid.data import TokenTable
+from pellucid.data.tensors import TokenTensors, to_tensors
+from pellucid.loss import LossInputs, LossRecord
+from pellucid.model import Layout, packed_layout, shared_layout
+from pellucid.packing import MicroBatch, PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMicroBatch:
+    """A micro batch as tensors, inflated when its turn comes."""
+
+    index: int
+    packed: MicroBatch
+    tokens: TokenTensors
+    layout: Layout
+    is_computed: NDArray[np.bool_]
+    """False for tokens of a shared prompt that another sequence computes."""
+
+    @property
+    def table(self) -> TokenTable:
+        return self.packed.table
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    loss: torch.Tensor
+    """The micro batch's share of the step's loss, to be differentiated."""
+
+    inputs: LossInputs
+    record: LossRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    step: int
+    table: TokenTable
+    """As received, before truncation."""
+
+    packed: PackedBatch
+    share_prompts: bool
+    device: torch.device
+
+    @property
+    def denominator(self) -> int:
+        return max(1, self.packed.num_trainable)
+
+    @property
+    def micro_batches(self) -> Iterator[LoadedMicroBatch]:
+        for index, micro_batch in enumerate(self.packed.micro_batches):
+            yield self._load(index, micro_batch)
+
+    def _load(self, index: int, micro_batch: MicroBatch) -> LoadedMicroBatch:
+        table = micro_batch.table
+        lengths = table.lengths.tolist()
+        layout = (
+            shared_layout(lengths, table["token_ids"], table["group_id"].tolist())
+            if self.share_prompts
+            else packed_layout(lengths)
+        )
+        is_computed = np.zeros(table.num_tokens, np.bool_)
+        is_computed[layout.computed.numpy()] = True
+        tokens = to_tensors(table, self.device)
+        return LoadedMicroBatch(index, micro_batch, tokens, layout.to(self.device), is_computed)

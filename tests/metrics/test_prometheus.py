@@ -1,0 +1,101 @@
+"""The text that Prometheus reads, and the endpoint that serves it."""
+
+import json
+import math
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+
+from pellucid.metrics.prometheus import PrometheusSink, exposition, gauge_name
+
+
+@pytest.fixture
+def served():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    sink = PrometheusSink("trainer", "127.0.0.1", port)
+    yield sink, f"http://127.0.0.1:{port}"
+    sink.close()
+
+
+def get(url: str) -> tuple[str, str]:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return response.headers["Content-Type"], response.read().decode()
+
+
+def test_environments_become_labels():
+    values = {
+        "mismatch_kl/all/mean": 0.5,
+        "mismatch_kl/reverse-text/mean": 0.25,
+        "reward/all": 1,
+        "time/step_s": 2.5,
+        "error/Timeout/count": 3,
+        "metrics/reverse-text/exact match": 0.125,
+    }
+    assert exposition(7, values) == (
+        "# TYPE pellucid_step gauge\n"
+        "pellucid_step 7.0\n"
+        "# TYPE pellucid_mismatch_kl_mean gauge\n"
+        'pellucid_mismatch_kl_mean{env="all"} 0.5\n'
+        'pellucid_mismatch_kl_mean{env="reverse-text"} 0.25\n'
+        "# TYPE pellucid_reward gauge\n"
+        'pellucid_reward{env="all"} 1.0\n'
+        "# TYPE pellucid_time_step_s gauge\n"
+        "pellucid_time_step_s 2.5\n"
+        "# TYPE pellucid_error_Timeout_count gauge\n"
+        "pellucid_error_Timeout_count 3.0\n"
+        "# TYPE pellucid_metrics_exact_match gauge\n"
+        'pellucid_metrics_exact_match{env="reverse-text"} 0.125\n'
+    )
+
+
+def test_samples_of_one_name_stay_together_and_are_not_repeated():
+    """Prometheus refuses the whole page otherwise."""
+    lines = exposition(0, {"a-b": 1, "x/all": 2, "a_b": 3, "x/env": 4}).splitlines()
+    assert lines[2:] == [
+        "# TYPE pellucid_a_b gauge",
+        "pellucid_a_b 3.0",
+        "# TYPE pellucid_x gauge",
+        'pellucid_x{env="all"} 2.0',
+        'pellucid_x{env="env"} 4.0',
+    ]
+
+
+def test_label_values_are_escaped():
+    assert gauge_name('reward/a"\\\n', {'a"\\\n'}) == ("pellucid_reward", r'{env="a\"\\\n"}')
+
+
+@pytest.mark.parametrize(("value", "text"), [(math.nan, "NaN"), (math.inf, "+Inf"), (-math.inf, "-Inf")])
+def test_numbers_that_are_not_finite(value, text):
+    assert exposition(0, {"loss": value}).endswith(f"pellucid_loss {text}\n")
+
+
+def test_the_endpoint_serves_the_latest_step(served):
+    sink, url = served
+    assert get(f"{url}/metrics")[1] == ""
+    assert json.loads(get(f"{url}/health")[1])["step"] is None
+
+    for step in (0, 1):
+        sink.log(step, {"loss": step / 2})
+
+    kind, text = get(f"{url}/metrics")
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
+    assert text == exposition(1, {"loss": 0.5})
+    health = json.loads(get(f"{url}/health")[1])
+    assert (health["process"], health["step"]) == ("trainer", 1)
+    assert 0 <= health["seconds_since_last_step"] < 5
+
+
+def test_another_path_is_not_found(served):
+    with pytest.raises(urllib.error.HTTPError, match="404") as error:
+        get(f"{served[1]}/")
+    error.value.close()
+
+
+def test_a_closed_endpoint_gives_its_port_back():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for _ in range(2):
+        PrometheusSink("trainer", "127.0.0.1", port).close()

@@ -1,0 +1,170 @@
+"""Which sinks a process gets, and what happens when one of them fails."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pellucid.config import RunConfig
+from pellucid.errors import ConfigError
+from pellucid.metrics import Guarded, JsonlSink, Tee, open_sinks, read_metrics
+
+
+def config(folder: Path, **monitors) -> RunConfig:
+    return RunConfig.model_validate(
+        {"output_dir": folder, "run_id": "demo", "model": {"name": "m"}, "monitors": monitors}
+    )
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.closed = False
+
+    def log(self, step, values) -> None:
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Failing(Recorder):
+    def log(self, step, values) -> None:
+        super().log(step, values)
+        raise OSError("No space left on device")
+
+    def close(self) -> None:
+        super().close()
+        raise RuntimeError("cannot close either")
+
+
+def test_jsonl_is_always_there(tmp_path):
+    (sink,) = open_sinks(config(tmp_path), "orchestrator")
+    sink.log(3, {"reward/all": 0.5})
+    sink.close()
+
+    (record,) = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
+    assert (record["step"], record["reward/all"]) == (3, 0.5)
+
+
+def test_a_tracker_that_fails_is_reported_once_and_switched_off(caplog):
+    tracker, other = Failing(), Recorder()
+    sink = Tee([Guarded(tracker, "monitors.wandb"), other])
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            sink.log(step, {})
+        sink.close()
+
+    assert (tracker.steps, tracker.closed) == ([0], True)
+    assert (other.steps, other.closed) == ([0, 1, 2], True)
+    assert caplog.messages == [
+        "monitors.wandb failed and is switched off (OSError: No space left on device); "
+        "the run and its JSONL go on"
+    ]
+
+
+def test_a_failure_to_close_is_reported_too(caplog):
+    class OnlyCloseFails(Failing):
+        def log(self, step, values) -> None:
+            pass
+
+    sink = Guarded(OnlyCloseFails(), "monitors.wandb")
+    sink.log(0, {})
+    sink.close()
+    assert "monitors.wandb failed and is switched off (RuntimeError: cannot close either)" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_a_record_that_cannot_be_written_stops_the_run():
+    sink = JsonlSink(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left"):
+        sink.log(0, {})
+    sink.close()
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_missing_package_names_the_key_and_the_remedy(tmp_path, monkeypatch, name):
+    for module in [module for module in sys.modules if module.split(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, f"pellucid.metrics.{name}_sink", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+
+    with pytest.raises(ConfigError, match=rf"monitors.{name} needs .*pip install 'pellucid\[{name}\]'"):
+        open_sinks(config(tmp_path, **{name: {}}), "trainer")
+
+
+def test_a_port_in_use_names_the_key(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = config(tmp_path, prometheus={"orchestrator_port": port})
+        with pytest.raises(
+            ConfigError,
+            match=f"monitors.prometheus.orchestrator_port = {port} cannot be used on "
+            r"monitors.prometheus.host = 127.0.0.1 \(Address already in use\); choose another port",
+        ):
+            open_sinks(settings, "orchestrator")
+
+
+def test_event_files_read_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sinks = open_sinks(config(tmp_path, tensorboard={}), "trainer")
+    for step, loss in enumerate([0.5, 0.25]):
+        for sink in sinks:
+            sink.log(step, {"loss": loss, "tokens": 3})
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "trainer"))
+    events.Reload()  # before closing: a run can be watched
+    for sink in sinks:
+        sink.close()
+
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.5), (1, 0.25)]
+    assert [event.value for event in events.Scalars("tokens")] == [3.0, 3.0]
+
+
+def test_no_tracker_needs_torch():
+    pytest.importorskip("tensorboard")
+    program = (
+        "import sys; import pellucid.metrics.tensorboard_sink, pellucid.metrics.prometheus; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], env=os.environ).returncode == 0
+
+
+WANDB_PROGRAM = """
+import sys
+from pellucid.config import RunConfig
+from pellucid.metrics import Tee, open_sinks
+
+config = RunConfig.model_validate_json(sys.argv[1])
+for process, loss in (("trainer", 0.5), ("trainer", 0.25), ("orchestrator", 0.125)):
+    sink = Tee(open_sinks(config, process))
+    for step in range(2):
+        sink.log(step, {"loss": loss + step, "mismatch_kl/all/mean": float("nan")})
+    sink.close()
+"""
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path):
+    """In a process of its own: wandb starts a service that stays until its process ends."""
+    pytest.importorskip("wandb")
+    settings = config(tmp_path, wandb={"offline": True})
+    command = [sys.executable, "-c", WANDB_PROGRAM, settings.model_dump_json()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    folder = tmp_path / "metrics" / "wandb"
+    ids = {process: (folder / f"{process}.id").read_text() for process in ("trainer", "orchestrator")}
+    for process, losses in (("trainer", [b"1.5", b"1.25"]), ("orchestrator", [b"1.125"])):
+        files = sorted(folder.glob(f"offline-run-*/run-{ids[process]}.wandb"))
+        assert len(files) == len(losses), "a run that is continued keeps its id"
+        for path, loss in zip(files, losses, strict=True):
+            data = path.read_bytes()  # its records are not compressed
+            assert loss in data
+            assert b"mismatch_kl/all/mean" in data
+            assert f"demo/{process}".encode() in data

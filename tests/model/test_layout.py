@@ -1,0 +1,50 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pellucid.model import packed_layout, shared_layout
+
+
+def test_the_worked_example() -> None:
+    """a b X Y and a b Z: the prompt once, every token predicted by the one before it."""
+    layout = shared_layout([4, 3], np.array([1, 2, 7, 8, 1, 2, 9], np.uint32), ["g", "g"])
+    assert layout.computed.tolist() == [0, 1, 2, 3, 6]
+    assert layout.predicted.tolist() == [1, 2, 3, 5, 6]
+    assert layout.predecessors.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_without_groups_every_token_is_computed() -> None:
+    layout = packed_layout([2, 1, 3])
+    assert layout.computed.tolist() == [0, 1, 2, 3, 4, 5]
+    assert layout.predicted.tolist() == [1, 4, 5]
+    assert layout.predecessors.tolist() == [0, 3, 4]
+
+
+def test_only_neighbours_of_a_named_group_share() -> None:
+    ids = np.array([1, 2, 3, 1, 2, 3, 1, 2, 3], np.uint32)
+    assert len(shared_layout([3, 3, 3], ids, ["", "", ""]).computed) == 9
+    assert len(shared_layout([3, 3, 3], ids, ["g", "h", "g"]).computed) == 9
+    assert len(shared_layout([3, 3, 3], ids, ["g", "g", "h"]).computed) == 7
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "g", "h"]), st.lists(st.integers(0, 2), min_size=1, max_size=6)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_every_token_is_predicted_by_its_own_past(rows) -> None:
+    """Following predecessors back from any token spells the sequence it stands in."""
+    groups, sequences = [group for group, _ in rows], [ids for _, ids in rows]
+    flat = np.array([token for ids in sequences for token in ids], np.uint32)
+    layout = shared_layout([len(ids) for ids in sequences], flat, groups)
+    computed = flat[layout.computed.numpy()]
+    before = dict(zip(layout.predicted.tolist(), computed[layout.predecessors.numpy()].tolist(), strict=True))
+    position = 0
+    for ids in sequences:
+        assert position not in before
+        for offset in range(1, len(ids)):
+            assert before[position + offset] == ids[offset - 1]
+        position += len(ids)
+    assert len(layout.computed) <= len(flat)

@@ -1,0 +1,54 @@
+from pellucid.data import Example, Rollout
+from pellucid.ledger import State
+from pellucid.orchestrator.drought import Drought
+from pellucid.orchestrator.verdict import Verdict
+
+
+def group(*outcomes: State, reward: float = 0.0, reason: str = "") -> list[Verdict]:
+    return [
+        Verdict(Rollout(f"g7-r{index}", "g7", Example("7", []), "env", 1.0, reward=reward), outcome, reason)
+        for index, outcome in enumerate(outcomes)
+    ]
+
+
+def drought(*groups: list[Verdict]) -> Drought:
+    found = Drought()
+    for verdicts in groups:
+        found.add(verdicts)
+    return found
+
+
+FAILED = group(State.FAILED_ROLLOUT, State.FAILED_ROLLOUT, reason="ValueError: no")
+REJECTED = group(State.FAILED_ROLLOUT, State.REJECTED, State.REJECTED, reason="nan")
+FLAT = group(State.FAILED_ROLLOUT, State.ZERO_ADVANTAGE, State.ZERO_ADVANTAGE, reward=0.75)
+
+
+def test_lost_groups_in_a_row_are_a_reason_to_stop() -> None:
+    assert drought(FAILED, REJECTED).complaint(3, 100) is None
+    assert drought(FAILED, FAILED, REJECTED).complaint(3, 100) == (
+        "orchestrator.max_fruitless_groups = 3: as many groups in a row were lost whole; "
+        "the last: rollout g7-r2 of env, rejected: nan"
+    )
+
+
+def test_a_flat_group_shows_that_the_environment_works() -> None:
+    assert drought(FAILED, FAILED, FLAT, FAILED, FAILED).complaint(3, 100) is None
+
+
+def test_flat_groups_stop_a_run_much_later_and_say_what_they_are() -> None:
+    flat = drought(*[FLAT] * 9, FAILED)
+    assert flat.complaint(3, 11) is None
+    assert flat.complaint(3, 10) == (
+        "orchestrator.max_signalless_groups = 10: as many groups in a row gave nothing to train on, 9 of "
+        "them for zero_advantage; their mean reward is 0.750: the task is solved, or too hard for the model; "
+        "stop here, give the environment other examples, or raise orchestrator.rollouts_per_example or the "
+        "limit"
+    )
+
+
+def test_a_mixture_names_what_dominates() -> None:
+    mixed = drought(*[FAILED, FAILED, FLAT] * 4)
+    assert mixed.complaint(3, 12) == (
+        "orchestrator.max_signalless_groups = 12: as many groups in a row gave nothing to train on, 8 of "
+        "them for failed_rollout; the last: rollout g7-r1 of env, failed_rollout: ValueError: no"
+    )

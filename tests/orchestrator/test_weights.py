@@ -1,0 +1,97 @@
+import asyncio
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pellucid.errors import InferenceError
+from pellucid.inference.fake import FakeInferenceClient
+from pellucid.orchestrator import weights
+from pellucid.orchestrator.weights import follow_weights
+from pellucid.transport import publish_folder
+
+
+class Picky(FakeInferenceClient):
+    """Serves no folder that is not there, and refuses some that are."""
+
+    def __init__(self, *refused: int) -> None:
+        super().__init__(lambda prompt_ids, generator: [])
+        self.refused = list(refused)
+
+    async def update_weights(self, version: int, folder: Path) -> None:
+        if version in self.refused:
+            self.refused.remove(version)
+            raise InferenceError(f"version {version} refused")
+        if not folder.exists():
+            raise InferenceError(f"{folder} is not a readable weight file")
+        await super().update_weights(version, folder)
+
+
+def publish(run_dir: Path, version: int) -> None:
+    publish_folder(run_dir / f"step_{version}", lambda folder: None)
+
+
+def follow(run_dir: Path, client: FakeInferenceClient, until: int) -> list[int]:
+    """The versions announced until `until` is."""
+    announced: list[int] = []
+
+    async def run() -> None:
+        done = asyncio.Event()
+
+        def announce(version: int) -> None:
+            announced.append(version)
+            if version == until:
+                done.set()
+
+        following = asyncio.create_task(follow_weights(run_dir, client, announce))
+        waiting = asyncio.create_task(done.wait())
+        await asyncio.wait({following, waiting}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        for task in (following, waiting):
+            task.cancel()
+        for failed in await asyncio.gather(following, waiting, return_exceptions=True):
+            if isinstance(failed, InferenceError):
+                raise failed
+
+    asyncio.run(run())
+    return announced
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_RETRY_S", 0.01)
+
+
+def test_the_newest_version_is_served_once(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        publish(tmp_path, version)
+    client = Picky()
+    assert follow(tmp_path, client, until=3) == [3]
+    assert client.updates == [(3, tmp_path / "step_3")]
+
+
+def test_a_refused_version_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    publish(tmp_path, 1)
+    assert follow(tmp_path, Picky(1, 1), until=1) == [1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "policy version 1 could not be served, trying again: version 1 refused"
+    ] * 2
+
+
+def test_a_version_that_vanishes_gives_way_to_the_next(tmp_path: Path) -> None:
+    class Vanishing(Picky):
+        async def update_weights(self, version: int, folder: Path) -> None:
+            if version == 1:
+                shutil.rmtree(folder)
+                publish(tmp_path, 2)
+            await super().update_weights(version, folder)
+
+    publish(tmp_path, 1)
+    assert follow(tmp_path, Vanishing(), until=2) == [2]
+
+
+def test_three_refusals_in_a_row_are_the_end(tmp_path: Path) -> None:
+    publish(tmp_path, 4)
+    with pytest.raises(InferenceError, match="in 3 tries; policy version 4: version 4 refused"):
+        follow(tmp_path, Picky(4, 4, 4), until=4)
