@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.testable
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test browser check bench clean
 
 help:
 	@echo "make install   virtual environment in $(VENV), with everything"
@@ -37,8 +37,19 @@ $(TESTABLE): $(INSTALLED)
 demo: $(INSTALLED)
 	@$(BIN)/python examples/reverse_text/demo.py
 
-test: $(TESTABLE)
+test: $(TESTABLE) browser
 	$(BIN)/python -m pytest
+
+# The viewer is tested in a real browser; without one those tests are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium for the viewer's tests"; \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 || \
+			echo "NOTE: chromium could not be installed; the viewer's browser tests are skipped"; \
+	else \
+		echo "NOTE: no chromium found; the viewer's browser tests are skipped. Install it to run them"; \
+	fi
 
 check: $(TESTABLE)
 	$(BIN)/ruff format --check .
