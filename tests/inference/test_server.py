@@ -179,3 +179,27 @@ def test_an_unreachable_server_is_an_inference_error() -> None:
         pytest.raises(InferenceError, match="cannot be reached"),
     ):
         runner.run(client.health())
+
+
+def test_calls_that_travel_together_are_answered_one_by_one(serving, tmp_path) -> None:
+    """A group's calls share a request; one that is refused, and one that is cut short, are nobody else's."""
+    with serving() as (url, _), connected(url) as (runner, client):
+
+        async def run():
+            params = [SamplingParams(max_tokens=4, seed=seed) for seed in range(6)]
+            params += [SamplingParams(max_tokens=9999), SamplingParams(max_tokens=250, seed=7)]
+            calls = [
+                asyncio.ensure_future(client.generate([5, 6, 7], each, ENV, f"r{index}"))
+                for index, each in enumerate(params)
+            ]
+            short = await asyncio.gather(*calls[:6])
+            assert not calls[7].done()
+            await client.abort(["r7"])
+            return short, await asyncio.gather(*calls[6:], return_exceptions=True)
+
+        short, (refused, cut) = runner.run(run())
+    assert [len(completion.token_ids) for completion in short] == [4] * 6
+    assert isinstance(refused, InferenceError) and "exceeds inference.max_model_len" in str(refused)
+    assert cut.finish_reason == "abort"
+    counts = ledger_of(tmp_path)
+    assert counts["sampled"] == counts["delivered"] == 24 + len(cut.token_ids)

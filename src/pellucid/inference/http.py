@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -14,13 +15,41 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.protocol import (
     AbortRequest,
     ErrorResponse,
+    GenerateManyLine,
+    GenerateManyRequest,
     GenerateRequest,
-    GenerateResponse,
     Health,
     UpdateWeightsRequest,
 )
 
 _READY_TIMEOUT_S = 600.0
+_MAX_LINE_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Call:
+    body: GenerateRequest
+    answer: "asyncio.Future[Completion]"
+    post: "_Post | None" = None
+
+    def take(self, line: GenerateManyLine) -> None:
+        if self.answer.done():
+            return
+        if line.choice is None:
+            self.answer.set_exception(InferenceError(line.error))
+            return
+        choice = line.choice
+        self.answer.set_result(
+            Completion(choice.token_ids, choice.token_logprobs, choice.policy_versions, choice.finish_reason)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """The HTTP request that carries some calls."""
+
+    calls: Sequence[_Call]
+    task: "asyncio.Task[None]"
 
 
 class HttpInferenceClient:
@@ -31,8 +60,11 @@ class HttpInferenceClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            read_bufsize=_MAX_LINE_BYTES,
         )
-        self._responses = msgspec.json.Decoder(GenerateResponse)
+        self._lines = msgspec.json.Decoder(GenerateManyLine)
+        self._gathering: list[_Call] = []
+        self._posts: set[asyncio.Task[None]] = set()
 
     async def wait_until_ready(self) -> None:
         deadline = time.monotonic() + _READY_TIMEOUT_S
@@ -54,11 +86,52 @@ class HttpInferenceClient:
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
         body = GenerateRequest(list(prompt_ids), params, account, request_id, compact=True)
-        answer = self._responses.decode(await self._request("POST", "/inference/v1/generate", body))
-        choice = answer.choices[0]
-        return Completion(
-            choice.token_ids, choice.token_logprobs, choice.policy_versions, choice.finish_reason
-        )
+        loop = asyncio.get_running_loop()
+        if not self._gathering:
+            loop.call_soon(self._post_gathered)
+        call = _Call(body, loop.create_future())
+        self._gathering.append(call)
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            if call.post is not None and all(other.answer.done() for other in call.post.calls):
+                call.post.task.cancel()
+            raise
+
+    def _post_gathered(self) -> None:
+        """One HTTP request for the calls of a turn of the event loop that have the same prompt: a group's."""
+        by_prompt: dict[tuple[int, ...], list[_Call]] = {}
+        for call in self._gathering:
+            by_prompt.setdefault(tuple(call.body.token_ids), []).append(call)
+        self._gathering = []
+        for calls in by_prompt.values():
+            task = asyncio.get_running_loop().create_task(self._post(calls))
+            self._posts.add(task)
+            task.add_done_callback(self._posts.discard)
+            for call in calls:
+                call.post = _Post(calls, task)
+
+    async def _post(self, calls: Sequence["_Call"]) -> None:
+        """Answers the calls line by line; whatever goes wrong is the answer of those that have none."""
+        reason: Exception = InferenceError(f"{self._base_url} ended the answer too early")
+        try:
+            url = f"{self._base_url}/inference/v1/generate_many"
+            body = msgspec.json.encode(GenerateManyRequest([call.body for call in calls]))
+            async with self._session.post(url, data=body) as response:
+                if response.status != 200:
+                    reason = InferenceError(
+                        f"{url} answered {response.status}: {_reason(await response.read())}"
+                    )
+                    return
+                async for line in response.content:
+                    answer = self._lines.decode(line)
+                    calls[answer.index].take(answer)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            reason = InferenceError(f"{self._base_url} cannot be reached: {error}")
+        finally:
+            for call in calls:
+                if not call.answer.done():
+                    call.answer.set_exception(reason)
 
     async def update_weights(self, version: int, folder: Path) -> None:
         await self._request("POST", "/update_weights", UpdateWeightsRequest(version, str(folder.resolve())))

@@ -108,6 +108,20 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: Any = None
 
 
+class GenerateManyRequest(msgspec.Struct, frozen=True):
+    """`POST /inference/v1/generate_many`: answered with one line of JSON per request, as each ends."""
+
+    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
+
+
+class GenerateManyLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    index: int
+    """Of the request that this line answers."""
+
+    choice: Choice | None = None
+    error: str = ""
+
+
 class GenerateResponse(msgspec.Struct, frozen=True):
     request_id: str
     choices: list[Choice]

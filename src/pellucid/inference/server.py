@@ -1,5 +1,6 @@
 """The embedded engine over HTTP.
 
+    POST /inference/v1/generate_many   the same for many requests, answered line by line as each ends
     POST /inference/v1/generate   token ids in, token ids with logprobs and policy versions out
     POST /v1/chat/completions     OpenAI style, messages in; whole or streamed
     POST /v1/completions          OpenAI style, text or token ids in; whole or streamed
@@ -51,6 +52,8 @@ from pellucid.inference.protocol import (
     CompletionRequest,
     ErrorBody,
     ErrorResponse,
+    GenerateManyLine,
+    GenerateManyRequest,
     GenerateRequest,
     GenerateResponse,
     Health,
@@ -84,6 +87,7 @@ class Server:
             exception_handlers=EXCEPTION_HANDLERS,
             routes=[
                 Route("/inference/v1/generate", self.generate, methods=["POST"]),
+                Route("/inference/v1/generate_many", self.generate_many, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/models", self.models, methods=["GET"]),
@@ -107,6 +111,29 @@ class Server:
             self._thread.generate(body.token_ids, body.sampling_params, body.account, body.request_id),
         )
         return _json(GenerateResponse(f"generate-{next(self._ids)}", [_choice(0, completion, body.compact)]))
+
+    async def generate_many(self, http: HttpRequest) -> Response:
+        body = await _body(http, GenerateManyRequest)
+        return StreamingResponse(self._lines(body.requests), media_type="application/x-ndjson")
+
+    async def _lines(self, requests: list[GenerateRequest]) -> AsyncGenerator[bytes, None]:
+        """One line per request, in the order in which they end; closing it frees the slots of the rest."""
+        sampling = [asyncio.create_task(self._line(*numbered)) for numbered in enumerate(requests)]
+        try:
+            for finished in asyncio.as_completed(sampling):
+                yield msgspec.json.encode(await finished) + b"\n"
+        finally:
+            for task in sampling:
+                task.cancel()
+
+    async def _line(self, index: int, request: GenerateRequest) -> GenerateManyLine:
+        try:
+            completion = await self._thread.generate(
+                request.token_ids, request.sampling_params, request.account, request.request_id
+            )
+        except InferenceError as error:
+            return GenerateManyLine(index, error=str(error))
+        return GenerateManyLine(index, _choice(0, completion, request.compact))
 
     async def chat(self, http: HttpRequest) -> Response:
         return await self._answer(http, decode_request(await _raw_body(http), ChatRequest))
