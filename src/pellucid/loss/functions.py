@@ -1,13 +1,13 @@
 """The built-in losses, each a few lines that read like the formula."""
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from pellucid.config import CustomLossConfig, DppoLossConfig, LossConfig
-from pellucid.errors import ConfigError, DataError
+from pellucid.config.imports import load_attribute
+from pellucid.errors import DataError
 from pellucid.loss.record import LossInputs, LossRecord
 
 TokenLoss = Callable[[LossInputs], LossRecord]
@@ -69,13 +69,7 @@ def _rl_loss(config: LossConfig) -> TokenLoss:
 
 
 def _custom_loss(config: CustomLossConfig) -> TokenLoss:
-    module, _, name = config.import_path.partition(":")
-    try:
-        function = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"trainer.loss.import_path = {config.import_path!r} cannot be imported: {error}"
-        ) from error
+    function = load_attribute(config.import_path, "trainer.loss.import_path")
 
     def loss(inputs: LossInputs) -> LossRecord:
         record = function(inputs, **config.kwargs)

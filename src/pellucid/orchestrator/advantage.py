@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.config import AdvantageConfig, CustomAdvantageConfig
+from pellucid.config.imports import load_attribute
 from pellucid.config.orchestrator import LengthPenaltyConfig
 from pellucid.data import Rollout
 from pellucid.errors import ConfigError
-from pellucid.orchestrator.imports import load_attribute
 
 Floats = NDArray[np.float32]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pellucid.config import EnvConfig
+from pellucid.config.imports import load_attribute
 from pellucid.data import Example, Rollout
 from pellucid.errors import ConfigError
-from pellucid.orchestrator.imports import load_attribute
 from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.session import Session
 
