@@ -29,9 +29,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) -e .
 	@touch $@
 
-# What only tests and checks need: the tools, and the trackers that are tested for real.
+# What only tests and checks need: the tools, and the optional packages that are tested for real.
 $(TESTABLE): $(INSTALLED)
-	$(PIP) -e '.[dev,tensorboard,wandb]'
+	$(PIP) -e '.[dev,datasets,tensorboard,wandb]'
 	@touch $@
 
 demo: $(INSTALLED)

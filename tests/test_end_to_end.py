@@ -15,6 +15,8 @@ from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
 
 STEPS = 4
+EVAL = {"id": "reverse-text", "name": "held-out", "interval": 2, "num_examples": 6}
+SAMPLED = {"temperature": 1.0, "rollouts_per_example": 4, "pass_reward": 0.25, "max_tokens": 6}
 pytestmark = pytest.mark.slow
 
 
@@ -33,7 +35,10 @@ def command(model, folder, *flags):
 @pytest.fixture(scope="module")
 def finished(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "demo"
-    result = subprocess.run(command(tiny_model, folder), capture_output=True, text=True, timeout=180)
+    evaluated = ("--orchestrator.eval", json.dumps([EVAL | SAMPLED]))
+    result = subprocess.run(
+        command(tiny_model, folder, *evaluated), capture_output=True, text=True, timeout=180
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return folder, result.stdout
 
@@ -46,7 +51,7 @@ def records(folder, step):
 def test_every_sampled_token_is_accounted_for(finished) -> None:
     folder, output = finished
     report = reconcile(folder / "ledger")
-    sampled = report.sampled["demo", "reverse-text"]
+    sampled = sum(report.sampled.values())
     assert report.verdict() == [f"balanced: every one of the {sampled:,} sampled tokens is accounted for"]
     states = report.states["demo", "reverse-text"]
     exported = sum(sum(record["loss_mask"]) for step in range(STEPS) for record in records(folder, step))
@@ -89,6 +94,30 @@ def test_rollouts_and_exports_tell_the_same_story(finished) -> None:
         for record in exported:
             assert record["reward"] == pytest.approx(rollouts[record["rollout_id"]]["reward"], abs=1e-6)
             assert record["group_id"] == rollouts[record["rollout_id"]]["group_id"]
+
+
+def test_evaluations_are_of_one_version_and_apart_in_the_ledger(finished) -> None:
+    folder, output = finished
+    metrics = {record["step"]: record for record in read_metrics(folder / "metrics" / "eval.jsonl")}
+    assert list(metrics) == [0, 2, 4]
+    num_tokens = 0
+    for version, record in metrics.items():
+        path = folder / "rollouts" / f"step_{version}" / "eval_rollouts.jsonl"
+        rollouts = [json.loads(line) for line in path.read_text().splitlines()]
+        num_tokens += sum(rollout["num_tokens"] for rollout in rollouts)
+        turns = [turn for rollout in rollouts for turn in rollout["trajectory"]]
+        assert {own for turn in turns for own, _ in turn["policy_versions"]} == {version}
+        rewards = [rollout["reward"] for rollout in rollouts]
+        passed = {rollout["example_id"] for rollout in rollouts if rollout["reward"] >= 0.25}
+        assert len(rewards) == 6 * 4
+        assert record["eval/held-out/avg@4"] == pytest.approx(sum(rewards) / 24)
+        assert record["eval/held-out/pass@4"] == pytest.approx(len(passed) / 6)
+        assert f"eval {version:4d}  held-out  avg@4 {record['eval/held-out/avg@4']:.3f}" in output
+    report = reconcile(folder / "ledger")
+    assert report.states["demo", "held-out"] == {"eval": num_tokens}
+    assert report.sampled["demo", "held-out"] == num_tokens > 0
+    assert report.states["demo", "reverse-text"]["eval"] == 0
+    assert re.search(r"eval +held-out avg@4 \S+ \(version 0\) → \S+ \(version 4\)", output)
 
 
 def test_the_result_loads_and_the_folder_is_refused_a_second_time(finished, tiny_model) -> None:

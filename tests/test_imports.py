@@ -20,9 +20,10 @@ MAY_IMPORT = {
     "metrics": CORE,
     "transport": CORE,
     "export": CORE,
+    "checkpoint": CORE | {"ledger", "transport"},
     "inference": CORE | {"model", "transport", "ledger", "metrics"},
     "orchestrator": CORE | {"inference", "transport", "ledger", "metrics"},
-    "trainer": CORE | {"model", "packing", "loss", "transport", "export", "ledger", "metrics"},
+    "trainer": CORE | {"model", "packing", "loss", "transport", "export", "checkpoint", "ledger", "metrics"},
     "viewer": {"export", "ledger", "data"},
 }
 TOP = {"cli", "launch", "checks", "bench"}

@@ -7,6 +7,7 @@ import pytest
 from pellucid.config import (
     CustomLossConfig,
     DppoLossConfig,
+    EvalConfig,
     InferenceRunConfig,
     RLConfig,
     SFTConfig,
@@ -307,7 +308,7 @@ def test_a_key_inside_a_list_has_its_index(toml):
 def test_missing_keys_are_named_even_when_their_section_is_missing():
     assert problems(SFTConfig) == [
         "model.name is missing; set it in a file or with --model.name",
-        "data.path is missing; set it in a file or with --data.path",
+        "data.path is missing; set it to a file or folder, or data.name to a hub name",
     ]
 
 
@@ -421,3 +422,60 @@ def test_a_group_of_one_has_no_advantage_to_train_on():
     one = [*NAMED, "--orchestrator.env", '[{"id": "a"}]', "--orchestrator.rollouts-per-example", "1"]
     kept = parse(RLConfig, [*one, "--no-orchestrator.filter-zero-advantages"], prog="p").config
     assert kept.orchestrator.rollouts_per_example == 1
+
+
+# Evaluations
+
+
+def test_the_defaults_of_an_evaluation(toml):
+    path = toml('[model]\nname = "m"\n[[orchestrator.env]]\nid = "a"\n[[orchestrator.eval]]\nid = "a"\n')
+    config = parse(RLConfig, ["@", path], prog="p").config.orchestrator
+    assert config.eval == (
+        EvalConfig(
+            id="a",
+            interval=50,
+            at_start=True,
+            num_examples=64,
+            temperature=0.0,
+            rollouts_per_example=1,
+            max_tokens=None,
+            pass_reward=1.0,
+        ),
+    )
+    assert config.eval[0].label == config.env[0].label == "a", "an environment may train and be measured"
+
+
+@pytest.mark.parametrize(
+    ("entries", "line"),
+    [
+        (
+            '[{"id": "a"}, {"id": "b", "rollouts_per_example": 8}]',
+            "orchestrator.eval[1].rollouts_per_example = 8: with temperature = 0 all attempts are the same; "
+            "set a temperature, or 1 attempt",
+        ),
+        (
+            '[{"id": "a"}, {"id": "b", "name": "a"}]',
+            "orchestrator.eval has two entries named 'a'; give each its own `name`",
+        ),
+        (
+            '[{"id": "a", "name": "all"}]',
+            "orchestrator.eval[0].name = 'all': is reserved for metrics over all environments; choose "
+            "another name",
+        ),
+        (
+            '[{"id": "a", "interval": 0}]',
+            "orchestrator.eval[0].interval = 0: should be greater than or equal to 1",
+        ),
+        (
+            '[{"id": "a", "weight": 2}]',
+            "orchestrator.eval[0].weight = 2: unknown key; did you mean orchestrator.env[0].weight?",
+        ),
+    ],
+)
+def test_what_an_evaluation_cannot_be(entries, line):
+    assert rl_problems("--orchestrator.eval", entries) == [line]
+
+
+def test_a_sampled_evaluation_may_attempt_an_example_several_times():
+    entry = {"id": "a", "rollouts_per_example": 8, "temperature": 0.6}
+    assert EvalConfig.model_validate(entry).rollouts_per_example == 8

@@ -132,3 +132,15 @@ def test_two_running_requests_cannot_share_an_id() -> None:
         assert isinstance(second, InferenceError) and "'a' is running already" in str(second)
 
     asyncio.run(ask_twice())
+
+
+def test_greedy_requests_with_one_prompt_get_one_answer() -> None:
+    client = FakeInferenceClient(lambda prompt_ids, generator: generator.sample(range(1000), k=8))
+
+    async def answers(temperature: float) -> set[tuple[int, ...]]:
+        params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(5)]
+        calls = [client.generate([7], each, ACCOUNT, f"r{each.seed}") for each in params]
+        return {tuple(completion.token_ids) for completion in await asyncio.gather(*calls)}
+
+    assert len(asyncio.run(answers(0.0))) == 1
+    assert len(asyncio.run(answers(0.7))) == 5

@@ -203,3 +203,24 @@ def test_calls_that_travel_together_are_answered_one_by_one(serving, tmp_path) -
     assert cut.finish_reason == "abort"
     counts = ledger_of(tmp_path)
     assert counts["sampled"] == counts["delivered"] == 24 + len(cut.token_ids)
+
+
+def test_greedy_takes_the_likeliest_token_beside_requests_that_sample(serving) -> None:
+    with serving() as (url, policy), connected(url) as (runner, client):
+
+        async def run():
+            await client.wait_until_ready()
+            params = [SamplingParams(temperature=t, max_tokens=12, seed=s) for t in (0, 1) for s in range(4)]
+            calls = [client.generate([5, 6, 7], each, ENV, f"r{i}") for i, each in enumerate(params)]
+            return await asyncio.gather(*calls)
+
+        completions = runner.run(run())
+        greedy = completions[0]
+        assert [each.token_ids for each in completions[:4]] == [greedy.token_ids] * 4
+        assert len({tuple(each.token_ids) for each in completions[4:]}) == 4
+        ids = torch.tensor([5, 6, 7, *greedy.token_ids])
+        with torch.no_grad():
+            plan = packed_layout([len(ids)]).plan
+            logits = policy.logits(policy.hidden(ids[None], torch.arange(len(ids))[None], plan)[0, 2:-1])
+        assert logits.argmax(-1).tolist() == greedy.token_ids
+        assert greedy.logprobs == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=2e-5)

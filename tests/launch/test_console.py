@@ -2,10 +2,13 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from pellucid.launch.console import (
     RL_COLUMNS,
+    SFT_COLUMNS,
+    VALIDATED_SFT_COLUMNS,
     WIDTH,
     Column,
     LiveView,
@@ -43,8 +46,15 @@ def test_a_row_of_an_rl_run():
     )
 
 
-def test_rows_fit_in_the_width():
-    assert len(header_row(RL_COLUMNS)) == len(step_row(RECORD, RL_COLUMNS)) <= WIDTH
+@pytest.mark.parametrize("columns", [RL_COLUMNS, SFT_COLUMNS, VALIDATED_SFT_COLUMNS])
+def test_rows_fit_in_the_width(columns):
+    assert len(header_row(columns)) == len(step_row(RECORD, columns)) <= WIDTH
+
+
+def test_the_validation_loss_stands_beside_the_loss():
+    record = {"step": 49, "loss": 1.5, "validation/loss": 1.625, "grad_norm": 0.5, "lr": 1e-3}
+    assert step_cells(record, VALIDATED_SFT_COLUMNS)[:3] == ["49", "1.5000", "1.6250"]
+    assert step_cells({"step": 50, "loss": 1.5}, VALIDATED_SFT_COLUMNS)[2] == "-"
 
 
 def test_a_missing_value_is_a_dash_and_one_that_is_not_finite_is_nan():
@@ -66,6 +76,16 @@ def test_plain_lines_repeat_the_header_every_25_steps():
     assert [number for number, line in enumerate(lines) if line == "step"] == [0, 26]
     assert lines[1:3] == ["   0", "   1"]
     assert len(lines) == 28
+
+
+def test_a_note_between_two_steps():
+    out = io.StringIO()
+    view = open_view((Column("step", "step", 4, "{:d}"),), 2, Console(file=out, width=40))
+    view.show({"step": 0})
+    view.note("eval    1  held-out  avg@1 0.500 [b]")
+    view.show({"step": 1})
+
+    assert out.getvalue() == "step\n   0\neval    1  held-out  avg@1 0.500 [b]\n   1\n"
 
 
 def test_without_a_terminal_every_step_is_written_at_once():
@@ -93,9 +113,13 @@ def test_a_terminal_shows_the_latest_steps_and_the_progress():
     out.truncate(0)
     view.refresh()
     frame = out.getvalue()
+    out.truncate(0)
+    view.note("eval   20  held-out  avg@1 0.500")
+    noted = out.getvalue()
     view.close()
 
     shown = [line.split()[0] for line in frame.splitlines() if "0.5312" in line]
     assert shown == [str(step) for step in range(8, 20)]
     assert "20/100" in frame
     assert "s/step" in frame
+    assert noted.index("eval   20  held-out  avg@1 0.500\n") < noted.index("20/100")

@@ -7,12 +7,14 @@ import pytest
 
 from pellucid.config import InferenceRunConfig
 from pellucid.errors import ConfigError
-from pellucid.launch.run_folder import WRITTEN_BY_A_RUN, prepare
+from pellucid.launch.run_folder import LOCK, WRITTEN_BY_A_RUN, claimed, prepare
 
 
-def config(folder: Path, *, clean: bool = False, model: str = "some/model") -> InferenceRunConfig:
+def config(
+    folder: Path, *, clean: bool = False, resume: bool = False, model: str = "some/model"
+) -> InferenceRunConfig:
     return InferenceRunConfig.model_validate(
-        {"output_dir": folder, "clean_output_dir": clean, "model": {"name": model}}
+        {"output_dir": folder, "clean_output_dir": clean, "resume": resume, "model": {"name": model}}
     )
 
 
@@ -26,9 +28,43 @@ def write_run(folder: Path) -> None:
 
 
 def test_a_missing_folder_is_made_with_its_parents(tmp_path):
-    prepare(config(tmp_path / "outputs" / "run"))
+    with claimed(tmp_path / "outputs" / "run"):
+        assert [path.name for path in (tmp_path / "outputs" / "run").iterdir()] == [LOCK]
 
-    assert list((tmp_path / "outputs" / "run").iterdir()) == []
+
+def test_a_folder_in_use_is_refused_until_its_run_is_over(tmp_path):
+    with claimed(tmp_path):
+        with pytest.raises(ConfigError) as refused, claimed(tmp_path):
+            pytest.fail("two runs share a folder")
+        assert str(refused.value) == (
+            f"output_dir = {tmp_path} is in use by a run that is still going on; choose another folder, or "
+            "stop that run first"
+        )
+    with claimed(tmp_path):
+        pass
+
+
+def test_resuming_takes_a_used_folder_over_and_deletes_nothing(tmp_path):
+    write_run(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+
+    assert prepare(config(tmp_path, resume=True, clean=True))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_resuming_an_unused_folder_starts_afresh(tmp_path):
+    assert not prepare(config(tmp_path, resume=True))
+
+
+def test_logs_of_the_earlier_part_are_kept(tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for part in ("first", "second", "third"):
+        (logs / "trainer.log").write_text(part)
+        prepare(config(tmp_path, resume=True))
+
+    texts = {path.name: path.read_text() for path in logs.iterdir()}
+    assert texts == {"trainer.1.log": "first", "trainer.2.log": "second", "trainer.3.log": "third"}
 
 
 def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path):
@@ -40,7 +76,8 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path):
 
     assert str(refused.value) == (
         f"output_dir = {tmp_path} already holds a run (metrics, page.html); "
-        "choose another folder, or set clean_output_dir to delete what that run wrote"
+        "choose another folder, set resume to go on with that run, or clean_output_dir to delete what "
+        "it wrote"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics", "page.html"]
 
@@ -83,19 +120,22 @@ def test_cleaning_never_deletes_the_model_to_train(tmp_path):
 def test_a_path_that_is_no_folder_is_refused(tmp_path, path):
     (tmp_path / "file").touch()
 
-    with pytest.raises(ConfigError, match=r"output_dir = .* is not a folder; choose another path"):
-        prepare(config(tmp_path / path))
+    refused = pytest.raises(ConfigError, match=r"output_dir = .* is not a folder; choose another path")
+    with refused, claimed(tmp_path / path):
+        pytest.fail("claimed")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
 
-    with pytest.raises(ConfigError, match=r"output_dir = .* cannot be written to \(Permission denied\)"):
-        prepare(config(tmp_path))
+    refused = pytest.raises(ConfigError, match=r"output_dir = .* cannot be written to \(Permission denied\)")
+    with refused, claimed(tmp_path):
+        pytest.fail("claimed")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that nobody may write to")
 def test_a_folder_of_a_read_only_file_system_is_refused():
-    with pytest.raises(ConfigError, match=r"output_dir = /proc/self cannot be written to"):
-        prepare(config(Path("/proc/self")))
+    refused = pytest.raises(ConfigError, match=r"output_dir = /proc/self cannot be written to")
+    with refused, claimed(Path("/proc/self")):
+        pytest.fail("claimed")

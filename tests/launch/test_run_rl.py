@@ -138,6 +138,11 @@ metrics = JsonlSink(folder / "metrics/orchestrator.jsonl")
 for step in range(3):
     metrics.log(step, {"reward/all": step / 4})
 metrics.close()
+evaluations = JsonlSink(folder / "metrics/eval.jsonl")
+for version in (0, 3):
+    own = {"avg@1": version / 4, "pass@1": 0.5, "num_failed": 0, "completion_length": 9, "time_s": 1}
+    evaluations.log(version, {f"eval/held-out/{name}": value for name, value in own.items()})
+evaluations.close()
 (folder / "sent").touch()
 journal.close(3)
 """
@@ -186,9 +191,15 @@ def test_a_run_ends_with_its_steps_and_a_balanced_ledger(tmp_path):
     text = out.getvalue()
     assert text.startswith(f"{tmp_path.name}: 3 steps; logs in {tmp_path / 'logs'}\n")
     assert "steps     3" in text
-    assert "reward    0.2500 (first 10) → 0.2500 (last 10)" in text
+    assert "reward    0.0000 (first 1) → 0.5000 (last 1)" in text
     assert "balanced: every one of the 30 sampled tokens is accounted for" in text
-    rows = (tmp_path / "logs" / "rl.log").read_text().splitlines()[1:]
+    assert "eval      held-out avg@1 0.0000 (version 0) → 0.7500 (version 3)" in text
+    lines = (tmp_path / "logs" / "rl.log").read_text().splitlines()
+    _, *rows = [line for line in lines if not line.startswith("eval")]
+    assert [line for line in lines if line.startswith("eval")] == [
+        "eval    0  held-out  avg@1 0.000  pass@1 0.500  9.0 tokens  1.0 s",
+        "eval    3  held-out  avg@1 0.750  pass@1 0.500  9.0 tokens  1.0 s",
+    ]
     assert [row.split()[:3] for row in rows] == [
         ["0", "0.0000", "0.5000"],
         ["1", "0.2500", "0.5000"],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pellucid.launch.summary import Summary, TokenUse, artefacts, format_duration, reward_curve
+from pellucid.launch.summary import Summary, TokenUse, artefacts, curve, format_duration, progress
 from pellucid.ledger import Difference, Report, Stage
 
 ACCOUNT = ("demo", "reverse-text")
@@ -26,11 +26,11 @@ def report(*, differences: int = 0, running: tuple[Stage, ...] = ()) -> Report:
 
 
 def test_a_rising_reward():
-    assert reward_curve([0, 1, 2, 4], width=8, height=2) == "4 ┤  ▁█\n0 ┤▁▅██"
+    assert curve([0, 1, 2, 4], width=8, height=2) == "4 ┤  ▁█\n0 ┤▁▅██"
 
 
 def test_labels_are_aligned_and_only_on_the_outer_lines():
-    assert reward_curve([-0.5, 0.25, 1], width=20, height=3) == (
+    assert curve([-0.5, 0.25, 1], width=20, height=3) == (
         "   1 ┤  █\n"
         "     │ ▅█\n"
         "-0.5 ┤▁██"
@@ -38,12 +38,12 @@ def test_labels_are_aligned_and_only_on_the_outer_lines():
 
 
 def test_more_values_than_columns_are_averaged_on_the_same_scale():
-    assert reward_curve([0, 2, 4, 6, 8, 10], width=6, height=1) == "10 ┤▂▇"
+    assert curve([0, 2, 4, 6, 8, 10], width=6, height=1) == "10 ┤▂▇"
 
 
 def test_a_flat_reward_and_none():
-    assert reward_curve([0.5, 0.5], width=10, height=1) == "0.5 ┤▁▁"
-    assert reward_curve([], width=10, height=3) == ""
+    assert curve([0.5, 0.5], width=10, height=1) == "0.5 ┤▁▁"
+    assert curve([], width=10, height=3) == ""
 
 
 @given(
@@ -52,7 +52,7 @@ def test_a_flat_reward_and_none():
     st.integers(1, 8),
 )
 def test_a_curve_stays_in_its_box(values, width, height):
-    lines = reward_curve(values, width, height).split("\n")
+    lines = curve(values, width, height).split("\n")
 
     assert len(lines) == height
     assert max(map(len, lines)) <= width
@@ -96,6 +96,20 @@ def test_the_panel_says_what_changed():
     assert max(map(len, text.splitlines())) == 100
 
 
+def test_the_first_and_the_last_average_of_each_evaluation():
+    records = [
+        {"step": 0, "time": 1.0, "eval/a/avg@8": 0.39412, "eval/a/pass@1": 0.1, "eval/b/pass@1": 0.0},
+        {"step": 50, "time": 2.0, "eval/a/avg@8": 0.6},
+        {"step": 1200, "time": 3.0, "eval/a/avg@8": 0.93, "eval/b/avg@1": 0.25},
+    ]
+    out = io.StringIO()
+    summary = Summary("demo", 1.0, 1200, [], report(), Path("/does/not/exist"), records)
+    Console(file=out, width=100).print(summary.panel(100))
+
+    assert "eval      a avg@8 0.3941 (version 0) → 0.9300 (version 1,200)" in out.getvalue()
+    assert "eval      b avg@1 0.2500 (version 1,200)" in out.getvalue()
+
+
 def test_only_what_was_sampled_to_train_on_can_be_wasted():
     other = ("demo", "other")
     states = {ACCOUNT: Counter(trained=60, eval=500, in_flight=7), other: Counter(masked=15, stale=25)}
@@ -109,3 +123,15 @@ def test_the_token_lines_of_a_large_run_fit():
 
     assert max(len(text) for _, text in use.lines(1e5)) <= 84
     assert TokenUse(0, 0, 0, 0).lines(1.0)[0][1].startswith("0 trained, 0 wasted (0.0%")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([4.0], "4.0000 (first 1) → 4.0000 (last 1)"),
+        ([4.0, 3.0, 2.0], "4.0000 (first 1) → 2.0000 (last 1)"),
+        ([4.0, 3.0, 2.0, 1.0], "3.5000 (first 2) → 1.5000 (last 2)"),
+    ],
+)
+def test_the_beginning_and_the_end_of_a_short_run_do_not_overlap(values, text):
+    assert progress(1.0, len(values), "loss", values)[-1] == ("loss", text)

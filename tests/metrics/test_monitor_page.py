@@ -12,7 +12,8 @@ from pellucid.metrics import read_metrics
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.entry import build_run
 from pellucid.trainer.loop import train
-from pellucid.transport import Batch, MemoryChannel
+from pellucid.trainer.validation import Validation
+from pellucid.transport import Batch, MemoryChannel, encode_batch
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
 
@@ -55,9 +56,12 @@ def test_what_the_trainer_logs(tiny_model, tmp_path, mode):
         }
     )
     channel = MemoryChannel()
-    channel.send(batch(mode))
+    channel.send(0, encode_batch(batch(mode)))
     journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER)
     run = build_run(config, OrchestratorBatches(channel), journal, [])
+    if mode == "sft":
+        held = [run.pack(0, batch(mode).table)]
+        run.validation = Validation(run.policy, run.forward, held, interval=1, max_steps=1)
     try:
         train(run)
     finally:
@@ -68,3 +72,4 @@ def test_what_the_trainer_logs(tiny_model, tmp_path, mode):
     patterns = documented("Trainer")
     assert [name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)] == []
     assert {"entropy/a/std", "loss", "total/tokens"} <= names
+    assert ("validation/initial_loss" in names) == (mode == "sft")

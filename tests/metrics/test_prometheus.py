@@ -51,6 +51,18 @@ def test_environments_become_labels():
     )
 
 
+def test_the_environment_of_an_evaluation_is_a_label():
+    values = {"eval/held-out/avg@8": 0.5, "eval/held-out/num_failed": 0, "eval/other/avg@8": 0.25}
+    assert exposition(50, values).splitlines()[1:] == [
+        "pellucid_step 50.0",
+        "# TYPE pellucid_eval_avg_8 gauge",
+        'pellucid_eval_avg_8{env="held-out"} 0.5',
+        'pellucid_eval_avg_8{env="other"} 0.25',
+        "# TYPE pellucid_eval_num_failed gauge",
+        'pellucid_eval_num_failed{env="held-out"} 0.0',
+    ]
+
+
 def test_samples_of_one_name_stay_together_and_are_not_repeated():
     """Prometheus refuses the whole page otherwise."""
     lines = exposition(0, {"a-b": 1, "x/all": 2, "a_b": 3, "x/env": 4}).splitlines()

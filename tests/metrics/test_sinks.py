@@ -146,6 +146,12 @@ for process, loss in (("trainer", 0.5), ("trainer", 0.25), ("orchestrator", 0.12
     for step in range(2):
         sink.log(step, {"loss": loss + step, "mismatch_kl/all/mean": float("nan")})
     sink.close()
+sinks = [Tee(open_sinks(config, process)) for process in ("inference", "eval")]  # at the same time
+for step in range(2):
+    for sink, loss in zip(sinks, (0.0625, 0.03125), strict=True):
+        sink.log(50 * step, {"loss": loss + step, "mismatch_kl/all/mean": float("nan")})
+for sink in sinks:
+    sink.close()
 """
 
 
@@ -159,8 +165,14 @@ def test_wandb_offline(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     folder = tmp_path / "metrics" / "wandb"
-    ids = {process: (folder / f"{process}.id").read_text() for process in ("trainer", "orchestrator")}
-    for process, losses in (("trainer", [b"1.5", b"1.25"]), ("orchestrator", [b"1.125"])):
+    expected = {
+        "trainer": [b"1.5", b"1.25"],
+        "orchestrator": [b"1.125"],
+        "inference": [b"1.0625"],
+        "eval": [b"1.03125"],
+    }
+    ids = {process: (folder / f"{process}.id").read_text() for process in expected}
+    for process, losses in expected.items():
         files = sorted(folder.glob(f"offline-run-*/run-{ids[process]}.wandb"))
         assert len(files) == len(losses), "a run that is continued keeps its id"
         for path, loss in zip(files, losses, strict=True):

@@ -33,7 +33,9 @@ def llama(tmp_path_factory, tiny_model) -> Policy:
         num_attention_heads=4,
         num_key_value_heads=1,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
     return load_policy(ModelConfig(name=str(folder)))
 
 

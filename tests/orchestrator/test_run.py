@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from pellucid.config import OrchestratorRunConfig
-from pellucid.data import Example, Rollout, TokenTable
+from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.errors import ConfigError, InferenceError, RolloutError
 from pellucid.inference.client import Account
 from pellucid.inference.fake import FakeInferenceClient
@@ -35,7 +35,8 @@ from pellucid.orchestrator import (
     loop,
     run_orchestrator,
 )
-from pellucid.orchestrator.report import step_line
+from pellucid.orchestrator.report import sample_line, shorten, step_line
+from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 
 TOKENIZER = character_tokenizer()
@@ -447,7 +448,7 @@ def stops_with(
     client: FakeInferenceClient,
     error: type[Exception],
 ) -> str:
-    """The message of a run that cannot go on; whatever happens, its journal is closed and balances."""
+    """The message of a run that cannot go on; whatever happens, every token is in its journal or snapshot."""
     orchestrator = Orchestrator(config, {"guess": environment}, TOKENIZER, client, MemoryChannel())
 
     async def run_it() -> None:
@@ -456,12 +457,22 @@ def stops_with(
 
     with pytest.raises(error) as caught:
         asyncio.run(run_it())
-    entries = list(read_journal(config.output_dir / "ledger" / "orchestrator.jsonl"))
-    assert entries[-1].closed
-    counts = journal_counts(config.output_dir)
-    received = counts.pop("received", 0)
-    assert received == counts.total() == client.delivered.total()
+    assert_nothing_lost(config.output_dir, client)
     return str(caught.value)
+
+
+def assert_nothing_lost(run_dir: Path, client: FakeInferenceClient) -> None:
+    """Of a run that was stopped; its journal stays open, for it may be resumed."""
+    assert not any(entry.closed for entry in read_journal(run_dir / "ledger" / "orchestrator.jsonl"))
+    counts = journal_counts(run_dir)
+    received = counts.pop("received", 0)
+    assert received == counts.total() == client.delivered.total() - held(run_dir).total()
+
+
+def held(run_dir: Path) -> Counter[str]:
+    snapshot = read_snapshot(run_dir)
+    assert snapshot is not None
+    return snapshot.held()
 
 
 def test_an_environment_that_always_fails_stops_the_run(
@@ -581,19 +592,46 @@ def test_an_interrupted_run_cuts_short_and_cancels_what_it_has(tmp_path: Path) -
 
     asyncio.run(interrupt())
     outcomes = Counter((record["outcome"], record["stop_reason"]) for record in saved_rollouts(tmp_path))
-    assert outcomes["cancelled", "abort"] == 20 and outcomes.total() == 25
-    assert {outcome for outcome, _ in outcomes} == {"cancelled"}
+    assert outcomes == {("cancelled", "abort"): 20}
     close_engine_books(tmp_path, client)
     Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER).close(0)
     report = reconcile(tmp_path / "ledger")
-    assert report.balanced and not report.running
-    assert report.states["run", "guess"] == {"cancelled": client.sampled.total()}
+    assert report.balanced and report.running == [Stage.ORCHESTRATOR]
+    waiting = held(tmp_path)["guess"]
+    states = {"cancelled": client.sampled.total() - waiting, "in_flight": waiting}
+    assert report.states["run", "guess"] == states and waiting > 0
+
+
+def test_a_resumed_run_trains_what_was_ready_and_attempts_again_what_was_open(tmp_path: Path) -> None:
+    """Ten examples; three are ready when the run is interrupted, the other seven are being sampled."""
+    own = {"batch_size": 10, "rollouts_per_example": 1, "filter_zero_advantages": False}
+    config = configure(tmp_path, max_steps=1, orchestrator={**own, "max_inflight_rollouts": 10})
+    delays = [1.0] * 7 + [0.0] * 3
+    client = FakeInferenceClient(letters, delay_s=lambda generator: delays.pop() if delays else 0.0)
+
+    async def interrupt() -> None:
+        orchestrator = Orchestrator(config, {"guess": Guess(seed=1)}, TOKENIZER, client, MemoryChannel())
+        running = asyncio.create_task(orchestrator.run())
+        while delays or client.sampled.total() - client.delivered.total() < 7:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(interrupt())
+    [batch] = run(config.model_copy(update={"resume": True}), {"guess": Guess(seed=1)}, client)
+    assert sorted(batch.table["example_id"].tolist(), key=int) == [str(index) for index in range(10)]
+    names = [name for name in batch.table["rollout_id"].tolist() if "." not in name]
+    assert sorted(names) == ["g0-r0", "g1-r0", "g2-r0"]
+    cancelled = [record["example_id"] for record in saved_rollouts(tmp_path) if record["outcome"] != "sent"]
+    assert sorted(cancelled, key=int) == [str(index) for index in range(3, 10)]
+    assert reconcile(tmp_path / "ledger").states["run", "guess"]["lost"] == 0
 
 
 def interrupt_twice(
     config: OrchestratorRunConfig, environment: Environment, client: FakeInferenceClient
 ) -> None:
-    """A run that is cancelled, and once more while it winds down, closes its books, and they balance."""
+    """A run that is cancelled, and once more while it winds down, accounts for every token."""
 
     async def run_it() -> None:
         orchestrator = Orchestrator(config, {"guess": environment}, TOKENIZER, client, MemoryChannel())
@@ -605,12 +643,10 @@ def interrupt_twice(
             await asyncio.sleep(0.01)
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert list(read_journal(config.output_dir / "ledger" / "orchestrator.jsonl"))[-1].closed
+        assert_nothing_lost(config.output_dir, client)
 
     asyncio.run(run_it())
-    counts = journal_counts(config.output_dir)
-    received = counts.pop("received")
-    assert received == counts.total() == client.delivered.total() == client.sampled.total()
+    assert client.delivered.total() == client.sampled.total()
 
 
 def test_a_second_interruption_while_answers_are_on_their_way_loses_no_token(tmp_path: Path) -> None:
@@ -635,8 +671,10 @@ def test_the_log_line_fits_a_hundred_columns(tmp_path: Path, caplog: pytest.LogC
     caplog.set_level(logging.INFO, logger="pellucid.orchestrator")
     run(configure(tmp_path), {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step")]
-    assert len(lines) == 4
+    assert len(lines) == 2 * 4
     assert lines[0].startswith("step    0  reward 0.") and "  off-policy 0.0  " in lines[0]
+    first = {record["rollout_id"]: record for record in saved_rollouts(tmp_path)}[lines[1].split()[2]]
+    assert f"reward {first['reward']:.3f}" in lines[1] and f'→ "{first["trajectory"][0]["text"]}"' in lines[1]
     values = {"reward/all": 0.5, "batch_rollouts": 512, "batch_tokens": 234_567, "lost_rollouts/all": 128}
     times = {"off_policy_level/all/mean": 2.5, "time/batch_s": 10.25, "time/wait_weights_s": 2.5}
     line = step_line(9999, {**values, **times})
@@ -644,6 +682,19 @@ def test_the_log_line_fits_a_hundred_columns(tmp_path: Path, caplog: pytest.LogC
         "step 9999  reward 0.500  512 rollouts  234.6k tokens  off-policy 2.5  10.2 s, 2.5 waiting  128 lost"
     )
     assert len(line) <= 100
+
+
+def test_a_sample_line_shows_both_ends_of_what_is_long() -> None:
+    turn = Turn(
+        [5], Completion([1] * 300, [-0.5] * 300, [(0, 300)], "length"), "a" * 500 + "\n\n  " + "z" * 500
+    )
+    example = Example("0", [{"role": "user", "content": "Say   it.\nNow."}])
+    line = sample_line(12, Rollout("g54-r2", "g54", example, "env", 1.0, [turn], reward=0.75))
+    assert line == (
+        f'step   12  g54-r2  reward 0.750  "Say it. Now." → "{"a" * 6}…{"z" * 6}" (300 tokens, length)'
+    )
+    assert len("12:34:56 INFO " + line) == 100
+    assert shorten("abcdef", 6) == "abcdef" and shorten("abcdefg", 6) == "abc…fg" and shorten("ab", 0) == "…"
 
 
 def test_reverse_text_end_to_end(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -240,7 +241,7 @@ def test_sources_get_their_share_and_count_their_own_examples() -> None:
     assert [d.example_index for d in dispatches if d.env_name == "b"] == [0, 1]
 
 
-def test_stop_cancels_what_is_not_sent() -> None:
+def test_stop_cancels_what_is_open_and_holds_what_is_ready() -> None:
     scheduler = make(batch_size=100, max_inflight_rollouts=5)
     dispatches = dispatch_all(scheduler)
     for dispatch in dispatches[:3]:
@@ -250,10 +251,59 @@ def test_stop_cancels_what_is_not_sent() -> None:
     scheduler.finish(come_back(dispatches[3], error="RolloutError: cut short"))
     scheduler.finish(come_back(dispatches[4]))
     assert outcomes(scheduler) == [
-        [("g0-r0", "cancelled"), ("g0-r1", "cancelled")],
         [("g1-r0", "cancelled"), ("g1-r1", "cancelled")],
         [("g2-r0", "cancelled")],
     ]
+    state = scheduler.state()
+    assert [[verdict.rollout.rollout_id for verdict in each] for each in state.ready] == [["g0-r0", "g0-r1"]]
+    assert state.unfinished == [("env", 1), ("env", 2)]
+
+
+def test_a_resumed_run_attempts_again_what_was_open_and_skips_no_example() -> None:
+    before = make(batch_size=4, max_inflight_rollouts=7)
+    dispatches = dispatch_all(before)
+    for dispatch in (*dispatches[:4], *dispatches[6:]):
+        before.finish(come_back(dispatch))
+    before.take_batch()
+    assert [(d.group_id, d.example_index) for d in dispatches[4:]] == [("g2", 2), ("g2", 2), ("g3", 3)]
+
+    resumed = make(batch_size=4, max_inflight_rollouts=7)
+    resumed.restore(before.state())
+    assert resumed.batches_sent == 1 and resumed.num_ready == 0
+    again = [(d.group_id, d.example_index) for d in dispatch_all(resumed)]
+    assert again == [("g4.1", 2)] * 2 + [("g5.1", 3)] * 2
+
+    twice = make(batch_size=4, max_inflight_rollouts=7, max_async_level=9)
+    twice.restore(resumed.state())
+    again = [(d.group_id, d.example_index) for d in dispatch_all(twice)]
+    assert again == [("g6.2", 2)] * 2 + [("g7.2", 3)] * 2 + [("g8.2", 4)] * 2 + [("g9.2", 5)]
+
+
+def test_a_resumed_run_trains_what_was_ready_unless_it_aged() -> None:
+    before = make(batch_size=4)
+    a, b, *_ = dispatch_all(before)
+    for dispatch in (a, b):
+        before.finish(come_back(dispatch))
+    state = before.state()
+
+    resumed = make(batch_size=2)
+    resumed.restore(state)
+    batch = resumed.take_batch()
+    assert batch is not None and [verdict.rollout.rollout_id for verdict in batch] == ["g0-r0", "g0-r1"]
+
+    late = make(batch_size=2, max_off_policy_steps=2)
+    late.restore(replace(state, batches_sent=3))
+    assert late.take_batch() is None
+    assert outcomes(late) == [[("g0-r0", "stale"), ("g0-r1", "stale")]]
+
+
+def test_environments_may_come_and_go_between_a_run_and_its_resumption() -> None:
+    before = make(sources=[Source("old"), Source("kept")], max_inflight_rollouts=8)
+    dispatch_all(before)
+    resumed = make(sources=[Source("kept"), Source("new")], max_inflight_rollouts=12, batch_size=6)
+    resumed.restore(before.state())
+    starts = [(d.env_name, d.example_index) for d in dispatch_all(resumed) if d.rollout_id.endswith("r0")]
+    assert starts == [("kept", 0), ("kept", 1), ("new", 0), ("new", 1), ("kept", 2), ("new", 2)]
 
 
 class RandomSchedules(RuleBasedStateMachine):
@@ -345,13 +395,15 @@ class RandomSchedules(RuleBasedStateMachine):
             self.received[rollout_id] = 2
             self.scheduler.finish(come_back(dispatch, num_tokens=2, version=version))
         self.settle()
-        assert self.settled.keys() == self.received.keys()
+        held = {verdict.rollout.rollout_id for group in self.scheduler.state().ready for verdict in group}
+        assert not held & self.settled.keys()
+        assert held | self.settled.keys() == self.received.keys()
         by_outcome: Counter[str] = Counter()
         for rollout_id, verdict in self.settled.items():
             by_outcome[verdict.outcome.value] += self.received[rollout_id]
-        assert by_outcome.total() == self.received.total()
+        assert by_outcome.total() == self.received.total() - sum(self.received[key] for key in held)
         assert self.sent == [key for key, verdict in self.settled.items() if verdict.is_sent]
-        assert self.scheduler.num_ready == self.scheduler.num_inflight == 0
+        assert self.scheduler.num_inflight == 0 and bool(self.scheduler.num_ready) == bool(held)
 
 
 TestRandomSchedules = RandomSchedules.TestCase

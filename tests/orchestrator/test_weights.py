@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pellucid.errors import InferenceError
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.orchestrator import weights
-from pellucid.orchestrator.weights import follow_weights
+from pellucid.orchestrator.weights import follow_weights, next_version
 from pellucid.transport import publish_folder
 
 
@@ -32,25 +33,28 @@ def publish(run_dir: Path, version: int) -> None:
     publish_folder(run_dir / f"step_{version}", lambda folder: None)
 
 
-def follow(run_dir: Path, client: FakeInferenceClient, until: int) -> list[int]:
-    """The versions announced until `until` is."""
+def follow(run_dir: Path, client: FakeInferenceClient, until: int, due: Collection[int] = ()) -> list[int]:
+    """The versions announced until `until` is; while one is dealt with, nothing else is served."""
     announced: list[int] = []
 
     async def run() -> None:
         done = asyncio.Event()
 
-        def announce(version: int) -> None:
+        async def announce(version: int) -> None:
             announced.append(version)
+            publish(run_dir, version + 1)
+            await asyncio.sleep(5 * weights._POLL_S)
+            assert client.updates[-1] == (version, run_dir / f"step_{version}")
             if version == until:
                 done.set()
 
-        following = asyncio.create_task(follow_weights(run_dir, client, announce))
+        following = asyncio.create_task(follow_weights(run_dir, client, announce, due.__contains__))
         waiting = asyncio.create_task(done.wait())
         await asyncio.wait({following, waiting}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
         for task in (following, waiting):
             task.cancel()
         for failed in await asyncio.gather(following, waiting, return_exceptions=True):
-            if isinstance(failed, InferenceError):
+            if isinstance(failed, Exception):
                 raise failed
 
     asyncio.run(run())
@@ -95,3 +99,29 @@ def test_three_refusals_in_a_row_are_the_end(tmp_path: Path) -> None:
     publish(tmp_path, 4)
     with pytest.raises(InferenceError, match="in 3 tries; policy version 4: version 4 refused"):
         follow(tmp_path, Picky(4, 4, 4), until=4)
+
+
+def test_a_version_that_is_due_is_not_passed_over_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    """Each announcement publishes one more version, which is served once the announcement is over."""
+    for version in (1, 2, 3, 4):
+        publish(tmp_path, version)
+    client = Picky()
+    assert follow(tmp_path, client, until=6, due=(2, 3)) == [2, 3, 4, 5, 6]
+    assert [version for version, _ in client.updates] == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("published", "served", "due", "version"),
+    [
+        ([], 0, (), None),
+        ([1, 2, 3], 3, (3,), None),
+        ([1, 2, 3], 0, (), 3),
+        ([48, 49, 50, 51], 48, (50,), 50),
+        ([48, 49, 50, 51], 50, (50,), 51),
+        ([50, 51], 49, (50, 51), 50),
+    ],
+)
+def test_the_first_that_is_due_else_the_newest(
+    published: list[int], served: int, due: tuple[int, ...], version: int | None
+) -> None:
+    assert next_version(published, served, due.__contains__) == version

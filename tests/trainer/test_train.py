@@ -8,6 +8,7 @@ import torch
 
 from pellucid.config import ModelConfig, SFTConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.data.tokenizer import load_tokenizer
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, Request, run_to_end
 from pellucid.ledger import Journal, Stage, read_journal
@@ -17,7 +18,8 @@ from pellucid.trainer import train_on_dataset
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.entry import build_run
 from pellucid.trainer.loop import train
-from pellucid.transport import Batch, MemoryChannel
+from pellucid.trainer.sft_data import load_data
+from pellucid.transport import Batch, MemoryChannel, encode_batch
 
 
 def config(model, folder, **changes) -> TrainerRunConfig:
@@ -66,7 +68,7 @@ def rollouts(model, count=12, group_size=1) -> list[TrainingSample]:
 def run_steps(settings, tables, journal=None):
     channel = MemoryChannel()
     for step, table in enumerate(tables):
-        channel.send(Batch("run", step, table))
+        channel.send(step, encode_batch(Batch("run", step, table)))
     run = build_run(settings, OrchestratorBatches(channel), journal, [])
     try:
         train(run)
@@ -78,7 +80,7 @@ def run_steps(settings, tables, journal=None):
 def gradients(settings, table) -> dict[str, torch.Tensor]:
     """The gradients of one batch, before the optimizer takes them."""
     channel = MemoryChannel()
-    channel.send(Batch("run", 0, table))
+    channel.send(0, encode_batch(Batch("run", 0, table)))
     run = build_run(settings, OrchestratorBatches(channel), None, [])
     run.exporter = None
     batch = run.next_batch(0)
@@ -213,7 +215,7 @@ def test_sft_learns_through_the_same_loop(tiny_model, tmp_path) -> None:
             "trainer": {"threads": 1, "optim": {"lr": 1e-2}, "experimental": {"token_export": {}}},
         }
     )
-    train_on_dataset(settings, [])
+    train_on_dataset(settings, load_data(settings, load_tokenizer(str(tiny_model))), [])
     losses = [record["loss"] for record in read_metrics(tmp_path / "metrics" / "trainer.jsonl")]
     assert losses[0] > 3
     assert losses[-1] < 0.3

@@ -13,6 +13,7 @@ from pellucid.transport import (
     decode_batch,
     encode_batch,
 )
+from pellucid.transport.filesystem import first_missing_batch
 from pellucid.transport.stable import is_stable, publish_folder, stable_steps
 
 
@@ -92,18 +93,33 @@ def channel(request, tmp_path):
 
 def test_batches_arrive_in_order(channel) -> None:
     sender, receiver = channel
-    sizes = [sender.send(batch(step)) for step in range(3)]
     for step in range(3):
-        received = receiver.receive(step)
-        assert_same(batch(step), received)
-        assert sizes[step] == len(encode_batch(batch(step)))
-        receiver.release(step)
+        sender.send(step, encode_batch(batch(step)))
+    for step in range(3):
+        assert_same(batch(step), receiver.receive(step))
+        receiver.release_before(step)
 
 
-def test_released_batches_leave_the_disk(tmp_path) -> None:
-    FilesystemSender(tmp_path).send(batch(0))
-    FilesystemReceiver(tmp_path).release(0)
-    assert list((tmp_path / "batches").iterdir()) == []
+def test_a_batch_can_be_received_again_until_it_is_released(tmp_path) -> None:
+    for step in range(3):
+        FilesystemSender(tmp_path).send(step, encode_batch(batch(step)))
+    receiver = FilesystemReceiver(tmp_path)
+    for _ in range(2):
+        assert_same(batch(1), receiver.receive(1))
+    receiver.release_before(2)
+    assert [path.name for path in (tmp_path / "batches").iterdir()] == ["step_2"]
+    assert_same(batch(2), receiver.receive(2))
+
+
+def test_the_first_batch_that_cannot_be_received_again(tmp_path, caplog) -> None:
+    for step in (3, 4, 5, 7):
+        FilesystemSender(tmp_path).send(step, encode_batch(batch(step)))
+    assert first_missing_batch(tmp_path, 3, 5) == 5
+    assert first_missing_batch(tmp_path, 3, 8) == 6
+    damaged = tmp_path / "batches" / "step_4" / "batch.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert first_missing_batch(tmp_path, 3, 8) == 4
+    assert "the batch of step 4 cannot be trained again" in caplog.text
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path) -> None:

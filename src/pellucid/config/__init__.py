@@ -22,6 +22,8 @@ from pellucid.config.orchestrator import (
     CustomAdvantageConfig,
     DefaultAdvantageConfig,
     EnvConfig,
+    EnvironmentConfig,
+    EvalConfig,
     OrchestratorConfig,
     SamplingConfig,
 )
@@ -44,6 +46,8 @@ __all__ = [
     "DefaultAdvantageConfig",
     "DppoLossConfig",
     "EnvConfig",
+    "EnvironmentConfig",
+    "EvalConfig",
     "InferenceConfig",
     "InferenceRunConfig",
     "LossConfig",

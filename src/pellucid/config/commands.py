@@ -30,7 +30,12 @@ class RunConfig(Section):
     """Run folder; everything a run writes is below it."""
 
     clean_output_dir: bool = False
-    """Delete what an earlier run wrote into `output_dir` first. Without it a used folder is refused."""
+    """Delete what an earlier run wrote into `output_dir` first. Without it, or `resume`, a used folder is
+    refused."""
+
+    resume: bool = False
+    """Go on with the run in `output_dir` from its newest checkpoint; an unused folder starts afresh. Wins
+    over `clean_output_dir`: nothing is deleted."""
 
     run_id: str | None = None
     """Name of the run in ledger and exports; default: the name of `output_dir`."""

@@ -43,10 +43,13 @@ class PrometheusConfig(Section):
     inference_port: int = Field(default=9102, ge=1, le=65535)
     """Port of the inference server's metrics; not the one that it serves completions on."""
 
+    eval_port: int = Field(default=9103, ge=1, le=65535)
+    """Port of the latest evaluation; the orchestrator serves it if there is an `[[orchestrator.eval]]`."""
+
     @model_validator(mode="after")
     def _ports_differ(self) -> "PrometheusConfig":
         owners: dict[int, str] = {}
-        for name in ("trainer_port", "orchestrator_port", "inference_port"):
+        for name in ("trainer_port", "orchestrator_port", "inference_port", "eval_port"):
             port = getattr(self, name)
             if port in owners:
                 raise ValueError(

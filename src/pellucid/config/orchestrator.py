@@ -1,8 +1,9 @@
 """`[orchestrator]`: rollouts, groups, advantages, batches."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from pellucid.config.base import ImportPath, Section
 
@@ -17,7 +18,12 @@ class SamplingConfig(Section):
     """Longest completion in tokens."""
 
 
-class EnvConfig(Section):
+class EnvironmentConfig(Section):
+    """Which environment, made how, and what it is called."""
+
+    KEY: ClassVar[str]
+    """Where it stands in the configuration, for messages."""
+
     id: str = Field(min_length=1)
     """A built-in environment (`reverse-text`) or an import path `package.module:Class`."""
 
@@ -26,9 +32,6 @@ class EnvConfig(Section):
 
     args: dict[str, Any] = Field(default={})
     """Keyword arguments for the environment."""
-
-    weight: float = Field(default=1.0, gt=0)
-    """Share of the groups that come from this environment, relative to the others."""
 
     @property
     def label(self) -> str:
@@ -39,6 +42,49 @@ class EnvConfig(Section):
     def _name_is_free(cls, value: str | None) -> str | None:
         if value == "all":
             raise ValueError("is reserved for metrics over all environments; choose another name")
+        return value
+
+
+class EnvConfig(EnvironmentConfig):
+    KEY: ClassVar[str] = "orchestrator.env"
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the groups that come from this environment, relative to the others."""
+
+
+class EvalConfig(EnvironmentConfig):
+    """Measures a policy version, and trains on nothing; see docs/evaluate.md."""
+
+    KEY: ClassVar[str] = "orchestrator.eval"
+
+    interval: int = Field(default=50, ge=1)
+    """Evaluate every so many policy versions; the last version of the run is always evaluated."""
+
+    at_start: bool = True
+    """Evaluate policy version 0, too: the model before any training."""
+
+    num_examples: int = Field(default=64, ge=1)
+    """Examples, the same ones every time: those at 0, 1, … of a stream apart from any that trains."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy: the likeliest token. Above 0, completions are sampled."""
+
+    rollouts_per_example: int = Field(default=1, ge=1)
+    """Attempts at each example, the k of avg@k; above 1 only with a temperature."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion in tokens; default: `orchestrator.sampling.max_tokens`."""
+
+    pass_reward: float = 1.0
+    """A rollout passes from this reward on, for pass@k."""
+
+    @field_validator("rollouts_per_example")
+    @classmethod
+    def _attempts_differ(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("temperature") == 0:
+            raise ValueError(
+                "with temperature = 0 all attempts are the same; set a temperature, or 1 attempt"
+            )
         return value
 
 
@@ -79,6 +125,9 @@ AdvantageConfig = Annotated[CustomAdvantageConfig | DefaultAdvantageConfig, Fiel
 class OrchestratorConfig(Section):
     env: tuple[EnvConfig, ...] = ()
     """Environments; in TOML one `[[orchestrator.env]]` table each. At least one."""
+
+    eval: tuple[EvalConfig, ...] = ()
+    """Environments that only measure; in TOML one `[[orchestrator.eval]]` table each."""
 
     batch_size: int = Field(default=128, ge=1)
     """Rollouts per optimizer step, counted after filtering. Groups are never cut."""
@@ -125,13 +174,18 @@ class OrchestratorConfig(Section):
 
     @model_validator(mode="after")
     def _names_differ(self) -> "OrchestratorConfig":
-        names = [env.label for env in self.env]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"orchestrator.env has two entries named {name!r}; give each its own `name`")
+        _require_different_names(self.env)
+        _require_different_names(self.eval)
         if self.rollouts_per_example > self.max_inflight_rollouts:
             raise ValueError(
                 f"orchestrator.rollouts_per_example = {self.rollouts_per_example} exceeds "
                 f"orchestrator.max_inflight_rollouts = {self.max_inflight_rollouts}; raise the latter"
             )
         return self
+
+
+def _require_different_names(entries: Sequence[EnvironmentConfig]) -> None:
+    names = [entry.label for entry in entries]
+    for entry in entries:
+        if names.count(entry.label) > 1:
+            raise ValueError(f"{entry.KEY} has two entries named {entry.label!r}; give each its own `name`")

@@ -35,6 +35,17 @@ class SchedulerConfig(Section):
     """Steps over which the learning rate rises linearly from 0."""
 
 
+class CkptConfig(Section):
+    """Where a run can be resumed from. One is also written after the last step, and when a run is stopped."""
+
+    interval: int = Field(default=50, ge=1)
+    """Steps between two checkpoints. Batches stay on disk until every kept checkpoint covers them, so that
+    the steps after one are trained again instead of being sampled again."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """Checkpoints kept on disk; older ones are deleted. A damaged one is passed over for the one before."""
+
+
 class DppoLossConfig(Section):
     """DPPO + KL: the policy gradient with a trust region on the change of probability."""
 
@@ -100,6 +111,9 @@ class TrainerConfig(Section):
 
     scheduler: SchedulerConfig = SchedulerConfig()
     """Learning-rate schedule."""
+
+    ckpt: CkptConfig = CkptConfig()
+    """Checkpoints."""
 
     loss: LossConfig = DppoLossConfig()
     """Loss of rl samples; sft and opd samples have their own."""

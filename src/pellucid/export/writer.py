@@ -13,6 +13,7 @@ import orjson
 from numpy.typing import NDArray
 
 from pellucid.data import COLUMNS, Stored, TokenTable
+from pellucid.data.files import replace_file
 from pellucid.export.schema import FIELDS, SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ class TokenExporter:
         if self._path is None:
             _partial(self._target(step)).rename(self._target(step))
 
+    def forget_from(self, step: int) -> None:
+        """These steps will be written again; in a file of their own they are simply replaced then."""
+        if self._path is not None and (target := self._target(step)).exists():
+            kept = [line for line in target.read_bytes().splitlines(keepends=True) if _is_before(step, line)]
+            replace_file(target, b"".join(kept))
+
     def close(self) -> None:
         """In the middle of a step, if at all: its file keeps its hidden name (one for all steps stays)."""
         if self._file is not None:
@@ -103,6 +110,11 @@ class TokenExporter:
         if self._path is not None:
             return self._path.with_name(f"{self._path.stem}.rank_{self._rank}{self._path.suffix or '.jsonl'}")
         return self._run_dir / "token_exports" / f"step_{step}" / f"rank_{self._rank}.jsonl"
+
+
+def _is_before(step: int, line: bytes) -> bool:
+    """False for a torn line, too."""
+    return line.endswith(b"\n") and orjson.loads(line)["step"] < step
 
 
 def _partial(target: Path) -> Path:

@@ -163,14 +163,17 @@ class EngineThread:
         return await asyncio.wrap_future(outcome)
 
     def _swap(self, version: int, folder: Path) -> None:
-        self._report()
-        self._engine.update_weights(version, folder)
+        outgoing = self._engine.version
+        if version != outgoing:
+            self._engine.update_weights(version, folder)
+            self._report(outgoing)
 
-    def _report(self) -> None:
-        """Logs the work done under the outgoing policy version."""
+    def _report(self, version: int) -> None:
+        """Logs the work done under a policy version, if any."""
         now = WorkDone.of(self._engine, self.busy_s)
-        self._sink.log(self._engine.version, (now - self._reported).report())
-        self._reported = now
+        if now != self._reported:
+            self._sink.log(version, (now - self._reported).report())
+            self._reported = now
 
     def _run(self) -> None:
         try:
@@ -181,7 +184,7 @@ class EngineThread:
             self._on_failure(error)
         finally:
             self._engine.abandon_all()
-            self._report()
+            self._report(self._engine.version)
             self._sink.close()
             self._flush()
             self._journal.close(self._engine.version)

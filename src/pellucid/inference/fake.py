@@ -20,7 +20,7 @@ from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
 
 Respond = Callable[[Sequence[int], random.Random], Sequence[int]]
-"""Prompt ids and random numbers seeded by the request -> completion ids."""
+"""Prompt ids and random numbers seeded by the request -> completion ids; greedy requests have one seed."""
 
 
 def never(generator: random.Random) -> bool:
@@ -92,7 +92,8 @@ class FakeInferenceClient:
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, aborted: asyncio.Event
     ) -> Completion:
         generator = random.Random(params.seed)
-        planned = list(self._respond(prompt_ids, generator))
+        greedy = random.Random(0) if params.temperature == 0 else None
+        planned = list(self._respond(prompt_ids, greedy or generator))
         num_tokens = min(len(planned), params.max_tokens)
         pause_s = self._delay_s(generator) / max(num_tokens, 1)
         fails = self._fails(generator)

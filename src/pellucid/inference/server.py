@@ -344,7 +344,9 @@ def run_inference(config: InferenceRunConfig) -> None:
         max_queued=settings.max_queued,
         decode_text=tokenizer.decode,
     )
-    journal = Journal(config.output_dir / "ledger" / "inference.jsonl", Stage.INFERENCE)
+    journal = Journal(
+        config.output_dir / "ledger" / "inference.jsonl", Stage.INFERENCE, resume=config.resume
+    )
     sink = Tee(open_sinks(config, "inference"))
     failures: list[BaseException] = []
 

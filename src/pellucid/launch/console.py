@@ -74,6 +74,12 @@ SFT_COLUMNS = (
     Column("time", "time/step_s", 9, "{:.2f} s"),
 )
 
+VALIDATED_SFT_COLUMNS = (
+    *SFT_COLUMNS[:2],
+    Column("val. loss", "validation/loss", 9, "{:.4f}"),
+    *SFT_COLUMNS[2:],
+)
+
 
 def step_cells(record: Record, columns: Sequence[Column]) -> list[str]:
     return [column.cell(record) for column in columns]
@@ -96,6 +102,9 @@ class View(Protocol):
 
     def show(self, record: Record) -> None: ...
 
+    def note(self, line: str) -> None:
+        """Something to say between two steps."""
+
     def refresh(self) -> None:
         """Called a few times a second, whether or not there is a new step."""
 
@@ -115,6 +124,9 @@ class PlainView:
             self._write(header_row(self._columns))
         self._write(step_row(record, self._columns))
         self._num_rows += 1
+
+    def note(self, line: str) -> None:
+        self._write(line)
 
     def refresh(self) -> None:
         pass
@@ -152,6 +164,10 @@ class LiveView:
     def show(self, record: Record) -> None:
         self._latest.append(record)
         self._progress.advance(self._task)
+
+    def note(self, line: str) -> None:
+        """Stays, above what is redrawn."""
+        self._live.console.out(line, highlight=False)
 
     def refresh(self) -> None:
         self._live.update(self._render(), refresh=True)

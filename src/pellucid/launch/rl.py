@@ -1,6 +1,6 @@
 """`pellucid rl`: inference, orchestrator and trainer as three processes under one supervisor.
 
-    resolve (port, threads) ─> prepare the folder ─> write configs ─> supervise ─> ledger, summary
+    resolve (port, threads) ─> prepare or rewind the folder ─> write configs ─> supervise ─> ledger, summary
 
 Trainer and orchestrator end by themselves after `max_steps`; the inference server is told to. The
 processes find each other through their configs and the run folder; the launcher only watches.
@@ -20,11 +20,13 @@ from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig,
 from pellucid.config.save import save
 from pellucid.errors import ConfigError, LedgerError
 from pellucid.launch.console import RL_COLUMNS, PlainView, View, make_console, open_view
-from pellucid.launch.follow import JsonlFollower, StepJoin
-from pellucid.launch.run_folder import prepare
+from pellucid.launch.follow import JsonlFollower, Record, StepJoin
+from pellucid.launch.resume import rewind_rl, take_over
+from pellucid.launch.run_folder import claimed
 from pellucid.launch.summary import Summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
+from pellucid.metrics.evaluation import evaluation_line, evaluations_in
 
 PARTS: Mapping[str, type[RunConfig]] = {
     "inference": InferenceRunConfig,
@@ -37,9 +39,11 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 def run_rl(config: RLConfig) -> None:
     config = resolve(config, num_cores())
-    prepare(config)
-    write_configs(config)
-    run_processes(config, rl_children(config), make_console())
+    console = make_console()
+    with claimed(config.output_dir):
+        config, start = take_over(config, rewind_rl, console)
+        write_configs(config)
+        run_processes(config, rl_children(config), console, start=start)
 
 
 def resolve(config: RLConfig, cores: int) -> RLConfig:
@@ -107,27 +111,35 @@ def child_env(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "TOKENIZERS_PARALLELISM": "false"}
 
 
-def run_processes(config: RLConfig, children: Sequence[Child], console: Console) -> None:
-    """Runs `children` to their end while showing the steps, then judges the ledger and sums up."""
+def run_processes(config: RLConfig, children: Sequence[Child], console: Console, *, start: int = 0) -> None:
+    """Runs `children` to their end, showing the steps from `start` on, then judges the ledger and sums up."""
     started = time.monotonic()
     folder = config.output_dir
     console.out(f"{config.run_name}: {config.max_steps:,} steps; logs in {folder / 'logs'}", highlight=False)
-    progress = _supervise(config, children, console)
+    progress = _supervise(config, children, console, start)
     report = reconcile(folder / "ledger")
     duration_s = time.monotonic() - started
-    summary = Summary(config.run_name, duration_s, progress.num_steps, progress.rewards, report, folder)
+    summary = Summary(
+        config.run_name,
+        duration_s,
+        progress.num_steps,
+        progress.rewards,
+        report,
+        folder,
+        progress.evaluations,
+    )
     console.print(summary.panel(console.width))
     _require_balance(report, folder)
 
 
-def _supervise(config: RLConfig, children: Sequence[Child], console: Console) -> "StepProgress":
+def _supervise(config: RLConfig, children: Sequence[Child], console: Console, start: int) -> "StepProgress":
     log_path = config.output_dir / "logs" / "rl.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         log = stack.enter_context(log_path.open("w", buffering=1, encoding="utf-8"))
-        view = stack.enter_context(closing(open_view(RL_COLUMNS, config.max_steps, console)))
+        view = stack.enter_context(closing(open_view(RL_COLUMNS, config.max_steps - start, console)))
         in_log = PlainView(RL_COLUMNS, lambda line: print(line, file=log))
-        progress = StepProgress(config.output_dir / "metrics", [view, in_log])
+        progress = StepProgress(config.output_dir / "metrics", [view, in_log], start)
         # Whatever ends the run, the steps written until then are shown.
         stack.callback(progress.update)
         supervise(children, on_tick=progress.update, say=console.out)
@@ -135,14 +147,20 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console) ->
 
 
 class StepProgress:
-    """Follows what the processes report, and shows each step once all of `REPORTERS` have reported it."""
+    """Follows what the processes report, and shows each step once all of `REPORTERS` have reported it.
 
-    def __init__(self, metrics_dir: Path, views: Sequence[View]) -> None:
+    Evaluations are shown as they come; those of the run that is resumed are known, but not shown again.
+    """
+
+    def __init__(self, metrics_dir: Path, views: Sequence[View], start: int = 0) -> None:
         self._followers = [JsonlFollower(metrics_dir / f"{name}.jsonl") for name in REPORTERS]
         self._join = StepJoin(len(self._followers))
+        self._evaluated = JsonlFollower(metrics_dir / "eval.jsonl")
         self._views = views
+        self._start = start
         self.num_steps = 0
         self.rewards: list[float] = []
+        self.evaluations = self._evaluated.read()
 
     def update(self) -> None:
         for source, follower in enumerate(self._followers):
@@ -151,10 +169,18 @@ class StepProgress:
             self.num_steps += 1
             if (reward := record.get("reward/all")) is not None:
                 self.rewards.append(reward)
-            for view in self._views:
+            for view in self._views if record["step"] >= self._start else ():
                 view.show(record)
+        for record in self._evaluated.read():
+            self.evaluations.append(record)
+            self._note(record)
         for view in self._views:
             view.refresh()
+
+    def _note(self, record: Record) -> None:
+        for name, measures in evaluations_in(record).items():
+            for view in self._views:
+                view.note(evaluation_line(record["step"], name, measures))
 
 
 def _require_balance(report: Report, folder: Path) -> None:

@@ -1,15 +1,22 @@
-"""The folder of a run: made, or refused, before the first process starts.
+"""The folder of a run: made, taken over, or refused, before the first process starts.
 
 Only the command that owns the folder (`rl`, `sft`) prepares it. A folder is never shared by two runs,
 and cleaning one deletes by name what a run writes: a file of anybody else survives.
 """
 
+import fcntl
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from pellucid.config import RunConfig
 from pellucid.errors import ConfigError
+
+LOCK = ".lock"
+"""Held while a run goes on; the system lets go of it however the run ends."""
 
 WRITTEN_BY_A_RUN = (
     "configs",
@@ -27,20 +34,46 @@ WRITTEN_BY_A_RUN = (
 )
 
 
-def prepare(config: RunConfig) -> None:
-    """An `output_dir` that exists, can be written to and holds no run."""
-    folder = config.output_dir
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Makes the folder, if need be, and keeps any other run out of it."""
     _make_writable(folder)
+    with (folder / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"output_dir = {folder} is in use by a run that is still going on; choose another folder, or "
+                "stop that run first"
+            ) from None
+        yield
+
+
+def prepare(config: RunConfig) -> bool:
+    """Whether the claimed `output_dir` holds a run that is to be resumed; else it is clean after this."""
+    folder = config.output_dir
     used = [folder / name for name in WRITTEN_BY_A_RUN if _exists(folder / name)]
+    if used and config.resume:
+        _keep_logs(folder / "logs")
+        return True
     if used and not config.clean_output_dir:
         names = ", ".join(path.name for path in used)
         raise ConfigError(
-            f"output_dir = {folder} already holds a run ({names}); "
-            "choose another folder, or set clean_output_dir to delete what that run wrote"
+            f"output_dir = {folder} already holds a run ({names}); choose another folder, set resume to go "
+            "on with that run, or clean_output_dir to delete what it wrote"
         )
     _keep_model(config, used)
     for path in used:
         _delete(path)
+    return False
+
+
+def _keep_logs(logs: Path) -> None:
+    """`trainer.log` becomes `trainer.1.log`, or the next number that is free."""
+    for path in sorted(logs.glob("*.log")):
+        if path.suffixes == [".log"]:
+            number = next(n for n in count(1) if not path.with_suffix(f".{n}.log").exists())
+            path.rename(path.with_suffix(f".{number}.log"))
 
 
 def _make_writable(folder: Path) -> None:

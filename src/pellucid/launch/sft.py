@@ -1,13 +1,37 @@
 """`pellucid sft`: the trainer in this process, with the console of a run."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import track
 
 from pellucid.config import SFTConfig
 from pellucid.config.save import save
-from pellucid.launch.console import SFT_COLUMNS, View, make_console, open_view
-from pellucid.launch.run_folder import prepare
-from pellucid.launch.summary import artefacts
+from pellucid.launch.console import (
+    SFT_COLUMNS,
+    VALIDATED_SFT_COLUMNS,
+    View,
+    has_terminal,
+    make_console,
+    open_view,
+)
+from pellucid.launch.follow import Record
+from pellucid.launch.resume import rewind_sft, take_over
+from pellucid.launch.run_folder import claimed
+from pellucid.launch.summary import Fact, artefacts, progress, summary_panel
+from pellucid.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from pellucid.trainer.sft_data import DataSize, SFTData
+    from pellucid.trainer.sft_rows import Row, Rows
+
+VALIDATION_LOSS = "validation/loss"
 
 
 class ViewSink:
@@ -25,13 +49,106 @@ class ViewSink:
 
 
 def run_sft(config: SFTConfig) -> None:
+    console = make_console()
+    with claimed(config.output_dir):
+        config, start = take_over(config, rewind_sft, console)
+        _train(config, console, start)
+
+
+def _train(config: SFTConfig, console: Console, start: int) -> None:
     from pellucid.trainer import train_on_dataset
 
-    prepare(config)
+    started = time.monotonic()
+    data = _load(config, console)
+    # Only now: a folder without anything in it can be used again once the data is put right.
     save(config, config.output_dir / "configs" / "sft.toml")
-    console = make_console()
     console.out(f"{config.run_name}: {config.max_steps:,} steps", highlight=False)
-    with closing(open_view(SFT_COLUMNS, config.max_steps, console)) as view:
-        train_on_dataset(config, [ViewSink(view)])
-    for label, path in artefacts(config.output_dir):
-        console.out(f"{label}: {path}", highlight=False)
+    columns = SFT_COLUMNS if config.data.validation is None else VALIDATED_SFT_COLUMNS
+    with closing(open_view(columns, config.max_steps - start, console)) as view:
+        train_on_dataset(config, data, [ViewSink(view)])
+    records = list(read_metrics(config.output_dir / "metrics" / "trainer.jsonl"))
+    summary = SFTSummary(config.run_name, time.monotonic() - started, records, config.output_dir)
+    console.print(summary.panel(console.width))
+
+
+def _load(config: SFTConfig, console: Console) -> "SFTData":
+    from pellucid.data.tokenizer import load_tokenizer
+    from pellucid.trainer.sft_data import DataSize, load_data
+
+    def show(rows: "Rows", title: str) -> Iterable["Row"]:
+        return track(
+            rows,
+            f"tokenising {title}",
+            total=len(rows),
+            console=console,
+            transient=True,
+            disable=not has_terminal(console),
+        )
+
+    tokenizer = load_tokenizer(config.model.name)
+    started = time.monotonic()
+    data = load_data(config, tokenizer, show)
+    seconds = time.monotonic() - started
+    num_examples = len(data.train) + len(data.validation)
+    console.out(f"tokenised {num_examples:,} examples in {seconds:.1f} s", highlight=False)
+    seq_len = config.trainer.model.seq_len
+    for title, samples in (("training", data.train), ("validation", data.validation)):
+        if samples:
+            console.out(f"{title}: {_describe(DataSize.of(samples, seq_len))}", highlight=False)
+    return data
+
+
+def _describe(size: "DataSize") -> str:
+    """`3 examples, 87 tokens, 2 of them with loss; 2 cut at seq_len, 1 of these with no loss left`."""
+    tokens = f"{size.num_tokens:,} tokens, {size.num_trainable:,} of them with loss"
+    sizes = f"{size.num_examples:,} examples, {tokens}"
+    if not size.num_cut:
+        return sizes
+    return f"{sizes}; {size.num_cut:,} cut at seq_len, {size.num_mute:,} of these with no loss left"
+
+
+@dataclass(frozen=True, slots=True)
+class SFTSummary:
+    run_name: str
+    duration_s: float
+    records: Sequence[Record]
+    """Of all steps, those before the run was resumed included."""
+
+    output_dir: Path
+
+    def panel(self, width: int) -> Panel:
+        losses = [record["loss"] for record in self.records if record["loss"] is not None]
+        facts = [
+            *progress(self.duration_s, len(self.records), "loss", losses),
+            *self._validation(),
+            *self._tokens(),
+            *artefacts(self.output_dir),
+        ]
+        return summary_panel(self.run_name, losses, facts, width)
+
+    def _validation(self) -> list[Fact]:
+        measured = [record for record in self.records if record.get(VALIDATION_LOSS) is not None]
+        if not measured:
+            return []
+        best, last = min(measured, key=lambda record: record[VALIDATION_LOSS]), measured[-1]
+        initial = self.records[0].get("validation/initial_loss")
+        before = "" if initial is None else f"{initial:.4f} (before) → "
+        text = (
+            f"{before}{last[VALIDATION_LOSS]:.4f} (last), best {best[VALIDATION_LOSS]:.4f} after step "
+            f"{best['step']:,}, over {last['validation/tokens']:,} tokens"
+        )
+        return [("validation", text)]
+
+    def _tokens(self) -> list[Fact]:
+        def total(name: str) -> int:
+            return sum(int(record[name]) for record in self.records)
+
+        seconds = sum(record["time/step_s"] - record.get("time/validate_s", 0.0) for record in self.records)
+        return [
+            (
+                "tokens",
+                f"{total('tokens'):,} trained on, {total('loss_tokens'):,} of them with loss; "
+                f"{total('truncated_tokens'):,} cut off",
+            ),
+            ("tokens/s", f"{total('tokens') / seconds:,.0f} while training"),
+        ]

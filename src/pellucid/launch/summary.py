@@ -11,18 +11,23 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.launch.console import WIDTH
+from pellucid.launch.follow import Record
 from pellucid.ledger import Flow, Report, State
+from pellucid.metrics.evaluation import average_in, evaluations_in
 from pellucid.transport.stable import stable_steps
 
 CURVE_HEIGHT = 6
 NUM_AVERAGED = 10
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
+Fact = tuple[str, str]
+"""(label, text): a line of the summary."""
 
-def reward_curve(values: Sequence[float], width: int, height: int) -> str:
+
+def curve(values: Sequence[float], width: int, height: int) -> str:
     """`values` from left to right as bars, at most `width` characters wide and `height` lines high.
 
-    reward_curve([0, 1, 2, 4], width=8, height=2)
+    curve([0, 1, 2, 4], width=8, height=2)
 
         4 ┤  ▁█
         0 ┤▁▅██
@@ -90,7 +95,7 @@ class TokenUse:
         wasted = states.total() - kept
         return cls(trained, wasted, beside[Flow.COMPUTED.value], beside[Flow.SAVED.value])
 
-    def lines(self, duration_s: float) -> list[tuple[str, str]]:
+    def lines(self, duration_s: float) -> list[Fact]:
         share = self.wasted / max(self.trained + self.wasted, 1)
         packed = self.computed + self.saved
         return [
@@ -118,29 +123,57 @@ class Summary:
     rewards: Sequence[float]
     ledger: Report
     output_dir: Path
+    evaluations: Sequence[Record] = ()
+    """Of `metrics/eval.jsonl`, those before the run was resumed included."""
 
     def panel(self, width: int) -> Panel:
-        width = min(width, WIDTH)
-        verdict = [("ledger", line) for line in self.ledger.verdict()]
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="bold", no_wrap=True)
-        facts.add_column(overflow="fold")
-        tokens = TokenUse.of(self.ledger).lines(self.duration_s)
-        for label, value in [*self._progress(), *tokens, *verdict, *artefacts(self.output_dir)]:
-            facts.add_row(label, value)
-        curve = Text(reward_curve(self.rewards, width - 4, CURVE_HEIGHT), style="green", no_wrap=True)
-        return Panel(Group(curve, "", facts), title=self.run_name, width=width)
-
-    def _progress(self) -> list[tuple[str, str]]:
-        lines = [("duration", format_duration(self.duration_s)), ("steps", f"{self.num_steps:,}")]
-        if self.rewards:
-            first, last = mean(self.rewards[:NUM_AVERAGED]), mean(self.rewards[-NUM_AVERAGED:])
-            lines.append(("reward", f"{first:.4f} (first {NUM_AVERAGED}) → {last:.4f} (last {NUM_AVERAGED})"))
-        return lines
+        facts = [
+            *progress(self.duration_s, self.num_steps, "reward", self.rewards),
+            *evaluated(self.evaluations),
+            *TokenUse.of(self.ledger).lines(self.duration_s),
+            *(("ledger", line) for line in self.ledger.verdict()),
+            *artefacts(self.output_dir),
+        ]
+        return summary_panel(self.run_name, self.rewards, facts, width)
 
 
-def artefacts(output_dir: Path) -> list[tuple[str, str]]:
-    """(label, path) of what a run left behind for its user."""
+def summary_panel(title: str, values: Sequence[float], facts: Iterable[Fact], width: int) -> Panel:
+    """The curve of `values` above what there is to say."""
+    width = min(width, WIDTH)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in facts:
+        table.add_row(label, text)
+    bars = Text(curve(values, width - 4, CURVE_HEIGHT), style="green", no_wrap=True)
+    return Panel(Group(bars, "", table), title=title, width=width)
+
+
+def progress(duration_s: float, num_steps: int, what: str, values: Sequence[float]) -> list[Fact]:
+    facts = [("duration", format_duration(duration_s)), ("steps", f"{num_steps:,}")]
+    if values:
+        num = min(NUM_AVERAGED, max(1, len(values) // 2))
+        first, last = mean(values[:num]), mean(values[-num:])
+        facts.append((what, f"{first:.4f} (first {num}) → {last:.4f} (last {num})"))
+    return facts
+
+
+def evaluated(records: Sequence[Record]) -> list[Fact]:
+    """The first and the last average of each environment."""
+    averages: dict[str, list[str]] = {}
+    for record in records:
+        for name, measures in evaluations_in(record).items():
+            if (average := average_in(measures)) is not None:
+                key, value = average
+                averages.setdefault(f"{name} {key}", []).append(f"{value:.4f} (version {record['step']:,})")
+    return [
+        ("eval", f"{what} {' → '.join(dict.fromkeys([found[0], found[-1]]))}")
+        for what, found in averages.items()
+    ]
+
+
+def artefacts(output_dir: Path) -> list[Fact]:
+    """The paths of what a run left behind for its user."""
     places = [
         ("model", output_dir / "model"),
         ("token exports", output_dir / "token_exports"),

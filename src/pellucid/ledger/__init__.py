@@ -1,18 +1,32 @@
 """Where every sampled token went: states, the journal each process keeps, and the reconciliation."""
 
-from pellucid.ledger.journal import Journal, LedgerEntry, read_journal
-from pellucid.ledger.reconcile import Difference, Report, reconcile
+from pellucid.ledger.journal import (
+    Journal,
+    LedgerEntry,
+    append_entries,
+    read_journal,
+    replace_entries,
+    sum_entries,
+)
+from pellucid.ledger.reconcile import Account, Difference, Report, reconcile
+from pellucid.ledger.settle import Settlement, settle
 from pellucid.ledger.states import BESIDE, Flow, Stage, State
 
 __all__ = [
     "BESIDE",
+    "Account",
     "Difference",
     "Flow",
     "Journal",
     "LedgerEntry",
     "Report",
+    "Settlement",
     "Stage",
     "State",
+    "append_entries",
     "read_journal",
     "reconcile",
+    "replace_entries",
+    "settle",
+    "sum_entries",
 ]

@@ -33,6 +33,8 @@ class State(StrEnum):
     UNTRAINABLE = "untrainable"
     MASKED = "masked"
     TRAINED = "trained"
+    ROLLED_BACK = "rolled_back"
+    """Trained or masked in a step that a resume discarded."""
     IN_FLIGHT = "in_flight"
 
 

@@ -1,7 +1,7 @@
 """Metrics: values that know their reduction, and sinks that receive them."""
 
 from pellucid.metrics.open import open_sinks
-from pellucid.metrics.sinks import Guarded, JsonlSink, Sink, Tee, read_metrics
+from pellucid.metrics.sinks import Guarded, JsonlSink, Sink, Tee, drop_metrics, read_metrics
 from pellucid.metrics.timing import Stopwatch
 from pellucid.metrics.values import Max, Mean, Metric, MetricSet, Moments, Sum
 
@@ -17,6 +17,7 @@ __all__ = [
     "Stopwatch",
     "Sum",
     "Tee",
+    "drop_metrics",
     "open_sinks",
     "read_metrics",
 ]

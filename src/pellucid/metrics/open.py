@@ -9,7 +9,8 @@ from pellucid.errors import ConfigError
 from pellucid.metrics.prometheus import PrometheusSink
 from pellucid.metrics.sinks import Guarded, JsonlSink, Sink
 
-Process = Literal["trainer", "orchestrator", "inference"]
+Process = Literal["trainer", "orchestrator", "inference", "eval"]
+"""Who reports. Evaluations do so apart from the orchestrator: their steps are policy versions."""
 
 
 def open_sinks(config: RunConfig, process: Process) -> list[Sink]:
@@ -29,7 +30,7 @@ def open_sinks(config: RunConfig, process: Process) -> list[Sink]:
 
 def _openers(config: RunConfig, process: Process) -> Iterator[Callable[[], Sink]]:
     monitors = config.monitors
-    yield lambda: JsonlSink(config.output_dir / "metrics" / f"{process}.jsonl")
+    yield lambda: JsonlSink(config.output_dir / "metrics" / f"{process}.jsonl", resume=config.resume)
     if (wandb := monitors.wandb) is not None:
         yield lambda: Guarded(_open_wandb(config, wandb, process), "monitors.wandb")
     if monitors.tensorboard is not None:

@@ -3,8 +3,9 @@
     mismatch_kl/all/mean     pellucid_mismatch_kl_mean{env="all"}
     reward/reverse-text      pellucid_reward{env="reverse-text"}
     time/step_s              pellucid_time_step_s
+    eval/reverse-text/avg@8  pellucid_eval_avg_8{env="reverse-text"}
 
-A name's second part is an environment if the same name is also reported for `all`.
+A name's second part is an environment if the first is `eval`, or if the same name is also reported for `all`.
 """
 
 import logging
@@ -20,6 +21,8 @@ from socketserver import ThreadingTCPServer
 from threading import Thread
 
 import orjson
+
+from pellucid.metrics.evaluation import EVAL
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +122,10 @@ def exposition(step: int, values: Mapping[str, float]) -> str:
 
 def environments_in(values: Mapping[str, float]) -> set[str]:
     """`reward/all` and `reward/reverse-text` -> {"all", "reverse-text"}."""
-    split = [name.split("/") for name in values]
-    return {parts[1] for parts in split if len(parts) > 1 and "/".join([parts[0], ALL, *parts[2:]]) in values}
+    split = [name.split("/") for name in values if "/" in name]
+    return {
+        parts[1] for parts in split if parts[0] == EVAL or "/".join([parts[0], ALL, *parts[2:]]) in values
+    }
 
 
 def gauge_name(name: str, environments: set[str]) -> tuple[str, str]:

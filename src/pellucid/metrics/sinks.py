@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import orjson
 
+from pellucid.data.files import replace_file
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,13 +24,23 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """`{"step": 3, "time": 1760000000.0, "loss": 0.1, …}` per line; a number that is not finite is null."""
+    """`{"step": 3, "time": 1760000000.0, "loss": 0.1, …}` per line; a number that is not finite is null.
 
-    def __init__(self, path: Path) -> None:
+    A run that is resumed takes back what it wrote before of the first step that it logs, and after it.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("ab", buffering=0)
+        self._resumes = resume
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._resumes:
+            drop_metrics(self._path, step)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+            self._resumes = False
         record = {"step": step, "time": time.time(), **values}
         self._file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
@@ -88,3 +100,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         for line in path.read_bytes().split(b"\n")[:-1]:
             yield orjson.loads(line)
+
+
+def drop_metrics(path: Path, start: int) -> None:
+    """Takes back the records from step `start` on, and a torn last line."""
+    if path.exists():
+        kept = [record for record in read_metrics(path) if record["step"] < start]
+        replace_file(path, b"".join(orjson.dumps(record) + b"\n" for record in kept))

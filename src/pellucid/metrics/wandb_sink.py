@@ -1,6 +1,8 @@
 """Weights & Biases. Two processes cannot share one of its runs, so each has its own, in one group.
 
-The id of a process' run is kept in the run folder, so that a run that is continued there continues here.
+Evaluations have one, too, in the orchestrator's process: their steps are policy versions, and the steps of
+one of its runs never go back. The id of each is kept in the run folder, so that a run that is continued
+there continues here.
 """
 
 import secrets
@@ -34,6 +36,7 @@ class WandbSink:
                 settings=wandb.Settings(
                     console="off",
                     silent=True,
+                    reinit="create_new",
                     finish_timeout=FINISH_TIMEOUT_S,
                     finish_timeout_raises=True,
                 ),

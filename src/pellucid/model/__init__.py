@@ -3,6 +3,7 @@
 from pellucid.model.attention import AttentionPlan, PackedAttention
 from pellucid.model.head import TokenOutput, token_logprobs
 from pellucid.model.layout import Layout, packed_layout, shared_layout
+from pellucid.model.lean_forward import lean_forward
 from pellucid.model.load import load_policy
 from pellucid.model.policy import Policy
 
@@ -12,6 +13,7 @@ __all__ = [
     "PackedAttention",
     "Policy",
     "TokenOutput",
+    "lean_forward",
     "load_policy",
     "packed_layout",
     "shared_layout",

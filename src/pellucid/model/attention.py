@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from pellucid.errors import ModelError
 
@@ -143,10 +143,8 @@ def _attention(
 
 
 def register_attention() -> None:
-    """Makes `attn_implementation="pellucid"` known to transformers."""
+    """Makes `attn_implementation="pellucid"` known to transformers.
+
+    The plan decides who sees whom. Without a mask function of the same name, HF builds no mask of its own.
+    """
     AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The plan decides who sees whom; HF must not build a mask of its own."""

@@ -1,6 +1,6 @@
 """The orchestrator: rollouts, groups, advantages, batches. Its process does without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
@@ -8,6 +8,7 @@ from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import ConfigError
 from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, ScoredRollout
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
+from pellucid.orchestrator.evaluation import Evaluation, load_evaluation
 from pellucid.orchestrator.loop import Orchestrator
 from pellucid.orchestrator.session import Session
 from pellucid.orchestrator.signals import run_until_signalled
@@ -38,12 +39,16 @@ def run_orchestrator(config: OrchestratorRunConfig) -> None:
             "serves on, or start all parts with `pellucid rl`"
         )
     environments = {env.label: load_environment(env, config.seed) for env in config.orchestrator.env}
+    evaluations = [load_evaluation(each, config.seed) for each in config.orchestrator.eval]
     tokenizer = load_tokenizer(config.model.name)
-    run_until_signalled(lambda: _orchestrate(config, environments, tokenizer))
+    run_until_signalled(lambda: _orchestrate(config, environments, evaluations, tokenizer))
 
 
 async def _orchestrate(
-    config: OrchestratorRunConfig, environments: Mapping[str, Environment], tokenizer: Any
+    config: OrchestratorRunConfig,
+    environments: Mapping[str, Environment],
+    evaluations: Sequence[Evaluation],
+    tokenizer: Any,
 ) -> None:
     from pellucid.inference.http import HttpInferenceClient
 
@@ -51,7 +56,7 @@ async def _orchestrate(
     try:
         await client.wait_until_ready()
         sender = open_sender(config.transport, config.output_dir)
-        await Orchestrator(config, environments, tokenizer, client, sender).run()
+        await Orchestrator(config, environments, tokenizer, client, sender, evaluations).run()
     finally:
         await client.close()
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from pellucid.config import OrchestratorRunConfig
-from pellucid.data import TokenTable
+from pellucid.data import Rollout, TokenTable
 from pellucid.ledger import Flow, Journal, Stage, State
 from pellucid.metrics import Tee, open_sinks
 from pellucid.orchestrator.records import RolloutLog
@@ -16,6 +16,7 @@ from pellucid.orchestrator.report import (
     add_groups,
     add_off_policy_levels,
     is_dropped,
+    sample_line,
     step_line,
     zero_metrics,
 )
@@ -28,7 +29,9 @@ class Books:
     def __init__(self, config: OrchestratorRunConfig) -> None:
         self._run_id = config.run_name
         self._env_names = [env.label for env in config.orchestrator.env]
-        self._journal = Journal(config.output_dir / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR)
+        self._journal = Journal(
+            config.output_dir / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR, resume=config.resume
+        )
         self._sink = Tee(open_sinks(config, "orchestrator"))
         self._rollouts = RolloutLog(config.output_dir, config.orchestrator.sampling.model_dump())
         self._metrics = zero_metrics(self._env_names)
@@ -37,25 +40,40 @@ class Books:
     def settle(self, step: int, groups: Groups) -> None:
         """Accounts for the tokens of these groups, saves their rollouts, adds them to the next report."""
         for verdicts in groups:
-            for verdict in verdicts:
-                self._count(verdict)
             self._log_losses(verdicts)
-        self._journal.flush(step)
+        self.account(step, [verdict for verdicts in groups for verdict in verdicts])
         self._rollouts.append(step, groups)
         add_groups(self._metrics, groups)
 
-    def report(self, step: int, table: TokenTable, own: Mapping[str, float]) -> None:
-        """Metrics and the log line of one batch; `own` holds the numbers that only the loop knows."""
+    def account(self, step: int, verdicts: Sequence[Verdict]) -> None:
+        """Enters the tokens of these verdicts into the journal, and nowhere else."""
+        for verdict in verdicts:
+            self._count(verdict)
+        self._journal.flush(step)
+
+    def report(self, step: int, table: TokenTable, own: Mapping[str, float], sample: Rollout) -> None:
+        """Metrics of a batch, its log line and one of its rollouts; `own` are numbers that the loop knows."""
         self._rollouts.finish_step()
         add_off_policy_levels(self._metrics, step, table)
         values = {**self._metrics.report(), **own}
         self._metrics = zero_metrics(self._env_names)
         self._sink.log(step, values)
         log.info(step_line(step, values))
+        log.info(sample_line(step, sample))
 
-    def close(self, step: int) -> None:
-        self._rollouts.finish_step()
-        self._journal.close(step)
+    @property
+    def journal_bytes(self) -> int:
+        return self._journal.num_bytes
+
+    def rollouts_bytes(self, step: int) -> int:
+        """Length of the saved rollouts of a step."""
+        return self._rollouts.num_bytes(step)
+
+    def close(self, step: int, *, finished: bool) -> None:
+        """Of a run that was stopped, step and journal stay open: it may be resumed."""
+        if finished:
+            self._rollouts.finish_step()
+            self._journal.close(step)
         self._sink.close()
 
     def _count(self, verdict: Verdict) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pellucid.config import EnvConfig
+from pellucid.config import EnvironmentConfig, EvalConfig
 from pellucid.config.imports import load_attribute
 from pellucid.data import Example, Rollout
 from pellucid.errors import ConfigError
@@ -67,32 +67,37 @@ class SingleTurnEnvironment(Environment):
         """The score of an answer."""
 
 
-def load_environment(config: EnvConfig, seed: int) -> Environment:
-    """The environment of one `[[orchestrator.env]]`; entries with different names see different examples."""
-    kind = _environment_class(config.id)
-    arguments = {"seed": stable_seed(seed, config.label), **config.args}
+def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
+    """The environment of one entry; entries with different names see different examples.
+
+    An evaluation has seeds of its own: an environment that draws its examples by seed measures on others
+    than it trains on, even under the same name.
+    """
+    kind = _environment_class(config)
+    name = ("eval", seed, config.label) if isinstance(config, EvalConfig) else (seed, config.label)
+    arguments = {"seed": stable_seed(*name), **config.args}
     try:
         inspect.signature(kind).bind(**arguments)
         return kind(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"environment {config.id!r} refuses orchestrator.env.args = {config.args}: {error}; "
+            f"environment {config.id!r} refuses {config.KEY}.args = {config.args}: {error}; "
             f"it takes {inspect.signature(kind)}"
         ) from error
 
 
-def _environment_class(env_id: str) -> type[Environment]:
+def _environment_class(config: EnvironmentConfig) -> type[Environment]:
+    env_id, key = config.id, f"{config.KEY}.id"
     path = BUILT_IN.get(env_id, env_id)
     if ":" not in path:
         nearest = difflib.get_close_matches(env_id, BUILT_IN, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"orchestrator.env.id = {env_id!r} is not a built-in environment ({', '.join(BUILT_IN)}) and not "
+            f"{key} = {env_id!r} is not a built-in environment ({', '.join(BUILT_IN)}) and not "
             f"an import path `package.module:Class`; did you mean {nearest!r}?"
         )
-    kind = load_attribute(path, "orchestrator.env.id")
+    kind = load_attribute(path, key)
     if not (inspect.isclass(kind) and issubclass(kind, Environment)):
         raise ConfigError(
-            f"orchestrator.env.id = {env_id!r} is {kind!r}; it has to be a subclass of "
-            "pellucid.orchestrator.Environment"
+            f"{key} = {env_id!r} is {kind!r}; it has to be a subclass of pellucid.orchestrator.Environment"
         )
     return kind

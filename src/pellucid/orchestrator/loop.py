@@ -9,11 +9,14 @@
     run              a change                          collect, follow_weights, a dead task
     an attempt       the server                        its completion, or its cancellation at the end
     follow_weights   a newer stable weights/step_N     the trainer
+                     the evaluation of the last one    the attempts of the evaluation
     the trainer      a batch                           send
 
 Back-pressure is the scheduler's: nothing here decides what may start. A failed rollout is data; any other
-exception in a task stops the run. However the run ends, what was sampled is accounted for: attempts are
-cancelled, which makes their sessions take in what the server has, and the books are closed after that.
+exception in a task stops the run. A version that is evaluated stays until that is over, and a run with
+evaluations ends with that of its last version. However the run ends, what was sampled is accounted for:
+attempts are cancelled, which makes their sessions take in what the server has. A run that sent its last
+batch then closes its books; one that was stopped leaves them open, with a snapshot to go on from.
 """
 
 import asyncio
@@ -30,15 +33,18 @@ from pellucid.orchestrator.attempt import GroupRun
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import Environment
+from pellucid.orchestrator.eval_books import EvalBooks
+from pellucid.orchestrator.evaluation import Evaluation, Evaluator
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.pace import Pace
 from pellucid.orchestrator.report import waiting_line
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
+from pellucid.orchestrator.snapshot import read_snapshot, take_snapshot, write_snapshot
 from pellucid.orchestrator.tasks import cancel, outlast
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.orchestrator.weights import follow_weights
-from pellucid.transport import Batch, BatchSender
+from pellucid.transport import Batch, BatchSender, encode_batch, stable_steps
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +65,7 @@ class Orchestrator:
         tokenizer: Any,
         client: InferenceClient,
         sender: BatchSender,
+        evaluations: Sequence[Evaluation] = (),
     ) -> None:
         self._config = config
         self._environments = environments
@@ -67,16 +74,19 @@ class Orchestrator:
         self._sampler = _sampler(config, ChatTemplate(tokenizer), client)
         self._scheduler = _scheduler(config, environments)
         self._books = Books(config)
+        eval_books = EvalBooks(config, self._books.account)
+        self._evaluator = Evaluator(config, evaluations, self._sampler, eval_books, self._start)
         self._pace = Pace()
         self._group: GroupRun | None = None
         self._attempts: set[asyncio.Task[None]] = set()
         self._inflight: dict[str, Rollout] = {}
         self._changed = asyncio.Event()
         self._dead: BaseException | None = None
+        if config.resume and (snapshot := read_snapshot(config.output_dir)) is not None:
+            self._scheduler.restore(snapshot.scheduler_state(config.run_name))
 
     async def run(self) -> None:
-        weights = self._config.output_dir / "weights"
-        follower = self._spawn(follow_weights(weights, self._client, self._update_policy))
+        follower = self._spawn(self._follow_weights())
         try:
             while self._scheduler.batches_sent < self._config.max_steps:
                 self._dispatch()
@@ -85,6 +95,8 @@ class Orchestrator:
                     self._send(batch)
                 self._write_down()
                 self._check_progress()
+            while self._evaluator.is_due(self._config.max_steps):
+                await self._change()
         finally:
             await outlast(self._finish(follower))
 
@@ -94,7 +106,7 @@ class Orchestrator:
                 self._group = self._open_group(dispatch)
             rollout = self._group.open_rollout(dispatch.rollout_id)
             self._inflight[rollout.rollout_id] = rollout
-            self._attempts.add(self._spawn(self._attempt(self._group, rollout)))
+            self._start(self._attempt(self._group, rollout))
 
     async def _attempt(self, group: GroupRun, rollout: Rollout) -> None:
         try:
@@ -116,26 +128,52 @@ class Orchestrator:
         if complaint is not None:
             raise RolloutError(complaint)
 
-    def _update_policy(self, version: int) -> None:
+    async def _follow_weights(self) -> None:
+        weights = self._config.output_dir / "weights"
+        if not stable_steps(weights):
+            await self._evaluate(0)
+        await follow_weights(weights, self._client, self._update_policy, self._evaluator.is_due)
+
+    async def _update_policy(self, version: int) -> None:
         self._scheduler.update_policy(version)
         self._pace.note(blocked=self._scheduler.waits_for_weights)
         self._changed.set()
+        await self._evaluate(version)
+
+    async def _evaluate(self, version: int) -> None:
+        if self._evaluator.is_due(version):
+            values = await self._evaluator.evaluate(version)
+            self._save()  # before the record: a version that is done for good is in the books for good
+            self._evaluator.report(version, values)
+            self._changed.set()
 
     def _send(self, verdicts: Sequence[Verdict]) -> None:
         step = self._scheduler.batches_sent - 1
         table = TokenTable.from_samples([sample for verdict in verdicts for sample in verdict.samples])
-        num_bytes = self._sender.send(Batch(self._config.run_name, step, table))
+        payload = encode_batch(Batch(self._config.run_name, step, table))
         batch_s, blocked_s = self._pace.lap(blocked=self._scheduler.waits_for_weights)
         self._books.settle(step, self._scheduler.take_settled())
         own = {
             "batch_rollouts": len(verdicts),
             "batch_tokens": table.num_tokens,
-            "batch_bytes": num_bytes,
+            "batch_bytes": len(payload),
             "policy_version": self._scheduler.policy_version,
             "time/batch_s": batch_s,
             "time/wait_weights_s": blocked_s,
         }
-        self._books.report(step, table, own)
+        self._books.report(step, table, own, sample=verdicts[0].rollout)
+        self._save()
+        self._sender.send(step, payload)
+
+    def _save(self) -> None:
+        """Where a resumed run goes on; before a batch is sent, so that it knows all that the trainer does."""
+        state = self._scheduler.state()
+        snapshot = take_snapshot(
+            state,
+            journal_bytes=self._books.journal_bytes,
+            rollouts_bytes=self._books.rollouts_bytes(state.batches_sent),
+        )
+        write_snapshot(self._config.output_dir, snapshot)
 
     def _write_down(self) -> None:
         """Settled rollouts do not wait in memory for a batch that may never form."""
@@ -161,11 +199,15 @@ class Orchestrator:
             step = self._scheduler.batches_sent
             if groups := self._scheduler.take_settled():
                 self._books.settle(step, groups)
-            self._books.close(step)
+            self._evaluator.close()
+            self._save()
+            all_evaluated = not self._evaluator.is_due(self._config.max_steps)
+            self._books.close(step, finished=step == self._config.max_steps and all_evaluated)
 
     async def _wind_down(self) -> None:
         """Cuts short what is running and waits until it is back, but not for ever."""
         self._sampler.close(_LAST_PATIENCE_S)
+        self._evaluator.stop(_LAST_PATIENCE_S)
         for attempt in self._attempts:
             attempt.cancel()
         if self._attempts:
@@ -191,6 +233,12 @@ class Orchestrator:
             sampler=self._sampler,
             prompts=PromptCache(self._sampler.chat),
         )
+
+    def _start(self, attempt: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """An attempt is cancelled when the run ends."""
+        task = self._spawn(attempt)
+        self._attempts.add(task)
+        return task
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

@@ -5,14 +5,17 @@ advantage, messages, and the trajectory turn by turn. Rollouts are appended as t
 at a time, so that a long wait for a batch can be looked into; `STABLE` says that the step is complete.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from pellucid.data.files import replace_file
+from pellucid.ledger import Flow, State
 from pellucid.orchestrator.verdict import Verdict
-from pellucid.transport.stable import MARKER
+from pellucid.transport import MARKER, step_folders
 
 FILE = "train_rollouts.jsonl"
 
@@ -27,15 +30,19 @@ class RolloutLog:
 
     def append(self, step: int, groups: Sequence[Sequence[Verdict]]) -> None:
         lines = b"".join(
-            orjson.dumps(_record(step, verdict, self._sampling_args), option=orjson.OPT_APPEND_NEWLINE)
+            orjson.dumps(rollout_record(step, verdict, self._sampling_args), option=orjson.OPT_APPEND_NEWLINE)
             for group in groups
             for verdict in group
         )
         folder = self._parent / f"step_{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / FILE).open("ab" if folder == self._folder else "wb") as file:
+        with (folder / FILE).open("ab") as file:
             file.write(lines)
         self._folder = folder
+
+    def num_bytes(self, step: int) -> int:
+        path = self._parent / f"step_{step}" / FILE
+        return path.stat().st_size if path.exists() else 0
 
     def finish_step(self) -> None:
         """The step that was appended to, if any, is complete."""
@@ -44,7 +51,31 @@ class RolloutLog:
             self._folder = None
 
 
-def _record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]) -> dict[str, Any]:
+def cut_rollouts(run_dir: Path, step: int, num_bytes: int) -> None:
+    """Takes back what was saved after this length of this step's file."""
+    for number, folder in step_folders(run_dir / "rollouts").items():
+        path = folder / FILE
+        if number == step and path.exists():
+            os.truncate(path, num_bytes)
+        elif number > step:
+            path.unlink(missing_ok=True)
+
+
+def discard_rollouts(run_dir: Path, steps: Iterable[int]) -> None:
+    """What was sent with the batches of these steps will not train; the steps are open again."""
+    for step in steps:
+        folder = run_dir / "rollouts" / f"step_{step}"
+        path = folder / FILE
+        if path.exists():
+            records = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+            for record in records:
+                if record["outcome"] == Flow.SENT.value:
+                    record |= {"outcome": State.ROLLED_BACK.value, "reason": "its batch did not survive"}
+            replace_file(path, b"".join(orjson.dumps(record) + b"\n" for record in records))
+            (folder / MARKER).unlink(missing_ok=True)
+
+
+def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]) -> dict[str, Any]:
     rollout = verdict.rollout
     return {
         "step": step,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pellucid.data import TokenTable
+from pellucid.data import Rollout, TokenTable
 from pellucid.ledger import State
 from pellucid.metrics import Max, Mean, MetricSet, Sum
 from pellucid.orchestrator.attempt import EMPTY
@@ -19,6 +19,8 @@ Groups = Sequence[Sequence[Verdict]]
 
 LOST = {State.FAILED_ROLLOUT, State.DROPPED_GROUP, State.STALE, State.REJECTED}
 """Outcomes that a user did not ask for."""
+
+_LINE_WIDTH = 100 - len("12:34:56 INFO ")
 
 
 def zero_metrics(env_names: Sequence[str]) -> MetricSet:
@@ -48,6 +50,30 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
         f"{values['time/batch_s']:.1f} s, {values['time/wait_weights_s']:.1f} waiting"
         + (f"  {num_lost:.0f} lost" if num_lost else "")
     )
+
+
+def sample_line(step: int, rollout: Rollout) -> str:
+    """`step    7  g54-r2  reward 0.750  "Reverse: stone" → "enots" (6 tokens, stop)`, in 100 columns."""
+    asked = rollout.example.messages[-1]["content"] if rollout.example.messages else ""
+    end = f"({rollout.num_sampled} tokens, {rollout.stop_reason})"
+    start = f"step {step:4d}  {rollout.rollout_id}  reward {rollout.reward or 0.0:.3f}  "
+    room = _LINE_WIDTH - len(f"{start}{_quote('')} → {_quote('')} {end}")
+    asked = shorten(asked, room // 2)
+    said = shorten(rollout.turns[-1].text if rollout.turns else "", room - len(asked))
+    return f"{start}{_quote(asked)} → {_quote(said)} {end}"
+
+
+def shorten(text: str, width: int) -> str:
+    """On one line; the middle of a long text is left out: the ends tell most."""
+    text = " ".join(text.split())
+    if len(text) <= width:
+        return text
+    kept = max(width - 1, 0)
+    return f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
+
+
+def _quote(text: str) -> str:
+    return f'"{text}"'
 
 
 def waiting_line(step: int, groups: Groups) -> str:

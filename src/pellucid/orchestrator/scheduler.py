@@ -10,7 +10,9 @@
 - A ready group is never stale: age is checked when a group becomes ready and when the step advances.
 - Groups are never cut: a batch takes whole groups, oldest first, until it has `batch_size` rollouts;
   the surplus opens the next batch.
-- Nothing is left over once the last batch is sent; only a run that stops early cancels anything.
+- A run that stops early cancels what is open and holds what is ready; `state` and `restore` carry that,
+  and the examples to attempt again, over to the run that resumes it. Once the last batch is sent, a
+  surplus is cancelled, too.
 
     next_dispatch -> (in flight) -> finish -> (open) -> judge -> (ready) -> take_batch -> sent
                                         |                 |          |
@@ -19,7 +21,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pellucid.data import Rollout
@@ -57,6 +59,24 @@ class Dispatch:
     rollout_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerState:
+    """All that a resumed run has to know."""
+
+    batches_sent: int
+    positions: Mapping[str, int]
+    """Next example of each environment."""
+
+    num_groups: int
+    generation: int
+    """How often the run was resumed; keeps the names of its groups apart."""
+
+    unfinished: Sequence[tuple[str, int]]
+    """(environment, example) of each group that was started and is neither ready nor settled."""
+
+    ready: Sequence[list[Verdict]]
+
+
 @dataclass(slots=True)
 class _OpenGroup:
     source: Source
@@ -82,6 +102,10 @@ class Scheduler:
         self._sources = sources
         self._judge = judge
         self._positions = {source.env_name: 0 for source in sources}
+        self._num_groups = 0
+        self._generation = 0
+        self._again: deque[tuple[Source, int]] = deque()
+        """Examples whose group did not survive the run that was resumed."""
         self._filling: _OpenGroup | None = None
         self._open: dict[str, _OpenGroup] = {}
         self._inflight: set[str] = set()
@@ -91,6 +115,7 @@ class Scheduler:
         self.policy_version = 0
         self.drought = Drought()
         self.stopped = False
+        self._unfinished: list[tuple[str, int]] = []
 
     @property
     def num_inflight(self) -> int:
@@ -154,14 +179,41 @@ class Scheduler:
         return settled
 
     def stop(self) -> None:
-        """Nothing starts any more; whatever is not settled yet is cancelled, in flight once it is back."""
+        """Nothing starts any more; what is open is cancelled, in flight once it is back. See `state`."""
         self.stopped = True
+        self._unfinished = self._find_unfinished()
         self._filling = None
-        while self._ready:
+        while self._ready and self.batches_sent == self._rules.max_steps:
             self._cancel(self._ready.popleft().verdicts)
         for group in list(self._open.values()):
             if self._is_final(group):
                 self._close(group)
+
+    def state(self) -> SchedulerState:
+        """For a run that goes on from here; of one that was stopped, as it was then."""
+        return SchedulerState(
+            self.batches_sent,
+            dict(self._positions),
+            self._num_groups,
+            self._generation,
+            self._unfinished if self.stopped else self._find_unfinished(),
+            [group.verdicts for group in self._ready],
+        )
+
+    def restore(self, state: SchedulerState) -> None:
+        """Goes on from `state`; environments that are gone are forgotten, new ones start at the beginning."""
+        sources = {source.env_name: source for source in self._sources}
+        self.batches_sent = state.batches_sent
+        self._positions |= {env: index for env, index in state.positions.items() if env in sources}
+        self._num_groups = state.num_groups
+        self._generation = state.generation + 1
+        self._again.extend((sources[env], index) for env, index in state.unfinished if env in sources)
+        for verdicts in state.ready:
+            self._admit(verdicts)
+
+    def _find_unfinished(self) -> list[tuple[str, int]]:
+        again = [(source.env_name, index) for source, index in self._again]
+        return again + [(group.source.env_name, group.example_index) for group in self._open.values()]
 
     def _start_group(self) -> _OpenGroup | None:
         rules = self._rules
@@ -169,14 +221,27 @@ class Scheduler:
         num_wanted = (last_batch - self.batches_sent) * rules.batch_size
         if self.num_ready + len(self._open) * rules.rollouts_per_example >= num_wanted:
             return None
-        source = self._next_source()
+        source, index = self._again[0] if self._again else self._next_example()
         room = rules.max_inflight_rollouts - self.num_inflight
         if source.group_scored and room < rules.rollouts_per_example:
             return None  # its rollouts belong together: all at once or not yet
-        group = _OpenGroup(source, self._positions[source.env_name], f"g{sum(self._positions.values())}")
-        self._positions[source.env_name] += 1
+        if self._again:
+            self._again.popleft()
+        else:
+            self._positions[source.env_name] += 1
+        group = _OpenGroup(source, index, self._next_group_id())
         self._open[group.group_id] = group
         return group
+
+    def _next_group_id(self) -> str:
+        """`g57`; `g57.1` after the first resume: a run that was killed may have used the same numbers."""
+        number = self._num_groups
+        self._num_groups += 1
+        return f"g{number}.{self._generation}" if self._generation else f"g{number}"
+
+    def _next_example(self) -> tuple[Source, int]:
+        source = self._next_source()
+        return source, self._positions[source.env_name]
 
     def _next_source(self) -> Source:
         """The environment furthest behind its share of the groups; the first of equals."""

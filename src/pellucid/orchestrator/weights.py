@@ -1,8 +1,12 @@
-"""Serves what the trainer publishes: the newest version, each once."""
+"""Serves what the trainer publishes: the newest version, each once, and every version that is due.
+
+A version is due if it is to be evaluated. Those are never passed over, however many are newer by then; and
+whatever is made of a version is over before the next one is served.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from pellucid.errors import InferenceError
@@ -16,12 +20,17 @@ _RETRY_S = 0.5
 _MAX_TRIES = 3
 
 
-async def follow_weights(weights: Path, client: InferenceClient, on_update: Callable[[int], None]) -> None:
-    """Never returns. A refused version is tried again, or the one that is the newest by then."""
+async def follow_weights(
+    weights: Path,
+    client: InferenceClient,
+    on_update: Callable[[int], Awaitable[None]],
+    is_due: Callable[[int], bool],
+) -> None:
+    """Never returns. A refused version is tried again, or the one that is to be served by then."""
     served = num_failures = 0
     while True:
-        version = max(stable_steps(weights), default=0)
-        if version > served:
+        version = next_version(stable_steps(weights), served, is_due)
+        if version is not None:
             try:
                 await client.update_weights(version, weights / f"step_{version}")
             except InferenceError as error:
@@ -34,5 +43,11 @@ async def follow_weights(weights: Path, client: InferenceClient, on_update: Call
                 await asyncio.sleep(_RETRY_S)
             else:
                 served, num_failures = version, 0
-                on_update(version)
+                await on_update(version)
         await asyncio.sleep(_POLL_S)
+
+
+def next_version(published: Sequence[int], served: int, is_due: Callable[[int], bool]) -> int | None:
+    """Of the `published` versions, ascending: the first that is due, else the newest; None if none is new."""
+    newer = [version for version in published if version > served]
+    return next(filter(is_due, newer), newer[-1] if newer else None)

@@ -1,9 +1,10 @@
 """Where the trainer's batches come from: an orchestrator, or a data set."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Protocol
 
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.trainer.sft_data import ShuffledBatches
 from pellucid.transport import BatchReceiver
 
 
@@ -11,8 +12,8 @@ class BatchSource(Protocol):
     def next(self, step: int) -> TokenTable:
         """Blocks until the samples of this step are there."""
 
-    def release(self, step: int) -> None:
-        """The step is trained and saved; its batch is no longer needed."""
+    def release_before(self, step: int) -> None:
+        """Earlier steps are trained and saved; their batches are no longer needed."""
 
 
 class OrchestratorBatches:
@@ -22,19 +23,19 @@ class OrchestratorBatches:
     def next(self, step: int) -> TokenTable:
         return self._receiver.receive(step).table
 
-    def release(self, step: int) -> None:
-        self._receiver.release(step)
+    def release_before(self, step: int) -> None:
+        self._receiver.release_before(step)
 
 
 class DatasetBatches:
-    """Consecutive samples of an endless stream."""
+    """A data set, shuffled, epoch after epoch; a batch depends on seed and step alone."""
 
-    def __init__(self, samples: Iterator[TrainingSample], batch_size: int) -> None:
+    def __init__(self, samples: Sequence[TrainingSample], batch_size: int, seed: int) -> None:
         self._samples = samples
-        self._batch_size = batch_size
+        self._order = ShuffledBatches(len(samples), batch_size, seed)
 
     def next(self, step: int) -> TokenTable:
-        return TokenTable.from_samples([next(self._samples) for _ in range(self._batch_size)])
+        return TokenTable.from_samples([self._samples[index] for index in self._order.batch(step)])
 
-    def release(self, step: int) -> None:
+    def release_before(self, step: int) -> None:
         """A data set stays where it is."""

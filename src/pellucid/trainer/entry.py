@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from pellucid.checkpoint import read_progress
+from pellucid.checkpoint.files import STATE
+from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerRunConfig
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.export import TokenExporter
@@ -18,8 +21,10 @@ from pellucid.trainer.batches import BatchSource, DatasetBatches, OrchestratorBa
 from pellucid.trainer.loop import train
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
-from pellucid.trainer.sft_data import read_dataset, shuffled_forever
-from pellucid.transport import open_receiver
+from pellucid.trainer.sft_data import SFTData
+from pellucid.trainer.stop import Stopped
+from pellucid.trainer.validation import Validation
+from pellucid.transport import open_receiver, stable_steps
 
 logger = logging.getLogger(__name__)
 
@@ -44,26 +49,52 @@ class LogSink:
 def run_trainer(config: TrainerRunConfig) -> None:
     """Trains on the batches that an orchestrator sends."""
     batches = OrchestratorBatches(open_receiver(config.transport, config.output_dir))
-    journal = Journal(config.output_dir / "ledger" / "trainer.jsonl", Stage.TRAINER)
-    _train(config, batches, journal, [LogSink()])
+    journal = Journal(config.output_dir / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=config.resume)
+    _train(config, build_run(config, batches, journal, [LogSink()]))
 
 
-def train_on_dataset(config: SFTConfig, sinks: list[Sink]) -> None:
-    """Trains on a data set."""
-    samples = read_dataset(config.data.path, load_tokenizer(config.model.name))
-    batches = DatasetBatches(shuffled_forever(samples, config.seed), config.data.batch_size)
-    _train(config, batches, None, sinks)
+def train_on_dataset(config: SFTConfig, data: SFTData, sinks: list[Sink]) -> None:
+    """Trains on a data set, and measures the loss on the part that is kept for validation."""
+    batches = DatasetBatches(data.train, config.data.batch_size, config.seed)
+    run = build_run(config, batches, None, sinks)
+    if config.data.validation is not None:
+        run.validation = Validation(
+            run.policy,
+            run.forward,
+            [run.pack(0, table) for table in data.validation_tables()],
+            interval=config.data.validation.interval,
+            max_steps=config.max_steps,
+        )
+    _train(config, run)
 
 
-def _train(
-    config: TrainerRunConfig, batches: BatchSource, journal: Journal | None, sinks: list[Sink]
-) -> None:
-    run = build_run(config, batches, journal, sinks)
+def _train(config: TrainerRunConfig, run: Run) -> None:
     try:
-        train(run)
+        if config.resume:
+            restore(run)
+        with run.stop.listening():
+            train(run)
         run.close_books()
+    except Stopped as stopped:
+        logger.warning("%s: stopping after a checkpoint", stopped)
+        run.save_checkpoint()
+        raise SystemExit(128 + stopped.signal) from None
     finally:
         run.close()
+
+
+def restore(run: Run) -> None:
+    """Takes a new run to where its newest checkpoint was, bit by bit; without one it starts at step 0."""
+    steps = stable_steps(run.output_dir / "checkpoints")
+    if steps:
+        folder = run.output_dir / "checkpoints" / f"step_{steps[-1]}"
+        progress = read_progress(folder)
+        read_state(run.policy, run.optimizer.adamw, folder / STATE)
+        torch.set_rng_state(torch.frombuffer(bytearray(progress.random_state), dtype=torch.uint8))
+        run.go_on_from(progress)
+    if run.exporter is not None:
+        run.exporter.forget_from(run.start)
+    logger.info("resumed at step %d", run.start)
 
 
 def build_run(

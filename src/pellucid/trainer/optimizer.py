@@ -17,9 +17,11 @@ class Optimizer:
         self._optim = optim
         self._scheduler = scheduler
         self._max_steps = max_steps
-        self._step = 0
+        self.num_steps = 0
+        """Updates made; the schedule's position."""
+
         self.last_lr = 0.0
-        self._adamw = torch.optim.AdamW(
+        self.adamw = torch.optim.AdamW(
             self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
 
@@ -31,12 +33,12 @@ class Optimizer:
                 f"the gradient norm is {grad_norm}; the weights were left as they are. Look at the last "
                 "token export for tokens with a huge ratio, lower trainer.optim.lr, or use float32"
             )
-        self.last_lr = self._optim.lr * lr_factor(self._step, self._scheduler, self._max_steps)
-        for group in self._adamw.param_groups:
+        self.last_lr = self._optim.lr * lr_factor(self.num_steps, self._scheduler, self._max_steps)
+        for group in self.adamw.param_groups:
             group["lr"] = self.last_lr
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
-        self._step += 1
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.num_steps += 1
         return grad_norm
 
 

@@ -1,12 +1,17 @@
 """The parts of one training run, wired together: what the loop calls."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pellucid.checkpoint import Progress, publish_checkpoint
+from pellucid.checkpoint.state import write_state
 from pellucid.config import TrainerConfig
+from pellucid.data import TokenTable
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal
@@ -18,11 +23,15 @@ from pellucid.trainer.batches import BatchSource
 from pellucid.trainer.observer import StepObserver
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
-from pellucid.transport import publish_folder
-from pellucid.transport.weights import publish_weights
+from pellucid.trainer.stop import StopRequest
+from pellucid.trainer.validation import Validation
+from pellucid.transport import is_stable, publish_folder
+from pellucid.transport.weights import publish_weights, published_versions, weights_folder
 
 _TOTALS = ("tokens", "loss_tokens", "samples", "truncated_tokens")
 """Counts that are also reported as running totals."""
+
+_SKIPPED = "export/skipped_sequences"
 
 
 @dataclass
@@ -43,18 +52,40 @@ class Run:
     publishes: bool
     """Whether an engine follows this run's weights."""
 
-    def __post_init__(self) -> None:
-        self._watch = Stopwatch()
-        self._totals: Counter[str] = Counter()
+    validation: Validation | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
 
-    def steps(self) -> range:
-        return range(self.max_steps)
+    def __post_init__(self) -> None:
+        self.start = self._num_trained = self._num_saved = 0
+        self._totals: Counter[str] = Counter()
+        self._watch = Stopwatch()
+
+    def go_on_from(self, progress: Progress) -> None:
+        """Its steps are trained, and the weights are what they were after them."""
+        self.start = self._num_trained = self._num_saved = progress.step
+        self._totals = Counter(progress.totals)
+        self.optimizer.num_steps = progress.step
+        if self.exporter is not None:
+            self.exporter.num_skipped = self._totals[_SKIPPED]
+        if self.publishes and progress.step > max(published_versions(self.output_dir), default=0):
+            self.publish(progress.step - 1)
+
+    def steps(self) -> Iterator[int]:
+        if self.validation is not None and self.start == 0:
+            with self._watch("validate"):
+                self.validation.begin()
+        for step in range(self.start, self.max_steps):
+            self.stop.check()
+            yield step
 
     def next_batch(self, step: int) -> StepBatch:
-        with self._watch("wait"):
+        with self._watch("wait"), self.stop.interruptible():
             table = self.batches.next(step)
         if table.num_sequences == 0:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
+        return self.pack(step, table)
+
+    def pack(self, step: int, table: TokenTable) -> StepBatch:
         seq_len = self.config.model.seq_len
         packed = pack_batch(table, seq_len=seq_len, max_tokens=self.config.micro_batch_max_tokens or seq_len)
         return StepBatch(step, table, packed, self.config.share_prompts, self.policy.device)
@@ -75,13 +106,13 @@ class Run:
         return LossResult(record.token_loss.sum() / denominator, inputs, record)
 
     def publish(self, step: int) -> None:
-        """Step n makes policy version n + 1."""
-        if self.publishes:
+        """Step n makes policy version n + 1; one that is there was made before the run was resumed."""
+        if self.publishes and not is_stable(weights_folder(self.output_dir, step + 1)):
             with self._watch("publish"):
                 publish_weights(self.policy.hf, self.output_dir, step + 1, keep=self.config.keep_weights)
 
     def finish(self, step: int, observer: StepObserver, grad_norm: float) -> None:
-        """Books, export and metrics of a trained step."""
+        """Books, export and metrics of a trained step; a checkpoint when one is due."""
         with self._watch("observe"):
             report = observer.report()
             if self.journal is not None:
@@ -89,17 +120,42 @@ class Run:
             if self.exporter is not None:
                 self.exporter.finish(step)
                 self.exporter.mark_stable(step)
-                report["export/skipped_sequences"] = self.exporter.num_skipped
-            self.batches.release(step)
+                self._totals[_SKIPPED] = self.exporter.num_skipped
+        if self.validation is not None:
+            with self._watch("validate"):
+                report |= self.validation.report(step)
         self._totals.update({f"total/{name}": report[name] for name in _TOTALS})
         report |= {"grad_norm": grad_norm, "lr": self.optimizer.last_lr, **self._totals}
         report |= self._times(report)
         for sink in self.sinks:
             sink.log(step, report)
+        self._num_trained = step + 1
+        if self._num_trained % self.config.ckpt.interval == 0 or self._num_trained == self.max_steps:
+            self.save_checkpoint()
+
+    def save_checkpoint(self) -> None:
+        """Of the steps trained so far, unless there is one; batches that it covers are let go."""
+        if self._num_trained == self._num_saved:
+            return
+        progress = Progress(
+            step=self._num_trained,
+            totals=dict(self._totals),
+            random_state=torch.get_rng_state().numpy().tobytes(),
+            ledger=self.journal.totals() if self.journal is not None else [],
+        )
+        with self._watch("checkpoint"):
+            needed_from = publish_checkpoint(
+                self.output_dir,
+                progress,
+                lambda folder: write_state(self.policy, self.optimizer.adamw, folder),
+                keep_last=self.config.ckpt.keep_last,
+            )
+            self.batches.release_before(needed_from)
+        self._num_saved = self._num_trained
 
     def _times(self, report: Mapping[str, float]) -> dict[str, float]:
         times = self._watch.lap()
-        step_s = times["time/step_s"]
+        step_s = times["time/step_s"] - times.get("time/validate_s", 0.0)
         return {
             **times,
             "time/train_s": step_s - times["time/wait_s"],
@@ -117,7 +173,8 @@ class Run:
         publish_folder(self.output_dir / "model", write)
 
     def close_books(self) -> None:
-        """Only a run that came to its end: the journal of any other stays open."""
+        """Only a run that came to its end: the journal of any other stays open, and its batches stay."""
+        self.batches.release_before(self.max_steps)
         if self.journal is not None:
             self.journal.close(self.max_steps)
 

@@ -5,7 +5,14 @@ from pellucid.transport.codec import decode_batch, encode_batch
 from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
 from pellucid.transport.memory import MemoryChannel
 from pellucid.transport.open import open_receiver, open_sender
-from pellucid.transport.stable import MARKER, is_stable, publish_folder, stable_steps
+from pellucid.transport.stable import (
+    MARKER,
+    is_stable,
+    publish_folder,
+    retract_folder,
+    stable_steps,
+    step_folders,
+)
 
 __all__ = [
     "MARKER",
@@ -21,5 +28,7 @@ __all__ = [
     "open_receiver",
     "open_sender",
     "publish_folder",
+    "retract_folder",
     "stable_steps",
+    "step_folders",
 ]

@@ -16,13 +16,13 @@ class Batch:
 
 
 class BatchSender(Protocol):
-    def send(self, batch: Batch) -> int:
-        """Hands the batch over, whole or not at all; returns its size in bytes."""
+    def send(self, step: int, payload: bytes) -> None:
+        """Hands an encoded batch over, whole or not at all."""
 
 
 class BatchReceiver(Protocol):
     def receive(self, step: int) -> Batch:
         """Blocks until the batch of this step is there."""
 
-    def release(self, step: int) -> None:
-        """The batch of this step is no longer needed."""
+    def release_before(self, step: int) -> None:
+        """The batches of earlier steps are no longer needed; from this step on they may be received again."""

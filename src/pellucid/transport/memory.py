@@ -4,17 +4,15 @@ import queue
 
 from pellucid.errors import TransportError
 from pellucid.transport.channel import Batch
-from pellucid.transport.codec import decode_batch, encode_batch
+from pellucid.transport.codec import decode_batch
 
 
 class MemoryChannel:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def send(self, batch: Batch) -> int:
-        payload = encode_batch(batch)
+    def send(self, step: int, payload: bytes) -> None:
         self._queue.put(payload)
-        return len(payload)
 
     def receive(self, step: int) -> Batch:
         batch = decode_batch(self._queue.get(), sender="memory")
@@ -22,5 +20,5 @@ class MemoryChannel:
             raise TransportError(f"received the batch of step {batch.step}; expected step {step}")
         return batch
 
-    def release(self, step: int) -> None:
-        """The bytes are gone with the batch."""
+    def release_before(self, step: int) -> None:
+        """The bytes are gone with the batch: what is received from memory is never received again."""

@@ -27,15 +27,26 @@ def publish_folder(target: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
+def retract_folder(folder: Path) -> None:
+    """Deletes it, the marker first: killed in between, it is not trusted any more."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
 def is_stable(folder: Path) -> bool:
     return (folder / MARKER).exists()
 
 
 def stable_steps(parent: Path) -> list[int]:
     """The N of every finished `step_N` below `parent`, ascending."""
-    found = []
+    return sorted(step for step, folder in step_folders(parent).items() if is_stable(folder))
+
+
+def step_folders(parent: Path) -> dict[int, Path]:
+    """Every `step_N` below `parent` by its N, finished or not."""
+    found = {}
     for folder in parent.glob("step_*"):
         number = folder.name.removeprefix("step_")
-        if number.isdigit() and is_stable(folder):
-            found.append(int(number))
-    return sorted(found)
+        if number.isdigit():
+            found[int(number)] = folder
+    return found

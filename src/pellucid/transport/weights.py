@@ -3,7 +3,6 @@
 Tied weights are written once. Loading checks every name and shape before it changes any.
 """
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -12,19 +11,27 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pellucid.errors import TransportError
-from pellucid.transport.stable import publish_folder, stable_steps
+from pellucid.transport.stable import publish_folder, retract_folder, stable_steps
 
 _FILE = "model.safetensors"
 
 
+def weights_folder(run_dir: Path, version: int) -> Path:
+    return run_dir / "weights" / f"step_{version}"
+
+
+def published_versions(run_dir: Path) -> list[int]:
+    """Ascending."""
+    return stable_steps(run_dir / "weights")
+
+
 def publish_weights(model: nn.Module, run_dir: Path, version: int, *, keep: int) -> None:
     """Makes policy version `version` visible, and deletes the oldest beyond `keep`."""
-    weights = run_dir / "weights"
     tensors = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    publish_folder(weights / f"step_{version}", lambda folder: save_file(tensors, folder / _FILE))
-    for old in stable_steps(weights):
+    publish_folder(weights_folder(run_dir, version), lambda folder: save_file(tensors, folder / _FILE))
+    for old in published_versions(run_dir):
         if old <= version - keep:
-            shutil.rmtree(weights / f"step_{old}")
+            retract_folder(weights_folder(run_dir, old))
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

@@ -1,0 +1,110 @@
+"""`checkpoints/step_N/`: all that a trainer needs to go on with step N as if nothing had happened.
+
+    state/           model and optimizer, written by torch.distributed.checkpoint
+    progress.json    counters, random state, the ledger so far, and the checksum of every file in state/
+    STABLE
+
+A checkpoint is whole or it does not exist. One that was damaged later is noticed by its checksums and
+passed over for the one before.
+"""
+
+import logging
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pellucid.errors import DataError
+from pellucid.ledger import LedgerEntry
+from pellucid.transport import MARKER, publish_folder, retract_folder, stable_steps
+
+logger = logging.getLogger(__name__)
+
+STATE = "state"
+_PROGRESS = "progress.json"
+_CHUNK_BYTES = 1 << 24
+
+
+class FileSum(msgspec.Struct, frozen=True):
+    num_bytes: int
+    crc32: int
+
+
+class Progress(msgspec.Struct, frozen=True):
+    step: int
+    """Steps that are trained; the next one to train."""
+
+    totals: dict[str, int]
+    """Running totals of the metrics."""
+
+    random_state: bytes
+    """Of torch's generator on the CPU."""
+
+    ledger: list[LedgerEntry]
+    """What the trainer has booked so far, one entry per run and environment."""
+
+    files: dict[str, FileSum] = {}
+    """Filled in when the checkpoint is written."""
+
+
+def publish_checkpoint(
+    run_dir: Path, progress: Progress, write_state: Callable[[Path], None], *, keep_last: int
+) -> int:
+    """Writes one and deletes the oldest beyond `keep_last`.
+
+    Returns the step from which on batches may be needed again: that of the oldest checkpoint kept, or 0
+    while there are fewer than `keep_last`.
+    """
+
+    def write(folder: Path) -> None:
+        write_state(folder / STATE)
+        files = {path.name: _checksum(path) for path in (folder / STATE).iterdir()}
+        (folder / _PROGRESS).write_bytes(msgspec.json.encode(msgspec.structs.replace(progress, files=files)))
+
+    parent = run_dir / "checkpoints"
+    publish_folder(parent / f"step_{progress.step}", write)
+    steps = stable_steps(parent)
+    for step in steps[:-keep_last]:
+        retract_folder(parent / f"step_{step}")
+    return steps[-keep_last] if len(steps) >= keep_last else 0
+
+
+def newest_intact(run_dir: Path) -> Progress | None:
+    """The newest checkpoint whose files are what they were; newer ones lose their `STABLE`."""
+    parent = run_dir / "checkpoints"
+    for step in reversed(stable_steps(parent)):
+        folder = parent / f"step_{step}"
+        try:
+            progress = read_progress(folder)
+            _verify(folder, progress)
+        except (OSError, DataError) as error:
+            logger.warning("%s is passed over: %s", folder, error)
+            (folder / MARKER).unlink()
+        else:
+            return progress
+    return None
+
+
+def read_progress(folder: Path) -> Progress:
+    path = folder / _PROGRESS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Progress)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
+def _verify(folder: Path, progress: Progress) -> None:
+    for name, expected in progress.files.items():
+        path = folder / STATE / name
+        if _checksum(path) != expected:
+            raise DataError(f"{path} is damaged: its size or checksum is not what was written")
+
+
+def _checksum(path: Path) -> FileSum:
+    num_bytes = crc32 = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            num_bytes += len(chunk)
+            crc32 = zlib.crc32(chunk, crc32)
+    return FileSum(num_bytes, crc32)

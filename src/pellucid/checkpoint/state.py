@@ -1,0 +1,38 @@
+"""Model and optimizer to disk and back, bit by bit, with `torch.distributed.checkpoint`."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+
+def write_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+    with _single_process():
+        save(_state(model, optimizer), checkpoint_id=folder, no_dist=True)
+
+
+def read_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+    """Into the given model and optimizer, in place."""
+    state = _state(model, optimizer)
+    with _single_process():
+        load(state, checkpoint_id=folder, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+@contextmanager
+def _single_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

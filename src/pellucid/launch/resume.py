@@ -1,0 +1,160 @@
+"""Brings the folder of a run that died, or was stopped, back to one consistent point.
+
+    checkpoint   the newest one that is intact; the trainer goes on with its step
+    next_batch   the first batch from there on that is missing or damaged; the orchestrator goes on with it
+
+Files are cut back to those points, the books are settled, and what belongs to neither is deleted: batches,
+weights and exports of steps that a resumed run will sample and train anew. After that every process just
+goes on from the newest thing it finds. Interrupted itself, it can be run again.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from rich.console import Console
+
+from pellucid.checkpoint import Progress, newest_intact
+from pellucid.config import RunConfig
+from pellucid.launch.run_folder import prepare
+from pellucid.ledger import (
+    LedgerEntry,
+    Settlement,
+    Stage,
+    State,
+    append_entries,
+    read_journal,
+    replace_entries,
+    settle,
+    sum_entries,
+)
+from pellucid.metrics import drop_metrics
+from pellucid.orchestrator.records import cut_rollouts, discard_rollouts
+from pellucid.orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
+from pellucid.transport import retract_folder, step_folders
+from pellucid.transport.filesystem import first_missing_batch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    checkpoint: int
+    next_batch: int
+    num_lost: int = 0
+    """Tokens that were sampled and are gone."""
+
+    num_rolled_back: int = 0
+    """Tokens that were trained in steps that are discarded."""
+
+    def __str__(self) -> str:
+        """`resuming at step 50; 7 steps are trained again from their batches; 312 tokens were lost`."""
+        parts = [f"resuming at step {self.checkpoint}"]
+        if replayed := self.next_batch - self.checkpoint:
+            parts.append(f"{replayed} {'steps are' if replayed > 1 else 'step is'} trained again from disk")
+        if self.num_lost:
+            parts.append(f"{self.num_lost:,} sampled tokens were lost")
+        if self.num_rolled_back:
+            parts.append(f"{self.num_rolled_back:,} trained tokens are rolled back")
+        return "; ".join(parts)
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def take_over(
+    config: Config, rewind: Callable[[Config], ResumePoint], console: Console
+) -> tuple[Config, int]:
+    """The configuration of a run in its claimed folder, and the first step to train.
+
+    `resume` is true from here on only if the folder holds a run; it is rewound then.
+    """
+    config = config.model_copy(update={"resume": prepare(config)})
+    if not config.resume:
+        return config, 0
+    point = rewind(config)
+    console.out(str(point), highlight=False)
+    return config, point.checkpoint
+
+
+def rewind_sft(config: RunConfig) -> ResumePoint:
+    progress = newest_intact(config.output_dir)
+    checkpoint = progress.step if progress else 0
+    drop_metrics(config.output_dir / "metrics" / "trainer.jsonl", checkpoint)
+    return ResumePoint(checkpoint, checkpoint)
+
+
+def rewind_rl(config: RunConfig) -> ResumePoint:
+    folder = config.output_dir
+    progress, snapshot = newest_intact(folder), read_snapshot(folder) or Snapshot()
+    checkpoint = progress.step if progress else 0
+    next_batch = first_missing_batch(folder, checkpoint, snapshot.batches_sent)
+    entries = _read_books(folder, snapshot)
+    settlement = settle(
+        entries,
+        checkpoint=checkpoint,
+        next_batch=next_batch,
+        held={(config.run_name, env): tokens for env, tokens in snapshot.held().items()},
+    )
+    cut_rollouts(folder, snapshot.batches_sent, snapshot.rollouts_bytes)
+    discard_rollouts(folder, range(next_batch, snapshot.batches_sent))
+    for name in ("batches", "token_exports"):
+        _discard(folder / name, next_batch)
+    _discard(folder / "weights", next_batch + 1)
+    drop_metrics(folder / "metrics" / "trainer.jsonl", checkpoint)
+    drop_metrics(folder / "metrics" / "orchestrator.jsonl", next_batch)
+    drop_metrics(folder / "metrics" / "eval.jsonl", next_batch + 1)
+    journal_bytes = _write_books(folder, entries, settlement, progress)
+    # Last: only now would another resume cut the orchestrator's journal after what was settled here.
+    write_snapshot(
+        folder, msgspec.structs.replace(snapshot, batches_sent=next_batch, journal_bytes=journal_bytes)
+    )
+    return ResumePoint(
+        checkpoint, next_batch, settlement.total(State.LOST), settlement.total(State.ROLLED_BACK)
+    )
+
+
+def _read_books(folder: Path, snapshot: Snapshot) -> list[LedgerEntry]:
+    lengths = {Stage.ORCHESTRATOR: snapshot.journal_bytes}
+    return [entry for stage in Stage for entry in read_journal(_journal(folder, stage), lengths.get(stage))]
+
+
+def _write_books(
+    folder: Path, entries: list[LedgerEntry], settlement: Settlement, progress: Progress | None
+) -> int:
+    """Returns the length of the orchestrator's journal."""
+    trainer = settlement.trainer
+    if progress is not None and not _agree(trainer, progress.ledger):
+        logger.warning(
+            "%s does not tell what the checkpoint of step %d knows; the checkpoint is believed",
+            _journal(folder, Stage.TRAINER),
+            progress.step,
+        )
+        trainer = progress.ledger
+    replace_entries(_journal(folder, Stage.TRAINER), trainer)
+    append_entries(_journal(folder, Stage.INFERENCE), settlement.inference)
+    orchestrator = [entry for entry in entries if entry.stage is Stage.ORCHESTRATOR]
+    path = _journal(folder, Stage.ORCHESTRATOR)
+    replace_entries(path, [*orchestrator, *settlement.orchestrator])
+    return path.stat().st_size
+
+
+def _agree(entries: list[LedgerEntry], totals: list[LedgerEntry]) -> bool:
+    def counts(entries: list[LedgerEntry]) -> dict[tuple[str, str], dict[str, int]]:
+        return {(entry.run, entry.env): entry.counts for entry in sum_entries(entries)}
+
+    return counts(entries) == counts(totals)
+
+
+def _journal(folder: Path, stage: Stage) -> Path:
+    return folder / "ledger" / f"{stage.value}.jsonl"
+
+
+def _discard(parent: Path, start: int) -> None:
+    """Deletes what is there for the steps from `start` on."""
+    for step, folder in step_folders(parent).items():
+        if step >= start:
+            retract_folder(folder)

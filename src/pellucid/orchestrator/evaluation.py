@@ -1,0 +1,226 @@
+"""Evaluations: policy versions measured on environments that train nothing.
+
+- An evaluation is of one policy version: no other is served before it is over. `evaluate` runs inside the
+  task that serves the versions, and relies on that.
+- It attempts the same examples every time, at most `max_inflight_rollouts` at once. That is its own limit:
+  training goes on sampling beside it.
+- Every token sampled for it is `eval` in the ledger, whether its rollout is scored, fails or is cut short.
+- A rollout that fails is counted and never stops the run.
+- A version with a record in `metrics/eval.jsonl` is done; a resumed run does not evaluate it again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pellucid.config import EvalConfig, OrchestratorRunConfig
+from pellucid.data import Example, Rollout
+from pellucid.errors import ConfigError
+from pellucid.metrics.evaluation import evaluation_line, measure, metric_name
+from pellucid.orchestrator.attempt import GroupRun
+from pellucid.orchestrator.environment import Environment, load_environment
+from pellucid.orchestrator.eval_books import EvalBooks
+from pellucid.orchestrator.session import PromptCache, Sampler
+
+log = logging.getLogger(__name__)
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One `[[orchestrator.eval]]`, ready to run."""
+
+    config: EvalConfig
+    environment: Environment
+    examples: Sequence[Example]
+
+    def is_due(self, version: int, last_version: int) -> bool:
+        if version == last_version:
+            return True
+        return version % self.config.interval == 0 and (version > 0 or self.config.at_start)
+
+
+def load_evaluation(config: EvalConfig, seed: int) -> Evaluation:
+    return prepare_evaluation(config, load_environment(config, seed))
+
+
+def prepare_evaluation(config: EvalConfig, environment: Environment) -> Evaluation:
+    """All examples are made at once, so that one that is missing is found before the run starts."""
+    examples = []
+    for index in range(config.num_examples):
+        try:
+            examples.append(environment.example(index))
+        except Exception as error:
+            raise ConfigError(
+                f"{config.KEY}.num_examples = {config.num_examples}, but environment {config.label!r} has no "
+                f"example {index}: {type(error).__name__}: {error}; lower num_examples to what it has"
+            ) from error
+    return Evaluation(config, environment, examples)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What an evaluation found so far; its rollouts are written down and not kept."""
+
+    rewards: list[list[float | None]] = field(default_factory=list)
+    num_tokens: int = 0
+    """Of the rollouts that have a reward."""
+
+    def measures(self, pass_reward: float) -> dict[str, float]:
+        measures = measure(self.rewards, pass_reward)
+        num_scored = sum(reward is not None for rewards in self.rewards for reward in rewards)
+        if num_scored:
+            measures["completion_length"] = self.num_tokens / num_scored
+        return measures
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    """The attempts at one example."""
+
+    version: int
+    run: GroupRun
+    tally: _Tally
+    rollouts: list[Rollout] = field(default_factory=list)
+    num_returned: int = 0
+
+    def open_rollout(self) -> Rollout:
+        rollout = self.run.open_rollout(f"{self.run.group_id}-r{len(self.rollouts)}")
+        self.rollouts.append(rollout)
+        return rollout
+
+    def rewards(self) -> list[float | None]:
+        """None for what failed; in a group-scored environment one failure leaves none of them a score."""
+        failed = [rollout.error is not None for rollout in self.rollouts]
+        if self.run.environment.requires_group_scoring and any(failed):
+            return [None] * len(self.rollouts)
+        return [
+            None if has_failed else rollout.reward
+            for rollout, has_failed in zip(self.rollouts, failed, strict=True)
+        ]
+
+
+class Evaluator:
+    """Runs the evaluations of a run; with none, no version is ever due.
+
+    `spawn` starts an attempt. Whoever stops the run cancels the attempts, and then calls `close`.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorRunConfig,
+        evaluations: Sequence[Evaluation],
+        sampler: Sampler,
+        books: EvalBooks,
+        spawn: Spawn,
+    ) -> None:
+        self._last_version = config.max_steps
+        self._evaluations = evaluations
+        self._samplers = {each.config.label: _sampler(each.config, sampler) for each in evaluations}
+        self._books = books
+        self._spawn = spawn
+        self._free = asyncio.Semaphore(config.orchestrator.max_inflight_rollouts)
+        self._open: dict[str, _OpenGroup] = {}
+        self._stopped = False
+
+    def is_due(self, version: int) -> bool:
+        """Whether this version is to be evaluated, and is not yet."""
+        return version not in self._books.done and bool(self._due(version))
+
+    async def evaluate(self, version: int) -> dict[str, float]:
+        """The measures of a version, which has to be served until this returns; `report` makes it done."""
+        values: dict[str, float] = {}
+        for evaluation in self._due(version):
+            name = evaluation.config.label
+            measures = await self._measure(evaluation, version)
+            log.info(evaluation_line(version, name, measures))
+            values |= {metric_name(name, key): value for key, value in measures.items()}
+        return values
+
+    def report(self, version: int, values: dict[str, float]) -> None:
+        self._books.report(version, values)
+
+    def stop(self, patience_s: float) -> None:
+        """Nothing is sampled any more; see `Sampler.patience_s`."""
+        self._stopped = True
+        for sampler in self._samplers.values():
+            sampler.close(patience_s)
+
+    def close(self) -> None:
+        """Accounts for what is still running, and closes the books."""
+        for group in list(self._open.values()):
+            self._settle(group)
+        self._books.close()
+
+    def _due(self, version: int) -> list[Evaluation]:
+        return [each for each in self._evaluations if each.is_due(version, self._last_version)]
+
+    async def _measure(self, evaluation: Evaluation, version: int) -> dict[str, float]:
+        started = time.monotonic()
+        tally = _Tally()
+        attempts: list[asyncio.Task[None]] = []
+        for index in range(len(evaluation.examples)):
+            group = self._open_group(evaluation, version, index, tally)
+            for _ in range(group.run.size):
+                await self._free.acquire()
+                attempts.append(self._spawn(self._attempt(group, group.open_rollout())))
+        # Not `gather`: cancelled, it would wait for attempts that refuse to end.
+        await asyncio.wait(attempts)
+        for attempt in attempts:
+            attempt.result()
+        measures = tally.measures(evaluation.config.pass_reward)
+        return {**measures, "time_s": time.monotonic() - started}
+
+    def _open_group(self, evaluation: Evaluation, version: int, index: int, tally: _Tally) -> _OpenGroup:
+        name = evaluation.config.label
+        sampler = self._samplers[name]
+        run = GroupRun(
+            group_id=f"eval-{name}-v{version}-{index}",
+            env_name=name,
+            environment=evaluation.environment,
+            example=evaluation.examples[index],
+            size=evaluation.config.rollouts_per_example,
+            sampler=sampler,
+            prompts=PromptCache(sampler.chat),
+        )
+        group = self._open[run.group_id] = _OpenGroup(version, run, tally)
+        return group
+
+    async def _attempt(self, group: _OpenGroup, rollout: Rollout) -> None:
+        try:
+            await group.run.attempt(rollout)
+        finally:
+            self._free.release()
+            group.num_returned += 1
+            if group.num_returned == group.run.size:
+                self._settle(group)
+
+    def _settle(self, group: _OpenGroup) -> None:
+        if self._open.pop(group.run.group_id, None) is None:
+            return  # settled without waiting any longer
+        for rollout in group.rollouts:
+            if rollout.error is not None and not self._stopped:
+                log.warning("rollout %s failed: %s", rollout.rollout_id, rollout.error)
+        sampler = group.run.sampler
+        self._books.settle(
+            group.version,
+            group.rollouts,
+            {"temperature": sampler.temperature, "max_tokens": sampler.max_tokens},
+        )
+        rewards = group.rewards()
+        group.tally.rewards.append(rewards)
+        group.tally.num_tokens += sum(
+            rollout.num_sampled
+            for rollout, reward in zip(group.rollouts, rewards, strict=True)
+            if reward is not None
+        )
+
+
+def _sampler(config: EvalConfig, training: Sampler) -> Sampler:
+    return replace(
+        training, temperature=config.temperature, max_tokens=config.max_tokens or training.max_tokens
+    )

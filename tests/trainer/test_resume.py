@@ -1,0 +1,249 @@
+"""Resumed = uninterrupted, bit by bit, for the trainer given the same batches."""
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+from pellucid.checkpoint import newest_intact
+from pellucid.config import TrainerRunConfig
+from pellucid.data import TokenTable, TrainingSample
+from pellucid.launch.resume import rewind_rl
+from pellucid.ledger import Journal, Stage, read_journal
+from pellucid.metrics import read_metrics
+from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
+from pellucid.trainer.batches import OrchestratorBatches
+from pellucid.trainer.entry import build_run, restore
+from pellucid.trainer.loop import train
+from pellucid.trainer.stop import Stopped, StopRequest
+from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, stable_steps
+
+NUM_STEPS = 7
+
+
+class Crash(Exception):
+    """As good as a kill -9: no more is written."""
+
+
+class CrashAt:
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def log(self, step, values) -> None:
+        if step == self._step:
+            raise Crash
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def samples():
+    generator = random.Random(0)
+    return [
+        TrainingSample.from_turn(
+            [generator.randrange(5, 101) for _ in range(generator.randint(1, 9))],
+            completion := [generator.randrange(5, 101) for _ in range(generator.randint(1, 9))],
+            [generator.uniform(-5, -3) for _ in completion],
+            env_name="ab"[index % 2],
+            run_id="run",
+            rollout_id=f"r{index}",
+            group_id=f"g{index // 2}",
+            reward=float(index),
+            advantage=generator.uniform(-1, 1),
+        )
+        for index in range(2 * NUM_STEPS)
+    ]
+
+
+def settings(model, folder, **changes):
+    """A checkpoint every 3 steps, a schedule that depends on the step, one export file for all steps."""
+    trainer = {
+        "threads": 1,
+        "ckpt": {"interval": 3, "keep_last": 2},
+        "optim": {"lr": 1e-3},
+        "scheduler": {"type": "cosine", "warmup_steps": 2},
+        "experimental": {"token_export": {}},
+    }
+    values = {
+        "output_dir": folder,
+        "max_steps": NUM_STEPS,
+        "seq_len": 256,
+        "model": {"name": str(model)},
+        "trainer": trainer,
+    }
+    return TrainerRunConfig.model_validate({**values, **changes})
+
+
+def send(folder, samples) -> None:
+    for step in range(NUM_STEPS):
+        table = TokenTable.from_samples(samples[2 * step : 2 * step + 2])
+        FilesystemSender(folder).send(step, encode_batch(Batch("run", step, table)))
+    write_snapshot(folder, Snapshot(batches_sent=NUM_STEPS))
+
+
+def run(settings, *sinks, resume=False):
+    folder = settings.output_dir
+    journal = Journal(folder / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=resume)
+    built = build_run(settings, OrchestratorBatches(FilesystemReceiver(folder)), journal, list(sinks))
+    try:
+        if resume:
+            restore(built)
+        train(built)
+    finally:
+        built.close()
+    return built
+
+
+def metrics(folder):
+    return [
+        {key: value for key, value in record.items() if not key.startswith(("time", "throughput"))}
+        for record in read_metrics(folder / "metrics" / "trainer.jsonl")
+    ]
+
+
+def exports(folder):
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in sorted((folder / "token_exports").rglob("*.jsonl"))
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model, samples, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    send(folder, samples)
+    return folder, run(settings(tiny_model, folder))
+
+
+@pytest.mark.parametrize("crash_at", [0, 2, 4, 6], ids=lambda step: f"after-step-{step}")
+def test_a_resumed_trainer_equals_an_uninterrupted_one(
+    tiny_model, samples, uninterrupted, tmp_path, crash_at
+) -> None:
+    send(tmp_path, samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path), CrashAt(crash_at))
+    torch.rand(100)  # the random state of another process is another
+    point = rewind_rl(settings(tiny_model, tmp_path))
+    assert (point.checkpoint, point.next_batch) == (crash_at // 3 * 3, NUM_STEPS)
+    resumed = run(settings(tiny_model, tmp_path), resume=True)
+
+    folder, whole = uninterrupted
+    for name, parameter in whole.policy.named_parameters():
+        assert torch.equal(parameter, resumed.policy.get_parameter(name)), name
+    for index, moments in whole.optimizer.adamw.state_dict()["state"].items():
+        for name, moment in moments.items():
+            assert torch.equal(moment, resumed.optimizer.adamw.state_dict()["state"][index][name])
+    assert metrics(tmp_path) == metrics(folder)
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(NUM_STEPS))
+    assert exports(tmp_path) == exports(folder)
+    books = [list(read_journal(where / "ledger" / "trainer.jsonl")) for where in (tmp_path, folder)]
+    assert books[0] == books[1]
+    assert stable_steps(tmp_path / "weights") == stable_steps(folder / "weights")
+    for version in stable_steps(folder / "weights"):
+        name = f"weights/step_{version}/model.safetensors"
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_batches_stay_until_every_kept_checkpoint_covers_them(tiny_model, samples, tmp_path) -> None:
+    send(tmp_path, samples)
+    left = {}
+
+    class Watch:
+        def log(self, step, values) -> None:
+            left[step] = stable_steps(tmp_path / "batches")
+
+        def close(self) -> None:
+            pass
+
+    run(settings(tiny_model, tmp_path), Watch())
+    assert left[2] == left[3] == left[5] == list(range(7)) and left[6] == [3, 4, 5, 6]
+    assert stable_steps(tmp_path / "checkpoints") == [6, 7]
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tiny_model, samples, uninterrupted, tmp_path, caplog
+) -> None:
+    send(tmp_path, samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path), CrashAt(6))
+    damaged = next((tmp_path / "checkpoints" / "step_6" / "state").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert rewind_rl(settings(tiny_model, tmp_path)).checkpoint == 3
+    assert f"{damaged} is damaged" in caplog.text
+    resumed = run(settings(tiny_model, tmp_path), resume=True)
+    for name, parameter in uninterrupted[1].policy.named_parameters():
+        assert torch.equal(parameter, resumed.policy.get_parameter(name)), name
+    assert metrics(tmp_path) == metrics(uninterrupted[0])
+
+
+def test_the_checkpoint_knows_the_ledger(tiny_model, samples, tmp_path, caplog) -> None:
+    """A journal that does not tell what the checkpoint knows is replaced."""
+    send(tmp_path, samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path), CrashAt(4))
+    path = tmp_path / "ledger" / "trainer.jsonl"
+    counts = sum(entry.counts["received"] for entry in read_journal(path) if entry.step < 3)
+    path.unlink()
+    rewind_rl(settings(tiny_model, tmp_path))
+    assert sum(entry.counts["received"] for entry in read_journal(path)) == counts > 0
+    assert "the checkpoint is believed" in caplog.text
+
+
+def test_one_export_file_for_all_steps_is_cut_back(tiny_model, samples, tmp_path) -> None:
+    trainer = {
+        "threads": 1,
+        "ckpt": {"interval": 3},
+        "experimental": {"token_export": {"path": str(tmp_path / "tokens.jsonl")}},
+    }
+    send(tmp_path, samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path, trainer=trainer), CrashAt(4))
+    path = tmp_path / "tokens.rank_0.jsonl"
+    before = path.read_bytes().splitlines()
+    with path.open("ab") as file:
+        file.write(b'{"step": 5, "torn')
+    rewind_rl(settings(tiny_model, tmp_path))
+    run(settings(tiny_model, tmp_path, trainer=trainer), resume=True)
+    after = path.read_bytes().splitlines()
+    assert after[: len(before)] == before and len(after) == 14
+
+
+def test_told_to_stop_it_finishes_the_step_and_saves(tiny_model, samples, tmp_path) -> None:
+    class Interrupt:
+        def log(self, step, values) -> None:
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def close(self) -> None:
+            pass
+
+    send(tmp_path, samples)
+    own = settings(tiny_model, tmp_path)
+    journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER)
+    built = build_run(own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [Interrupt()])
+    with pytest.raises(Stopped) as stopped, built.stop.listening():
+        train(built)
+    built.save_checkpoint()
+    built.close()
+    assert stopped.value.signal is signal.SIGTERM
+    progress = newest_intact(tmp_path)
+    assert progress is not None and progress.step == 4
+
+
+def test_a_signal_ends_a_wait_at_once_and_nothing_else() -> None:
+    stop = StopRequest()
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped):
+            stop.check()
+    stop = StopRequest()
+    with stop.listening(), pytest.raises(Stopped), stop.interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the wait went on")  # pragma: no cover
+    with pytest.raises(Stopped), stop.interruptible():
+        pytest.fail("a wait began after the signal")  # pragma: no cover
