@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.testable
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install demo test browser check bench clean
+.PHONY: help install demo test browser check bench chaos clean
 
 help:
 	@echo "make install   virtual environment in $(VENV), with everything"
@@ -15,6 +15,7 @@ help:
 	@echo "make test      run the tests"
 	@echo "make check     formatting, lint, types"
 	@echo "make bench     side-by-side benchmarks"
+	@echo "make chaos     kill the processes of a run 30 times, resume it, and check that nothing went missing"
 	@echo "make clean     remove the virtual environment, caches and outputs"
 
 install: $(TESTABLE)
@@ -58,6 +59,9 @@ check: $(TESTABLE)
 
 bench: $(INSTALLED)
 	$(BIN)/pellucid bench all
+
+chaos: $(INSTALLED)
+	$(BIN)/python tests/chaos.py --kills 30
 
 clean:
 	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -91,7 +91,9 @@ def test_the_overview_lists_every_command(argv, capsys):
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "usage: pellucid COMMAND [@ FILE.toml ...] [--section.key value ...]"
-    assert lines[2:10] == [f"  {name:<14}{command.help}" for name, command in COMMANDS.items()]
+    assert lines[2 : 2 + len(COMMANDS)] == [
+        f"  {name:<14}{command.help}" for name, command in COMMANDS.items()
+    ]
 
 
 def test_the_version_is_printed(capsys):

@@ -4,11 +4,13 @@ Run functions are imported only when they run, so that `--help`, a typo and `--d
 at once.
 """
 
+import errno
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, cast
@@ -19,7 +21,15 @@ from pellucid.config.base import Section
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
 from pellucid.config.tools import BenchSettings, LedgerSettings, ViewSettings
-from pellucid.errors import ConfigError, PellucidError
+from pellucid.errors import ConfigError, DiskError, PellucidError
+
+DISK_REMEDIES: Mapping[int, str] = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or ask for a larger quota",
+    errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
+    errno.EROFS: "make it writable",
+}
+"""What to do about an OSError that is neither a mistake of the user nor one of ours."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,9 @@ COMMANDS: Mapping[str, Command] = {
         "pellucid.inference.server:run_inference",
         "the inference server of an rl run alone",
     ),
+    "rewind": Command(
+        RLConfig, "pellucid.launch:run_rewind", "make a run's folder ready for its parts to be resumed"
+    ),
     "view": Command(ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser"),
     "ledger": Command(LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went"),
     "bench": Command(BenchSettings, "pellucid.bench:run_bench", "run a side-by-side benchmark"),
@@ -49,12 +62,16 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
-    """Run a command line; the exit code is 2 for a wrong command line or config, 1 for a failed run."""
+    """Run a command line.
+
+    The exit code is 1 for a failed run, 2 for a wrong command line or config, 74 for a disk that is full.
+    """
     try:
         return _dispatch(sys.argv[1:] if argv is None else list(argv), commands)
     except PellucidError as error:
-        print("error:", str(error).replace("\n", "\n       "), file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        with suppress(OSError):  # of a log on a disk that is full
+            print("error:", str(error).replace("\n", "\n       "), file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -92,7 +109,19 @@ def _run(name: str, command: Command, argv: Sequence[str]) -> int:
         print(to_toml(parsed.config), end="")
         return 0
     _install_logging()
-    return _load(command.run)(parsed.config) or 0
+    try:
+        return _load(command.run)(parsed.config) or 0
+    except OSError as error:
+        if error.errno not in DISK_REMEDIES:
+            raise
+        raise DiskError(_explain_disk(error, can_resume="resume" in command.config.model_fields)) from error
+
+
+def _explain_disk(error: OSError, *, can_resume: bool) -> str:
+    assert error.errno is not None
+    what = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
+    again = "go on with --resume" if can_resume else "try again"
+    return f"{what} ({error.strerror}); {DISK_REMEDIES[error.errno]} and {again}"
 
 
 def _load(import_path: str) -> Callable[[Any], int | None]:

@@ -126,6 +126,26 @@ def test_event_files_read_back(tmp_path):
     assert [event.value for event in events.Scalars("tokens")] == [3.0, 3.0]
 
 
+def test_a_resumed_run_replaces_its_steps(tmp_path):
+    """Steps 2 and 3 were logged before the run died; it is resumed at step 2."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume, steps in ((False, range(4)), (True, range(2, 6))):
+        settings = config(tmp_path, tensorboard={}).model_copy(update={"resume": resume})
+        sink = Tee(open_sinks(settings, "trainer"))
+        for step in steps:
+            sink.log(step, {"loss": step + 0.5 * resume})
+        sink.close()
+
+    expected = [(0, 0.0), (1, 1.0), (2, 2.5), (3, 3.5), (4, 4.5), (5, 5.5)]
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "trainer"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == expected
+    records = read_metrics(tmp_path / "metrics" / "trainer.jsonl")
+    assert [(record["step"], record["loss"]) for record in records] == expected
+
+
 def test_no_tracker_needs_torch():
     pytest.importorskip("tensorboard")
     program = (

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import random
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,9 @@ from pellucid.orchestrator import (
     load_environment,
     loop,
     run_orchestrator,
+    tasks,
 )
+from pellucid.orchestrator.pace import RateLimit
 from pellucid.orchestrator.report import sample_line, shorten, step_line
 from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.transport import Batch, MemoryChannel, publish_folder
@@ -119,6 +122,24 @@ class SolvedAtFirst(Guess):
 class Silent(Guess):
     async def rollout(self, example: Example, session: Session) -> Score:
         return Score(1.0)
+
+
+class Hangs(Guess):
+    """Every third example hangs in its first attempt, and shrugs off being cancelled."""
+
+    def __init__(self, *, seed: int) -> None:
+        super().__init__(seed=seed)
+        self.seen: Counter[str] = Counter()
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        self.seen[example.example_id] += 1
+        hangs = int(example.example_id) % 3 == 0 and self.seen[example.example_id] == 1
+        score = await super().rollout(example, session)
+        if hangs:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            await asyncio.sleep(60)
+        return score
 
 
 def letters(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
@@ -506,6 +527,56 @@ def test_a_task_without_signal_stops_the_run_and_is_written_down_meanwhile(
     assert len(flushes) == 4
     assert len(saved_rollouts(tmp_path)) >= 800
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_0"]
+
+
+def test_a_hung_environment_holds_no_batch_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "_GRACE_S", 0.05)
+    own = {"rollout_timeout_s": 0.1, "max_retries": 1, "retry_backoff_s": 0.01}
+    run(configure(tmp_path, orchestrator=own), {"guess": Hangs(seed=1)}, FakeInferenceClient(letters))
+    failed = [record for record in saved_rollouts(tmp_path) if record["outcome"] == "failed_rollout"]
+    assert failed and {record["error"] for record in failed} == {"TimeoutError: not finished within 0.1 s"}
+    assert all(int(record["example_id"]) % 3 == 0 and record["num_tokens"] > 0 for record in failed)
+    again = {record["rollout_id"] for record in saved_rollouts(tmp_path) if "~1" in record["rollout_id"]}
+    assert {f"{record['rollout_id']}~1" for record in failed} == again
+
+
+def test_batches_by_tokens(tmp_path: Path) -> None:
+    envs = {"guess": Guess(seed=1)}
+    config = configure(tmp_path)
+    own = config.orchestrator.model_copy(update={"token_batch_size": 400})
+    batches = run(config.model_copy(update={"orchestrator": own}), envs, FakeInferenceClient(letters))
+    for batch in batches:
+        sizes = Counter(np.repeat(batch.table["group_id"], batch.table.lengths).tolist())
+        assert batch.table.num_tokens >= 400
+        assert batch.table.num_tokens - max(sizes.values()) < 400
+
+
+def test_rollouts_start_at_a_limited_rate() -> None:
+    now = 100.0
+    limit = RateLimit(30, clock=lambda: now)
+    assert limit.wait_s() == 0
+    limit.note()
+    limit.note()
+    assert limit.wait_s() == 4
+    now = 103.0
+    assert limit.wait_s() == 1
+    now = 1000.0
+    limit.note()
+    assert limit.wait_s() == 2  # what was not used is not made up for
+    assert RateLimit(None, clock=lambda: now).wait_s() == 0
+
+
+def test_a_limited_run_takes_its_time(tmp_path: Path) -> None:
+    started = time.monotonic()
+    run(
+        configure(tmp_path, max_steps=1, orchestrator={"tasks_per_minute": 3000}),
+        {"guess": Guess(seed=1)},
+        FakeInferenceClient(letters),
+    )
+    num_started = len(saved_rollouts(tmp_path))
+    assert time.monotonic() - started >= (num_started - 1) * 60 / 3000 > 0.2
 
 
 def test_what_is_settled_before_a_batch_is_in_its_report_once(tmp_path: Path) -> None:

@@ -1,15 +1,16 @@
 """Small cases by hand, and the invariants under random schedules."""
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pellucid.data import Completion, Example, Rollout, Turn
+from pellucid.data import Completion, Example, Rollout, TrainingSample, Turn
 from pellucid.ledger import Flow, State
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.verdict import Verdict
@@ -317,6 +318,8 @@ class RandomSchedules(RuleBasedStateMachine):
         max_off_policy_steps=st.integers(0, 3),
         max_steps=st.integers(1, 6),
         group_scored=st.booleans(),
+        max_retries=st.integers(0, 2),
+        paced=st.booleans(),
     )
     def start(self, room: int, group_scored: bool, rollouts_per_example: int, **rules: int) -> None:
         self.rules = Rules(
@@ -402,7 +405,10 @@ class RandomSchedules(RuleBasedStateMachine):
         for rollout_id, verdict in self.settled.items():
             by_outcome[verdict.outcome.value] += self.received[rollout_id]
         assert by_outcome.total() == self.received.total() - sum(self.received[key] for key in held)
-        assert self.sent == [key for key, verdict in self.settled.items() if verdict.is_sent]
+        assert sorted(self.sent) == sorted(key for key, verdict in self.settled.items() if verdict.is_sent)
+        assert not (self.rules.paced and by_outcome["stale"])
+        attempts = Counter(key.partition("~")[0] for key in self.received)
+        assert max(attempts.values(), default=0) <= 1 + self.rules.max_retries
         assert self.scheduler.num_inflight == 0 and bool(self.scheduler.num_ready) == bool(held)
 
 
@@ -416,3 +422,127 @@ def test_unfinished_rollouts_cannot_finish_twice() -> None:
     scheduler.finish(rollout)
     with pytest.raises(KeyError):
         scheduler.finish(rollout)
+
+
+def test_a_failed_rollout_is_attempted_again_under_a_name_of_its_own() -> None:
+    scheduler = make(max_retries=2, batch_size=2, max_async_level=0)
+    a, b = dispatch_all(scheduler)
+    scheduler.finish(come_back(a, error="ValueError: 1"))
+    scheduler.finish(come_back(b))
+    assert scheduler.num_ready == 0
+    again = scheduler.next_dispatch()
+    assert again is not None and (again.rollout_id, again.attempt) == ("g0-r0~1", 1)
+    assert again.example_index == a.example_index
+    scheduler.finish(come_back(again, error="ValueError: 2"))
+    last = scheduler.next_dispatch()
+    assert last is not None and (last.rollout_id, last.attempt) == ("g0-r0~2", 2)
+    scheduler.finish(come_back(last))
+    batch = scheduler.take_batch()
+    assert batch is not None and {v.rollout.rollout_id for v in batch} == {"g0-r1", "g0-r0~2"}
+    assert outcomes(scheduler) == [
+        [("g0-r0", "failed_rollout"), ("g0-r0~1", "failed_rollout"), ("g0-r1", "sent"), ("g0-r0~2", "sent")]
+    ]
+
+
+def test_a_group_scored_group_survives_if_every_rollout_succeeds_in_the_end() -> None:
+    for num_failures, outcome in ((1, "sent"), (2, "dropped_group")):
+        scheduler = make(max_retries=1, sources=[Source("env", group_scored=True)], batch_size=2)
+        a, b, *_ = dispatch_all(scheduler)
+        scheduler.finish(come_back(a))
+        scheduler.finish(come_back(b, error="ValueError: no"))
+        again = scheduler.next_dispatch()
+        assert again is not None
+        scheduler.finish(come_back(again, error="ValueError: no" if num_failures == 2 else None))
+        scheduler.take_batch()
+        assert (a.rollout_id, outcome) in outcomes(scheduler)[0]
+
+
+def sample_of(length: int) -> TrainingSample:
+    return TrainingSample.from_turn([5], [6] * (length - 1), [-1.0] * (length - 1), env_name="env")
+
+
+def with_samples(rollouts: Sequence[Rollout]) -> list[Verdict]:
+    return [
+        Verdict(rollout, Flow.SENT, advantage=1.0, samples=[sample_of(1 + rollout.num_sampled)])
+        for rollout in rollouts
+    ]
+
+
+def test_batches_by_tokens_take_whole_groups() -> None:
+    """Each group has 2 × (1 + 9) tokens; a batch of 50 takes three of them."""
+    scheduler = make(with_samples, batch_size=50, counts_tokens=True, max_inflight_rollouts=20)
+    dispatches = dispatch_all(scheduler)
+    assert len(dispatches) == 20  # nothing is known about lengths yet
+    for number, dispatch in enumerate(dispatches[:6], start=1):
+        scheduler.finish(come_back(dispatch, num_tokens=9))
+        batch = scheduler.take_batch()
+        assert (batch is not None) == (number == 6)
+    assert batch is not None and len(batch) == 6
+    # Seven groups of about 20 tokens are open; the two batches that may be sampled ahead need 100.
+    assert dispatch_all(scheduler) == []
+
+
+def test_strictly_on_policy_a_batch_by_tokens_has_all_that_was_sampled() -> None:
+    rules = {"batch_size": 30, "counts_tokens": True, "max_async_level": 0, "max_inflight_rollouts": 6}
+    scheduler = make(with_samples, **rules)
+    dispatches = dispatch_all(scheduler)
+    for dispatch in dispatches[:-1]:
+        scheduler.finish(come_back(dispatch, num_tokens=9))
+        assert scheduler.take_batch() is None
+    scheduler.finish(come_back(dispatches[-1], num_tokens=9))
+    batch = scheduler.take_batch()
+    assert batch is not None and len(batch) == 6 and scheduler.num_ready == 0
+
+
+def test_paced_a_batch_waits_for_what_would_be_too_old_for_the_next() -> None:
+    slow: list[list[tuple[str, str]]] = []
+    for paced in (False, True):
+        scheduler = make(
+            rollouts_per_example=1, batch_size=1, max_off_policy_steps=1, max_inflight_rollouts=4, paced=paced
+        )
+        a, b, *_ = dispatch_all(scheduler)
+        scheduler.finish(come_back(b))
+        assert scheduler.take_batch() is not None  # step 0; `a` would be one step old at step 1: not too old
+        scheduler.update_policy(1)
+        c = scheduler.next_dispatch()
+        assert c is not None
+        scheduler.finish(come_back(c, version=1))
+        assert (scheduler.take_batch() is None) == paced  # step 1; at step 2 `a` would be two steps old
+        scheduler.finish(come_back(a))
+        while scheduler.take_batch() is not None:
+            pass
+        slow.append([pair for group in outcomes(scheduler) for pair in group if pair[0] == a.rollout_id])
+    assert slow == [[(a.rollout_id, "stale")], [(a.rollout_id, "sent")]]
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    paced=st.booleans(),
+    counts_tokens=st.booleans(),
+    max_async_level=st.integers(0, 3),
+    max_retries=st.integers(0, 1),
+)
+@settings(deadline=None, max_examples=60)
+def test_every_run_comes_to_its_end(seed: int, counts_tokens: bool, **rules: int) -> None:
+    """Whatever order rollouts come back in, the scheduler never waits for something that cannot happen."""
+    generator = random.Random(seed)
+    batch_size = 40 if counts_tokens else 5
+    own = {**rules, "max_off_policy_steps": 3, "max_steps": 8, "counts_tokens": counts_tokens}
+    scheduler = make(with_samples, batch_size=batch_size, max_inflight_rollouts=6, **own)
+    running: list[tuple[Dispatch, int]] = []
+    for _ in range(5_000):
+        while (dispatch := scheduler.next_dispatch()) is not None:
+            running.append((dispatch, scheduler.policy_version))
+        if running and generator.random() < 0.7:
+            dispatch, version = running.pop(generator.randrange(len(running)))
+            error = "ValueError: no" if generator.random() < 0.1 else None
+            scheduler.finish(
+                come_back(dispatch, version=version, num_tokens=generator.randint(1, 9), error=error)
+            )
+        while scheduler.take_batch() is not None:
+            pass
+        if scheduler.policy_version < scheduler.batches_sent and generator.random() < 0.3:
+            scheduler.update_policy(scheduler.policy_version + 1)
+        if scheduler.batches_sent == own["max_steps"]:
+            return
+    pytest.fail(f"stuck at step {scheduler.batches_sent}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pellucid.checkpoint import newest_intact
+from pellucid.cli import main
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.launch.resume import rewind_rl
@@ -192,6 +193,25 @@ def test_the_checkpoint_knows_the_ledger(tiny_model, samples, tmp_path, caplog) 
     rewind_rl(settings(tiny_model, tmp_path))
     assert sum(entry.counts["received"] for entry in read_journal(path)) == counts > 0
     assert "the checkpoint is believed" in caplog.text
+
+
+def test_a_folder_can_be_rewound_on_its_own(tiny_model, samples, tmp_path, capsys) -> None:
+    arguments = [
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--model.name",
+        "m",
+        "--orchestrator.env",
+        '[{"id": "x"}]',
+    ]
+    assert main(["rewind", *arguments]) == 2
+    assert "holds no run that could be resumed" in capsys.readouterr().err
+    send(tmp_path / "run", samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path / "run"), CrashAt(4))
+    assert main(["rewind", *arguments]) == 0
+    assert capsys.readouterr().out == "resuming at step 3; 4 steps are trained again from disk\n"
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
 def test_one_export_file_for_all_steps_is_cut_back(tiny_model, samples, tmp_path) -> None:

@@ -45,11 +45,27 @@ class EnvironmentConfig(Section):
         return value
 
 
+class EnvSamplingConfig(Section):
+    """What differs from `[orchestrator.sampling]`."""
+
+    temperature: float | None = Field(default=None, gt=0)
+    """Default: `orchestrator.sampling.temperature`."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion in tokens; default: `orchestrator.sampling.max_tokens`."""
+
+
 class EnvConfig(EnvironmentConfig):
     KEY: ClassVar[str] = "orchestrator.env"
 
     weight: float = Field(default=1.0, gt=0)
     """Share of the groups that come from this environment, relative to the others."""
+
+    state_columns: tuple[str, ...] = ()
+    """Fields of `Score.state` that are saved with each rollout, after `trajectory` and `sampling_args`."""
+
+    sampling: EnvSamplingConfig = EnvSamplingConfig()
+    """How completions are sampled in this environment, where that differs."""
 
 
 class EvalConfig(EnvironmentConfig):
@@ -99,9 +115,16 @@ class LengthPenaltyConfig(Section):
     """Cost of one token of a tool's response (`tokens`)."""
 
 
+class GroupAdvantageConfig(Section):
+    type: Literal["rloo", "grpo_std", "max_rl", "none"]
+    """`rloo`: reward minus the mean of the others of the group; `grpo_std`: reward minus the group's mean,
+    divided by its standard deviation; `max_rl`: divided by the mean instead; `none`: the reward itself."""
+
+
 class DefaultAdvantageConfig(Section):
     type: Literal["default"] = "default"
-    """`default`: reward minus the mean reward of the group; `custom`: a function of your own."""
+    """`default`: reward minus the mean reward of the group; `rloo`, `grpo_std`, `max_rl`, `none`, and
+    `custom` for a function of your own: see docs/write-an-advantage.md."""
 
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     """Optional bonus for correct rollouts that cost less than their group's correct mean."""
@@ -119,7 +142,19 @@ class CustomAdvantageConfig(Section):
 
 
 # The default comes last: `--help` describes `type` as the last variant does.
-AdvantageConfig = Annotated[CustomAdvantageConfig | DefaultAdvantageConfig, Field(discriminator="type")]
+AdvantageConfig = Annotated[
+    CustomAdvantageConfig | GroupAdvantageConfig | DefaultAdvantageConfig, Field(discriminator="type")
+]
+
+
+class FilterConfig(Section):
+    """Leaves rollouts out of the batch; see docs/write-an-advantage.md."""
+
+    import_path: ImportPath
+    """`package.module:function`, called once per group as `function(inputs, **kwargs)`."""
+
+    kwargs: dict[str, Any] = Field(default={})
+    """Keyword arguments for the function."""
 
 
 class OrchestratorConfig(Section):
@@ -132,14 +167,33 @@ class OrchestratorConfig(Section):
     batch_size: int = Field(default=128, ge=1)
     """Rollouts per optimizer step, counted after filtering. Groups are never cut."""
 
+    token_batch_size: int | None = Field(default=None, ge=1)
+    """Instead of `batch_size`: tokens per optimizer step, prompts included. Groups are never cut."""
+
     rollouts_per_example: int = Field(default=8, ge=1)
     """Rollouts in a group."""
 
     max_inflight_rollouts: int = Field(default=256, ge=1)
     """Rollouts running at once."""
 
+    tasks_per_minute: float | None = Field(default=None, gt=0)
+    """Rollouts started per minute at most; default: no limit."""
+
+    rollout_timeout_s: float = Field(default=3600.0, gt=0)
+    """A rollout that takes longer has failed, so that a hung environment cannot hold a batch for ever."""
+
+    max_retries: int = Field(default=0, ge=0)
+    """How often a rollout that failed is attempted again before its group goes on without it."""
+
+    retry_backoff_s: float = Field(default=1.0, ge=0)
+    """Pause before the first retry; it doubles with each further one."""
+
     max_off_policy_steps: int = Field(default=8, ge=0)
     """A group with a token older than this many steps is dropped and counted as stale."""
+
+    pace_sampling: bool = False
+    """Drop nothing as stale: a batch waits for running groups that would be too old for the next one. Slow
+    rollouts then cost time; dropping them would bias training towards quick ones."""
 
     filter_zero_advantages: bool = True
     """Leave out rollouts whose advantage is exactly 0: they carry no signal. Counted in the ledger."""
@@ -158,17 +212,34 @@ class OrchestratorConfig(Section):
     advantage: AdvantageConfig = DefaultAdvantageConfig()
     """How rewards become advantages, group by group."""
 
+    filter: tuple[FilterConfig, ...] = ()
+    """Functions that leave rollouts out; in TOML one `[[orchestrator.filter]]` table each. What they remove is
+    counted as `filtered` in the ledger."""
+
+    def sampling_of(self, env: EnvConfig) -> SamplingConfig:
+        return self.sampling.model_copy(update=env.sampling.model_dump(exclude_none=True))
+
     @model_validator(mode="after")
     def _some_advantage_is_not_zero(self) -> "OrchestratorConfig":
         if (
             self.rollouts_per_example == 1
-            and self.advantage.type == "default"
+            and self.advantage.type not in ("none", "custom")
             and self.filter_zero_advantages
         ):
             raise ValueError(
-                "orchestrator.rollouts_per_example = 1 with orchestrator.advantage.type = 'default' gives "
-                "every rollout the advantage 0, and orchestrator.filter_zero_advantages = true leaves those "
-                "out: nothing would train; raise rollouts_per_example, or use an advantage of your own"
+                f"orchestrator.rollouts_per_example = 1 with orchestrator.advantage.type = "
+                f"{self.advantage.type!r} gives every rollout the advantage 0, and "
+                "orchestrator.filter_zero_advantages = true leaves those out: nothing would train; raise "
+                "rollouts_per_example, or use an advantage of your own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_batch_size(self) -> "OrchestratorConfig":
+        if self.token_batch_size is not None and "batch_size" in self.model_fields_set:
+            raise ValueError(
+                f"orchestrator.batch_size = {self.batch_size} and orchestrator.token_batch_size = "
+                f"{self.token_batch_size}: a batch has one size; leave one of them out"
             )
         return self
 

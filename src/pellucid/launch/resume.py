@@ -18,8 +18,10 @@ import msgspec
 from rich.console import Console
 
 from pellucid.checkpoint import Progress, newest_intact
-from pellucid.config import RunConfig
-from pellucid.launch.run_folder import prepare
+from pellucid.config import RLConfig, RunConfig
+from pellucid.errors import ConfigError
+from pellucid.launch.console import make_console
+from pellucid.launch.run_folder import claimed, prepare
 from pellucid.ledger import (
     LedgerEntry,
     Settlement,
@@ -78,6 +80,14 @@ def take_over(
     point = rewind(config)
     console.out(str(point), highlight=False)
     return config, point.checkpoint
+
+
+def run_rewind(config: RLConfig) -> None:
+    """Only brings the folder back: for runs whose parts are started on their own."""
+    with claimed(config.output_dir):
+        config, _ = take_over(config.model_copy(update={"resume": True}), rewind_rl, make_console())
+    if not config.resume:
+        raise ConfigError(f"output_dir = {config.output_dir} holds no run that could be resumed")
 
 
 def rewind_sft(config: RunConfig) -> ResumePoint:

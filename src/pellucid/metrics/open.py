@@ -48,7 +48,7 @@ def _open_wandb(config: RunConfig, settings: WandbConfig, process: Process) -> S
 def _open_tensorboard(config: RunConfig, process: Process) -> Sink:
     with _optional_package("tensorboard"):
         from pellucid.metrics.tensorboard_sink import TensorboardSink
-    return TensorboardSink(config.output_dir / "tensorboard" / process)
+    return TensorboardSink(config.output_dir / "tensorboard" / process, resume=config.resume)
 
 
 def _open_prometheus(settings: PrometheusConfig, process: Process) -> Sink:

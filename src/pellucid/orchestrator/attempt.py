@@ -11,6 +11,7 @@ from pellucid.data import Example, Rollout
 from pellucid.errors import RolloutError
 from pellucid.orchestrator.environment import Environment, Score
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
+from pellucid.orchestrator.tasks import within
 
 EMPTY = "EmptyRollout"
 """Error type of a rollout in which nothing was sampled."""
@@ -27,6 +28,7 @@ class GroupRun:
     size: int
     sampler: Sampler
     prompts: PromptCache
+    timeout_s: float
     scored: list[Rollout] = field(default_factory=list)
 
     def open_rollout(self, rollout_id: str) -> Rollout:
@@ -52,7 +54,7 @@ class GroupRun:
     async def _converse(self, rollout: Rollout) -> Score:
         session = Session(rollout, self.sampler, self.prompts)
         try:
-            return await self.environment.rollout(self.example, session)
+            return await within(self.timeout_s, self.environment.rollout(self.example, session))
         finally:
             await session.close()
 

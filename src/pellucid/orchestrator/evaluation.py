@@ -123,6 +123,7 @@ class Evaluator:
         self._samplers = {each.config.label: _sampler(each.config, sampler) for each in evaluations}
         self._books = books
         self._spawn = spawn
+        self._timeout_s = config.orchestrator.rollout_timeout_s
         self._free = asyncio.Semaphore(config.orchestrator.max_inflight_rollouts)
         self._open: dict[str, _OpenGroup] = {}
         self._stopped = False
@@ -186,6 +187,7 @@ class Evaluator:
             size=evaluation.config.rollouts_per_example,
             sampler=sampler,
             prompts=PromptCache(sampler.chat),
+            timeout_s=self._timeout_s,
         )
         group = self._open[run.group_id] = _OpenGroup(version, run, tally)
         return group

@@ -35,9 +35,10 @@ from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import Environment
 from pellucid.orchestrator.eval_books import EvalBooks
 from pellucid.orchestrator.evaluation import Evaluation, Evaluator
+from pellucid.orchestrator.filters import load_filter
 from pellucid.orchestrator.judge import Judge
-from pellucid.orchestrator.pace import Pace
-from pellucid.orchestrator.report import waiting_line
+from pellucid.orchestrator.pace import Pace, RateLimit
+from pellucid.orchestrator.report import Groups, waiting_line
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
 from pellucid.orchestrator.snapshot import read_snapshot, take_snapshot, write_snapshot
@@ -77,7 +78,8 @@ class Orchestrator:
         eval_books = EvalBooks(config, self._books.account)
         self._evaluator = Evaluator(config, evaluations, self._sampler, eval_books, self._start)
         self._pace = Pace()
-        self._group: GroupRun | None = None
+        self._limit = RateLimit(config.orchestrator.tasks_per_minute)
+        self._groups: dict[str, GroupRun] = {}
         self._attempts: set[asyncio.Task[None]] = set()
         self._inflight: dict[str, Rollout] = {}
         self._changed = asyncio.Event()
@@ -101,15 +103,24 @@ class Orchestrator:
             await outlast(self._finish(follower))
 
     def _dispatch(self) -> None:
-        while (dispatch := self._scheduler.next_dispatch()) is not None:
-            if self._group is None or self._group.group_id != dispatch.group_id:
-                self._group = self._open_group(dispatch)
-            rollout = self._group.open_rollout(dispatch.rollout_id)
+        while not (wait_s := self._limit.wait_s()):
+            dispatch = self._scheduler.next_dispatch()
+            if dispatch is None:
+                return
+            self._limit.note()
+            group = self._groups.get(dispatch.group_id) or self._open_group(dispatch)
+            rollout = group.open_rollout(dispatch.rollout_id)
             self._inflight[rollout.rollout_id] = rollout
-            self._start(self._attempt(self._group, rollout))
+            self._start(self._attempt(group, rollout, self._pause_before(dispatch.attempt)))
+        asyncio.get_running_loop().call_later(wait_s, self._changed.set)
 
-    async def _attempt(self, group: GroupRun, rollout: Rollout) -> None:
+    def _pause_before(self, attempt: int) -> float:
+        return self._config.orchestrator.retry_backoff_s * 2 ** (attempt - 1) if attempt else 0.0
+
+    async def _attempt(self, group: GroupRun, rollout: Rollout, pause_s: float) -> None:
         try:
+            if pause_s:
+                await asyncio.sleep(pause_s)
             await group.attempt(rollout)
         finally:
             self._collect(rollout)
@@ -120,6 +131,8 @@ class Orchestrator:
         if rollout.error is not None and not self._scheduler.stopped:
             log.warning("rollout %s of %s failed: %s", rollout.rollout_id, rollout.env_name, rollout.error)
         self._scheduler.finish(rollout)
+        if not self._scheduler.is_open(rollout.group_id):
+            del self._groups[rollout.group_id]
         self._changed.set()
 
     def _check_progress(self) -> None:
@@ -167,6 +180,7 @@ class Orchestrator:
 
     def _save(self) -> None:
         """Where a resumed run goes on; before a batch is sent, so that it knows all that the trainer does."""
+        self._settle_rest()
         state = self._scheduler.state()
         snapshot = take_snapshot(
             state,
@@ -178,9 +192,13 @@ class Orchestrator:
     def _write_down(self) -> None:
         """Settled rollouts do not wait in memory for a batch that may never form."""
         if self._scheduler.num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
-            groups = self._scheduler.take_settled()
+            log.info(waiting_line(self._scheduler.batches_sent, self._settle_rest()))
+
+    def _settle_rest(self) -> Groups:
+        """What is settled before its batch is in the books of the coming step."""
+        if groups := self._scheduler.take_settled():
             self._books.settle(self._scheduler.batches_sent, groups)
-            log.info(waiting_line(self._scheduler.batches_sent, groups))
+        return groups
 
     async def _change(self) -> None:
         await self._changed.wait()
@@ -197,8 +215,6 @@ class Orchestrator:
             for rollout in list(self._inflight.values()):
                 self._collect(rollout)
             step = self._scheduler.batches_sent
-            if groups := self._scheduler.take_settled():
-                self._books.settle(step, groups)
             self._evaluator.close()
             self._save()
             all_evaluated = not self._evaluator.is_due(self._config.max_steps)
@@ -224,7 +240,7 @@ class Orchestrator:
                 f"environment {dispatch.env_name!r} has no example {dispatch.example_index}: "
                 f"{type(error).__name__}: {error}; `example` has to answer for every index"
             ) from error
-        return GroupRun(
+        self._groups[dispatch.group_id] = GroupRun(
             group_id=dispatch.group_id,
             env_name=dispatch.env_name,
             environment=environment,
@@ -232,7 +248,9 @@ class Orchestrator:
             size=self._config.orchestrator.rollouts_per_example,
             sampler=self._sampler,
             prompts=PromptCache(self._sampler.chat),
+            timeout_s=self._config.orchestrator.rollout_timeout_s,
         )
+        return self._groups[dispatch.group_id]
 
     def _start(self, attempt: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """An attempt is cancelled when the run ends."""
@@ -269,15 +287,23 @@ def _sampler(config: OrchestratorRunConfig, chat: ChatTemplate, client: Inferenc
 def _scheduler(config: OrchestratorRunConfig, environments: Mapping[str, Environment]) -> Scheduler:
     own = config.orchestrator
     rules = Rules(
-        batch_size=own.batch_size,
+        batch_size=own.token_batch_size or own.batch_size,
+        counts_tokens=own.token_batch_size is not None,
         rollouts_per_example=own.rollouts_per_example,
         max_inflight_rollouts=own.max_inflight_rollouts,
         max_async_level=config.max_async_level,
         max_off_policy_steps=own.max_off_policy_steps,
         max_steps=config.max_steps,
+        max_retries=own.max_retries,
+        paced=own.pace_sampling,
     )
     sources = [
         Source(env.label, env.weight, environments[env.label].requires_group_scoring) for env in own.env
     ]
-    judge = Judge(config.run_name, load_advantage(own.advantage), own.filter_zero_advantages)
+    judge = Judge(
+        config.run_name,
+        load_advantage(own.advantage),
+        own.filter_zero_advantages,
+        [load_filter(each) for each in own.filter],
+    )
     return Scheduler(rules, sources, judge)

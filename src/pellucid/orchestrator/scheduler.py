@@ -5,11 +5,14 @@
 - A group starts only for a batch that is at most `max_async_level` ahead of the weights: while what is
   ready and what is open cannot yet fill the batches up to there, nor up to `max_steps`. With level 0,
   a batch is complete only when nothing is in flight: strictly on-policy.
+- A failed rollout is attempted again, under a name of its own, up to `max_retries` times.
 - A group is started whole and final once all its rollouts are back. It then trains with those that
   survived, unless none did or a group-scored environment lost one.
 - A ready group is never stale: age is checked when a group becomes ready and when the step advances.
-- Groups are never cut: a batch takes whole groups, oldest first, until it has `batch_size` rollouts;
-  the surplus opens the next batch.
+  With `paced`, no group ever is: a batch waits for what is open and would be too old for the next one, and
+  takes along what is ready and would be.
+- Groups are never cut: a batch takes whole groups, oldest first, until it has `batch_size` rollouts or
+  `token_batch_size` tokens; the surplus opens the next batch.
 - A run that stops early cancels what is open and holds what is ready; `state` and `restore` carry that,
   and the examples to attempt again, over to the run that resumes it. Once the last batch is sent, a
   surplus is cancelled, too.
@@ -33,11 +36,22 @@ from pellucid.orchestrator.verdict import Verdict
 @dataclass(frozen=True, slots=True)
 class Rules:
     batch_size: int
+    """Rollouts, or tokens if `counts_tokens`."""
+
     rollouts_per_example: int
     max_inflight_rollouts: int
     max_async_level: int
     max_off_policy_steps: int
     max_steps: int
+    counts_tokens: bool = False
+    max_retries: int = 0
+    paced: bool = False
+
+    def size(self, verdict: Verdict) -> int:
+        """What a rollout adds to a batch."""
+        if not verdict.is_sent:
+            return 0
+        return sum(sample.length for sample in verdict.samples) if self.counts_tokens else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +71,8 @@ class Dispatch:
     example_index: int
     group_id: str
     rollout_id: str
+    attempt: int = 0
+    """How often this rollout has failed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +98,34 @@ class _OpenGroup:
     source: Source
     example_index: int
     group_id: str
-    num_dispatched: int = 0
+    version: int
+    """Policy version at its start: no token of it is older."""
+
+    num_started: int = 0
+    num_unfinished: int = 0
+    """Rollouts in flight or to be attempted again."""
+
     returned: list[Rollout] = field(default_factory=list)
+    """Every attempt that is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ReadyGroup:
     verdicts: list[Verdict]
-    num_sent: int
+    size: int
+
+
+class _RunningMean:
+    def __init__(self) -> None:
+        self._total = self._num = 0
+
+    @property
+    def value(self) -> float:
+        return self._total / self._num if self._num else 0.0
+
+    def add(self, value: int) -> None:
+        self._total += value
+        self._num += 1
 
 
 class Scheduler:
@@ -108,8 +144,14 @@ class Scheduler:
         """Examples whose group did not survive the run that was resumed."""
         self._filling: _OpenGroup | None = None
         self._open: dict[str, _OpenGroup] = {}
-        self._inflight: set[str] = set()
-        self._ready: deque[_ReadyGroup] = deque()
+        self._inflight: dict[str, int] = {}
+        """How often each has failed before."""
+        self._retries: deque[tuple[_OpenGroup, str, int]] = deque()
+        """Rollouts that failed and will be attempted again, and how often they have."""
+        self._mean_size = _RunningMean()
+        """What a group that became ready added to a batch."""
+        self._ready: list[_ReadyGroup] = []
+        self._ready_size = 0
         self._settled: list[list[Verdict]] = []
         self.batches_sent = 0
         self.policy_version = 0
@@ -124,7 +166,7 @@ class Scheduler:
     @property
     def num_ready(self) -> int:
         """Rollouts that wait for a batch."""
-        return sum(group.num_sent for group in self._ready)
+        return sum(verdict.is_sent for group in self._ready for verdict in group.verdicts)
 
     @property
     def num_settled(self) -> int:
@@ -140,38 +182,79 @@ class Scheduler:
     def next_dispatch(self) -> Dispatch | None:
         if self.stopped or self.num_inflight >= self._rules.max_inflight_rollouts:
             return None
+        if self._retries:
+            failed, name, attempt = self._retries.popleft()
+            return self._dispatch(failed, f"{name.partition('~')[0]}~{attempt}", attempt)
         group = self._filling or self._start_group()
         if group is None:
             return None
-        rollout_id = f"{group.group_id}-r{group.num_dispatched}"
-        group.num_dispatched += 1
-        self._filling = group if group.num_dispatched < self._rules.rollouts_per_example else None
-        self._inflight.add(rollout_id)
-        return Dispatch(group.source.env_name, group.example_index, group.group_id, rollout_id)
+        dispatch = self._dispatch(group, f"{group.group_id}-r{group.num_started}", attempt=0)
+        group.num_started += 1
+        group.num_unfinished += 1
+        self._filling = group if group.num_started < self._rules.rollouts_per_example else None
+        return dispatch
 
     def finish(self, rollout: Rollout) -> None:
         """A dispatched rollout has come back, in success or (`rollout.error`) failure."""
-        self._inflight.remove(rollout.rollout_id)
+        num_failures = self._inflight.pop(rollout.rollout_id) + (rollout.error is not None)
         group = self._open[rollout.group_id]
         group.returned.append(rollout)
+        if rollout.error is not None and num_failures <= self._rules.max_retries and not self.stopped:
+            self._retries.append((group, rollout.rollout_id, num_failures))
+            return
+        group.num_unfinished -= 1
         if self._is_final(group):
             self._close(group)
+
+    def is_open(self, group_id: str) -> bool:
+        """Whether rollouts of the group are still to come."""
+        return group_id in self._open
 
     def update_policy(self, version: int) -> None:
         self.policy_version = version
 
     def take_batch(self) -> list[Verdict] | None:
         """The rollouts of the next batch, once there are enough; they count as sent from here on."""
-        if self.num_ready < self._rules.batch_size or self.batches_sent == self._rules.max_steps:
+        if self._ready_size < self._rules.batch_size or self.batches_sent == self._rules.max_steps:
             return None
-        batch: list[Verdict] = []
-        while len(batch) < self._rules.batch_size:
-            verdicts = self._ready.popleft().verdicts
-            batch += [verdict for verdict in verdicts if verdict.is_sent]
-            self._settled.append(verdicts)
+        if self._must_wait_for_open_groups():
+            return None
+        taken, size = 0, 0
+        groups = self._by_age()
+        while taken < len(groups) and (
+            size < self._rules.batch_size or self._belongs_to_this_batch(groups[taken])
+        ):
+            size += groups[taken].size
+            taken += 1
+        self._settled += [group.verdicts for group in groups[:taken]]
+        self._set_ready(groups[taken:])
         self.batches_sent += 1
         self._drop_stale()
-        return batch
+        return [verdict for group in groups[:taken] for verdict in group.verdicts if verdict.is_sent]
+
+    def _set_ready(self, groups: list[_ReadyGroup]) -> None:
+        self._ready = groups
+        self._ready_size = sum(group.size for group in groups)
+
+    def _must_wait_for_open_groups(self) -> bool:
+        """Strictly on-policy, for all of them; paced, for those that would be too old for the next batch."""
+        if self._rules.max_async_level == 0:
+            return bool(self._open)
+        return self._rules.paced and any(self._ages_out(group.version) for group in self._open.values())
+
+    def _belongs_to_this_batch(self, group: _ReadyGroup) -> bool:
+        """Though the batch is full: a later one could not have it."""
+        too_old = self._rules.paced and self._ages_out(self._oldest_version(group.verdicts))
+        return self._rules.max_async_level == 0 or too_old
+
+    def _ages_out(self, version: int) -> bool:
+        return self.batches_sent + 1 - version > self._rules.max_off_policy_steps
+
+    def _by_age(self) -> list[_ReadyGroup]:
+        """In order of arrival; paced, what has to go first comes first."""
+        if not self._rules.paced:
+            return self._ready
+        return sorted(self._ready, key=lambda group: not self._ages_out(self._oldest_version(group.verdicts)))
 
     def take_settled(self) -> list[list[Verdict]]:
         """The groups settled since the last call."""
@@ -183,8 +266,12 @@ class Scheduler:
         self.stopped = True
         self._unfinished = self._find_unfinished()
         self._filling = None
-        while self._ready and self.batches_sent == self._rules.max_steps:
-            self._cancel(self._ready.popleft().verdicts)
+        if self.batches_sent == self._rules.max_steps:
+            for ready in self._ready:
+                self._cancel(ready.verdicts)
+            self._set_ready([])
+        while self._retries:
+            self._retries.popleft()[0].num_unfinished -= 1
         for group in list(self._open.values()):
             if self._is_final(group):
                 self._close(group)
@@ -218,8 +305,8 @@ class Scheduler:
     def _start_group(self) -> _OpenGroup | None:
         rules = self._rules
         last_batch = min(self.policy_version + rules.max_async_level + 1, rules.max_steps)
-        num_wanted = (last_batch - self.batches_sent) * rules.batch_size
-        if self.num_ready + len(self._open) * rules.rollouts_per_example >= num_wanted:
+        wanted = (last_batch - self.batches_sent) * rules.batch_size
+        if self._ready_size + len(self._open) * self._expected_size >= wanted:
             return None
         source, index = self._again[0] if self._again else self._next_example()
         room = rules.max_inflight_rollouts - self.num_inflight
@@ -229,9 +316,18 @@ class Scheduler:
             self._again.popleft()
         else:
             self._positions[source.env_name] += 1
-        group = _OpenGroup(source, index, self._next_group_id())
+        group = _OpenGroup(source, index, self._next_group_id(), self.policy_version)
         self._open[group.group_id] = group
         return group
+
+    @property
+    def _expected_size(self) -> float:
+        """What an open group will add to a batch: all its rollouts, or as many tokens as groups so far."""
+        return self._mean_size.value if self._rules.counts_tokens else self._rules.rollouts_per_example
+
+    def _dispatch(self, group: _OpenGroup, rollout_id: str, attempt: int) -> Dispatch:
+        self._inflight[rollout_id] = attempt
+        return Dispatch(group.source.env_name, group.example_index, group.group_id, rollout_id, attempt)
 
     def _next_group_id(self) -> str:
         """`g57`; `g57.1` after the first resume: a run that was killed may have used the same numbers."""
@@ -253,8 +349,8 @@ class Scheduler:
         )
 
     def _is_final(self, group: _OpenGroup) -> bool:
-        started_whole = group.num_dispatched == self._rules.rollouts_per_example
-        return len(group.returned) == group.num_dispatched and (started_whole or self.stopped)
+        started_whole = group.num_started == self._rules.rollouts_per_example
+        return group.num_unfinished == 0 and (started_whole or self.stopped)
 
     def _close(self, group: _OpenGroup) -> None:
         """Judged first: a group that cannot be judged stays open, and is cancelled when the run stops."""
@@ -271,34 +367,39 @@ class Scheduler:
             if rollout.error is not None
         ]
         survivors = [rollout for rollout in group.returned if rollout.error is None]
-        if not survivors or (failed and group.source.group_scored):
-            reason = f"{len(failed)} of {len(group.returned)} rollouts of a group-scored group failed"
+        num_missing = self._rules.rollouts_per_example - len(survivors)
+        if not survivors or (num_missing and group.source.group_scored):
+            reason = (
+                f"{num_missing} of {self._rules.rollouts_per_example} rollouts of a group-scored group failed"
+            )
             return [*failed, *(Verdict(rollout, State.DROPPED_GROUP, reason) for rollout in survivors)]
         return [*failed, *self._judge(survivors)]
 
     def _admit(self, verdicts: list[Verdict]) -> None:
         verdicts = self._aged(verdicts)
-        if num_sent := sum(verdict.is_sent for verdict in verdicts):
-            self._ready.append(_ReadyGroup(verdicts, num_sent))
+        if any(verdict.is_sent for verdict in verdicts):
+            size = sum(map(self._rules.size, verdicts))
+            self._mean_size.add(size)
+            self._ready.append(_ReadyGroup(verdicts, size))
+            self._ready_size += size
             self.drought = Drought()
         else:
             self._settled.append(verdicts)
             self.drought.add(verdicts)
 
     def _drop_stale(self) -> None:
-        ready, self._ready = self._ready, deque()
-        for group in ready:
+        fresh = []
+        for group in self._ready:
             verdicts = self._aged(group.verdicts)
             if verdicts is group.verdicts:
-                self._ready.append(group)
+                fresh.append(group)
             else:
                 self._settled.append(verdicts)
+        self._set_ready(fresh)
 
     def _aged(self, verdicts: list[Verdict]) -> list[Verdict]:
         """The verdicts at the current step: those of a group with a token that is too old are overruled."""
-        survivors = [verdict.rollout for verdict in verdicts if verdict.outcome is not State.FAILED_ROLLOUT]
-        versions = [rollout.oldest_version for rollout in survivors]
-        oldest = min((version for version in versions if version is not None), default=self.batches_sent)
+        oldest = self._oldest_version(verdicts)
         if self.batches_sent - oldest <= self._rules.max_off_policy_steps:
             return verdicts
         reason = (
@@ -306,6 +407,12 @@ class Scheduler:
             f"orchestrator.max_off_policy_steps = {self._rules.max_off_policy_steps}"
         )
         return [verdict.overruled(State.STALE, reason) for verdict in verdicts]
+
+    def _oldest_version(self, verdicts: list[Verdict]) -> int:
+        """Of the tokens that could train."""
+        survivors = [verdict.rollout for verdict in verdicts if verdict.outcome is not State.FAILED_ROLLOUT]
+        versions = [rollout.oldest_version for rollout in survivors]
+        return min((version for version in versions if version is not None), default=self.batches_sent)
 
     def _cancel(self, verdicts: list[Verdict]) -> None:
         reason = "the run ended before its batch"

@@ -2,7 +2,11 @@
 
 import asyncio
 from collections.abc import Collection, Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_GRACE_S = 1.0  # for work that tidies up when it is cancelled
 
 
 async def outlast(work: Coroutine[Any, Any, None]) -> None:
@@ -17,6 +21,30 @@ async def outlast(work: Coroutine[Any, Any, None]) -> None:
     task.result()
     if cancelled is not None:
         raise cancelled
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; TimeoutError if it takes longer, even if it will not be cancelled.
+
+    A cancellation is passed on to `work`, which may still come to an end of its own.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        await _cancel_patiently(task)
+        if not task.done():
+            raise
+    else:
+        if not task.done():
+            await _cancel_patiently(task)
+            raise TimeoutError(f"not finished within {seconds:g} s")
+    return task.result()
+
+
+async def _cancel_patiently(task: "asyncio.Task[T]") -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=_GRACE_S)
 
 
 async def cancel(tasks: Collection["asyncio.Task[None]"]) -> None:

@@ -1,0 +1,131 @@
+"""Kills the processes of a run at random moments, resumes it each time, and checks that nothing went missing.
+
+    python tests/chaos.py --kills 30 --seed 0      (make chaos)
+
+After every kill the books have to balance. In the end no step is missing or double, and every example of the
+stream was trained exactly once or stands in the saved rollouts with what became of it.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from pellucid.ledger import reconcile
+from pellucid.metrics import read_metrics
+from pellucid.model.tiny import make_tiny_model
+
+VICTIMS = ("inference", "orchestrator", "trainer", "launcher", "ctrl-c")
+START_S = 6.0
+"""A third of the kills falls into the start of a run, the others after its first new step."""
+
+
+def command(folder: Path, max_steps: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "pellucid.cli", "rl", "--resume"),
+        *("--model.name", str(folder / "tiny"), "--output-dir", str(folder / "run")),
+        *("--max-steps", str(max_steps), "--seq-len", "256", "--trainer.ckpt.interval", "4"),
+        *("--orchestrator.env", '[{"id": "reverse-text"}]', "--orchestrator.batch-size", "16"),
+        *("--orchestrator.rollouts-per-example", "4", "--orchestrator.max-inflight-rollouts", "24"),
+        *("--orchestrator.sampling.max-tokens", "8", "--trainer.experimental.token-export"),
+    ]
+
+
+def strike(run: "subprocess.Popen[str]", victim: str) -> bool:
+    """False if there was nobody to strike."""
+    if victim in ("launcher", "ctrl-c"):
+        run.send_signal(signal.SIGKILL if victim == "launcher" else signal.SIGINT)
+        return True
+    pattern = f"pellucid.cli {victim}"
+    found = subprocess.run(["pgrep", "-P", str(run.pid), "-f", pattern], capture_output=True, text=True)
+    for pid in found.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    return bool(found.stdout)
+
+
+def num_steps(folder: Path) -> int:
+    steps = [record["step"] for record in read_metrics(folder / "metrics" / "orchestrator.jsonl")]
+    return max(steps, default=-1) + 1
+
+
+def check_books(folder: Path) -> None:
+    if any(path.stat().st_size for path in (folder / "ledger").glob("*.jsonl")):
+        report = reconcile(folder / "ledger")
+        assert report.balanced, report.differences
+
+
+def check_run(folder: Path, max_steps: int) -> Counter[str]:
+    for process in ("trainer", "orchestrator"):
+        steps = [record["step"] for record in read_metrics(folder / "metrics" / f"{process}.jsonl")]
+        assert steps == list(range(max_steps)), f"{process}: {steps}"
+    report = reconcile(folder / "ledger")
+    assert report.balanced and not report.running, report.verdict()
+    rollouts = [
+        json.loads(line)
+        for path in folder.glob("rollouts/step_*/train_rollouts.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    names = Counter(rollout["rollout_id"] for rollout in rollouts)
+    assert names.most_common(1)[0][1] == 1, names.most_common(3)
+    trained = {(r["example_id"], r["group_id"]) for r in rollouts if r["outcome"] == "sent"}
+    per_example = Counter(example for example, _ in trained)
+    assert per_example.most_common(1)[0][1] == 1, per_example.most_common(3)
+    known = {int(rollout["example_id"]) for rollout in rollouts}
+    assert known == set(range(len(known))), sorted(set(range(max(known))) - known)
+    (states,) = report.states.values()
+    assert sum(r["num_tokens"] for r in rollouts if r["outcome"] == "sent") == (
+        states["trained"] + states["masked"]
+    )
+    return states
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    generator = random.Random(arguments.seed)
+    folder = Path(tempfile.mkdtemp(prefix="pellucid-chaos-"))
+    make_tiny_model(folder / "tiny", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+    max_steps = 1_000_000  # until the last kill
+    kills: Counter[str] = Counter()
+    while kills.total() < arguments.kills:
+        victim = generator.choice(VICTIMS)
+        in_start = generator.random() < 1 / 3
+        delay_s = generator.uniform(0, START_S if in_start else 3.0)
+        before = num_steps(folder / "run")
+        run = subprocess.Popen(
+            command(folder, max_steps), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        while not in_start and num_steps(folder / "run") <= before:
+            assert run.poll() is None, run.communicate()[0]
+            time.sleep(0.05)
+        time.sleep(delay_s)
+        assert run.poll() is None, run.communicate()[0]
+        kills[victim] += strike(run, victim)
+        output, _ = run.communicate(timeout=60)
+        check_books(folder / "run")
+        resumed = re.search(r"^resuming at.*$", output, re.MULTILINE)
+        print(
+            f"kill {kills.total():3d}  {victim:<12} {'starting' if in_start else 'training'} {delay_s:3.1f} s;"
+            f" {resumed[0] if resumed else 'new run'}",
+            flush=True,
+        )
+    num_done = num_steps(folder / "run")
+    finished = subprocess.run(command(folder, num_done + 5), capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    states = check_run(folder / "run", num_done + 5)
+    print(finished.stdout)
+    print(f"{kills.total()} kills ({dict(kills)}), {num_done + 5} steps, tokens: {dict(states)}")
+
+
+if __name__ == "__main__":
+    main()
