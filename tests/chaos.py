@@ -115,8 +115,8 @@ def main() -> None:
         check_books(folder / "run")
         resumed = re.search(r"^resuming at.*$", output, re.MULTILINE)
         print(
-            f"kill {kills.total():3d}  {victim:<12} {'starting' if in_start else 'training'} {delay_s:3.1f} s;"
-            f" {resumed[0] if resumed else 'new run'}",
+            f"kill {kills.total():3d}  {victim:<12} {'starting' if in_start else 'training'} "
+            f"{delay_s:3.1f} s; {resumed[0] if resumed else 'new run'}",
             flush=True,
         )
     num_done = num_steps(folder / "run")

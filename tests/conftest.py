@@ -1,7 +1,13 @@
 """Shared by all tests: tiny models made on the spot, golden cases, threads."""
 
+import ctypes
 import json
 import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +43,38 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_tiny_model(folder, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AbstractContextManager[Path]]:
+    """`with small_disk("256k") as folder`: a disk of its own with so much room; only root may mount one."""
+
+    @contextmanager
+    def mounted(size: str) -> Iterator[Path]:
+        folder = tmp_path_factory.mktemp("disk")
+        if not _sees_its_own_mounts() or not _mount(
+            "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)
+        ):
+            pytest.skip("needs the right to mount a tmpfs")
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+    return mounted
+
+
+@cache
+def _sees_its_own_mounts() -> bool:
+    """From now on what is mounted is seen by this process and its children alone, and goes with them."""
+    clone_newns = 0x00020000
+    if sys.platform != "linux" or ctypes.CDLL(None).unshare(clone_newns) != 0:
+        return False
+    return _mount("--make-rprivate", "/")
+
+
+def _mount(*arguments: str) -> bool:
+    return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,5 +1,7 @@
 """The command line: which function runs with which config, and how it ends."""
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 
 from pellucid import __version__
 from pellucid.cli import COMMANDS, Command, main
+from pellucid.config import TrainerRunConfig
 from pellucid.config.tools import LedgerSettings
 
 RUNS = """
@@ -149,3 +152,61 @@ def test_answering_without_running_does_not_import_torch():
         "main(['trainer', '--model.name', 'm', '--dry-run']); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "(No space left on device); free some space and try again"),
+        (errno.EDQUOT, "(Disk quota exceeded); free some space, or ask for a larger quota and try again"),
+        (errno.EROFS, "(Read-only file system); make it writable and try again"),
+        (errno.EFBIG, "(File too large); raise the limit on the size of files (`ulimit -f`) and try again"),
+    ],
+)
+def test_a_disk_that_takes_no_more_is_no_traceback(runs, capsys, number, message):
+    import runs as module
+
+    def fill(config):
+        raise OSError(number, os.strerror(number), "a/b.jsonl")
+
+    module.succeed = fill
+    assert main(["succeed", "outputs/run"], runs) == 74
+    assert capsys.readouterr().err == f"error: a/b.jsonl cannot be written {message}\n"
+
+
+def test_a_run_on_a_full_disk_can_be_resumed(runs, capsys):
+    import runs as module
+
+    def fill(config):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    module.succeed = fill
+    commands = {"trainer": Command(TrainerRunConfig, "runs:succeed", "…")}
+    assert main(["trainer", "--model.name", "m"], commands) == 74
+    assert capsys.readouterr().err == (
+        "error: a file cannot be written (No space left on device); free some space and go on with --resume\n"
+    )
+
+
+def test_any_other_error_of_the_system_keeps_its_traceback(runs):
+    import runs as module
+
+    def fail(config):
+        raise FileNotFoundError("a/b.jsonl")
+
+    module.succeed = fail
+    with pytest.raises(FileNotFoundError):
+        main(["succeed", "outputs/run"], runs)
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_the_exit_code_tells_what_no_log_can(tmp_path):
+    (tmp_path / "runs.py").write_text("def fill(config): open('/dev/full', 'wb', buffering=0).write(b'x')")
+    script = (
+        "import sys; from pellucid.cli import Command, main; "
+        "from pellucid.config.tools import LedgerSettings; "
+        "sys.exit(main(['run', 'x'], {'run': Command(LedgerSettings, 'runs:fill', '')}))"
+    )
+    with open("/dev/full", "wb") as log:
+        done = subprocess.run([sys.executable, "-u", "-c", script], cwd=tmp_path, stdout=log, stderr=log)
+    assert done.returncode == 74

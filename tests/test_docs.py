@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pellucid.config import CustomAdvantageConfig, CustomLossConfig, EnvConfig
-from pellucid.data import Example
+from pellucid.config import CustomAdvantageConfig, CustomLossConfig, EnvConfig, FilterConfig
+from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.export import FIELDS
 from pellucid.loss import LossInputs, Ratios, loss_for
-from pellucid.orchestrator import AdvantageInputs
+from pellucid.orchestrator import AdvantageInputs, FilterInputs
 from pellucid.orchestrator.advantage import ScoredRollout, load_advantage
 from pellucid.orchestrator.environment import load_environment
+from pellucid.orchestrator.filters import load_filter
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -33,6 +34,17 @@ def docs_modules(monkeypatch):
             exec(compile(code, f"{page}:{name}.py", "exec"), module.__dict__)
 
     return load
+
+
+@pytest.fixture
+def attempted():
+    """A rollout with this reply, of one token per letter."""
+
+    def make(text: str, finish_reason: str = "stop") -> Rollout:
+        completion = Completion([7] * len(text), [-0.5] * len(text), [(0, len(text))], finish_reason)
+        return Rollout("g0-r0", "g0", Example("0", []), "env", 1.0, [Turn([5], completion, text)], 0.0)
+
+    return make
 
 
 class Scripted:
@@ -64,6 +76,29 @@ def test_the_multi_turn_environment(docs_modules) -> None:
     session = Scripted("1", "7")
     assert asyncio.run(environment.rollout(example, session)).reward == 0.5
     assert session.asked == [1, 3]
+
+
+def test_the_group_scores(docs_modules, attempted) -> None:
+    docs_modules("write-an-environment.md")
+    environment = load_environment(EnvConfig(id="brief:Brief"), seed=0)
+    rollouts = [attempted("hello there"), attempted("hi"), attempted("yo")]
+    assert [score.reward for score in asyncio.run(environment.score_group(rollouts))] == [0.0, 1.0, 1.0]
+    assert environment.requires_group_scoring
+
+
+def test_the_heavy_reward(docs_modules) -> None:
+    docs_modules("write-an-environment.md")
+    environment = load_environment(EnvConfig(id="primes:Primes"), seed=0)
+    assert (environment.heavy_reward, environment.offloads_to) == (True, "processes")
+    example = environment.example(0)
+    assert [environment.reward(example, text).reward for text in ("7", "1", "91", "97")] == [1, 0, 0, 1]
+
+
+def test_the_filter(docs_modules, attempted) -> None:
+    docs_modules("write-an-advantage.md")
+    config = FilterConfig(import_path="unhurried:finished", kwargs={"max_tokens": 3})
+    rollouts = [attempted("abc"), attempted("abcd"), attempted("ab", finish_reason="length")]
+    assert load_filter(config)(FilterInputs(rollouts, [0.1, 0.2, -0.3])) == [True, False, False]
 
 
 def test_the_advantage(docs_modules) -> None:

@@ -59,6 +59,17 @@ def test_every_sampled_token_is_accounted_for(finished) -> None:
     assert "balanced: every one of the" in output
 
 
+def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
+    flags = ("--transport.type", "zmq", "--transport.compression", "zstd")
+    result = subprocess.run(
+        command(tiny_model, tmp_path / "demo", *flags), capture_output=True, text=True, timeout=180
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "balanced: every one of the" in result.stdout
+    steps = [metrics["step"] for metrics in read_metrics(tmp_path / "demo" / "metrics" / "trainer.jsonl")]
+    assert steps == list(range(STEPS))
+
+
 def test_the_exported_losses_add_up_to_the_logged_loss(finished) -> None:
     folder, _ = finished
     for metrics in read_metrics(folder / "metrics" / "trainer.jsonl"):

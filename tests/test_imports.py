@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "viewer": {"export", "ledger", "data"},
 }
 TOP = {"cli", "launch", "checks", "bench"}
-CLIENT_SIDE = {"client", "http", "fake", "protocol"}
+CLIENT_SIDE = {"client", "http", "fake", "pool", "protocol"}
 """What of `inference` an orchestrator may see: never the engine."""
 
 

@@ -4,7 +4,6 @@ Run functions are imported only when they run, so that `--help`, a typo and `--d
 at once.
 """
 
-import errno
 import importlib
 import logging
 import os
@@ -20,16 +19,8 @@ from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig,
 from pellucid.config.base import Section
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
-from pellucid.config.tools import BenchSettings, LedgerSettings, ViewSettings
+from pellucid.config.tools import BenchSettings, KeysSettings, LedgerSettings, ViewSettings
 from pellucid.errors import ConfigError, DiskError, PellucidError
-
-DISK_REMEDIES: Mapping[int, str] = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some space, or ask for a larger quota",
-    errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
-    errno.EROFS: "make it writable",
-}
-"""What to do about an OSError that is neither a mistake of the user nor one of ours."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "view": Command(ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser"),
     "ledger": Command(LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went"),
+    "keys": Command(KeysSettings, "pellucid.transport.keys:run_keys", "make keys for batches over a network"),
     "bench": Command(BenchSettings, "pellucid.bench:run_bench", "run a side-by-side benchmark"),
 }
 
@@ -112,7 +104,7 @@ def _run(name: str, command: Command, argv: Sequence[str]) -> int:
     try:
         return _load(command.run)(parsed.config) or 0
     except OSError as error:
-        if error.errno not in DISK_REMEDIES:
+        if error.errno not in DiskError.REMEDIES:
             raise
         raise DiskError(_explain_disk(error, can_resume="resume" in command.config.model_fields)) from error
 
@@ -121,7 +113,7 @@ def _explain_disk(error: OSError, *, can_resume: bool) -> str:
     assert error.errno is not None
     what = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
     again = "go on with --resume" if can_resume else "try again"
-    return f"{what} ({error.strerror}); {DISK_REMEDIES[error.errno]} and {again}"
+    return f"{what} ({error.strerror}); {DiskError.REMEDIES[error.errno]} and {again}"
 
 
 def _load(import_path: str) -> Callable[[Any], int | None]:

@@ -3,26 +3,48 @@
 PellucidError
 ├── ConfigError        a setting, or a combination of settings, that cannot work
 ├── DataError          a sample, table or file whose content breaks its own rules
+│   └── ColumnError    the same, with the column and the sequence
 ├── ModelError         a model or tokenizer that cannot be loaded or is not supported
 ├── TransportError     a channel that cannot be read or written
 │   └── PayloadError   bytes that are not what they claim to be
 ├── InferenceError     an inference server that refused, failed or vanished
 ├── RolloutError       one rollout failed: data, not a crash
+│   └── PromptTooLongError   its conversation has outgrown the model
 ├── LedgerError        tokens are missing from the books
+├── DiskError          a disk that is full or read-only; nothing half-written is left behind
 └── ProcessError       a process of the run died
 """
+
+import errno
+from collections.abc import Mapping
+from typing import ClassVar
 
 
 class PellucidError(Exception):
     """Base of all errors raised on purpose; the command line prints them without a traceback."""
 
+    exit_code: ClassVar[int] = 1
+    """Of a process that ends with it."""
+
 
 class ConfigError(PellucidError):
-    pass
+    exit_code = 2
 
 
 class DataError(PellucidError):
     pass
+
+
+class ColumnError(DataError):
+    def __init__(self, column: str, sequence: int | None, rule: str) -> None:
+        super().__init__(column, sequence, rule)
+        self.column = column
+        self.sequence = sequence
+        self.rule = rule
+
+    def __str__(self) -> str:
+        where = "" if self.sequence is None else f"sequence {self.sequence}: "
+        return f"{where}{self.column} {self.rule}"
 
 
 class ModelError(PellucidError):
@@ -34,7 +56,14 @@ class TransportError(PellucidError):
 
 
 class PayloadError(TransportError):
-    pass
+    def __init__(self, sender: str, position: int, reason: str) -> None:
+        super().__init__(sender, position, reason)
+        self.sender = sender
+        self.position = position
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"payload from {self.sender}, byte {self.position}: {self.reason}"
 
 
 class InferenceError(PellucidError):
@@ -45,8 +74,25 @@ class RolloutError(PellucidError):
     pass
 
 
+class PromptTooLongError(RolloutError):
+    pass
+
+
 class LedgerError(PellucidError):
     pass
+
+
+class DiskError(PellucidError):
+    exit_code = 74
+    """EX_IOERR of sysexits.h. The code tells what happened where no log can be written any more."""
+
+    REMEDIES: ClassVar[Mapping[int, str]] = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some space, or ask for a larger quota",
+        errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
+        errno.EROFS: "make it writable",
+    }
+    """The OSErrors, by number, that are nobody's mistake and become this, and what to do about them."""
 
 
 class ProcessError(PellucidError):

@@ -257,6 +257,21 @@ def test_an_at_sign_does_not_swallow_a_flag():
             "lower it or raise seq_len",
         ),
         (
+            ["--trainer.data.fake", "--trainer.micro-batch-max-tokens", "64"],
+            "trainer.micro_batch_max_tokens = 64 has no effect on fake data, whose samples are micro batches "
+            "of their own; leave it out, and set trainer.data.fake.batch_size and trainer.model.seq_len",
+        ),
+        (
+            ["--trainer.pad-to-multiple-of", "48", "--trainer.micro-batch-max-tokens", "64"],
+            "trainer.pad_to_multiple_of = 48 does not divide trainer.micro_batch_max_tokens = 64, so that a "
+            "full micro batch would be padded beyond it; change one of them",
+        ),
+        (
+            ["--trainer.pad-to-multiple-of", "48", "--seq-len", "64"],
+            "trainer.pad_to_multiple_of = 48 does not divide trainer.model.seq_len = 64, so that a full "
+            "micro batch would be padded beyond it; change one of them",
+        ),
+        (
             ["--seq-len", "8", "--trainer.model.seq-len", "16"],
             "trainer.model.seq_len = 16 contradicts seq_len = 8; set one of them, or both to the same value",
         ),
@@ -314,6 +329,22 @@ def test_missing_keys_are_named_even_when_their_section_is_missing():
 
 def test_a_shared_key_is_reported_once():
     assert problems(RLConfig, *NAMED, "--seq-len", "abc") == ["seq_len = 'abc': should be a valid integer"]
+
+
+def test_fake_data_is_for_the_trainer_alone():
+    """`pellucid trainer` takes it; the commands that have data of their own refuse it."""
+    assert (
+        parse(TrainerRunConfig, [*NAMED, "--trainer.data.fake"], prog="p").config.trainer.data.fake.batch_size
+        == 8
+    )
+    env = ["--orchestrator.env", '[{"id": "reverse-text"}]']
+    remedy = "leave it out, or use `pellucid trainer`, which trains on fake data alone"
+    assert problems(RLConfig, *NAMED, *env, "--trainer.data.fake") == [
+        f"trainer.data.fake is set, but rl trains on what its orchestrator sends; {remedy}"
+    ]
+    assert problems(SFTConfig, *NAMED, "--data.path", "x.jsonl", "--trainer.data.fake") == [
+        f"trainer.data.fake is set, but sft trains on its data set; {remedy}"
+    ]
 
 
 def test_long_values_are_shortened(toml):

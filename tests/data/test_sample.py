@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pellucid.data import PackedArray, TrainingSample
+from pellucid.bench.transport import size_in_process
+from pellucid.data import COLUMNS, PackedArray, TrainingSample
 from pellucid.data.columns import Encoding
 from pellucid.errors import DataError
 
@@ -33,21 +34,36 @@ def test_counts_need_no_inflation() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"env_name": ""}, "empty env_name"),
+        ({"env_name": ""}, "env_name is empty"),
+        ({"env_name": 3}, "env_name is 3: Expected `str`"),
         ({"token_ids": []}, "no tokens"),
-        ({"loss_mask": [True, False, True]}, "marks its first token trainable"),
+        ({"loss_mask": [True, False, True]}, "loss_mask marks the first token trainable"),
         ({"loss_mask": [False, True, True]}, "marks token 1 trainable, but it was not sampled"),
         (
             {"inference_logprobs": [-0.5, -0.1]},
             "inference_logprobs has 2 entries; expected 1, one per sampled token",
         ),
         ({"loss_mask": [False, True]}, "loss_mask has 2 entries; expected 3, one per token"),
-        ({"inference_logprobs": [float("nan")]}, "logprob is not finite"),
-        ({"training_mode": "ppo"}, "training_mode 'ppo'; known: rl, opd, sft"),
-        ({"temperature": 0.0}, "temperature 0.0; training needs it above 0"),
+        (
+            {"inference_logprobs": [float("nan")]},
+            "inference_logprobs of token 2 is nan; .* logprob is not finite",
+        ),
+        ({"training_mode": "ppo"}, "training_mode is 'ppo'; known: rl, opd, sft"),
+        ({"temperature": 0.0}, "temperature is 0; training needs numbers above 0"),
+        ({"temperature": float("nan")}, "temperature is nan; training needs numbers above 0"),
+        ({"temperatures": [-1.0]}, "temperatures is -1; training needs numbers above 0"),
+        ({"advantage": float("inf")}, "advantage is inf; a number is needed"),
+        ({"advantages": [float("nan")]}, "advantages of token 2 is nan"),
+        ({"reward": "high"}, "reward is 'high': Expected `float`"),
+        ({"role_spans": [["user", 0]]}, "role_spans .* length 3"),
         ({"tokens": [1]}, r"unknown columns \['tokens'\]"),
         ({"policy_versions": None}, "lacks policy_versions"),
-        ({"token_ids": [1, 2, -3]}, "token_ids"),
+        ({"token_ids": [1, 2, -3]}, "token_ids: -3 … 2 does not fit uint32"),
+        ({"token_ids": np.array([1, 2, -3])}, "token_ids: -3 … 2 does not fit uint32"),
+        ({"token_ids": [1, 2, 2**32]}, "token_ids: 1 … 4294967296 does not fit uint32"),
+        ({"token_ids": [1.0, 2.5, 3.0]}, "token_ids: holds float64; expected uint32"),
+        ({"loss_mask": [0, 0, 2]}, "loss_mask: holds int64; expected bool"),
+        ({"routed_experts": [1, 2, 3]}, r"routed_experts has shape \(3,\); expected 3 dimensions"),
     ],
 )
 def test_bad_samples_are_refused_with_the_reason(changes, message) -> None:
@@ -68,18 +84,82 @@ def test_sft_samples_may_train_on_what_nobody_sampled() -> None:
     assert (sample.num_sampled, sample.num_trainable) == (0, 1)
 
 
-def test_masks_are_bit_packed_and_versions_run_length() -> None:
+def test_a_sample_is_small_and_stays_packed() -> None:
+    """15,000 + 15,000 tokens: ids and logprobs are 180,000 bytes, and everything else is next to nothing."""
+    sample = TrainingSample.from_turn(
+        100_000 + np.arange(15_000),
+        120_000 + np.arange(15_000),
+        -0.1 - np.arange(15_000) * 1e-6,
+        env_name="synthetic-env",
+        advantage=1.0,
+        reward=1.0,
+        temperature=1.0,
+    )
+    assert {name: len(array.data) for name, array in sample.arrays.items()} == {
+        "token_ids": 120_000,
+        "loss_mask": 8,
+        "sampled": 8,
+        "inference_logprobs": 60_000,
+        "policy_versions": 8,
+    }
+    assert 180_000 < size_in_process(sample) <= 185_000
+
+
+def test_a_sample_with_every_column() -> None:
+    experts = np.arange(18).reshape(3, 3, 2)
+    sample = TrainingSample.build(
+        **VALID,
+        temperatures=[0.7],
+        advantages=[0.25],
+        teacher_logprobs=[-1.0, -2.0, -3.0],
+        routed_experts=experts,
+        mm_token_types=[0, 1, 1],
+        mm_tensors=b"opaque",
+        temperature=0.9,
+        advantage=1.5,
+        reward=0.5,
+        training_mode="opd",
+        example_id="e",
+        group_id="g",
+        rollout_id="r",
+        sample_id="r-0",
+        run_id="run",
+        stop_reason="stop",
+        role_spans=[("user", 0, 2), ("assistant", 2, 3)],
+    )
+    assert {*sample.arrays, *sample.values} == set(COLUMNS)
+    assert sample.arrays["routed_experts"].dtype == "uint8"
+    np.testing.assert_array_equal(sample.arrays["routed_experts"].array(), experts)
+
+
+def test_experts_beyond_255_take_two_bytes() -> None:
+    sample = TrainingSample.build(**VALID, routed_experts=np.full((3, 2, 1), 300))
+    assert sample.arrays["routed_experts"].dtype == "int16"
+    assert sample.arrays["routed_experts"].array().tolist() == [[[300], [300]]] * 3
+
+
+def test_masks_are_spans_or_bits_and_versions_run_length() -> None:
+    long = PackedArray.pack(np.arange(1000) >= 600)
+    assert long.dtype == "spans"
+    assert np.frombuffer(long.data, np.uint32).tolist() == [600, 400]
     assert PackedArray.pack([True, True, False, True]) == PackedArray(b"\x0b", (4,), "bool")
     runs = PackedArray.pack(np.array([7, 7, 7, 8], np.int32), Encoding.RUNS)
     assert runs.dtype == "runs:int32"
-    assert np.frombuffer(runs.data, np.int32).tolist() == [7, 8, 3, 1]
+    assert np.frombuffer(runs.data, np.int32).tolist() == [7, 3, 8, 1]
+    assert PackedArray.pack(np.array([7, 8], np.int32), Encoding.RUNS).dtype == "int32"
 
 
-@given(hnp.arrays(st.sampled_from([np.uint32, np.int32, np.float32, np.bool_]), st.integers(0, 40)))
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 200)), max_size=12))
+def test_counting_trues_needs_no_inflation(runs) -> None:
+    mask = np.repeat([value for value, _ in runs], [count for _, count in runs]).astype(np.bool_)
+    packed = PackedArray.pack(mask)
+    assert packed.num_true() == mask.sum()
+    np.testing.assert_array_equal(packed.array(), mask)
+
+
+@given(hnp.arrays(st.sampled_from([np.uint32, np.int32, np.uint8, np.float32, np.bool_]), st.integers(0, 40)))
 def test_packing_is_lossless(array) -> None:
     for encoding in (Encoding.RAW, Encoding.RUNS):
-        if encoding is Encoding.RUNS and array.dtype != np.int32:
-            continue
         unpacked = PackedArray.pack(array, encoding).array()
         assert unpacked.dtype == array.dtype
         np.testing.assert_array_equal(unpacked, array)
@@ -91,8 +171,11 @@ def test_packing_is_lossless(array) -> None:
         (PackedArray(b"\0" * 7, (2,), "uint32"), "has 7 bytes; needs 8"),
         (PackedArray(b"\0", (9,), "bool"), "has 1 bytes; needs 2"),
         (PackedArray(b"", (0,), "object"), "dtype 'object'"),
-        (PackedArray(b"\0" * 9, (1,), "runs:int32"), "not a whole number of runs"),
+        (PackedArray(b"\0" * 9, (1,), "runs:int32"), "has 9 bytes; needs a multiple of 8"),
         (PackedArray(b"\1\0\0\0\5\0\0\0", (4,), "runs:int32"), "holds 5 values"),
+        (PackedArray(b"\1\0\0\0\5\0\0\0", (5,), "spans"), "a span of 5 at 1"),
+        (PackedArray(b"\1\0\0\0\0\0\0\0", (5,), "spans"), "a span of 0 at 1"),
+        (PackedArray(b"\0\0\0\0\2\0\0\0\2\0\0\0\1\0\0\0", (5,), "spans"), "a span of 1 at 2"),
     ],
 )
 def test_bytes_that_do_not_fit_are_refused(packed, message) -> None:

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.data import COLUMNS, TokenTable, TrainingSample
+from pellucid.data import COLUMNS, Stored, TokenTable, TrainingSample
+from pellucid.data.rows import BitRows
 from pellucid.errors import DataError
 
 
@@ -82,6 +83,46 @@ def test_a_column_of_the_wrong_length_is_refused() -> None:
     columns = {**table.columns, "inference_logprobs": np.zeros(3, np.float32)}
     with pytest.raises(DataError, match="inference_logprobs has 3 entries; expected 2"):
         TokenTable(table.lengths, columns)
+
+
+def inflated(table: TokenTable) -> set[str]:
+    """Columns of tokens that were inflated in this table."""
+    return {name for name, rows in table.columns.items() if "array" in vars(rows)} & {
+        name for name, column in COLUMNS.items() if column.stored is not Stored.SEQUENCES
+    }
+
+
+def test_nothing_is_inflated_until_it_is_read() -> None:
+    table = TokenTable.from_samples([sample(group_id="g"), sample(group_id="g")])
+    micro_batch = table.truncate(3).select([1, 0])
+    assert (table.num_tokens, table.num_sampled, table.num_trainable) == (8, 4, 4)
+    assert (micro_batch.num_tokens, micro_batch.num_sampled, micro_batch.num_trainable) == (6, 2, 2)
+    assert inflated(table) == inflated(micro_batch) == set()
+    assert micro_batch["token_ids"].tolist() == [5, 6, 9] * 2
+    assert inflated(table) == set() and inflated(micro_batch) == {"token_ids"}
+
+
+def test_entries_of_several_numbers() -> None:
+    experts = np.arange(16).reshape(4, 2, 2)
+    table = TokenTable.from_samples([sample(routed_experts=experts), sample()])
+    assert table["routed_experts"][:4].tolist() == experts.tolist()
+    assert (table["routed_experts"][4:] == -1).all()
+    joined = TokenTable.concat([table.select([0]), table.select([0]), TokenTable.padding(2)])
+    assert joined["routed_experts"].shape == (10, 2, 2)
+    assert (joined["routed_experts"][8:] == -1).all()
+    with pytest.raises(DataError, match=r"routed_experts has entries of .*\(layers × top_k\)"):
+        TokenTable.from_samples([sample(routed_experts=experts), sample(routed_experts=experts[:, :1])])
+
+
+def test_masks_with_many_spans_are_bits_for_the_whole_table() -> None:
+    odd = TrainingSample.from_turn(
+        [1], [2] * 99, [-0.5] * 99, completion_mask=np.arange(99) % 2 == 0, env_name="a"
+    )
+    plain = TrainingSample.from_turn(range(300), range(300), [-0.5] * 300, env_name="a")
+    table = TokenTable.from_samples([odd, plain])
+    assert [type(table.columns[name]) for name in ("loss_mask", "sampled")] == [BitRows, BitRows]
+    assert table.trainable_lengths.tolist() == [50, 300]
+    assert table["loss_mask"].tolist() == [False] + [True, False] * 49 + [True] + [False] * 300 + [True] * 300
 
 
 def _same(left: TokenTable, right: TokenTable) -> None:

@@ -2,6 +2,10 @@
 
 import json
 import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,4 +134,81 @@ def test_an_explicit_path_gets_the_rank_and_all_steps(tmp_path) -> None:
         exporter.finish(step)
         exporter.mark_stable(step)
     lines = (tmp_path / "mine.rank_2.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1]
+
+
+def write_steps(exporter, steps, spoil=None):
+    """Exports one sequence a step; `spoil` is called before the step 2 is written."""
+    table = samples()
+    for step in steps:
+        if step == 2 and spoil is not None:
+            spoil()
+        exporter.add(table, observed(table.num_tokens), step=step, micro_step=0, denominator=1)
+        exporter.finish(step)
+        exporter.mark_stable(step)
+
+
+def exported(tmp_path):
+    return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+
+
+WHOLE_STEPS = [f"token_exports/step_{step}/{name}" for step in (0, 1) for name in ("STABLE", "rank_0.jsonl")]
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_export_with_one_warning_and_a_count(tmp_path, caplog) -> None:
+    def fill() -> None:
+        (tmp_path / "token_exports" / "step_2").mkdir()
+        (tmp_path / "token_exports" / "step_2" / ".rank_0.jsonl.partial").symlink_to("/dev/full")
+
+    exporter = TokenExporter(tmp_path)
+    write_steps(exporter, range(5), fill)
+    exporter.close()
+    assert exported(tmp_path) == WHOLE_STEPS
+    assert (exporter.num_lost, exporter.num_skipped) == (3, 5)
+    (warning,) = caplog.records
+    assert warning.getMessage() == (
+        "the token export ends with step 2: [Errno 28] No space left on device; training goes on without it, "
+        "and export/lost_sequences counts what is left out"
+    )
+
+
+def test_a_folder_that_vanishes_ends_the_export(tmp_path, caplog) -> None:
+    exporter = TokenExporter(tmp_path)
+    table = samples()
+    write_steps(exporter, range(2))
+    exporter.add(table, observed(table.num_tokens), step=2, micro_step=0, denominator=1)
+    shutil.rmtree(tmp_path / "token_exports")
+    exporter.add(table, observed(table.num_tokens), step=2, micro_step=1, denominator=1)
+    exporter.finish(2)
+    write_steps(exporter, [3])
+    assert exporter.num_lost == 3 and exported(tmp_path) == []
+    (warning,) = caplog.records
+    assert "the token export ends with step 2: [Errno 2] No such file or directory" in warning.getMessage()
+
+
+FILLS_UP = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_writer import TokenExporter, write_steps
+
+folder = Path(sys.argv[1])
+exporter = TokenExporter(folder, path=folder / "all.jsonl")
+
+def fill():
+    size = (folder / "all.rank_0.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))
+
+write_steps(exporter, range(4), fill)
+print(exporter.num_lost)
+"""
+
+
+def test_one_file_for_all_steps_keeps_those_that_are_whole(tmp_path) -> None:
+    """A limit on its size stands for a disk that fills up in the middle of a record."""
+    arguments = [sys.executable, "-c", FILLS_UP, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    lines = (tmp_path / "all.rank_0.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1]

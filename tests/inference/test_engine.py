@@ -1,14 +1,15 @@
 import random
-from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pellucid.config import ModelConfig
 from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, QueueFullError, Request, run_to_end
-from pellucid.inference.sampling import draw
 from pellucid.model import load_policy, packed_layout
 from pellucid.transport.weights import publish_weights
 
@@ -62,22 +63,84 @@ def test_logprobs_are_the_trainers(policy, temperature) -> None:
     assert worst <= 2e-5
 
 
-def test_draw_follows_the_distribution() -> None:
-    """Inverse CDF on (0.1, 0.2, 0.7): evenly spread uniforms give the exact shares."""
-    logits = torch.tensor([[0.1, 0.2, 0.7]]).log().repeat(1000, 1)
-    tokens, logprobs = draw(logits, [1.0] * 1000, [(i + 0.5) / 1000 for i in range(1000)])
-    assert Counter(tokens) == {0: 100, 1: 200, 2: 700}
-    assert logprobs[0] == pytest.approx(torch.tensor(0.1).log().item())
+def test_logprobs_are_the_trainers_as_sequences_outgrow_their_shelves(policy) -> None:
+    """Lengths from 60 to 300 pass three shelves at different times, among sequences that come and go."""
+    finished = {}
+    lengths = {index: 60 + 48 * index for index in range(6)}
+    requests = [
+        Request(
+            [5 + index] * (3 * index + 1),
+            SamplingParams(max_tokens=lengths[index] - (3 * index + 1), seed=index),
+            ENV,
+            lambda completion, index=index: finished.__setitem__(index, completion),
+        )
+        for index in lengths
+    ]
+    run_to_end(Engine(policy, num_slots=4, max_length=400), requests)
+    for index, each in enumerate(requests):
+        assert len(each.prompt_ids) + len(finished[index].token_ids) == lengths[index]
+        expected = trainer_logprobs(policy, each.prompt_ids, finished[index].token_ids, 1.0)
+        assert finished[index].logprobs == pytest.approx(expected.tolist(), abs=2e-5)
 
 
-def test_draw_never_takes_an_impossible_token() -> None:
-    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(2, 1)
-    assert draw(logits, [1.0, 1.0], [0.0, 0.999999999999])[0] == [1, 1]
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 12)),
+        st.tuples(st.just("step"), st.integers(1, 8), st.just(0)),
+        st.tuples(st.just("abandon"), st.integers(0, 10), st.just(0)),
+        st.tuples(st.just("abort"), st.integers(0, 10), st.just(0)),
+    ),
+    max_size=30,
+)
 
 
-def test_temperature_zero_is_greedy() -> None:
-    tokens, _ = draw(torch.tensor([[1.0, 3.0, 2.0]]), [0.0], [0.01])
-    assert tokens == [1]
+@pytest.fixture(scope="module")
+def shared_policy(tiny_model):
+    return load_policy(ModelConfig(name=str(tiny_model)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(ACTIONS)
+def test_any_schedule_balances_and_changes_nobodys_tokens(shared_policy, actions) -> None:
+    """Requests that come, go and share prompts in any order get the tokens that they would get alone."""
+    engine = Engine(shared_policy, num_slots=3, max_length=100)
+    finished, requests = {}, []
+    for action, number, max_tokens in actions:
+        if action == "submit":
+            seed = len(requests)
+            prompt = list(range(5, 70))[: 1 + 21 * number]
+            params = SamplingParams(max_tokens=max_tokens, seed=seed)
+            tell = partial(finished.__setitem__, seed)
+            requests.append(Request(prompt, params, ENV, tell, f"r{seed}"))
+            engine.submit(requests[-1])
+        elif action == "step":
+            for _ in range(number):
+                engine.step()
+        elif action == "abandon" and number < len(requests):
+            engine.abandon(requests[number])
+        elif action == "abort":
+            engine.abort([f"r{number}"])
+    run_to_end(engine, [])
+    counts = engine.counts
+    assert counts.delivered[ENV] == sum(len(completion.token_ids) for completion in finished.values())
+    assert counts.sampled[ENV] == counts.delivered[ENV] + counts.cancelled[ENV]
+    for seed, completion in finished.items():
+        alone = []
+        asked = requests[seed]
+        run_to_end(
+            Engine(shared_policy, num_slots=1, max_length=100),
+            [Request(asked.prompt_ids, asked.params, ENV, alone.append)],
+        )
+        assert completion.token_ids == alone[0].token_ids[: len(completion.token_ids)]
+        assert completion.finish_reason == "abort" or len(completion.token_ids) == asked.params.max_tokens
+
+
+def test_a_policy_that_diverged_is_named(policy) -> None:
+    engine = Engine(policy, num_slots=1, max_length=64)
+    with torch.no_grad():
+        next(policy.parameters()).fill_(float("nan"))
+    with pytest.raises(InferenceError, match="policy version 0 gives logits that are not finite"):
+        run_to_end(engine, [request([5, 6], [])])
 
 
 def test_seed_decides_the_tokens(policy) -> None:
@@ -206,6 +269,7 @@ def test_every_sampled_token_is_delivered_or_cancelled(policy) -> None:
         ([5], {"temperature": -0.5}, "temperature = -0.5"),
         ([5], {"max_tokens": 0}, "max_tokens = 0"),
         ([5], {"stop": ["x"]}, "stop strings need a tokenizer"),
+        ([5], {"stop": ["x", ""]}, "stop has an empty string"),
     ],
 )
 def test_requests_that_cannot_be_served_say_why(policy, prompt, params, message) -> None:
@@ -215,6 +279,7 @@ def test_requests_that_cannot_be_served_say_why(policy, prompt, params, message)
 
 def test_a_full_queue_refuses(policy) -> None:
     engine = Engine(policy, num_slots=1, max_length=64, max_queued=1)
-    engine.submit(request([5], []))
+    for _ in range(2):
+        engine.submit(request([5], []))
     with pytest.raises(QueueFullError, match="1 requests are waiting already"):
         engine.submit(request([5], []))

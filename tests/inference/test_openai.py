@@ -217,6 +217,8 @@ REFUSED = [
     ({"max_tokens": 999}, "exceeds inference.max_model_len = 256"),
     ({"max_tokens": 999, "stream": True}, "exceeds inference.max_model_len = 256"),
     ({"stop": [""]}, r"length >= 1 - at `\$.stop\[0\]`"),
+    ({"stop": ["x"] * 17}, r"length <= 16 - at `\$.stop`"),
+    ({"stop": "x" * 1001}, r"length <= 1000 - at `\$.stop`"),
     ({"messages": []}, "length >= 1"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Invalid enum value 'image_url'"),
     ({"messages": [{"role": "tool", "content": "1", "tool_call_id": "x"}]}, "unknown field `tool_call_id`"),
@@ -271,12 +273,12 @@ def test_errors_have_their_class_and_shape(client_of) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_says_when_to_come_back(client_of, stream) -> None:
     with client_of(num_slots=1, max_queued=2) as client:
-        with pytest.raises(openai.InternalServerError, match="2 requests are waiting already") as full:
-            client.completions.create(model="tiny", prompt="abc", max_tokens=200, n=8, stream=stream)
+        with pytest.raises(openai.InternalServerError, match="4 more requests do not fit: 0 of 3") as full:
+            client.completions.create(model="tiny", prompt="abc", max_tokens=200, n=4, stream=stream)
         assert full.value.status_code == 503
         assert full.value.response.headers["retry-after"] == "1"
         assert wait_until_idle(client)["sampled_tokens"] == 0
-        assert client.completions.create(model="tiny", prompt="abc", n=2).choices
+        assert client.completions.create(model="tiny", prompt="abc", n=3).choices
 
 
 def test_a_client_that_leaves_a_stream_frees_its_slots(client_of) -> None:

@@ -1,11 +1,15 @@
 """The engine over HTTP, with the real server, client and sockets."""
 
 import asyncio
+import json
 from contextlib import contextmanager
+from pathlib import Path
 
 import aiohttp
+import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pellucid.config import ModelConfig
 from pellucid.errors import InferenceError
@@ -13,8 +17,8 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.ledger import read_journal
 from pellucid.metrics import read_metrics
-from pellucid.model import load_policy, packed_layout
-from pellucid.transport.weights import publish_weights
+from pellucid.model import PackedAttention, load_policy, packed_layout
+from pellucid.transport.weights import publish_weights, weights_folder
 
 ENV = Account("run", "env")
 
@@ -63,24 +67,84 @@ def test_generate_gives_the_trainers_logprobs(serving, tmp_path) -> None:
     assert counts == {"sampled": 640, "delivered": 640}
 
 
+def published(tiny_model, tmp_path, version):
+    """The folder of a policy version that differs from the served one, and its weights."""
+    other = load_policy(ModelConfig(name=str(tiny_model)))
+    with torch.no_grad():
+        next(other.parameters()).mul_(2.0)
+    publish_weights(other.hf, tmp_path, version, keep=2)
+    return weights_folder(tmp_path, version), other
+
+
 def test_weight_update_changes_version_and_values(serving, tiny_model, tmp_path) -> None:
     with serving() as (url, policy), connected(url) as (runner, client):
-        other = load_policy(ModelConfig(name=str(tiny_model)))
-        with torch.no_grad():
-            next(other.parameters()).mul_(2.0)
-        publish_weights(other.hf, tmp_path, 7, keep=2)
+        folder, other = published(tiny_model, tmp_path, 7)
 
         async def run():
-            await client.update_weights(7, tmp_path / "weights" / "step_7")
-            return await client.generate([5, 6], SamplingParams(max_tokens=3), ENV, "r1")
+            params = SamplingParams(max_tokens=3)
+            before = await client.generate([5, 6], params, ENV, "r1")
+            await client.update_weights(7, folder)
+            return before, await client.generate([5, 6], params, ENV, "r1")
 
-        completion = runner.run(run())
-        assert completion.policy_versions == [(7, 3)]
+        before, after = runner.run(run())
+        assert (before.policy_versions, after.policy_versions) == ([(0, 3)], [(7, 3)])
         assert torch.equal(next(policy.parameters()), next(other.parameters()))
-        (before,) = read_metrics(tmp_path / "metrics.jsonl")
-        assert (before["step"], before["sampled_tokens"]) == (0, 0)
-        with pytest.raises(InferenceError, match=r"400: .*step_9.* is not a readable weight file"):
-            runner.run(client.update_weights(9, tmp_path / "weights" / "step_9"))
+        (outgoing,) = read_metrics(tmp_path / "metrics.jsonl")
+        assert (outgoing["step"], outgoing["sampled_tokens"]) == (0, 3)
+
+
+def test_the_version_that_is_served_already_is_not_loaded_again(serving, tiny_model, tmp_path) -> None:
+    """Not even if it were gone: a resumed run asks for what the engine began with."""
+    with serving() as (url, _), connected(url) as (runner, client):
+        folder, _ = published(tiny_model, tmp_path, 7)
+        runner.run(client.update_weights(7, folder))
+        runner.run(client.generate([5, 6], SamplingParams(max_tokens=3), ENV, "r1"))
+        runner.run(client.update_weights(7, tmp_path / "nowhere"))
+        assert runner.run(client.health()).policy_version == 7
+        assert list(read_metrics(tmp_path / "metrics.jsonl")) == []
+    (whole,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (whole["step"], whole["sampled_tokens"]) == (7, 3)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def overwrite(path):
+    path.write_bytes(b"not a weight file" * 100)
+
+
+def lose_a_tensor(path):
+    tensors = load_file(path)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (Path.unlink, "is not a readable weight file"),
+        (cut_short, "is not a readable weight file"),
+        (overwrite, "is not a readable weight file"),
+        (lose_a_tensor, r"does not fit the model: lacks \['model.norm.weight'\]"),
+    ],
+)
+def test_weights_that_cannot_be_loaded_leave_the_old_ones_serving(
+    serving, tiny_model, tmp_path, damage, reason
+) -> None:
+    folder, _ = published(tiny_model, tmp_path, 1)
+    damage(folder / "model.safetensors")
+    with serving() as (url, _), connected(url) as (runner, client):
+
+        def greedy():
+            return runner.run(client.generate([5, 6], SamplingParams(0.0, max_tokens=8), ENV, "r1"))
+
+        before = greedy()
+        with pytest.raises(InferenceError, match=f"400: .*step_1.*{reason}"):
+            runner.run(client.update_weights(1, folder))
+        assert greedy() == before
+        assert before.policy_versions == [(0, 8)]
+        assert runner.run(client.health()).policy_version == 0
 
 
 def test_abort_returns_what_there_is(serving) -> None:
@@ -150,6 +214,46 @@ def test_completions(serving) -> None:
         }
         again = post(url, "/v1/completions", body)[1]
         assert [c["text"] for c in again["choices"]] == [c["text"] for c in answer["choices"]]
+
+
+def greedy_ids(policy, prompt_ids, num_tokens):
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            positions = torch.arange(len(ids))
+            hidden = policy.hidden(torch.tensor([ids]), positions[None], PackedAttention([len(ids)]))
+            ids.append(int(policy.logits(hidden[0, -1]).argmax()))
+    return ids[len(prompt_ids) :]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_temperature_zero_takes_the_likeliest_token_on_every_route(serving, stream) -> None:
+    options = {"temperature": 0, "max_tokens": 8, "return_token_ids": True, "stream": stream}
+    with serving() as (url, policy), connected(url) as (runner, client):
+        sampled = runner.run(client.generate([5, 6, 7], SamplingParams(0.0, max_tokens=8), ENV, "r1"))
+        assert sampled.token_ids == greedy_ids(policy, [5, 6, 7], 8)
+        # There is no distribution at temperature 0; logprobs are those of the model as it is.
+        ids = torch.tensor([5, 6, 7, *sampled.token_ids])
+        with torch.no_grad():
+            plain = policy(ids, torch.arange(11), torch.ones(11), packed_layout([11])).logprobs[3:]
+        assert sampled.logprobs == pytest.approx(plain.tolist(), abs=2e-5)
+        for path, asked in (
+            ("/v1/completions", {"prompt": [5, 6, 7]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ):
+            found = httpx.post(url + path, json=asked | options)
+            chunks = [found.json()] if not stream else events_of(found.text)
+            choices = [chunk["choices"][0] for chunk in chunks]
+            prompt_ids = choices[0].get("prompt_token_ids") or chunks[0]["prompt_token_ids"]
+            token_ids = [token for choice in choices for token in choice["token_ids"]]
+            assert token_ids == greedy_ids(policy, prompt_ids, 8)
+
+
+def events_of(text):
+    """The chunks of a stream of server-sent events."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ RECORD = {
     "loss": -0.0123,
     "entropy/all/mean": 1.25,
     "mismatch_kl/all/mean": 0.000123,
+    "tokens": 6598,
     "throughput/tokens_per_s": 12345.6,
     "off_policy_level/all/mean": 0.5,
     "time/step_s": 0.534,
@@ -39,10 +40,10 @@ class Terminal(io.StringIO):
 
 def test_a_row_of_an_rl_run():
     assert header_row(RL_COLUMNS) == (
-        "  step    reward        loss   entropy  mismatch KL    tokens/s  off-policy       time"
+        "  step    reward        loss   entropy  mismatch KL     tokens    tokens/s  off-policy       time"
     )
     assert step_row(RECORD, RL_COLUMNS) == (
-        "    17    0.5312     -0.0123    1.2500     1.23e-04      12,346        0.50     0.53 s"
+        "    17    0.5312     -0.0123    1.2500     1.23e-04      6,598      12,346        0.50     0.53 s"
     )
 
 

@@ -139,3 +139,30 @@ def test_a_folder_of_a_read_only_file_system_is_refused():
     refused = pytest.raises(ConfigError, match=r"output_dir = /proc/self cannot be written to")
     with refused, claimed(Path("/proc/self")):
         pytest.fail("claimed")
+
+
+PARTIALS = (".model.partial-7", "weights/.step_3.partial-7", "checkpoints/.step_3.partial-7")
+
+
+@pytest.mark.parametrize("options", [{"resume": True}, {"clean": True}])
+def test_what_a_killed_process_left_half_written_goes(tmp_path, options):
+    write_run(tmp_path)
+    for name in (*PARTIALS, ".notes.partial-7"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model.safetensors").touch()
+
+    prepare(config(tmp_path, **options))
+
+    assert list(tmp_path.rglob(".step*")) == [] and [path.name for path in tmp_path.glob(".*")] == [
+        ".notes.partial-7"
+    ]
+
+
+def test_a_full_disk_is_refused(small_disk):
+    reason = r"output_dir = .* cannot be written to \(No space left on device\); .* or free some space"
+    with small_disk("256k") as disk:
+        with (disk / "mine").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(bytes(1024))
+        with pytest.raises(ConfigError, match=reason), claimed(disk / "run"):
+            pytest.fail("claimed")

@@ -168,6 +168,7 @@ def test_the_summary_of_many_steps_fits(tmp_path) -> None:
             "step": step,
             "loss": 4.0 - step / 50,
             "tokens": 10**9,
+            "padding_tokens": 0,
             "loss_tokens": 10**8,
             "truncated_tokens": 10**7,
             "time/step_s": 2.5,

@@ -115,14 +115,25 @@ def test_only_what_was_sampled_to_train_on_can_be_wasted():
     states = {ACCOUNT: Counter(trained=60, eval=500, in_flight=7), other: Counter(masked=15, stale=25)}
     use = TokenUse.of(Report(states, {}, {ACCOUNT: Counter(computed=80), other: Counter(saved=9)}, [], []))
 
-    assert (use.trained, use.wasted, use.computed, use.saved) == (60, 40, 80, 9)
+    assert use == TokenUse(trained=60, wasted=40, computed=80, saved=9, padding=0)
+
+
+def test_padding_is_computed_but_is_no_throughput():
+    padding = {("demo", ""): Counter(padding=10, computed=10), ACCOUNT: Counter(computed=60, saved=30)}
+    lines = TokenUse.of(Report({}, {}, padding, [], [])).lines(2.0)
+
+    assert [text for _, text in lines[1:]] == [
+        "70 computed, 30 saved by sharing prompts",
+        "10 of the computed ones only fill up",
+        "45 through the trainer, prompts included, over the whole run",
+    ]
 
 
 def test_the_token_lines_of_a_large_run_fit():
-    use = TokenUse(trained=10**13, wasted=10**12, computed=10**14, saved=10**13)
+    use = TokenUse(trained=10**13, wasted=10**12, computed=10**14, saved=10**13, padding=10**13)
 
     assert max(len(text) for _, text in use.lines(1e5)) <= 84
-    assert TokenUse(0, 0, 0, 0).lines(1.0)[0][1].startswith("0 trained, 0 wasted (0.0%")
+    assert TokenUse(0, 0, 0, 0, 0).lines(1.0)[0][1].startswith("0 trained, 0 wasted (0.0%")
 
 
 @pytest.mark.parametrize(

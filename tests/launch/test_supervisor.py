@@ -113,6 +113,7 @@ def test_a_cause_once_known_never_changes(names, codes):
     ("end", "text"),
     [
         (Exit("trainer", 3), "trainer exited with code 3"),
+        (Exit("trainer", 74), "trainer exited with code 74 (the disk is full, or cannot be written to)"),
         (Exit("trainer", 0), "trainer exited with code 0 before the run was over"),
         (Exit("trainer", 143), "trainer exited with code 143 (SIGTERM, and not from the launcher)"),
         (Exit("trainer", 130), "trainer exited with code 130 (SIGINT, and not from the launcher)"),
@@ -176,8 +177,9 @@ def test_the_first_failure_is_explained_by_its_log_and_ends_the_others(crew):
     assert crew.running() == []
 
 
-def test_what_fails_after_the_first_is_named_too(crew):
-    second = crew.child("second", EXIT_AT_SIGTERM.format(7), READY, SLEEP)
+def test_what_fails_after_the_first_is_explained_too(crew):
+    """Who notices a failure may be quicker to end than who failed."""
+    second = crew.child("second", EXIT_AT_SIGTERM.format(7), "print('error: no memory')", READY, SLEEP)
     first = crew.child("first", crew.until_ready("second"), "raise SystemExit(1)")
 
     with pytest.raises(ProcessError) as failure:
@@ -185,7 +187,7 @@ def test_what_fails_after_the_first_is_named_too(crew):
 
     lines = str(failure.value).splitlines()
     assert lines[0] == "first exited with code 1"
-    assert lines[-1] == f"then second exited with code 7; log: {second.log_path}"
+    assert lines[-3:] == ["then second exited with code 7", "  error: no memory", f"log: {second.log_path}"]
 
 
 @pytest.mark.parametrize("code", [130, 143])

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from pellucid.errors import LedgerError
@@ -49,6 +51,18 @@ def test_every_token_is_in_exactly_one_state(tmp_path) -> None:
     assert report.states[RUN, ENV]["trained"] == 50
     assert report.beside[RUN, ENV] == {"context": 200, "padding": 8, "computed": 203, "saved": 70}
     assert report.running == []
+
+
+def test_several_servers_each_keep_a_journal(tmp_path) -> None:
+    write(tmp_path, changed(Stage.INFERENCE, Flow.SAMPLED, -40))
+    journal = Journal(tmp_path / "inference_1.jsonl", Stage.INFERENCE)
+    journal.count(RUN, ENV, Flow.SAMPLED, 40)
+    journal.flush(step=1)
+    report = reconcile(tmp_path)
+    assert report.balanced and report.running == [Stage.INFERENCE] and report.sampled[RUN, ENV] == 100
+    journal.close(step=2)
+    report = reconcile(tmp_path)
+    assert report.balanced and report.running == []
 
 
 @pytest.mark.parametrize(
@@ -120,3 +134,20 @@ def test_the_verdict_is_one_line_or_one_per_problem(tmp_path) -> None:
         "trainer: 1 token counted twice (run 'run', environment 'env')",
         "not closed: inference (still running, or killed)",
     ]
+
+
+def test_what_a_full_disk_refused_is_written_later(tmp_path) -> None:
+    path, full = tmp_path / "trainer.jsonl", Path("/dev/full")
+    if not full.is_char_device():
+        pytest.skip("needs /dev/full")
+    journal = Journal(path, Stage.TRAINER)
+    journal.count(RUN, ENV, State.TRAINED, 5)
+    path.rename(tmp_path / "kept")
+    path.symlink_to(full)
+    with pytest.raises(OSError, match="No space left on device: '.*trainer.jsonl'"):
+        journal.flush(0)
+    path.unlink()
+    (tmp_path / "kept").rename(path)
+    journal.count(RUN, ENV, State.TRAINED, 2)
+    journal.flush(1)
+    assert [entry.counts for entry in read_journal(path)] == [{"trained": 7}]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.ledger import LedgerEntry, Stage, State, settle
-from pellucid.ledger.reconcile import reconcile_entries
+from pellucid.ledger.reconcile import reconcile_journals
 
 RUN = ("run", "env")
 
@@ -25,7 +25,7 @@ def after(entries: list[LedgerEntry], **settings) -> Counter[str]:
         *settlement.inference,
         *settlement.trainer,
     ]
-    report = reconcile_entries(books)
+    report = reconcile_journals([[each for each in books if each.stage is stage] for stage in Stage])
     assert report.balanced
     assert sum(report.states[RUN].values()) == report.sampled[RUN]
     return report.states[RUN]

@@ -41,7 +41,7 @@ def check(case, loss_fn) -> None:
     stats = LossStats(["env"])
     env = torch.zeros(len(logprobs), dtype=torch.long)
     observe_loss(stats, inputs, record, torch.zeros(len(logprobs)), env)
-    report = stats.report()
+    report = stats.metrics().report()
     for name, value in expected["metrics"].items():
         found = report.get(f"{name}/all", report.get(f"{name}/all/mean", 0.0))
         assert found == pytest.approx(value, rel=KL_TOLERANCE if "kl" in name else 1e-5, abs=1e-6), name
@@ -96,7 +96,7 @@ def test_packed_sequences_share_one_sum(case) -> None:
     stats = LossStats([str(index) for index in range(len(lengths))])
     env = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     observe_loss(stats, inputs, record, torch.zeros(len(logprobs)), env)
-    report = stats.report()
+    report = stats.metrics().report()
     for name, per_sequence in expected["metrics_per_sequence"].items():
         for index, value in enumerate(per_sequence):
             found = report.get(f"{name}/{index}", report.get(f"{name}/{index}/mean", 0.0))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.config import RunConfig
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, DataError
 from pellucid.metrics import Guarded, JsonlSink, Tee, open_sinks, read_metrics
 
 
@@ -78,7 +78,7 @@ def test_a_failure_to_close_is_reported_too(caplog):
     assert "monitors.wandb failed and is switched off (RuntimeError: cannot close either)" in caplog.text
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="Linux has a file that is always full")
 def test_a_record_that_cannot_be_written_stops_the_run():
     sink = JsonlSink(Path("/dev/full"))
     with pytest.raises(OSError, match="No space left"):
@@ -200,3 +200,10 @@ def test_wandb_offline(tmp_path):
             assert loss in data
             assert b"mismatch_kl/all/mean" in data
             assert f"demo/{process}".encode() in data
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    path = tmp_path / "trainer.jsonl"
+    path.write_bytes(b'{"step": 0}\n\0\0\0\n{"step": 2}\n')
+    with pytest.raises(DataError, match=rf"^{path}:2 is damaged: .*; delete that line$"):
+        list(read_metrics(path))

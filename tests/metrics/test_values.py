@@ -41,6 +41,20 @@ def test_a_mean_is_weighted_and_absent_without_weight() -> None:
     assert metrics.report() == {"a": 1.4, "c": 5.0, "d": 2.0}
 
 
+def test_the_metrics_of_ranks_combine_by_what_they_are() -> None:
+    """Four tokens on one rank, one on the other: the mean is over five, not of two means."""
+    ranks = [MetricSet(), MetricSet()]
+    for rank, mean, total, highest in zip(
+        ranks, (Mean(6.0, 4), Mean(1.0, 1)), (2.0, 3.0), (9.0, 7.0), strict=True
+    ):
+        rank.add("kl", mean)
+        rank.add("tokens", Sum(total))
+        rank.add("fullest", Max(highest))
+    ranks[1].add("only_here", Sum(1.0))
+    assert MetricSet.combined(ranks).report() == {"kl": 1.4, "tokens": 5.0, "fullest": 9.0, "only_here": 1.0}
+    assert ranks[0].report() == {"kl": 1.5, "tokens": 2.0, "fullest": 9.0}
+
+
 def test_one_name_has_one_reduction() -> None:
     metrics = MetricSet()
     metrics.add("a", Sum(1.0))

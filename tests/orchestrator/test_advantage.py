@@ -1,14 +1,25 @@
-import pytest
+import random
 
-from pellucid.config import CustomAdvantageConfig, DefaultAdvantageConfig
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pellucid.bench.advantage import make_rollouts, per_group
+from pellucid.config import (
+    AdvantageConfig,
+    CustomAdvantageConfig,
+    DefaultAdvantageConfig,
+    GroupAdvantageConfig,
+)
 from pellucid.config.orchestrator import LengthPenaltyConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.errors import ConfigError
 from pellucid.orchestrator.advantage import (
     AdvantageInputs,
     AdvantageOutputs,
+    Groups,
     ScoredRollout,
-    default_advantage,
     load_advantage,
 )
 
@@ -19,10 +30,25 @@ PENALTIES = {
     "tokens w0/1": LengthPenaltyConfig(type="tokens", completion_weight=0, tool_response_weight=1),
     "tokens w1/1": LengthPenaltyConfig(type="tokens", completion_weight=1, tool_response_weight=1),
 }
+BUILT_IN: list[AdvantageConfig] = [
+    *(DefaultAdvantageConfig(length_penalty=penalty) for penalty in PENALTIES.values()),
+    *(GroupAdvantageConfig(type=kind) for kind in ("rloo", "grpo_std", "max_rl", "none")),
+]
+
+rewards_of_a_group = st.lists(
+    st.one_of(st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.floats(-4, 4, width=32)), min_size=1, max_size=9
+)
 
 
-def scored(reward: float, tokens: list[int] | None = None, tool_tokens: int = 0) -> ScoredRollout:
-    return ScoredRollout(reward, tokens or [4], tool_tokens, "env", "0", "g0")
+def name_of(config: AdvantageConfig) -> str:
+    penalty = getattr(config, "length_penalty", LengthPenaltyConfig())
+    return f"{config.type}-{penalty.type}"
+
+
+def scored(
+    reward: float, tokens: list[int] | None = None, tool_tokens: int = 0, group_id: str | None = "g0"
+) -> ScoredRollout:
+    return ScoredRollout(reward, tokens or [4], tool_tokens, "env", "0", group_id)
 
 
 def rollout(reward: float, turns: tuple[int, ...] = (3,)) -> Rollout:
@@ -33,18 +59,116 @@ def rollout(reward: float, turns: tuple[int, ...] = (3,)) -> Rollout:
     )
 
 
+def advantages_of(config: AdvantageConfig, rewards: list[float]) -> list[float]:
+    inputs = AdvantageInputs([scored(reward) for reward in rewards])
+    return load_advantage(config).function(inputs).advantages
+
+
+def of_kind(kind: str, rewards: list[float]) -> list[float]:
+    config = (
+        DefaultAdvantageConfig() if kind == "default" else GroupAdvantageConfig.model_validate({"type": kind})
+    )
+    return advantages_of(config, rewards)
+
+
 @pytest.mark.golden("advantage_group")
-def test_golden(case: dict) -> None:
+def test_golden_group(case: dict) -> None:
     inputs = AdvantageInputs([ScoredRollout(group_id="g", **item) for item in case["rollouts"]])
-    advantages = default_advantage(inputs, PENALTIES[case["length_penalty"]]).advantages
-    assert advantages == pytest.approx(case["advantages"], rel=1e-5, abs=1e-7)
+    advantage = load_advantage(DefaultAdvantageConfig(length_penalty=PENALTIES[case["length_penalty"]]))
+    assert advantage.function(inputs).advantages == pytest.approx(case["advantages"], rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.golden("advantage_compute")
+def test_golden_interleaved_partial_groups(case: dict) -> None:
+    rollouts = [ScoredRollout(**item) for item in case["rollouts"]]
+    advantage = load_advantage(DefaultAdvantageConfig(length_penalty=PENALTIES[case["name"]]))
+    assert advantage.compute(rollouts) == pytest.approx(case["advantages"], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards", "expected"),
+    [
+        ("default", [1, 0, 1, 1], [0.25, -0.75, 0.25, 0.25]),
+        ("rloo", [1, 0, 1, 1], [1 / 3, -1, 1 / 3, 1 / 3]),
+        ("rloo", [5, 1], [4, -4]),
+        ("grpo_std", [1, 0, 1, 1], [0.5, -1.5, 0.5, 0.5]),  # the std is sqrt(0.75 / 3) = 0.5
+        ("grpo_std", [3, 1], [2**-0.5, -(2**-0.5)]),
+        ("max_rl", [1, 0, 1, 1], [1 / 3, -1, 1 / 3, 1 / 3]),
+        ("max_rl", [0, 0, 0, 1], [-1, -1, -1, 3]),
+        ("max_rl", [1, -3], [0, 0]),  # the mean is not above 0
+        ("none", [1, 0, 0.5], [1, 0, 0.5]),
+        ("default", [7], [0]),
+        ("rloo", [7], [0]),
+        ("grpo_std", [7], [0]),
+        ("max_rl", [7], [0]),
+    ],
+)
+def test_by_hand(kind: str, rewards: list[float], expected: list[float]) -> None:
+    assert of_kind(kind, rewards) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["default", "rloo", "grpo_std", "max_rl"])
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, 123.456])
 @pytest.mark.parametrize("size", [1, 3, 7, 8])
-def test_equal_rewards_give_exactly_zero(reward: float, size: int) -> None:
-    inputs = AdvantageInputs([scored(reward)] * size)
-    assert default_advantage(inputs, LengthPenaltyConfig()).advantages == [0.0] * size
+def test_equal_rewards_give_exactly_zero(kind: str, reward: float, size: int) -> None:
+    assert of_kind(kind, [reward] * size) == [0.0] * size
+
+
+@given(rewards_of_a_group)
+def test_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
+    for kind in ("default", "rloo", "grpo_std", "max_rl"):
+        advantages = of_kind(kind, rewards)
+        assert sum(advantages) == pytest.approx(0, abs=1e-4 * max(1, *map(abs, advantages)))
+
+
+@given(rewards_of_a_group, st.sampled_from([0.25, 2.0, 8.0]), st.integers(-3, 3))
+def test_grpo_std_does_not_see_scale_and_shift(rewards: list[float], scale: float, shift: int) -> None:
+    few_bits = [round(reward * 64) / 64 for reward in rewards]  # scaled and shifted without rounding
+    moved = [scale * reward + shift for reward in few_bits]
+    assert of_kind("grpo_std", moved) == pytest.approx(of_kind("grpo_std", few_bits), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("config", BUILT_IN, ids=name_of)
+@given(groups=st.lists(rewards_of_a_group, min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_many_groups_at_once_are_the_groups_one_by_one(
+    config: AdvantageConfig, groups: list[list[float]], seed: int
+) -> None:
+    """Mixed as they may come; whether they are told apart by group or by example."""
+    generator = random.Random(seed)
+    rollouts = [
+        ScoredRollout(
+            reward,
+            [generator.randrange(20) for _ in range(generator.randint(1, 3))],
+            generator.randrange(5),
+            "env",
+            str(number),
+            f"g{number}" if seed % 2 else None,
+        )
+        for number, rewards in enumerate(groups)
+        for reward in rewards
+    ]
+    generator.shuffle(rollouts)
+    advantage = load_advantage(config)
+    together = advantage.compute(rollouts)
+    for number in range(len(groups)):
+        places = [index for index, each in enumerate(rollouts) if each.example_id == str(number)]
+        alone = advantage.function(AdvantageInputs([rollouts[index] for index in places])).advantages
+        assert [together[index] for index in places] == alone
+
+
+def test_the_benchmark_compares_equals() -> None:
+    rollouts = make_rollouts(80, 8)
+    ours = load_advantage(DefaultAdvantageConfig()).compute(rollouts)
+    assert ours == pytest.approx(per_group(rollouts), abs=1e-6)
+    assert len(ours) == 80 and len({rollout.group_id for rollout in rollouts}) == 10
+
+
+def test_the_statistics_of_groups() -> None:
+    groups = Groups([0, 1, 0, 2])
+    values = np.array([1.0, 5.0, 2.0, -3.0], np.float32)
+    assert groups.sizes.tolist() == [2, 1, 2, 1]
+    assert groups.mean(values).tolist() == [1.5, 5.0, 1.5, -3.0]
+    assert groups.max(values).tolist() == [2.0, 5.0, 2.0, -3.0]
 
 
 def test_what_an_advantage_sees_of_a_rollout() -> None:
@@ -85,18 +209,30 @@ def test_custom_function() -> None:
     assert load_advantage(custom("ranked", scale=0.5))([rollout(0.0), rollout(0.0)]) == [0.0, 0.5]
 
 
+def test_a_custom_function_is_called_once_per_group() -> None:
+    mixed = [scored(0, group_id=group) for group in ("a", "b", "b", "a", "b")]
+    assert load_advantage(custom("ranked", scale=1)).compute(mixed) == [0, 0, 1, 1, 2]
+    assert load_advantage(custom("ranked", scale=1)).compute([]) == []
+
+
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
         ("too_few", "1 advantages for 2 rollouts"),
-        ("not_finite", "advantage nan for rollout 'g0-r0'"),
-        ("raising", r"ZeroDivisionError: no spread \(line \d+ of .*test_advantage\.py\)"),
+        ("not_finite", "advantage nan for a rollout with reward 0.0"),
+        ("raising", r"ZeroDivisionError: no spread \(test_advantage\.py:\d+\)"),
         ("nothing", "AttributeError: 'NoneType' object has no attribute 'advantages'"),
     ],
 )
 def test_wrong_answers_name_the_function_and_the_group(name: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}', group 'g0': {complaint}"):
         load_advantage(custom(name))([rollout(0.0), rollout(1.0)])
+
+
+def test_rewards_that_overflow_name_the_group() -> None:
+    huge = [scored(1.0), scored(3e38, group_id="g1"), scored(-3e38, group_id="g1")]
+    with np.errstate(over="ignore"), pytest.raises(ConfigError, match="'rloo', group 'g1': advantage inf"):
+        load_advantage(GroupAdvantageConfig(type="rloo")).compute(huge)
 
 
 def test_missing_function_names_the_key() -> None:

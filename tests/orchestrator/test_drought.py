@@ -22,6 +22,8 @@ FAILED = group(State.FAILED_ROLLOUT, State.FAILED_ROLLOUT, reason="ValueError: n
 REJECTED = group(State.FAILED_ROLLOUT, State.REJECTED, State.REJECTED, reason="nan")
 FLAT = group(State.FAILED_ROLLOUT, State.ZERO_ADVANTAGE, State.ZERO_ADVANTAGE, reward=0.75)
 
+FILTERED = group(State.FAILED_ROLLOUT, State.FILTERED, reason="removed by mine:short")
+
 
 def test_lost_groups_in_a_row_are_a_reason_to_stop() -> None:
     assert drought(FAILED, REJECTED).complaint(3, 100) is None
@@ -33,6 +35,15 @@ def test_lost_groups_in_a_row_are_a_reason_to_stop() -> None:
 
 def test_a_flat_group_shows_that_the_environment_works() -> None:
     assert drought(FAILED, FAILED, FLAT, FAILED, FAILED).complaint(3, 100) is None
+
+
+def test_a_filter_that_removes_everything_stops_a_run_as_late_and_is_named() -> None:
+    filtered = drought(*[FILTERED] * 10)
+    assert filtered.complaint(3, 11) is None
+    assert filtered.complaint(3, 10) == (
+        "orchestrator.max_signalless_groups = 10: as many groups in a row gave nothing to train on, 10 of "
+        "them for filtered; the last: rollout g7-r1 of env, filtered: removed by mine:short"
+    )
 
 
 def test_flat_groups_stop_a_run_much_later_and_say_what_they_are() -> None:

@@ -1,14 +1,22 @@
 import asyncio
+import os
+import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import BrokenExecutor
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from pellucid.config import EnvConfig
+from pellucid.config import EnvConfig, EvalConfig
 from pellucid.data import Example
 from pellucid.errors import ConfigError
-from pellucid.orchestrator import Environment, load_environment
+from pellucid.orchestrator import Environment, Score, Session, SingleTurnEnvironment, load_environment
+from pellucid.orchestrator.environment import check_environment
 from pellucid.orchestrator.environments.reverse_text import ReverseText
+from pellucid.orchestrator.samples import build_samples
 
 
 def reverse_text(**args: object) -> Environment:
@@ -49,6 +57,134 @@ def test_single_turn_asks_once_and_scores_the_answer() -> None:
     assert score.reward == 1.0
 
 
+class Echo(SingleTurnEnvironment):
+    def example(self, index: int) -> Example:
+        return Example(str(index), [{"role": "user", "content": str(index)}])
+
+    def reward(self, example: Example, text: str) -> Score:
+        return Score(float(text == example.messages[0]["content"]))
+
+
+class Waits(Echo):
+    async def reward(self, example: Example, text: str) -> Score:
+        await asyncio.sleep(0)
+        return super().reward(example, text)
+
+
+class Blocks(Echo):
+    """Its reward does not come before another rollout has been sampled."""
+
+    heavy_reward: ClassVar[bool] = True
+
+    def __init__(self, *, seed: int) -> None:
+        super().__init__(seed=seed)
+        self.sampled_later = threading.Event()
+
+    def reward(self, example: Example, text: str) -> Score:
+        return Score(float(self.sampled_later.wait(timeout=10)))
+
+
+class Elsewhere(Echo):
+    offloads_to: ClassVar = "processes"
+
+
+def test_a_reward_may_wait(attempt) -> None:
+    environment = Waits(seed=0)
+    assert attempt(environment, environment.example(7), ["7"]).reward == 1.0
+    assert attempt(environment, environment.example(7), ["8"]).reward == 0.0
+
+
+def test_a_heavy_reward_does_not_hold_up_the_sampling_of_others() -> None:
+    class Scripted:
+        async def respond(self, messages: list[dict[str, str]]) -> str:
+            return "7"
+
+    class Later:
+        async def respond(self, messages: list[dict[str, str]]) -> str:
+            await asyncio.sleep(0.01)
+            environment.sampled_later.set()
+            return "8"
+
+    environment = Blocks(seed=0)
+
+    async def both() -> list[Score]:
+        async with environment.serving():
+            example = environment.example(0)
+            return await asyncio.gather(
+                environment.rollout(example, Scripted()), environment.rollout(example, Later())
+            )
+
+    assert [score.reward for score in asyncio.run(both())] == [1.0, 1.0]
+
+
+def test_a_heavy_reward_is_no_coroutine() -> None:
+    with pytest.raises(TypeError, match="Both: a heavy reward is offloaded; write it as `def`"):
+
+        class Both(Waits):
+            heavy_reward: ClassVar[bool] = True
+
+
+def test_work_in_another_process_and_the_death_of_one() -> None:
+    environment = Elsewhere(seed=0)
+
+    async def offload() -> tuple[int, int]:
+        async with environment.serving():
+            first = await environment.offload(os.getpid)
+            with pytest.raises(BrokenExecutor):
+                await environment.offload(os._exit, 1)
+            return first, await environment.offload(os.getpid)
+
+    pids = asyncio.run(offload())
+    assert os.getpid() not in pids and len(set(pids)) == 2
+
+
+def test_an_environment_travels_to_another_process() -> None:
+    copy = pickle.loads(pickle.dumps(ReverseText(seed=5)))
+    assert copy.example(3) == ReverseText(seed=5).example(3)
+
+
+class Stateful(Echo):
+    def reward(self, example: Example, text: str) -> Score:
+        if text == "fail":
+            raise ValueError("no")
+        return Score(0.0, state={"seen": {1: text}, "odd": {2}, "unwanted": object(), "reward": "mine"})
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("x", {"seen": '{"1":"x"}', "odd": '"{2}"', "reward": '"mine"', "missing": "null"}),
+        ("fail", {"seen": "null", "odd": "null", "reward": "null", "missing": "null"}),
+    ],
+)
+def test_state_is_kept_as_far_as_it_is_asked_for(attempt, reply, expected) -> None:
+    environment = Stateful(seed=0)
+    columns = ["seen", "odd", "reward", "missing", "seen"]
+    rollout = attempt(environment, environment.example(0), [reply], state_columns=columns)
+    assert rollout.state == expected
+
+
+class Talks(Environment):
+    """The model plays its own judge."""
+
+    def example(self, index: int) -> Example:
+        return Example(str(index), [{"role": "user", "content": "hi"}])
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        answer = await session.sample(example.messages)
+        verdict = await session.sample([{"role": "user", "content": answer.text}], trainable=False)
+        return Score(float(verdict.text == "good"))
+
+
+def test_turns_that_shall_not_train_are_sampled_but_masked(attempt) -> None:
+    environment = Talks(seed=0)
+    rollout = attempt(environment, environment.example(0), ["ho", "good"])
+    own, judged = build_samples(rollout, run_id="run", advantage=1.0)
+    assert rollout.reward == 1.0
+    assert (own.num_sampled, own.num_trainable) == (3, 3)
+    assert (judged.num_sampled, judged.num_trainable) == (5, 0)
+
+
 def test_import_path() -> None:
     path = "pellucid.orchestrator.environments.reverse_text:ReverseText"
     assert isinstance(load_environment(EnvConfig(id=path), seed=0), ReverseText)
@@ -59,7 +195,7 @@ def test_import_path() -> None:
     [
         (
             "reverse-txt",
-            r"'reverse-txt' is not a built-in environment \(reverse-text\).*mean 'reverse-text'\?",
+            r"'reverse-txt' is not a built-in environment \(.*reverse-text\).*mean 'reverse-text'\?",
         ),
         ("no.such.module:Class", r"'no.such.module:Class' cannot be imported: No module named 'no'"),
         ("pellucid.errors:Nothing", r"cannot be imported: .*has no attribute 'Nothing'"),
@@ -87,3 +223,43 @@ def test_wrong_args_name_the_environment_and_the_args(args: dict[str, int], comp
 def test_orchestrator_does_without_torch() -> None:
     program = "import sys, pellucid.orchestrator; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+class Unmakeable(ReverseText):
+    def __init__(self, *, seed: int, path: str) -> None:
+        raise FileNotFoundError(path)
+
+
+def test_a_constructor_that_raises_is_named_with_its_line() -> None:
+    config = EnvConfig(id=f"{__name__}:Unmakeable", args={"path": "words.txt"})
+    with pytest.raises(ConfigError) as refused:
+        load_environment(config, seed=0)
+    assert str(refused.value).startswith(
+        f"environment {config.id!r} cannot be made with orchestrator.env.args = "
+    )
+    assert "{'path': 'words.txt'}: FileNotFoundError: words.txt (test_environment.py:" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "complaint"),
+    [
+        (EnvConfig(id="reverse-txt"), "orchestrator.env.id = 'reverse-txt' is not a built-in environment"),
+        (
+            EvalConfig(id="no.such:Env"),
+            "orchestrator.eval.id = 'no.such:Env' cannot be imported: No module named",
+        ),
+        (
+            EnvConfig(id="reverse-text", args={"letters": 4}),
+            "refuses .*unexpected keyword argument 'letters'",
+        ),
+    ],
+)
+def test_what_cannot_work_is_known_beforehand(env: EnvConfig, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_environment(env)
+
+
+def test_nobody_elses_code_is_run_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_env.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_environment(EnvConfig(id="own_env:Env"))

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,10 +15,10 @@ import numpy as np
 import orjson
 import pytest
 
-from pellucid.config import OrchestratorRunConfig
+from pellucid.config import FilterConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.errors import ConfigError, InferenceError, RolloutError
-from pellucid.inference.client import Account
+from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.launch.supervisor import GRACE_S
 from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
@@ -37,9 +37,12 @@ from pellucid.orchestrator import (
     run_orchestrator,
     tasks,
 )
+from pellucid.orchestrator.books import Books
+from pellucid.orchestrator.filters import FilterInputs, load_filter
 from pellucid.orchestrator.pace import RateLimit
 from pellucid.orchestrator.report import sample_line, shorten, step_line
 from pellucid.orchestrator.snapshot import read_snapshot
+from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 
 TOKENIZER = character_tokenizer()
@@ -210,7 +213,7 @@ def run(
         channel = MemoryChannel()
         trainer = Trainer(config, channel)
         training = asyncio.create_task(trainer.run())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await Orchestrator(config, environments, TOKENIZER, client, channel).run()
             await training
         return trainer
@@ -529,9 +532,7 @@ def test_a_task_without_signal_stops_the_run_and_is_written_down_meanwhile(
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_0"]
 
 
-def test_a_hung_environment_holds_no_batch_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_environment_holds_no_batch_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_GRACE_S", 0.05)
     own = {"rollout_timeout_s": 0.1, "max_retries": 1, "retry_backoff_s": 0.01}
     run(configure(tmp_path, orchestrator=own), {"guess": Hangs(seed=1)}, FakeInferenceClient(letters))
@@ -633,7 +634,10 @@ def test_weights_that_cannot_be_served_stop_the_run(tmp_path: Path) -> None:
     publish_folder(tmp_path / "weights" / "step_1", lambda folder: None)
     client = Refusing(letters, delay_s=lambda generator: 0.05)
     message = stops_with(configure(tmp_path), Guess(seed=1), client, InferenceError)
-    assert message == "no weights could be served in 3 tries; policy version 1: version 1 refused"
+    assert message == (
+        "no weights could be served in 3 tries; policy version 1: version 1 refused; go on with --resume: a "
+        "damaged file is made anew"
+    )
 
 
 def test_only_the_newest_weights_are_served(tmp_path: Path) -> None:
@@ -734,6 +738,25 @@ def test_an_environment_that_will_not_be_cancelled_is_not_waited_for(
     assert "20 rollouts did not end within 0.2 s" in caplog.text
 
 
+def test_books_that_do_not_agree_are_no_point_to_go_on_from(tmp_path: Path) -> None:
+    """A full disk takes what goes into the journal and not the saved rollouts; then there is room again."""
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("needs /dev/full")
+    books = Books(configure(tmp_path))
+    rollout = Rollout("g0-r0", "g0", Guess(seed=1).example(0), "guess", 1.0)
+    path = tmp_path / "rollouts" / "step_0" / "train_rollouts.jsonl"
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/dev/full")
+    assert books.journal_bytes == 0
+    with pytest.raises(OSError, match="No space left"):
+        books.settle(0, [[Verdict(rollout, State.CANCELLED)]])
+    path.unlink()
+    books.settle(0, [[Verdict(rollout, State.CANCELLED)]])
+    with pytest.raises(OSError, match="No space left"):
+        _ = books.journal_bytes
+    books.close(0, finished=False)
+
+
 def test_winding_down_leaves_time_before_the_launcher_kills() -> None:
     assert loop.WIND_DOWN_S <= GRACE_S / 2
 
@@ -794,3 +817,167 @@ def test_accounts_name_run_and_environment(tmp_path: Path) -> None:
     client = FakeInferenceClient(letters)
     run(configure(tmp_path, max_steps=1), {"guess": Guess(seed=1)}, client)
     assert set(client.sampled) == {Account("run", "guess")}
+
+
+class Answers(Guess):
+    """Says in its state what it heard."""
+
+    def reward(self, example: Example, text: str) -> Score:
+        score = super().reward(example, text)
+        return Score(score.reward, state={"heard": text, "unasked": 1})
+
+
+def test_weighted_environments_with_sampling_and_columns_of_their_own(tmp_path: Path) -> None:
+    envs = [
+        {"id": "x:Answers", "name": "long", "weight": 3, "state_columns": ["heard", "trajectory", "heard"]},
+        {"id": "x:Guess", "name": "short", "sampling": {"temperature": 0.5, "max_tokens": 2}},
+    ]
+    config = configure(tmp_path, *envs, max_steps=6, orchestrator={"sampling": {"max_tokens": 5}})
+    asked: defaultdict[str, set[tuple[float, int]]] = defaultdict(set)
+
+    class Client(FakeInferenceClient):
+        async def generate(
+            self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
+        ) -> Completion:
+            asked[account.env].add((params.temperature, params.max_tokens))
+            return await super().generate(prompt_ids, params, account, request_id)
+
+    batches = run(config, {"long": Answers(seed=1), "short": Guess(seed=1)}, Client(letters))
+
+    assert asked == {"long": {(1.0, 5)}, "short": {(0.5, 2)}}
+    groups = Counter(env for env, _ in {(r["env_name"], r["group_id"]) for r in saved_rollouts(tmp_path)})
+    assert groups["long"] / groups["short"] == pytest.approx(3, abs=0.5)
+    for batch in batches:
+        for env, temperature in zip(batch.table["env_name"], batch.table["temperature"], strict=True):
+            assert temperature == {"long": 1.0, "short": 0.5}[env]
+    for record in saved_rollouts(tmp_path):
+        assert "unasked" not in record
+        if record["env_name"] == "long":
+            assert list(record)[-3:] == ["trajectory", "sampling_args", "heard"]
+            assert record["heard"] == record["trajectory"][0]["text"]
+            assert record["sampling_args"] == {"temperature": 1.0, "max_tokens": 5}
+        else:
+            assert list(record)[-2:] == ["trajectory", "sampling_args"]
+            assert record["sampling_args"] == {"temperature": 0.5, "max_tokens": 2}
+            assert record["num_tokens"] <= 2
+
+
+def short_ones(inputs: FilterInputs, max_tokens: int) -> list[bool]:
+    return [rollout.num_sampled <= max_tokens for rollout in inputs.rollouts]
+
+
+def of_the_first_half(inputs: FilterInputs) -> list[bool]:
+    return [advantage >= 0 for advantage in inputs.advantages]
+
+
+def too_few_answers(inputs: FilterInputs) -> list[bool]:
+    return [True]
+
+
+def test_filters_count_what_they_remove(tmp_path: Path) -> None:
+    filters = [
+        {"import_path": f"{__name__}:short_ones", "kwargs": {"max_tokens": 4}},
+        {"import_path": f"{__name__}:of_the_first_half"},
+    ]
+    batches = run(
+        configure(tmp_path, orchestrator={"filter": filters}),
+        {"guess": Guess(seed=1)},
+        FakeInferenceClient(letters),
+    )
+    for batch in batches:
+        assert np.diff(batch.table.sampled_offsets).max() <= 4 and batch.table["advantage"].min() > 0
+    records = saved_rollouts(tmp_path)
+    for record in records:
+        is_long = record["num_tokens"] > 4
+        if record["outcome"] == "filtered":
+            name = "short_ones" if is_long else "of_the_first_half"
+            assert record["reason"] == f"removed by {__name__}:{name}"
+        elif record["outcome"] in ("sent", "zero_advantage"):
+            assert not is_long and record["advantage"] >= 0
+    num_filtered = sum(record["outcome"] == "filtered" for record in records)
+    assert tokens_by_outcome(tmp_path)["filtered"] == journal_counts(tmp_path)["filtered"] > 0
+    reported = list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))
+    late = [r for r in records if r["outcome"] == "filtered" and r["step"] == len(reported)]
+    assert sum(record["filtered_rollouts/all"] for record in reported) == num_filtered - len(late)
+    assert all(record["filtered_rollouts/guess"] == record["filtered_rollouts/all"] for record in reported)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("too_few_answers", r"too_few_answers', group 'g\d+': 1 answers for 4 rollouts"),
+        ("short_ones", r"short_ones', group 'g\d+': TypeError: .*'max_tokens'"),
+    ],
+)
+def test_a_filter_that_does_not_work_is_named(tmp_path: Path, name: str, complaint: str) -> None:
+    config = configure(tmp_path, orchestrator={"filter": [{"import_path": f"{__name__}:{name}"}]})
+    message = stops_with(config, Guess(seed=1), FakeInferenceClient(letters), ConfigError)
+    assert re.search(complaint, message)
+
+
+def test_a_filter_that_does_not_exist_names_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"orchestrator\.filter\.import_path = 'nowhere:f'"):
+        load_filter(FilterConfig(import_path="nowhere:f"))
+
+
+class Served(Guess):
+    def __init__(self, *, seed: int, fails: bool = False) -> None:
+        super().__init__(seed=seed)
+        self._fails = fails
+        self.events: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        self.events.append("open")
+        if self._fails:
+            raise ConfigError("cannot be served")
+        async with super().serving():
+            yield
+        self.events.append("close")
+
+    def reward(self, example: Example, text: str) -> Score:
+        self.events.append("reward")
+        return super().reward(example, text)
+
+
+def test_environments_are_served_around_the_run(tmp_path: Path) -> None:
+    environment = Served(seed=1)
+    run(configure(tmp_path), {"guess": environment}, FakeInferenceClient(letters))
+    assert environment.events[0] == "open" and environment.events[-1] == "close"
+    assert set(environment.events[1:-1]) == {"reward"}
+    failing = Served(seed=1, fails=True)
+    assert stops_with(configure(tmp_path / "2"), failing, FakeInferenceClient(letters), ConfigError) == (
+        "cannot be served"
+    )
+
+
+def test_a_taskset_of_verifiers_trains_and_balances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "verifiers" / "tasksets"))
+    envs = [
+        {"id": "verifiers:shout-tasks", "name": "shout", "args": {"words": ["A", "b"]}},
+        {"id": "x:Guess", "name": "guess"},
+    ]
+    config = configure(tmp_path, *envs, max_steps=3)
+    client = FakeInferenceClient(
+        letters,
+        delay_s=lambda generator: generator.expovariate(100),
+        fails=lambda generator: generator.random() < 0.05,
+    )
+    shout = load_environment(config.orchestrator.env[0], config.seed)
+    batches = run(config, {"shout": shout, "guess": Guess(seed=1)}, client)
+    owners = Counter(env for batch in batches for env in batch.table["env_name"])
+    assert owners["shout"] > 0 and owners["guess"] > 0
+    records = [record for record in saved_rollouts(tmp_path) if record["env_name"] == "shout"]
+    assert {record["outcome"] for record in records} >= {"sent"}
+    for record in records:
+        if record["error"] is None:
+            text = record["trajectory"][0]["text"]
+            assert record["reward"] == 2.0 * (text == record["messages"][1]["content"].upper()) + (
+                len(text) >= 3
+            )
+            assert record["metrics"]["letters"] == len(text)
+        elif record["outcome"] == "failed_rollout":
+            assert record["error"].startswith("ProviderError: injected failure")
+    metrics = list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))
+    assert all(0 <= record["metrics/shout/long_enough"] <= 1 for record in metrics)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,25 @@ def test_turns_that_extend_each_other_are_one_sample_and_others_branch() -> None
     assert np.flatnonzero(table["sampled"]).tolist() == [2, 3, 5, 9, 10]
     assert table["policy_versions"].tolist() == [0, 0, 1, 1, 1]
     assert table["sample_id"].tolist() == ["g4-r1-0", "g4-r1-1"]
+
+
+def test_turns_of_conversations_that_interleave_find_their_own() -> None:
+    a0, b0 = turn([1, 2], [10, 11], (0, 2)), turn([5], [20], (0, 1))
+    a1, b1 = turn([1, 2, 10, 11, 3], [12], (1, 1)), turn([5, 20, 6], [21], (1, 1))
+    a2 = turn([1, 2, 10, 11, 4], [13], (1, 1))
+    table = TokenTable.from_samples(samples_of(a0, b0, a1, b1, a2))
+    assert table["token_ids"].tolist() == [1, 2, 10, 11, 3, 12, 5, 20, 6, 21, 1, 2, 10, 11, 4, 13]
+    assert np.flatnonzero(table["sampled"]).tolist() == [2, 3, 5, 7, 9, 15]
+    assert table["policy_versions"].tolist() == [0, 0, 1, 0, 1, 1]
+
+
+def test_what_shall_not_train_is_sampled_all_the_same() -> None:
+    [sample] = samples_of(
+        turn([1], [2, 3], (0, 2)), replace(turn([1, 2, 3, 4], [5], (0, 1)), trainable=False)
+    )
+    table = TokenTable.from_samples([sample])
+    assert table["sampled"].tolist() == [False, True, True, False, True]
+    assert table["loss_mask"].tolist() == [False, True, True, False, False]
 
 
 def test_a_turn_in_which_nothing_was_sampled_is_no_sample() -> None:

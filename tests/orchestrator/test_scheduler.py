@@ -322,6 +322,8 @@ class RandomSchedules(RuleBasedStateMachine):
         paced=st.booleans(),
     )
     def start(self, room: int, group_scored: bool, rollouts_per_example: int, **rules: int) -> None:
+        if rules["paced"]:  # what is sampled ahead may be trained: the configuration sees to that
+            rules["max_off_policy_steps"] = max(rules["max_off_policy_steps"], rules["max_async_level"])
         self.rules = Rules(
             max_inflight_rollouts=rollouts_per_example + room,
             rollouts_per_example=rollouts_per_example,
@@ -371,7 +373,8 @@ class RandomSchedules(RuleBasedStateMachine):
             assert max(levels) <= self.rules.max_off_policy_steps
             assert self.rules.max_async_level > 0 or max(levels) == 0
             last_group = batch[-1].rollout.group_id
-            assert sum(v.rollout.group_id != last_group for v in batch) < self.rules.batch_size
+            num_others = sum(verdict.rollout.group_id != last_group for verdict in batch)
+            assert num_others < self.rules.batch_size or self.rules.paced
             self.sent += [verdict.rollout.rollout_id for verdict in batch]
 
     @rule()

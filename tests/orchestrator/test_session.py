@@ -10,6 +10,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.model.tiny import CHATML, character_tokenizer
 from pellucid.orchestrator.chat import ChatTemplate
+from pellucid.orchestrator.samples import build_samples
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
 
 TOKENIZER = character_tokenizer()
@@ -172,7 +173,7 @@ def test_an_aborted_turn_is_recorded_and_fails() -> None:
         turn = asyncio.create_task(session.respond(USER))
         while client.sampled.total() < 3:
             await asyncio.sleep(0)
-        await client.abort(["run/g0-r0/0"])
+        await client.abort(["run/g0/g0-r0/0"])
         with pytest.raises(RolloutError, match="cut the completion short after 3 tokens"):
             await turn
         return rollout
@@ -278,7 +279,7 @@ def test_concurrent_calls_have_seeds_and_ids_of_their_own() -> None:
         session, rollout = open_session(client)
         replies = await asyncio.gather(*(session.respond(USER) for _ in range(3)))
         assert replies == ["x", "y", "z"] and len(rollout.turns) == 3
-        assert client.request_ids == ["run/g0-r0/0", "run/g0-r0/1", "run/g0-r0/2"]
+        assert client.request_ids == ["run/g0/g0-r0/0", "run/g0/g0-r0/1", "run/g0/g0-r0/2"]
         assert len({params.seed for params in client.params}) == 3
 
     asyncio.run(ask_three_times())
@@ -321,3 +322,85 @@ def test_a_second_try_goes_on_from_the_tokens_of_the_last_full_reply() -> None:
         assert again.prompt_ids[: len(known)] == known and again.prompt_ids == cut_short.prompt_ids
 
     asyncio.run(converse())
+
+
+def test_tools_are_rendered_and_a_conversation_goes_on_only_with_the_same() -> None:
+    template = "{% for tool in tools or [] %}[{{ tool['name'] }}]{% endfor %}" + CHATML
+    client = RecordingClient("x<|im_end|>", "y<|im_end|>", "z<|im_end|>")
+    session, rollout = open_session(client, template=template)
+
+    async def converse() -> None:
+        first = await session.sample(USER, tools=[{"name": "f"}])
+        history = [*USER, {"role": "assistant", "content": first.text}, {"role": "user", "content": "go"}]
+        await session.sample(history, tools=[{"name": "f"}])
+        await session.sample(history, tools=[{"name": "g"}])
+
+    asyncio.run(converse())
+    opening = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+    rest = "x<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    assert client.prompts == [
+        encode(f"[f]{opening}"),
+        encode(f"[f]{opening}{rest}"),
+        encode(f"[g]{opening}{rest}"),
+    ]
+    assert len(build_samples(rollout, run_id="run", advantage=1.0)) == 2
+
+
+def test_a_reply_may_stand_in_the_conversation_in_another_form() -> None:
+    """A call is parsed; the template is never asked to write it again."""
+    calls = "{% if message['tool_calls'] %}{{ raise_exception('written again') }}{% endif %}"
+    template = CHATML.replace("{% endfor %}", calls + "{% endfor %}", 1)
+    client = RecordingClient("f()  <|im_end|>", "z<|im_end|>")
+    session, _ = open_session(client, template=template)
+    reply = {"role": "assistant", "content": "", "tool_calls": ["f"]}
+
+    async def converse() -> None:
+        await session.sample(USER, as_message=lambda turn: reply)
+        await session.sample([*USER, reply, {"role": "tool", "content": "1"}])
+
+    asyncio.run(converse())
+    assert client.prompts[1] == encode(
+        "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nf()  <|im_end|>\n"
+        "<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_that_refuses_the_stand_in_renders_from_the_beginning() -> None:
+    lacks_call = "messages | length > 1 and not messages[1]['tool_calls']"
+    strict = f"{{% if {lacks_call} %}}{{{{ raise_exception('no call') }}}}{{% endif %}}"
+    client = RecordingClient("f()<|im_end|>", "z<|im_end|>")
+    session, _ = open_session(client, template=strict + CHATML)
+    reply = {"role": "assistant", "content": "f()", "tool_calls": ["f"]}
+
+    async def converse() -> None:
+        await session.sample(USER, as_message=lambda turn: reply)
+        await session.sample([*USER, reply, {"role": "tool", "content": "1"}])
+
+    asyncio.run(converse())
+    assert TOKENIZER.decode(client.prompts[1]).startswith(
+        "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nf()"
+    )
+
+
+def test_a_turn_that_is_withdrawn_stays_in_the_rollout() -> None:
+    session, rollout = open_session(RecordingClient("x<|im_end|>", "x<|im_end|>"))
+
+    async def converse() -> None:
+        first, _ = await session.sample(USER), await session.sample(USER)
+        session.withdraw(first)
+
+    asyncio.run(converse())
+    assert [turn.trainable for turn in rollout.turns] == [False, True]
+    assert rollout.num_sampled == 4
+
+
+def test_a_reply_may_be_kept_shorter_and_never_longer() -> None:
+    client = RecordingClient("x<|im_end|>", "x<|im_end|>")
+    session, _ = open_session(client)
+
+    async def converse() -> None:
+        await session.sample(USER, max_tokens=7)
+        await session.sample(USER, max_tokens=70)
+
+    asyncio.run(converse())
+    assert [params.max_tokens for params in client.params] == [7, 20]

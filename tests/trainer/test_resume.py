@@ -1,8 +1,13 @@
 """Resumed = uninterrupted, bit by bit, for the trainer given the same batches."""
 
+import errno
 import os
 import random
+import re
+import resource
 import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -11,9 +16,11 @@ from pellucid.checkpoint import newest_intact
 from pellucid.cli import main
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.errors import DataError, TransportError
 from pellucid.launch.resume import rewind_rl
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.metrics import read_metrics
+from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.entry import build_run, restore
@@ -148,6 +155,60 @@ def test_a_resumed_trainer_equals_an_uninterrupted_one(
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
+class FillAt:
+    """From a step on, no file may grow beyond so many bytes, as on a disk that is full."""
+
+    def __init__(self, step: int, num_bytes: int) -> None:
+        self._step = step
+        self._num_bytes = num_bytes
+
+    def log(self, step, values) -> None:
+        if step == self._step:
+            limit_files(self._num_bytes)
+
+    def close(self) -> None:
+        pass
+
+
+def limit_files(num_bytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
+@pytest.mark.parametrize(
+    ("step", "num_bytes", "refused"), [(3, 0, "weights/step_5"), (4, 150_000, "checkpoints/step_6")]
+)
+def test_a_disk_that_fills_up_ends_a_run_that_goes_on_later(
+    tiny_model, samples, uninterrupted, tmp_path, step, num_bytes, refused
+) -> None:
+    send(tmp_path, samples)
+    with pytest.raises(OSError) as full:
+        try:
+            run(settings(tiny_model, tmp_path), FillAt(step, num_bytes))
+        finally:
+            limit_files(resource.RLIM_INFINITY)
+    assert (full.value.errno, full.value.filename) == (errno.EFBIG, str(tmp_path / refused))
+    assert list(tmp_path.rglob(".*.partial-*")) == []
+    rewind_rl(settings(tiny_model, tmp_path))
+    run(settings(tiny_model, tmp_path), resume=True)
+    assert metrics(tmp_path) == metrics(uninterrupted[0])
+    assert exports(tmp_path) == exports(uninterrupted[0])
+
+
+def test_a_damaged_weight_file_is_made_anew(tiny_model, samples, uninterrupted, tmp_path, caplog) -> None:
+    """Else the engine of a resumed run could not serve it, again and again."""
+    send(tmp_path, samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path), CrashAt(5))
+    path = tmp_path / "weights" / "step_6" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    rewind_rl(settings(tiny_model, tmp_path))
+    assert f"{path} is damaged or cut short" in caplog.text
+    assert 6 not in stable_steps(tmp_path / "weights")
+    run(settings(tiny_model, tmp_path), resume=True)
+    assert path.read_bytes() == (uninterrupted[0] / path.relative_to(tmp_path)).read_bytes()
+
+
 def test_batches_stay_until_every_kept_checkpoint_covers_them(tiny_model, samples, tmp_path) -> None:
     send(tmp_path, samples)
     left = {}
@@ -180,6 +241,19 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     for name, parameter in uninterrupted[1].policy.named_parameters():
         assert torch.equal(parameter, resumed.policy.get_parameter(name)), name
     assert metrics(tmp_path) == metrics(uninterrupted[0])
+
+
+def test_the_checkpoint_of_another_model_is_refused(tiny_model, samples, tmp_path) -> None:
+    send(tmp_path, samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path), CrashAt(4))
+    make_tiny_model(tmp_path / "other", hidden_size=64, num_layers=2, num_heads=4)
+    with pytest.raises(DataError) as refused:
+        run(settings(tmp_path / "other", tmp_path), resume=True)
+    assert re.fullmatch(
+        r".*/step_3/state does not fit the model: Size mismatch .*; resume with the model.name that .*",
+        str(refused.value),
+    )
 
 
 def test_the_checkpoint_knows_the_ledger(tiny_model, samples, tmp_path, caplog) -> None:
@@ -253,6 +327,36 @@ def test_told_to_stop_it_finishes_the_step_and_saves(tiny_model, samples, tmp_pa
     assert stopped.value.signal is signal.SIGTERM
     progress = newest_intact(tmp_path)
     assert progress is not None and progress.step == 4
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_batch_is_refused_and_a_good_one_waited_for(tiny_model, samples, tmp_path, damage) -> None:
+    sender = FilesystemSender(tmp_path)
+    send(tmp_path, samples)
+    path = tmp_path / "batches" / "step_0" / "batch.bin"
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[:100])
+    told: list[str] = []
+
+    def orchestrate() -> None:
+        """Hears of the refusal, as the real one does; then somebody brings a good batch."""
+        while not told:
+            try:
+                sender.check()
+            except TransportError as error:
+                told.append(str(error))
+            time.sleep(0.01)
+        FilesystemSender(tmp_path).send(0, content)
+
+    orchestrator = threading.Thread(target=orchestrate)
+    orchestrator.start()
+    arguments = ["--model.name", str(tiny_model), "--output-dir", str(tmp_path), "--trainer.threads", "1"]
+    assert main(["trainer", *arguments, "--max-steps", "1"]) == 0
+    orchestrator.join()
+    assert told[0].startswith("the trainer refused the batch of step 0: ") and str(path) in told[0]
+    assert told[0].endswith("; go on with --resume, which gives it up and samples the step anew")
 
 
 def test_a_signal_ends_a_wait_at_once_and_nothing_else() -> None:

@@ -13,10 +13,14 @@ from pellucid.errors import ConfigError
 from pellucid.launch.console import make_console
 
 BENCHMARKS = {
+    "advantage": "advantages of many groups: all at once against a torch call per group",
     "attention": "packed training: our attention against HF's own packed SDPA",
     "engine": "sampling: the embedded engine against HF generate",
+    "packing": "micro batches for 8 ranks: time, bins and imbalance against a plain loop",
     "sharing": "training on groups: the common prompt once against once per member",
     "overlap": "asynchrony: time per RL step against the slower of sampling and training",
+    "transport": "samples on the wire: columnar bytes against lists",
+    "tensors": "from samples to a micro batch's tensors: one hop against lists all the way",
 }
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pellucid.bench.result import Result, fastest_s
+from pellucid.bench.result import Result, fastest_each_s
 from pellucid.bench.shapes import MODELS
 from pellucid.model import PackedAttention, Policy
 from pellucid.model.attention import ATTENTION
@@ -19,22 +19,21 @@ def run() -> list[Result]:
 
 def _compare(model: str, lengths: list[int]) -> Result:
     tokens = sum(lengths)
-    repeats = 5 if model == "tiny" else 1
+    repeats = 6 if model == "tiny" else 2
     with MODELS[model]() as policy:
         token_ids = torch.randint(5, policy.vocab_size, (1, tokens))
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
 
         def ours() -> None:
+            policy.hf.set_attn_implementation(ATTENTION)
             _train(policy, policy.hidden(token_ids, positions, PackedAttention(lengths)), token_ids)
 
         def theirs() -> None:
+            policy.hf.set_attn_implementation("sdpa")
             output = policy.hf.base_model(input_ids=token_ids, position_ids=positions, use_cache=False)
             _train(policy, output.last_hidden_state, token_ids)
 
-        our_s = fastest_s(ours, repeats)
-        policy.hf.set_attn_implementation("sdpa")
-        their_s = fastest_s(theirs, repeats)
-        policy.hf.set_attn_implementation(ATTENTION)
+        our_s, their_s = fastest_each_s([ours, theirs], repeats)
     name = f"attention, {model}, {len(lengths)} sequences"
     return Result(name, tokens / our_s, tokens / their_s, "tok/s", "HF packed SDPA")
 

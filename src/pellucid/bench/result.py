@@ -1,7 +1,7 @@
 """What a benchmark reports, and how it takes time."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,3 +31,14 @@ def fastest_s(work: Callable[[], object], repeats: int = 5) -> float:
         work()
         times.append(time.perf_counter() - started)
     return min(times)
+
+
+def fastest_each_s(works: Sequence[Callable[[], object]], repeats: int = 5) -> list[float]:
+    """The same for several, taking turns: a machine that is busy for a while is busy for all of them."""
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(repeats):
+        for work, own in zip(works, times, strict=True):
+            started = time.perf_counter()
+            work()
+            own.append(time.perf_counter() - started)
+    return [min(own) for own in times]

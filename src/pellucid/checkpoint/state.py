@@ -7,22 +7,37 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from pellucid.errors import DataError
+
 
 def write_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    with _single_process():
-        save(_state(model, optimizer), checkpoint_id=folder, no_dist=True)
+    failures: list[BaseException] = []
+    try:
+        with _single_process():
+            save(_state(model, optimizer), checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:  # not even an Exception
+        failures = [failure for failure, _ in error.failures.values()]
+    if failures:
+        raise failures[0]  # out here, where what it came from stays its context
 
 
 def read_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
     """Into the given model and optimizer, in place."""
     state = _state(model, optimizer)
-    with _single_process():
-        load(state, checkpoint_id=folder, no_dist=True)
+    try:
+        with _single_process():
+            load(state, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise DataError(
+            f"{folder} does not fit the model: {failure}; resume with the model.name that the run began with"
+        ) from failure
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

@@ -24,6 +24,8 @@ from pellucid.config.orchestrator import (
     EnvConfig,
     EnvironmentConfig,
     EvalConfig,
+    FilterConfig,
+    GroupAdvantageConfig,
     OrchestratorConfig,
     SamplingConfig,
 )
@@ -36,7 +38,7 @@ from pellucid.config.trainer import (
     TokenExportConfig,
     TrainerConfig,
 )
-from pellucid.config.transport import TransportConfig
+from pellucid.config.transport import FilesystemTransportConfig, TransportConfig, ZmqTransportConfig
 
 __all__ = [
     "AdvantageConfig",
@@ -48,6 +50,9 @@ __all__ = [
     "EnvConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "FilesystemTransportConfig",
+    "FilterConfig",
+    "GroupAdvantageConfig",
     "InferenceConfig",
     "InferenceRunConfig",
     "LossConfig",
@@ -68,4 +73,5 @@ __all__ = [
     "TrainerRunConfig",
     "TransportConfig",
     "WandbConfig",
+    "ZmqTransportConfig",
 ]

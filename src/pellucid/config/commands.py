@@ -17,7 +17,7 @@ from pellucid.config.model import ModelConfig
 from pellucid.config.monitors import MonitorsConfig
 from pellucid.config.orchestrator import OrchestratorConfig
 from pellucid.config.trainer import TrainerConfig
-from pellucid.config.transport import TransportConfig
+from pellucid.config.transport import FilesystemTransportConfig, TransportConfig
 
 
 class RunConfig(Section):
@@ -102,7 +102,7 @@ class TrainerRunConfig(RunConfig):
     trainer: TrainerConfig = TrainerConfig()
     """The trainer."""
 
-    transport: TransportConfig = TransportConfig()
+    transport: TransportConfig = FilesystemTransportConfig()
     """How batches arrive."""
 
 
@@ -123,7 +123,7 @@ class OrchestratorRunConfig(RunConfig):
     inference: InferenceConfig = InferenceConfig()
     """The server that samples."""
 
-    transport: TransportConfig = TransportConfig()
+    transport: TransportConfig = FilesystemTransportConfig()
     """How batches leave."""
 
     @model_validator(mode="after")
@@ -131,6 +131,16 @@ class OrchestratorRunConfig(RunConfig):
         if not self.orchestrator.env:
             raise ValueError(
                 "orchestrator.env = [] but a run needs an environment; add [[orchestrator.env]] with an id"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sending_never_waits(self) -> "OrchestratorRunConfig":
+        hwm, ahead = self.transport.hwm, self.max_async_level
+        if hwm <= ahead:
+            raise ValueError(
+                f"transport.hwm = {hwm} has to exceed max_async_level = {ahead}: sampling would stand still "
+                "while batches wait for the trainer; raise the former or lower the latter"
             )
         return self
 
@@ -162,6 +172,11 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
     }
 
     @model_validator(mode="after")
+    def _trains_on_what_is_sampled(self) -> "RLConfig":
+        _refuse_fake_data(self.trainer, "rl trains on what its orchestrator sends")
+        return self
+
+    @model_validator(mode="after")
     def _weights_outlive_their_use(self) -> "RLConfig":
         keep, ahead = self.trainer.keep_weights, self.max_async_level
         if keep <= ahead:
@@ -186,6 +201,19 @@ class SFTConfig(TrainerRunConfig):
 
     data: DataConfig
     """The data set."""
+
+    @model_validator(mode="after")
+    def _trains_on_its_data_set(self) -> "SFTConfig":
+        _refuse_fake_data(self.trainer, "sft trains on its data set")
+        return self
+
+
+def _refuse_fake_data(trainer: TrainerConfig, because: str) -> None:
+    if trainer.data.fake is not None:
+        raise ValueError(
+            f"trainer.data.fake is set, but {because}; leave it out, or use `pellucid trainer`, which trains "
+            "on fake data alone"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,13 @@ class InferenceConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the server; 0 lets `pellucid rl` pick a free one. The parts on their own need a number."""
 
+    servers: tuple[str, ...] = ()
+    """Addresses of several servers (`http://host:port`) for the orchestrator; default: the one at `host` and
+    `port`. Each is a `pellucid inference` with a `replica` of its own."""
+
+    replica: int = Field(default=0, ge=0)
+    """Which of several servers of a run this is: it keeps metrics and ledger of its own."""
+
     max_concurrent: int = Field(default=64, ge=1)
     """Sequences decoded together (slots of the KV cache); further requests wait in line."""
 

@@ -25,7 +25,8 @@ class EnvironmentConfig(Section):
     """Where it stands in the configuration, for messages."""
 
     id: str = Field(min_length=1)
-    """A built-in environment (`reverse-text`) or an import path `package.module:Class`."""
+    """A built-in environment (`arithmetic`, `calculator`, `reverse-text`), an import path
+    `package.module:Class`, or `verifiers:TASKSET`, a taskset of the verifiers library."""
 
     name: str | None = None
     """Name in metrics, ledger and exports; default: `id`."""
@@ -213,8 +214,8 @@ class OrchestratorConfig(Section):
     """How rewards become advantages, group by group."""
 
     filter: tuple[FilterConfig, ...] = ()
-    """Functions that leave rollouts out; in TOML one `[[orchestrator.filter]]` table each. What they remove is
-    counted as `filtered` in the ledger."""
+    """Functions that leave rollouts out; in TOML one `[[orchestrator.filter]]` table each. What they remove
+    is counted as `filtered` in the ledger."""
 
     def sampling_of(self, env: EnvConfig) -> SamplingConfig:
         return self.sampling.model_copy(update=env.sampling.model_dump(exclude_none=True))

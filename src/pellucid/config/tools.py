@@ -1,4 +1,4 @@
-"""Settings of the commands that read what a run left behind: `view`, `ledger` and `bench`."""
+"""Settings of the commands that read what a run left behind: `view`, `ledger`, `bench`; and of `keys`."""
 
 from pathlib import Path
 
@@ -31,6 +31,13 @@ class LedgerSettings(Section):
 
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of a table."""
+
+
+class KeysSettings(Section):
+    """`pellucid keys`: make CurveZMQ keys for batches that leave the machine."""
+
+    folder: CliPositionalArg[Path]
+    """Folder to write the keys of trainer and orchestrator to; what is there is never replaced."""
 
 
 class BenchSettings(Section):

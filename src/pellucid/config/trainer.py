@@ -98,6 +98,18 @@ class ExperimentalConfig(Section):
     """Present: every trainable sequence of every step is written with its per-token values."""
 
 
+class FakeDataConfig(Section):
+    """Samples of random tokens instead of an orchestrator's, to see how fast and how large a model trains."""
+
+    batch_size: int = Field(default=8, ge=1)
+    """Samples per optimizer step. Each has `trainer.model.seq_len` tokens and is a micro batch of its own."""
+
+
+class TrainerDataConfig(Section):
+    fake: FakeDataConfig | None = None
+    """Present: `pellucid trainer` trains on random tokens, without an orchestrator, weights or ledger."""
+
+
 class TrainerConfig(Section):
     model: TrainerModelConfig = TrainerModelConfig()
     """How the trainer runs the model."""
@@ -105,6 +117,13 @@ class TrainerConfig(Section):
     micro_batch_max_tokens: int | None = Field(default=None, ge=2)
     """Tokens packed into one micro batch; default: `trainer.model.seq_len`. Changes memory and speed, never
     the gradient. A longer sample gets a micro batch alone."""
+
+    pad_to_multiple_of: int = Field(default=1, ge=1)
+    """Micro batches are padded to a multiple of this many tokens, with a sequence that has no loss; 1: not at
+    all. Has to divide the tokens of a micro batch."""
+
+    data: TrainerDataConfig = TrainerDataConfig()
+    """Where batches come from, if not from an orchestrator."""
 
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
@@ -130,6 +149,11 @@ class TrainerConfig(Section):
     experimental: ExperimentalConfig = ExperimentalConfig()
     """Opt-in features."""
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens packed into one micro batch."""
+        return self.micro_batch_max_tokens or self.model.seq_len
+
     @model_validator(mode="after")
     def _cap_fits_seq_len(self) -> "TrainerConfig":
         cap, seq_len = self.micro_batch_max_tokens, self.model.seq_len
@@ -137,5 +161,25 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.micro_batch_max_tokens = {cap} exceeds trainer.model.seq_len = {seq_len}; "
                 "lower it or raise seq_len"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cap_is_not_for_fake_data(self) -> "TrainerConfig":
+        if self.data.fake is not None and self.micro_batch_max_tokens is not None:
+            raise ValueError(
+                f"trainer.micro_batch_max_tokens = {self.micro_batch_max_tokens} has no effect on fake data, "
+                "whose samples are micro batches of their own; leave it out, and set "
+                "trainer.data.fake.batch_size and trainer.model.seq_len"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _padding_fits_the_cap(self) -> "TrainerConfig":
+        if self.max_tokens % self.pad_to_multiple_of:
+            key = "model.seq_len" if self.micro_batch_max_tokens is None else "micro_batch_max_tokens"
+            raise ValueError(
+                f"trainer.pad_to_multiple_of = {self.pad_to_multiple_of} does not divide trainer.{key} = "
+                f"{self.max_tokens}, so that a full micro batch would be padded beyond it; change one of them"
             )
         return self

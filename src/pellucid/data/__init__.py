@@ -1,9 +1,10 @@
 """The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts."""
 
-from pellucid.data.columns import COLUMNS, Column, Stored
+from pellucid.data.columns import COLUMNS, Column, Stored, TrainingMode
+from pellucid.data.list_payload import read_list_payload
 from pellucid.data.packed import PackedArray
 from pellucid.data.rollout import Completion, Example, Rollout, Turn
-from pellucid.data.sample import TrainingMode, TrainingSample
+from pellucid.data.sample import TrainingSample
 from pellucid.data.table import TokenTable
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "TrainingMode",
     "TrainingSample",
     "Turn",
+    "read_list_payload",
 ]

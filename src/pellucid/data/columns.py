@@ -20,15 +20,32 @@ class Stored(StrEnum):
 
 
 class Encoding(StrEnum):
+    """How the values of a sequence become bytes."""
+
     RAW = "raw"
-    BITS = "bits"
+    """One value after the other."""
+
+    SPANS = "spans"
+    """Masks: start and length of every run of True; bits where those are smaller."""
+
     RUNS = "runs"
+    """Value and length of every run of equal values; raw where that is smaller."""
+
+
+class TrainingMode(StrEnum):
+    RL = "rl"
+    OPD = "opd"
+    SFT = "sft"
+
+
+RoleSpans = list[tuple[str, int, int]]
+"""(role, start, stop) of each block of a sequence, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     dtype: type
-    """numpy scalar type, or `object` for strings and small structures (per sequence only)."""
+    """numpy scalar type, or `object` for what is not a number (per sequence only)."""
 
     fill: Any
     """Value of padding, of tokens outside a sampled-only column, and of sequences that lack the column."""
@@ -40,30 +57,49 @@ class Column:
     stand_in: str | None = None
     """Per-sequence column that gives every token its value where this one is absent."""
 
+    shares_prompts: bool = False
+    """The members of a group have the same values for their common prompt, which then travel once."""
 
-def _per_sequence(dtype: type, fill: Any, *, required: bool = False) -> Column:
-    return Column(dtype, fill, Stored.SEQUENCES, required=required)
+    dims: tuple[str, ...] = ()
+    """What an entry holds, if not a single number."""
+
+    narrow: type | None = None
+    """A smaller dtype that is used where every value fits."""
+
+    holds: Any = None
+    """Type of the values of an `object` column."""
+
+
+def _number(fill: float = 0.0) -> Column:
+    return Column(np.float32, fill, Stored.SEQUENCES)
+
+
+def _text(fill: str = "", *, required: bool = False) -> Column:
+    return Column(object, fill, Stored.SEQUENCES, required=required, holds=str)
 
 
 COLUMNS: dict[str, Column] = {
-    "token_ids": Column(np.uint32, 0, required=True),
-    "loss_mask": Column(np.bool_, False, encoding=Encoding.BITS, required=True),
-    "sampled": Column(np.bool_, False, encoding=Encoding.BITS, required=True),
-    "teacher_logprobs": Column(np.float32, np.nan),
+    "token_ids": Column(np.uint32, 0, required=True, shares_prompts=True),
+    "loss_mask": Column(np.bool_, False, encoding=Encoding.SPANS, required=True),
+    "sampled": Column(np.bool_, False, encoding=Encoding.SPANS, required=True),
+    "teacher_logprobs": Column(np.float32, np.nan, shares_prompts=True),
+    "routed_experts": Column(np.int16, -1, shares_prompts=True, dims=("layers", "top_k"), narrow=np.uint8),
+    "mm_token_types": Column(np.uint8, 0, encoding=Encoding.RUNS),
     "inference_logprobs": Column(np.float32, 0.0, Stored.SAMPLED, required=True),
     "policy_versions": Column(np.int32, -1, Stored.SAMPLED, Encoding.RUNS, required=True),
     "temperatures": Column(np.float32, 1.0, Stored.SAMPLED, stand_in="temperature"),
     "advantages": Column(np.float32, 0.0, Stored.SAMPLED, stand_in="advantage"),
-    "temperature": _per_sequence(np.float32, 1.0),
-    "advantage": _per_sequence(np.float32, 0.0),
-    "reward": _per_sequence(np.float32, 0.0),
-    "training_mode": _per_sequence(object, "rl"),
-    "env_name": _per_sequence(object, "", required=True),
-    "example_id": _per_sequence(object, ""),
-    "group_id": _per_sequence(object, ""),
-    "rollout_id": _per_sequence(object, ""),
-    "sample_id": _per_sequence(object, ""),
-    "run_id": _per_sequence(object, ""),
-    "stop_reason": _per_sequence(object, ""),
-    "role_spans": _per_sequence(object, ()),
+    "temperature": _number(1.0),
+    "advantage": _number(),
+    "reward": _number(),
+    "training_mode": _text(TrainingMode.RL.value),
+    "env_name": _text(required=True),
+    "example_id": _text(),
+    "group_id": _text(),
+    "rollout_id": _text(),
+    "sample_id": _text(),
+    "run_id": _text(),
+    "stop_reason": _text(),
+    "role_spans": Column(object, (), Stored.SEQUENCES, holds=RoleSpans),
+    "mm_tensors": Column(object, b"", Stored.SEQUENCES, holds=bytes),
 }

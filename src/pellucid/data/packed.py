@@ -1,9 +1,12 @@
 """Arrays as bytes: small in process, ready for the wire, readable in length without inflating.
 
-    PackedArray.pack([True, True, False, True])  ->  data=b"\\x0b", shape=(4,), dtype="bool"
-    PackedArray.pack([7, 7, 7, 8], Encoding.RUNS) ->  dtype="runs:int64", two runs: 7×3, 8×1
+    PackedArray.pack([5, 6, 9])                     05 00 00 00 00 …           dtype "int64"
+    PackedArray.pack([False] * 600 + [True] * 400)  (600, 400): one span       dtype "spans"
+    PackedArray.pack([True, False, True])           0b101: three bits          dtype "bool"
+    PackedArray.pack(versions, RUNS)                (7, 90), (8, 1): two runs  dtype "runs:int32"
 
-Bytes are little-endian. Booleans are bit-packed, first value in the lowest bit.
+Bytes are little-endian. Spans are (start, length) pairs of uint32, runs are (value, count) pairs of int32.
+Bits start with the lowest of each byte.
 """
 
 import math
@@ -16,59 +19,124 @@ from numpy.typing import ArrayLike, NDArray
 from pellucid.data.columns import Encoding
 from pellucid.errors import DataError
 
+SPANS = "spans"
+BITS = "bool"
 _RUNS = "runs:"
-_DTYPES = {"uint8", "uint32", "int32", "int64", "float32"}
+_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint32", "int16", "int32", "int64", "float32")}
+SPAN = np.dtype("<u4")
+RUN = np.dtype("<i4")
+PAIR_BYTES = 8
+"""Of a span, and of a run."""
 
 
-class PackedArray(msgspec.Struct, frozen=True, array_like=True):
-    data: bytes | memoryview
+class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    data: bytes
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
     def pack(cls, values: ArrayLike, encoding: Encoding = Encoding.RAW) -> "PackedArray":
+        """Masks and runs take the smaller of their two forms."""
         array = np.asarray(values)
         if array.dtype == np.bool_:
-            return cls(np.packbits(array, bitorder="little").tobytes(), array.shape, "bool")
-        if encoding is Encoding.RUNS:
-            starts = np.flatnonzero(np.diff(array, prepend=array[:1] - 1)) if array.size else np.zeros(0, int)
-            counts = np.diff(starts, append=array.size).astype(np.uint32)
-            return cls(array[starts].tobytes() + counts.tobytes(), array.shape, _RUNS + array.dtype.name)
+            spans = spans_of(array)
+            if spans.nbytes <= (array.size + 7) // 8:
+                return cls(spans.tobytes(), array.shape, SPANS)
+            return cls(np.packbits(array, bitorder="little").tobytes(), array.shape, BITS)
+        if encoding is Encoding.RUNS and np.can_cast(array.dtype, np.int32):
+            runs = runs_of(array)
+            if runs.nbytes <= array.nbytes:
+                return cls(runs.tobytes(), array.shape, _RUNS + array.dtype.name)
         return cls(array.tobytes(), array.shape, array.dtype.name)
 
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def is_runs(self) -> bool:
+        return self.dtype.startswith(_RUNS)
+
+    def num_true(self) -> int:
+        """Of a mask, without inflating it."""
+        if self.dtype == SPANS:
+            return int(self.spans()[:, 1].sum())
+        return int(np.bitwise_count(self._bits()).sum())
+
+    def spans(self) -> NDArray[np.uint32]:
+        """(start, length) of every span."""
+        self._expect_pairs()
+        spans = np.frombuffer(self.data, SPAN).reshape(-1, 2).astype(np.int64)
+        stops = spans.sum(axis=1)
+        is_bad = (spans[:, 1] < 1) | (stops > self.shape[0])
+        is_bad[1:] |= spans[1:, 0] <= stops[:-1]
+        if is_bad.any():
+            start, length = spans[is_bad][0]
+            raise DataError(
+                f"packed array of {self.shape[0]} values has a span of {length} at {start}; "
+                "spans are in order, apart and inside"
+            )
+        return np.frombuffer(self.data, SPAN).reshape(-1, 2)
+
     def array(self) -> NDArray[Any]:
         """The values; a read-only view of the bytes where no decoding is needed."""
+        if (dtype := _DTYPES.get(self.dtype)) is not None:
+            self._expect(math.prod(self.shape) * dtype.itemsize)
+            values = np.frombuffer(self.data, dtype)
+            return values if len(self.shape) == 1 else values.reshape(self.shape)
         size = math.prod(self.shape)
-        if self.dtype == "bool":
-            self._expect((size + 7) // 8)
-            bits = np.frombuffer(self.data, np.uint8)
-            return np.unpackbits(bits, count=size, bitorder="little").view(np.bool_).reshape(self.shape)
-        name = self.dtype.removeprefix(_RUNS)
-        if name not in _DTYPES:
-            raise DataError(
-                f"packed array has dtype {self.dtype!r}; known: bool, {', '.join(sorted(_DTYPES))}"
-            )
-        dtype = np.dtype(name)
-        if self.dtype.startswith(_RUNS):
-            return self._runs(dtype, size).reshape(self.shape)
-        self._expect(size * dtype.itemsize)
-        return np.frombuffer(self.data, dtype).reshape(self.shape)
+        if self.dtype == SPANS:
+            return _painted(self.spans(), size)
+        if self.dtype == BITS:
+            bits = np.unpackbits(self._bits(), count=size, bitorder="little")
+            return bits.view(np.bool_).reshape(self.shape)
+        if self.is_runs and (dtype := _DTYPES.get(self.dtype.removeprefix(_RUNS))) is not None:
+            return self._inflated_runs(size).astype(dtype)
+        known = ", ".join([SPANS, BITS, *_DTYPES])
+        raise DataError(f"packed array has dtype {self.dtype!r}; known: {known}")
 
-    def _runs(self, dtype: np.dtype[Any], size: int) -> NDArray[Any]:
-        num_runs, rest = divmod(len(self.data), dtype.itemsize + 4)
-        if rest:
-            raise DataError(f"run-length array of {len(self.data)} bytes is not a whole number of runs")
-        values = np.frombuffer(self.data, dtype, count=num_runs)
-        counts = np.frombuffer(self.data, np.uint32, offset=num_runs * dtype.itemsize)
-        if (total := int(counts.sum(dtype=np.uint64))) != size:
+    def _bits(self) -> NDArray[np.uint8]:
+        self._expect((math.prod(self.shape) + 7) // 8)
+        return np.frombuffer(self.data, np.uint8)
+
+    def _inflated_runs(self, size: int) -> NDArray[np.int32]:
+        self._expect_pairs()
+        values, counts = np.frombuffer(self.data, RUN).reshape(-1, 2).T
+        if (total := int(counts.sum(dtype=np.int64))) != size or (counts < 1).any():
             raise DataError(f"run-length array holds {total} values; its shape {self.shape} needs {size}")
         return np.repeat(values, counts)
+
+    def _expect_pairs(self) -> None:
+        if len(self.data) % PAIR_BYTES:
+            raise DataError(
+                f"packed array of {self.dtype} has {len(self.data)} bytes; needs a multiple of {PAIR_BYTES}"
+            )
 
     def _expect(self, num_bytes: int) -> None:
         if len(self.data) != num_bytes:
             raise DataError(
                 f"packed array of {self.dtype} {self.shape} has {len(self.data)} bytes; needs {num_bytes}"
             )
+
+
+def spans_of(mask: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """[. x x . x] -> [[1, 2], [4, 1]]"""
+    padded = np.zeros(mask.size + 2, np.bool_)
+    padded[1:-1] = mask
+    edges = np.flatnonzero(padded[1:] != padded[:-1]).astype(SPAN).reshape(-1, 2)
+    edges[:, 1] -= edges[:, 0]
+    return edges
+
+
+def runs_of(values: NDArray[Any]) -> NDArray[np.int32]:
+    """[7 7 7 8] -> [[7, 3], [8, 1]]"""
+    is_start = np.ones(values.size, np.bool_)
+    is_start[1:] = values[1:] != values[:-1]
+    starts = np.flatnonzero(is_start)
+    return np.stack([values[starts], np.diff(starts, append=values.size)], axis=1).astype(RUN)
+
+
+def _painted(spans: NDArray[np.uint32], size: int) -> NDArray[np.bool_]:
+    mask = np.zeros(size, np.bool_)
+    for start, length in spans.tolist():
+        mask[start : start + length] = True
+    return mask

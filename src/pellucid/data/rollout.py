@@ -26,7 +26,7 @@ class Example:
     """One task of an environment: chat messages to answer, and whatever the reward needs."""
 
     example_id: str
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -37,6 +37,9 @@ class Turn:
     text: str
     role_spans: Sequence[tuple[str, int, int]] = ()
     """(role, start, stop) of each block of prompt and completion, in tokens."""
+
+    trainable: bool = True
+    """Whether the completion may train; if not, its tokens are `untrainable` in the ledger."""
 
 
 @dataclass(slots=True)
@@ -55,6 +58,8 @@ class Rollout:
     """`Type: message` of the failure."""
 
     error_type: str | None = None
+    state: dict[str, str] = field(default_factory=dict)
+    """What is saved with the rollout besides, as JSON by name: see `orchestrator.env.state_columns`."""
 
     @property
     def num_sampled(self) -> int:

@@ -6,25 +6,25 @@ token_ids            5     6     9     8
 sampled              .     .     x     x
 loss_mask            .     .     x     x      the first token of a sequence is never trainable
 inference_logprobs               -0.1  -0.7   stored for sampled tokens only
+
+Lengths and counts are read from the bytes, and so are the rules judged (`pellucid.data.rules`): a sample is
+inflated once, when a micro batch is made of it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from numbers import Real
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pellucid.data.columns import COLUMNS, Stored
+from pellucid.data.columns import COLUMNS, Column, Stored
+from pellucid.data.gather import gather
 from pellucid.data.packed import PackedArray
-from pellucid.errors import DataError
-
-
-class TrainingMode(StrEnum):
-    RL = "rl"
-    OPD = "opd"
-    SFT = "sft"
+from pellucid.data.rules import JUDGED, check_rules
+from pellucid.errors import ColumnError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,40 @@ class TrainingSample:
         if unknown:
             raise DataError(f"sample has unknown columns {unknown}; known: {sorted(COLUMNS)}")
         present = {name: value for name, value in columns.items() if value is not None}
-        missing = [name for name, column in COLUMNS.items() if column.required and name not in present]
-        if missing:
-            raise DataError(f"sample lacks {', '.join(missing)}")
         arrays = {
-            name: _as_array(name, value)
+            name: PackedArray.pack(_as_array(name, value), COLUMNS[name].encoding)
             for name, value in present.items()
             if COLUMNS[name].stored is not Stored.SEQUENCES
         }
         values = {name: value for name, value in present.items() if COLUMNS[name].stored is Stored.SEQUENCES}
-        _check_lengths(arrays)
-        _check_rules(arrays, values)
-        return cls(
+        return cls.from_packed(arrays, values)
+
+    @classmethod
+    def from_packed(cls, arrays: Mapping[str, PackedArray], values: Mapping[str, Any]) -> "TrainingSample":
+        """From columns that are bytes already; the only way in, so that every sample is judged alike."""
+        missing = [
+            name
+            for name, column in COLUMNS.items()
+            if column.required and name not in arrays and name not in values
+        ]
+        if missing:
+            raise DataError(f"sample lacks {', '.join(missing)}")
+        for name, value in values.items():
+            _check_value(name, value)
+        num_sampled = arrays["sampled"].num_true()
+        _check_lengths(arrays, num_sampled)
+        sample = cls(
             length=len(arrays["token_ids"]),
-            num_sampled=int(arrays["sampled"].sum()),
-            num_trainable=int(arrays["loss_mask"].sum()),
-            arrays={name: PackedArray.pack(array, COLUMNS[name].encoding) for name, array in arrays.items()},
+            num_sampled=num_sampled,
+            num_trainable=arrays["loss_mask"].num_true(),
+            arrays=arrays,
             values=values,
         )
+        try:
+            check_rules(gather([sample], JUDGED))
+        except ColumnError as error:
+            raise DataError(f"sample: {error.column} {error.rule}") from error
+        return sample
 
     @classmethod
     def from_turn(
@@ -78,9 +94,7 @@ class TrainingSample:
         loss_mask = sampled.copy()
         loss_mask[num_prompt:] = completion_mask
         return cls.build(
-            token_ids=np.concatenate(
-                [np.asarray(prompt_ids, np.uint32), np.asarray(completion_ids, np.uint32)]
-            ),
+            token_ids=np.concatenate([_as_array("token_ids", ids) for ids in (prompt_ids, completion_ids)]),
             loss_mask=loss_mask,
             sampled=sampled,
             inference_logprobs=completion_logprobs,
@@ -90,20 +104,57 @@ class TrainingSample:
 
 
 def _as_array(name: str, value: ArrayLike) -> NDArray[Any]:
+    """The values in the column's dtype; what does not fit is refused, never wrapped around or rounded."""
+    column = COLUMNS[name]
     try:
-        return np.asarray(value, dtype=COLUMNS[name].dtype)
+        array = np.asarray(value)
+        if array.size and array.dtype.kind != np.dtype(column.dtype).kind:
+            array = _converted(array, column)
+        if column.narrow is not None and _fits(array, column.narrow):
+            return array.astype(column.narrow)
+        if array.size and array.dtype.kind in "iu" and not _fits(array, column.dtype):
+            raise OverflowError(f"{array.min()} … {array.max()} does not fit {np.dtype(column.dtype)}")
+        return array.astype(column.dtype, copy=False)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"sample column {name}: {error}") from error
 
 
-def _check_lengths(arrays: Mapping[str, NDArray[Any]]) -> None:
-    for name in ("token_ids", "sampled"):
-        if arrays[name].ndim != 1:
-            raise DataError(f"sample column {name} has shape {arrays[name].shape}; expected one dimension")
+def _converted(array: NDArray[Any], column: Column) -> NDArray[Any]:
+    kind = np.dtype(column.dtype).kind
+    if kind == "b" and array.dtype.kind in "iu" and array.min() >= 0 and array.max() <= 1:
+        return array.astype(np.bool_)
+    if array.dtype.kind in {"f": "iu", "i": "u", "u": "i"}.get(kind, ""):
+        return array
+    raise TypeError(f"holds {array.dtype}; expected {np.dtype(column.dtype)}")
+
+
+def _fits(array: NDArray[Any], dtype: type) -> bool:
+    """Whether every whole number fits."""
+    if not np.issubdtype(dtype, np.integer):
+        return True
+    limits = np.iinfo(dtype)
+    return array.size == 0 or bool(array.min() >= limits.min and array.max() <= limits.max)
+
+
+def _check_value(name: str, value: Any) -> None:
+    holds = COLUMNS[name].holds or Real
+    if isinstance(holds, type) and isinstance(value, holds):
+        return
+    try:
+        msgspec.convert(value, float if holds is Real else holds)
+    except msgspec.ValidationError as error:
+        raise DataError(f"sample column {name} is {value!r}: {error}") from error
+
+
+def _check_lengths(arrays: Mapping[str, PackedArray], num_sampled: int) -> None:
+    for name, array in arrays.items():
+        expected = 1 + len(COLUMNS[name].dims)
+        if len(array.shape) != expected:
+            raise DataError(f"sample column {name} has shape {array.shape}; expected {expected} dimensions")
     num_tokens = len(arrays["token_ids"])
     if num_tokens == 0:
         raise DataError("sample has no tokens")
-    needed = {Stored.TOKENS: num_tokens, Stored.SAMPLED: int(arrays["sampled"].sum())}
+    needed = {Stored.TOKENS: num_tokens, Stored.SAMPLED: num_sampled}
     for name, array in arrays.items():
         stored = COLUMNS[name].stored
         if len(array) != needed[stored]:
@@ -111,26 +162,3 @@ def _check_lengths(arrays: Mapping[str, NDArray[Any]]) -> None:
                 f"sample column {name} has {len(array)} entries; expected {needed[stored]}, one per "
                 f"{'token' if stored is Stored.TOKENS else 'sampled token'}"
             )
-
-
-def _check_rules(arrays: Mapping[str, NDArray[Any]], values: Mapping[str, Any]) -> None:
-    if not values["env_name"]:
-        raise DataError("sample has an empty env_name")
-    mode = values.get("training_mode", TrainingMode.RL)
-    if mode not in set(TrainingMode):
-        raise DataError(f"sample has training_mode {mode!r}; known: {', '.join(TrainingMode)}")
-    loss_mask, sampled = arrays["loss_mask"], arrays["sampled"]
-    if loss_mask[0]:
-        raise DataError(
-            "sample marks its first token trainable; nothing predicts that token: unset loss_mask[0]"
-        )
-    if mode != TrainingMode.SFT and (stray := np.flatnonzero(loss_mask & ~sampled)).size:
-        raise DataError(
-            f"sample marks token {stray[0]} trainable, but it was not sampled; {mode} needs its logprob"
-        )
-    trained_logprobs = arrays["inference_logprobs"][loss_mask[sampled]]
-    if not np.isfinite(trained_logprobs).all():
-        raise DataError("sample has a trainable token whose inference logprob is not finite")
-    temperature = values.get("temperature", 1.0)
-    if not temperature > 0:
-        raise DataError(f"sample has temperature {temperature}; training needs it above 0")

@@ -6,71 +6,64 @@
     inference_logprobs [-0.1 | -0.7]   stored per sampled token
     env_name     ["a", "b"]            stored per sequence
 
+A table keeps its columns as they are stored, in samples or in a payload. Selecting and cutting sequences
+copies nothing, and counting inflates nothing; reading a column (`table["token_ids"]`) inflates it, once,
+for this table only.
+
 Sequence boundaries are carried as lengths and never guessed from positions. Padding is a sequence of its
 own, with no loss and no owner (`env_name` is empty).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import COLUMNS, Stored
-from pellucid.data.sample import TrainingMode, TrainingSample
+from pellucid.data.columns import COLUMNS, Encoding, Stored, TrainingMode
+from pellucid.data.gather import filled, gather
+from pellucid.data.rows import CellRows, FlatRows, Integers, MaskRows, Rows, SpanRows, offsets_of, spread
+from pellucid.data.sample import TrainingSample
 from pellucid.errors import DataError
 
 
-@dataclass(frozen=True, eq=False)
 class TokenTable:
-    lengths: NDArray[np.int64]
-    columns: Mapping[str, NDArray[Any]]
-
-    def __post_init__(self) -> None:
-        """Equal length is checked here and nowhere else."""
-        if self.lengths.dtype != np.int64 or self.lengths.ndim != 1 or (self.lengths < 1).any():
+    def __init__(self, lengths: NDArray[np.int64], columns: Mapping[str, NDArray[Any] | Rows]) -> None:
+        """From arrays, each with one entry per token, sampled token or sequence, or from stored rows."""
+        if lengths.dtype != np.int64 or lengths.ndim != 1 or (lengths < 1).any():
             raise DataError("table has a sequence without tokens, or lengths that are not int64")
-        for name, column in COLUMNS.items():
-            if column.required and name not in self.columns:
-                raise DataError(f"table lacks the column {name}")
-        if unknown := set(self["training_mode"]) - set(TrainingMode):
+        self.lengths = lengths
+        self.columns: Mapping[str, Rows] = _as_rows(lengths, columns)
+        if "training_mode" in columns and (unknown := set(self["training_mode"]) - set(TrainingMode)):
             modes = ", ".join(TrainingMode)
             raise DataError(f"table has training modes {sorted(map(str, unknown))}; known: {modes}")
-        for name, array in self.columns.items():
-            if name not in COLUMNS:
-                raise DataError(f"table has an unknown column {name}")
-            expected = int(self.offsets(COLUMNS[name].stored)[-1])
-            if len(array) != expected:
-                raise DataError(
-                    f"table column {name} has {len(array)} entries; expected {expected} "
-                    f"({COLUMNS[name].stored.value})"
-                )
 
     @classmethod
     def from_samples(cls, samples: Sequence[TrainingSample]) -> "TokenTable":
-        names = {name for sample in samples for name in (*sample.arrays, *sample.values)}
-        columns = {}
-        for name in COLUMNS:
-            if name not in names and not COLUMNS[name].required:
-                continue
-            columns[name] = _column_of(name, samples)
-        return cls(np.array([sample.length for sample in samples], np.int64), columns)
+        return cls.of_rows(np.array([sample.length for sample in samples], np.int64), gather(samples))
+
+    @classmethod
+    def of_rows(cls, lengths: Integers, columns: Mapping[str, Rows]) -> "TokenTable":
+        """Without looking: whoever made the rows knows that they fit each other."""
+        table = cls.__new__(cls)
+        table.lengths = lengths
+        table.columns = columns
+        return table
 
     @classmethod
     def padding(cls, num_tokens: int) -> "TokenTable":
         """One sequence without samples, loss or owner."""
         size = {Stored.TOKENS: num_tokens, Stored.SAMPLED: 0, Stored.SEQUENCES: 1}
         columns = {
-            name: _filled(name, size[column.stored]) for name, column in COLUMNS.items() if column.required
+            name: filled(column, size[column.stored]) for name, column in COLUMNS.items() if column.required
         }
         return cls(np.array([num_tokens], np.int64), columns)
 
     @classmethod
     def concat(cls, tables: Sequence["TokenTable"]) -> "TokenTable":
         names = [name for name in COLUMNS if any(name in table.columns for table in tables)]
-        columns = {name: np.concatenate([table._column_or_fill(name) for table in tables]) for name in names}
+        columns = {name: np.concatenate(_alike([table[name] for table in tables])) for name in names}
         return cls(np.concatenate([table.lengths for table in tables]), columns)
 
     @property
@@ -83,21 +76,36 @@ class TokenTable:
 
     @property
     def num_sampled(self) -> int:
-        return int(self.sampled_offsets[-1])
+        return int(self.sampled_lengths.sum())
 
     @property
     def num_trainable(self) -> int:
-        return int(self.columns["loss_mask"].sum())
+        return int(self.trainable_lengths.sum())
+
+    @property
+    def sampled_lengths(self) -> Integers:
+        """Sampled tokens of each sequence."""
+        return self._mask("sampled").counts
+
+    @property
+    def trainable_lengths(self) -> Integers:
+        """Trainable tokens of each sequence."""
+        return self._mask("loss_mask").counts
+
+    @property
+    def prompt_lengths(self) -> Integers:
+        """Tokens of each sequence before its first sampled one; all of them where nothing was sampled."""
+        return self._mask("sampled").first_true
 
     @cached_property
-    def token_offsets(self) -> NDArray[np.int64]:
-        return _offsets(self.lengths)
+    def token_offsets(self) -> Integers:
+        return offsets_of(self.lengths)
 
     @cached_property
-    def sampled_offsets(self) -> NDArray[np.int64]:
-        return _offsets(self.columns["sampled"].astype(np.int64))[self.token_offsets]
+    def sampled_offsets(self) -> Integers:
+        return offsets_of(self.sampled_lengths)
 
-    def offsets(self, stored: Stored) -> NDArray[np.int64]:
+    def offsets(self, stored: Stored) -> Integers:
         """Where each sequence starts on an axis, and the axis' length at the end."""
         if stored is Stored.TOKENS:
             return self.token_offsets
@@ -106,104 +114,143 @@ class TokenTable:
         return np.arange(self.num_sequences + 1)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """A column as stored."""
-        return self.columns[name] if name in self.columns else self._column_or_fill(name)
+        """A column along its own axis; its stand-in or its fill where the table lacks it."""
+        if name in self.columns:
+            return self.columns[name].array
+        column = COLUMNS[name]
+        if column.stand_in is not None:
+            return spread(self[column.stand_in], self.sampled_lengths)
+        return filled(column, int(self.offsets(column.stored)[-1]))
 
     def dense(self, name: str) -> NDArray[Any]:
         """A column with one value per token: sampled-only values in place, sequence values repeated."""
         column = COLUMNS[name]
         if name not in self.columns and column.stand_in is not None:
             return self.dense(column.stand_in)
-        values = self[name]
         if column.stored is Stored.TOKENS:
-            return values
+            return self[name]
         if column.stored is Stored.SEQUENCES:
-            return np.repeat(values, self.lengths)
-        dense = _filled(name, self.num_tokens)
-        dense[self.columns["sampled"]] = values
+            return spread(self[name], self.lengths)
+        dense = filled(column, self.num_tokens)
+        if name in self.columns:
+            self._mask("sampled").scatter(self.columns[name], dense)
         return dense
 
     def has(self, name: str) -> bool:
         return name in self.columns
 
-    def positions(self) -> NDArray[np.int64]:
+    def positions(self) -> Integers:
         """The position of each token in its sequence."""
-        return _ranges(np.zeros_like(self.lengths), self.lengths)
+        positions = np.empty(self.num_tokens, np.int64)
+        longest = np.arange(self.lengths.max(initial=0))
+        for start, length in zip(self.token_offsets[:-1].tolist(), self.lengths.tolist(), strict=True):
+            positions[start : start + length] = longest[:length]
+        return positions
 
-    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> "TokenTable":
+    def select(self, indices: Sequence[int] | Integers) -> "TokenTable":
         """These sequences, in this order."""
         chosen = np.asarray(indices, np.int64)
-        gather = {}
-        for stored in Stored:
-            offsets = self.offsets(stored)
-            gather[stored] = _ranges(offsets[chosen], offsets[chosen + 1] - offsets[chosen])
-        columns = {name: array[gather[COLUMNS[name].stored]] for name, array in self.columns.items()}
-        return TokenTable(self.lengths[chosen], columns)
+        return TokenTable.of_rows(self.lengths[chosen], _Selection(self.columns, chosen))
 
     def truncate(self, max_length: int) -> "TokenTable":
         """Every sequence cut to its first `max_length` tokens."""
         if (self.lengths <= max_length).all():
             return self
-        kept = self.positions() < max_length
-        keep = {
-            Stored.TOKENS: kept,
-            Stored.SAMPLED: kept[self.columns["sampled"]],
-            Stored.SEQUENCES: slice(None),
-        }
-        columns = {name: array[keep[COLUMNS[name].stored]] for name, array in self.columns.items()}
-        return TokenTable(np.minimum(self.lengths, max_length), columns)
+        lengths = np.minimum(self.lengths, max_length)
+        everything = np.arange(self.num_sequences)
+        return TokenTable.of_rows(lengths, _Selection(self.columns, everything, lengths))
 
     def pad_to(self, multiple: int) -> "TokenTable":
         """With a padding sequence at the end, so that the tokens fill a multiple."""
         missing = -self.num_tokens % multiple
         return TokenTable.concat([self, TokenTable.padding(missing)]) if missing else self
 
-    def _column_or_fill(self, name: str) -> NDArray[Any]:
-        if name in self.columns:
-            return self.columns[name]
-        stand_in = COLUMNS[name].stand_in
-        if stand_in is not None:
-            sampled: NDArray[Any] = self.dense(stand_in)[self.columns["sampled"]]
-            return sampled
-        return _filled(name, int(self.offsets(COLUMNS[name].stored)[-1]))
+    def _mask(self, name: str) -> MaskRows:
+        mask = self.columns[name]
+        assert isinstance(mask, MaskRows)
+        return mask
 
 
-def _column_of(name: str, samples: Sequence[TrainingSample]) -> NDArray[Any]:
+class _Selection(Mapping[str, Rows]):
+    """Some sequences of a table; a column is looked up when it is first asked for."""
+
+    def __init__(self, source: Mapping[str, Rows], rows: Integers, lengths: Integers | None = None) -> None:
+        """Whole, or cut to their first `lengths` tokens."""
+        self._source = source
+        self._rows = rows
+        self._lengths = lengths
+        self._found: dict[str, Rows] = {}
+
+    def __getitem__(self, name: str) -> Rows:
+        if name not in self._found:
+            self._found[name] = self._source[name].select(self._rows, self._lengths_of(COLUMNS[name].stored))
+        return self._found[name]
+
+    def _lengths_of(self, stored: Stored) -> Integers | None:
+        if self._lengths is None or stored is Stored.SEQUENCES:
+            return None
+        if stored is Stored.TOKENS:
+            return self._lengths
+        sampled = self["sampled"]
+        assert isinstance(sampled, MaskRows)
+        return sampled.counts
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+def _as_rows(lengths: Integers, columns: Mapping[str, NDArray[Any] | Rows]) -> dict[str, Rows]:
+    """Equal length is checked here and nowhere else."""
+    for name, column in COLUMNS.items():
+        if column.required and name not in columns:
+            raise DataError(f"table lacks the column {name}")
+    sizes = {Stored.TOKENS: lengths, Stored.SEQUENCES: np.ones(len(lengths), np.int64)}
+    rows: dict[str, Rows] = {}
+    for name in sorted(columns, key=lambda name: name != "sampled"):
+        if name not in COLUMNS:
+            raise DataError(f"table has an unknown column {name}")
+        if name == "sampled":
+            rows[name] = _column_rows(name, columns[name], lengths)
+            sampled = rows[name]
+            assert isinstance(sampled, MaskRows)
+            sizes[Stored.SAMPLED] = sampled.counts
+        else:
+            rows[name] = _column_rows(name, columns[name], sizes[COLUMNS[name].stored])
+    return {name: rows[name] for name in COLUMNS if name in rows}
+
+
+def _column_rows(name: str, values: NDArray[Any] | Rows, lengths: Integers) -> Rows:
     column = COLUMNS[name]
-    if column.stored is Stored.SEQUENCES:
-        values = _filled(name, len(samples))
-        for index, sample in enumerate(samples):
-            if name in sample.values:
-                values[index] = sample.values[name]
+    found, expected = _num_entries(values), int(lengths.sum())
+    if found != expected:
+        raise DataError(
+            f"table column {name} has {found} entries; expected {expected} ({column.stored.value})"
+        )
+    if isinstance(values, Rows):
         return values
-    parts = [_array_of(name, sample) for sample in samples]
-    return np.concatenate(parts) if parts else _filled(name, 0)
+    if column.stored is Stored.SEQUENCES:
+        return CellRows(values)
+    if column.encoding is Encoding.SPANS:
+        return SpanRows.of(values, lengths)
+    return FlatRows(np.ascontiguousarray(values), lengths)
 
 
-def _array_of(name: str, sample: TrainingSample) -> NDArray[Any]:
-    if name in sample.arrays:
-        return sample.arrays[name].array()
-    column = COLUMNS[name]
-    array = _filled(name, sample.length if column.stored is Stored.TOKENS else sample.num_sampled)
-    if column.stand_in is not None and column.stand_in in sample.values:
-        array[:] = sample.values[column.stand_in]
-    return array
+def _num_entries(values: NDArray[Any] | Rows) -> int:
+    return int(values.lengths.sum()) if isinstance(values, Rows) else len(values)
 
 
-def _filled(name: str, size: int) -> NDArray[Any]:
-    column = COLUMNS[name]
-    array: NDArray[Any] = np.empty(size, column.dtype)
-    array.fill(column.fill)
-    return array
-
-
-def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-
-
-def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Concatenated ranges: starts [0, 7], lengths [2, 3] -> [0, 1, 7, 8, 9]."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    shifts: NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
-    return np.arange(total) + shifts
+def _alike(parts: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Parts that are a mere fill take the shape of the entries of the others."""
+    dims = max((part.shape[1:] for part in parts), key=len)
+    return [
+        part
+        if part.shape[1:] == dims
+        else np.broadcast_to(part.reshape(-1, *[1] * len(dims)), (len(part), *dims))
+        for part in parts
+    ]

@@ -5,12 +5,15 @@ Apart from the other modules of this package, because only the trainer pays for 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data.columns import COLUMNS, Stored
+from pellucid.data.rows import ValueRows
 from pellucid.data.table import TokenTable
 
 
@@ -29,16 +32,24 @@ class TokenTensors:
 
 def to_tensors(table: TokenTable, device: torch.device) -> TokenTensors:
     columns = {
-        name: _tensor(table.dense(name), device)
+        name: _tensor(_dense(table, name), device)
         for name, column in COLUMNS.items()
         if column.stored is not Stored.SEQUENCES and (table.has(name) or column.stand_in is not None)
     }
     return TokenTensors(table.lengths.tolist(), _tensor(table.positions(), device), columns)
 
 
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    if array.dtype == np.uint32:
-        array = array.astype(np.int64)
+def _dense(table: TokenTable, name: str) -> NDArray[Any]:
+    """Ids as int64, the dtype of indices, converted while they are copied out of the batch."""
+    if COLUMNS[name].dtype is np.uint32:
+        rows = table.columns[name]
+        assert isinstance(rows, ValueRows)
+        return rows.joined(np.int64)
+    return table.dense(name)
+
+
+def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     if not array.flags.writeable:
         array = array.copy()
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

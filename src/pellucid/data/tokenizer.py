@@ -1,5 +1,6 @@
 """Loading a tokenizer, with errors that say what to do. No torch and no remote code."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,23 @@ def load_tokenizer(name: str) -> Any:
     quiet_transformers()
     require_folder(name)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.name = {name!r}: no tokenizer could be loaded ({_first_line(error)}); "
+            f"model.name = {name!r}: no tokenizer could be loaded ({first_line(error)}); "
             "give a local folder with tokenizer files or a hub name that this machine can reach"
         ) from error
+    _require_vocabulary(name, tokenizer.vocab_files_names.values())
+    return tokenizer
+
+
+def _require_vocabulary(name: str, files: Collection[str]) -> None:
+    """In a folder that holds none of them, transformers makes up an empty tokenizer without a word."""
+    if Path(name).is_dir() and files and not any((Path(name) / file).exists() for file in files):
+        raise ModelError(
+            f"model.name = {name!r}: no tokenizer in this folder (none of {', '.join(sorted(files))}); "
+            "save the model's tokenizer there, too"
+        )
 
 
 def require_folder(name: str) -> None:
@@ -30,6 +42,22 @@ def require_folder(name: str) -> None:
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if is_path and not Path(name).is_dir():
         raise ModelError(f"model.name = {name!r}: no such folder; give a local model folder or a hub name")
+
+
+def check_vocabulary(name: str, *, num_tokens: int, vocab_size: int) -> None:
+    """A token id outside the model's vocabulary would fail deep inside the forward pass."""
+    if num_tokens > vocab_size:
+        raise ModelError(
+            f"model.name = {name!r}: the tokenizer has {num_tokens} tokens, the model only {vocab_size}; "
+            "use the tokenizer the model was trained with"
+        )
+
+
+def no_chat_template(name: str) -> str:
+    return (
+        f"model.name = {name!r}: its tokenizer has no chat template; use a model that was made for chat, or "
+        "add a chat_template.jinja to its folder"
+    )
 
 
 def quiet_transformers() -> None:
@@ -63,5 +91,7 @@ def _closes_a_reply(tokenizer: Any) -> list[int]:
     return [token for token in first if token in tokenizer.added_tokens_decoder]
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def first_line(error: Exception) -> str:
+    """What a library says, in one line; two where the first only announces the second."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__

@@ -2,9 +2,15 @@
 
 Values come from the loss's own record and are never derived again here. A step's file appears under its
 final name when the step is complete, and `STABLE` beside it once every rank has written.
+
+An export never stops training: on a full disk, or when its folder vanishes, it ends with one warning, takes
+back what it had of the step, and counts what it leaves out from then on.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,6 +25,8 @@ from pellucid.export.schema import FIELDS, SCHEMA_VERSION
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 _STORED_AS = {"rewards": "reward"}
 """Fields that are a table's column under another name."""
@@ -30,9 +38,16 @@ class TokenExporter:
         self._rank = rank
         self._path = path
         self._file: BinaryIO | None = None
+        self._start: int | None = None
+        """Length of the file when the step that is being written began."""
         self._num_written = 0
+        self._num_due = 0
+        """Sequences of this step, whether they could be written or not."""
+        self._failed = False
         self.num_skipped = 0
         """Sequences without a trainable token so far: not exported, but counted."""
+        self.num_lost = 0
+        """Sequences so far that should have been exported and are not."""
 
     def add(
         self,
@@ -44,7 +59,40 @@ class TokenExporter:
         denominator: int,
     ) -> None:
         """One micro batch; `observed` are the per-token values of forward and loss, None where absent."""
-        file = self._file or self._open(step)
+        spans = list(self._exported(table))
+        self._num_due += len(spans)
+        records = self._records(table, observed, spans, step, micro_step, denominator)
+        self._attempt(step, lambda: self._write(step, records))
+
+    def finish(self, step: int) -> None:
+        """The step is complete: its file gets its name."""
+        self._attempt(step, lambda: self._complete(step))
+        self.num_lost += self._num_due if self._failed else 0
+        self._num_due = 0
+
+    def forget_from(self, step: int) -> None:
+        """These steps will be written again; in a file of their own they are simply replaced then."""
+        self._attempt(step, lambda: self._cut_before(step))
+
+    def close(self) -> None:
+        """In the middle of a step, if at all: its file keeps its hidden name (one for all steps stays)."""
+        with suppress(OSError):
+            self._close_file()
+
+    def mark_stable(self, step: int) -> None:
+        """Called once, when every rank has finished the step."""
+        if self._path is None:
+            self._attempt(step, (self._target(step).parent / "STABLE").touch)
+
+    def _records(
+        self,
+        table: TokenTable,
+        observed: "Mapping[str, Tensor | None]",
+        spans: Sequence[tuple[int, int, int]],
+        step: int,
+        micro_step: int,
+        denominator: int,
+    ) -> Iterator[dict[str, Any]]:
         columns = {**_table_columns(table), **_observed_columns(observed, table.num_tokens)}
         shared = {
             "schema_version": SCHEMA_VERSION,
@@ -53,7 +101,7 @@ class TokenExporter:
             "micro_step": micro_step,
             "denominator": denominator,
         }
-        for index, start, stop in self._exported(table):
+        for index, start, stop in spans:
             values = {
                 **shared,
                 "micro_sequence_idx": index,
@@ -61,34 +109,55 @@ class TokenExporter:
                 **_sequence_values(table, index),
                 **{name: column[start:stop] for name, column in columns.items()},
             }
-            record = {field.name: values[field.name] for field in FIELDS}
+            yield {field.name: values[field.name] for field in FIELDS}
+
+    def _write(self, step: int, records: Iterator[dict[str, Any]]) -> None:
+        file = self._file or self._open(step)
+        for record in records:
             file.write(orjson.dumps(record, option=_OPTIONS))
             self._num_written += 1
 
-    def finish(self, step: int) -> None:
-        """The step is complete: its file gets its name."""
+    def _complete(self, step: int) -> None:
         if self._file is None:
             self._open(step)
-        self.close()
+        self._close_file()
         if self._path is None:
             _partial(self._target(step)).rename(self._target(step))
+        self._start = None
 
-    def forget_from(self, step: int) -> None:
-        """These steps will be written again; in a file of their own they are simply replaced then."""
+    def _cut_before(self, step: int) -> None:
         if self._path is not None and (target := self._target(step)).exists():
             kept = [line for line in target.read_bytes().splitlines(keepends=True) if _is_before(step, line)]
             replace_file(target, b"".join(kept))
 
-    def close(self) -> None:
-        """In the middle of a step, if at all: its file keeps its hidden name (one for all steps stays)."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _attempt(self, step: int, work: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            work()
+        except OSError as error:
+            self._failed = True
+            self._take_back(step)
+            logger.warning(
+                "the token export ends with step %d: %s; training goes on without it, and "
+                "export/lost_sequences counts what is left out",
+                step,
+                error,
+            )
 
-    def mark_stable(self, step: int) -> None:
-        """Called once, when every rank has finished the step."""
-        if self._path is None:
-            (self._target(step).parent / "STABLE").touch()
+    def _take_back(self, step: int) -> None:
+        """Half a step is of no use, and its space may be needed."""
+        self.close()
+        with suppress(OSError):
+            if self._path is None:
+                _partial(self._target(step)).unlink()
+            elif self._start is not None:
+                os.truncate(self._target(step), self._start)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
 
     def _exported(self, table: TokenTable) -> Iterator[tuple[int, int, int]]:
         offsets = table.token_offsets
@@ -103,6 +172,7 @@ class TokenExporter:
         target = self._target(step)
         target.parent.mkdir(parents=True, exist_ok=True)
         self._file = target.open("ab") if self._path is not None else _partial(target).open("wb")
+        self._start = self._file.tell()
         self._num_written = 0
         return self._file
 

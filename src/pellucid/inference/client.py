@@ -10,6 +10,11 @@ from typing import Protocol
 import msgspec
 
 from pellucid.data import Completion
+from pellucid.errors import InferenceError
+
+
+class UnreachableError(InferenceError):
+    """The server cannot be reached, or went away; a refusal is an InferenceError only."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

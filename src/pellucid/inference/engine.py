@@ -1,28 +1,34 @@
 """The embedded engine: continuous batching over slots, synchronous and single-threaded.
 
+    step    admit what fits -> arrange the cache -> one forward of new prompts and running sequences -> draw
+
 Invariants:
 - Every sampled token is counted once when it is sampled, and once more when its request ends: delivered,
   or cancelled if nobody waits for it any more.
-- A request holds one slot from its prefill to its end; requests beyond the slots wait in order.
-- Equal prompts are prefilled once, as long as one of their requests still runs under the same weights.
+- A request holds one slot from its first step to its end; requests beyond the slots wait in order.
+- Equal prompts are computed once, as long as one of their requests still runs under the same weights.
 - A weight swap happens between two steps. Running sequences keep their cache and go on under the new
   weights; each token carries the version that sampled it.
 """
 
+import math
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.kv_cache import Decode, KVCache, Prefill
+from pellucid.inference.kv_cache import KVCache, Row
 from pellucid.inference.sampling import draw
-from pellucid.model import Policy
+from pellucid.inference.step_attention import Prompt, StepAttention
+from pellucid.model import Policy, lean_forward
 from pellucid.transport.weights import load_weights
 
 MAX_PREFILL_TOKENS = 8192
@@ -39,20 +45,34 @@ class Request:
     account: Account
     on_finish: Callable[[Completion], None]
     request_id: str = ""
+    on_token: Callable[[tuple[int, float]], None] | None = None
+    """Told each token with its logprob as it is sampled."""
+
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     generator: random.Random = field(init=False)
     abandoned: bool = False
-    on_token: Callable[[tuple[int, float]], None] | None = None
-    """Told each token with its logprob as it is sampled."""
+    row: Row | None = None
+    """Of the cache, once it runs."""
+
+    prompt: bytes = b""
+    """The prompt's token ids as int64, once it runs: quick to compare."""
+
+    started_at: int = -1
+    """Policy version that computed the prompt."""
 
     def __post_init__(self) -> None:
         self.generator = random.Random(self.params.seed)
 
+    def start(self, row: Row, version: int) -> None:
+        self.row = row
+        self.prompt = np.asarray(self.prompt_ids, np.int64).tobytes()
+        self.started_at = version
+
     @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.token_ids)
+    def last_token(self) -> int:
+        return self.token_ids[-1] if self.token_ids else self.prompt_ids[-1]
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.token_ids.append(token)
@@ -96,26 +116,32 @@ class Engine:
         self.counts = EngineCounts()
         self.version = 0
         self._policy = policy
+        self._hidden = lean_forward(policy)
+        self._num_slots = num_slots
         self._max_length = max_length
         self._max_queued = max_queued
         self._decode_text = decode_text
         self._cache = KVCache(policy, num_slots, max_length)
-        self._slots: list[Request | None] = [None] * num_slots
-        self._prefilled_at = [-1] * num_slots
-        """Policy version that computed the prompt of a slot."""
-        self._waiting: deque[Request] = deque()
+        self._running: dict[Row, Request] = {}
+        self._waiting: dict[Request, None] = {}
+        """In order of arrival; a dict, so that one that leaves does not have to be looked for."""
 
     @property
     def num_running(self) -> int:
-        return sum(request is not None for request in self._slots)
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
+    def capacity(self) -> int:
+        """Requests that it holds at a time, running or waiting."""
+        return self._num_slots + self._max_queued
+
+    @property
     def is_idle(self) -> bool:
-        return not self._waiting and self.num_running == 0
+        return not self._waiting and not self._running
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InferenceError with the reason why a request cannot be served."""
@@ -134,143 +160,129 @@ class Engine:
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._policy.vocab_size:
             raise InferenceError(f"the prompt has a token id outside 0 … {self._policy.vocab_size - 1}")
+        if "" in params.stop:
+            raise InferenceError("stop has an empty string; every text contains it, so leave it out")
         if params.stop and self._decode_text is None:
             raise InferenceError("stop strings need a tokenizer; use stop_token_ids")
 
     def submit(self, request: Request) -> None:
         self.check(request.prompt_ids, request.params)
-        if len(self._waiting) >= self._max_queued:
+        if self.num_running + self.num_waiting >= self.capacity:
             raise QueueFullError(f"{self._max_queued} requests are waiting already; try again later")
-        self._waiting.append(request)
+        self._waiting[request] = None
 
     def abandon(self, request: Request) -> None:
         """Nobody waits for this request any more: free its slot and count its tokens as cancelled."""
         request.abandoned = True
-        self._abort(request)
+        self._end(request, "abort")
 
     def abort(self, request_ids: Collection[str]) -> None:
         """End these requests now; each delivers what it has."""
         for request in self._requests():
             if request.request_id in request_ids:
-                self._abort(request)
+                self._end(request, "abort")
 
     def abort_all(self) -> None:
         for request in self._requests():
-            self._abort(request)
+            self._end(request, "abort")
 
     def abandon_all(self) -> None:
         for request in self._requests():
             self.abandon(request)
 
-    def _abort(self, request: Request) -> None:
-        if request in self._waiting:
-            self._waiting.remove(request)
-            self._finish(request, "abort")
-        elif request in self._slots:
-            self._release(self._slots.index(request), "abort")
-
     def _requests(self) -> list[Request]:
-        return [*self._waiting, *(request for request in self._slots if request is not None)]
+        return [*self._waiting, *self._running.values()]
 
     def update_weights(self, version: int, folder: Path) -> None:
+        """Serves policy version `version` from the next step on; also where a resumed run begins.
+
+        On any error the engine goes on with what it has.
+        """
         load_weights(self._policy.hf, folder)
         self.version = version
 
     @torch.inference_mode()
     def step(self) -> None:
         """Admits what fits, then samples one token for every running sequence."""
-        self._admit()
-        self._compact()
-        running = [slot for slot, request in enumerate(self._slots) if request is not None]
-        if running:
-            self._decode(running)
-
-    def _compact(self) -> None:
-        """Moves the last running sequences into free slots, so that decoding works on no empty rows."""
-        running = [slot for slot, request in enumerate(self._slots) if request is not None]
-        holes = [slot for slot in range(len(running)) if self._slots[slot] is None]
-        for hole, source in zip(holes, reversed(running), strict=False):
-            request = self._slots[source]
-            assert request is not None
-            self._cache.copy_prefix(source, [hole], request.length)
-            self._slots[hole], self._slots[source] = request, None
-            self._prefilled_at[hole] = self._prefilled_at[source]
-
-    def _admit(self) -> None:
-        free = [slot for slot, request in enumerate(self._slots) if request is None]
         donors = self._donors()
-        placed: dict[tuple[int, ...], list[int]] = {}
-        """New slots by prompt."""
-        budget = MAX_PREFILL_TOKENS
-        for slot in free:
-            if not self._waiting or budget <= 0:
-                break
-            request = self._waiting.popleft()
-            prompt = tuple(request.prompt_ids)
-            if prompt not in placed and prompt not in donors:
-                budget -= len(prompt)
-            placed.setdefault(prompt, []).append(slot)
-            self._slots[slot] = request
-            self._prefilled_at[slot] = self.version
-        if placed:
-            self._prefill(placed, donors)
+        admitted = self._admit(donors)
+        rows = self._cache.arrange()
+        if not rows:
+            return
+        hidden = self._forward(self._share(admitted, donors), rows)
+        requests = [self._running[row] for row in rows]
+        tokens, logprobs = draw(
+            self._policy.logits(hidden),
+            [request.params.temperature for request in requests],
+            [request.generator.random() for request in requests],
+        )
+        if not math.isfinite(sum(logprobs)):
+            raise InferenceError(
+                f"policy version {self.version} gives logits that are not finite; it has diverged"
+            )
+        self.counts.decode_steps += 1
+        self.counts.sampled.update(request.account for request in requests)
+        for row, request, token, logprob in zip(rows, requests, tokens, logprobs, strict=True):
+            row.length += 1
+            request.append(token, logprob, self.version)
+            if reason := self._finish_reason(request):
+                self._end(request, reason)
 
-    def _donors(self) -> dict[tuple[int, ...], int]:
-        """Running slots whose prompt was computed under the current weights, by prompt."""
+    def _admit(self, donors: Mapping[bytes, Row]) -> dict[bytes, list[Row]]:
+        """Gives waiting requests free slots; their rows, by prompt."""
+        admitted: dict[bytes, list[Row]] = {}
+        budget = MAX_PREFILL_TOKENS
+        while self._waiting and len(self._running) < self._num_slots and budget > 0:
+            request = next(iter(self._waiting))
+            del self._waiting[request]
+            row = self._cache.add(len(request.prompt_ids))
+            request.start(row, self.version)
+            self._running[row] = request
+            if request.prompt not in admitted and request.prompt not in donors:
+                budget -= row.length
+            admitted.setdefault(request.prompt, []).append(row)
+        return admitted
+
+    def _donors(self) -> dict[bytes, Row]:
+        """Rows whose prompt was computed under the current weights, by prompt."""
         if not self._waiting:
             return {}
         return {
-            tuple(request.prompt_ids): slot
-            for slot, request in enumerate(self._slots)
-            if request is not None and self._prefilled_at[slot] == self.version
+            request.prompt: row
+            for row, request in self._running.items()
+            if request.started_at == self.version
         }
 
-    def _prefill(self, placed: dict[tuple[int, ...], list[int]], donors: dict[tuple[int, ...], int]) -> None:
-        """Computes each new prompt once, all but its last token, and gives it to every slot that needs it.
+    def _share(self, admitted: Mapping[bytes, list[Row]], donors: Mapping[bytes, Row]) -> list[Prompt]:
+        """Copies the prompts that are in the cache already; the others are to be computed, each once.
 
-        The last prompt token is fed by the decode step, which predicts the first token of the completion.
+        The last token of a prompt is always computed by its request: it predicts the first token sampled.
         """
-        fresh = [(p, slots[0]) for p, slots in placed.items() if p not in donors and len(p) > 1]
-        self._cache.reserve(max(len(prompt) for prompt in placed) + 1)
-        if fresh:
-            lengths = [len(prompt) - 1 for prompt, _ in fresh]
-            plan = Prefill(self._cache, [slot for _, slot in fresh], lengths)
-            device = self._policy.device
-            token_ids = torch.tensor([token for prompt, _ in fresh for token in prompt[:-1]], device=device)
-            positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-            self._policy.hidden(token_ids[None], positions[None], plan)
-            self.counts.prefill_tokens += len(token_ids)
-        for prompt, slots in placed.items():
-            source = donors.get(prompt, slots[0])
-            targets = [slot for slot in slots if slot != source]
-            if targets and len(prompt) > 1:
-                self._cache.copy_prefix(source, targets, len(prompt) - 1)
-                self.counts.shared_tokens += len(targets) * (len(prompt) - 1)
+        fresh = []
+        for prompt, rows in admitted.items():
+            token_ids = np.frombuffer(prompt, np.int64)[:-1]
+            donor = donors.get(prompt)
+            if donor is None:
+                fresh.append(Prompt(token_ids, rows))
+                self.counts.prefill_tokens += len(token_ids)
+            else:
+                for row in rows:
+                    self._cache.copy_prefix(donor, row, len(token_ids))
+            self.counts.shared_tokens += len(token_ids) * (len(rows) - (donor is None))
+        return [prompt for prompt in fresh if len(prompt.token_ids)]
 
-    def _decode(self, running: Sequence[int]) -> None:
-        rows = running[-1] + 1
-        requests = self._slots[:rows]
-        fed = [_last_token(request) for request in requests]
-        at = [request.length - 1 if request else 0 for request in requests]
-        self._cache.reserve(max(at) + 1)
+    def _forward(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> Tensor:
+        """Last hidden state of each row."""
         device = self._policy.device
-        positions = torch.tensor(at, device=device)
-        hidden = self._policy.hidden(
-            torch.tensor(fed, device=device)[:, None], positions[:, None], Decode(self._cache, positions)
+        last_tokens = [self._running[row].last_token for row in rows]
+        last_positions = [row.length - 1 for row in rows]
+        token_ids = np.concatenate([*(prompt.token_ids for prompt in prompts), last_tokens])
+        positions = np.concatenate([*(np.arange(len(p.token_ids)) for p in prompts), last_positions])
+        plan = StepAttention(prompts, self._cache.shelves, device)
+        hidden = self._hidden(
+            torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device), plan
         )
-        logits = self._policy.logits(hidden[torch.tensor(running, device=device), 0])
-        active = [request for request in requests if request is not None]
-        tokens, logprobs = draw(
-            logits,
-            [request.params.temperature for request in active],
-            [request.generator.random() for request in active],
-        )
-        self.counts.decode_steps += 1
-        for slot, request, token, logprob in zip(running, active, tokens, logprobs, strict=True):
-            request.append(token, logprob, self.version)
-            self.counts.sampled[request.account] += 1
-            if reason := self._finish_reason(request):
-                self._release(slot, reason)
+        return hidden[-len(rows) :]
 
     def _finish_reason(self, request: Request) -> str | None:
         params = request.params
@@ -286,24 +298,20 @@ class Engine:
         tail = self._decode_text(request.token_ids[-(4 * longest + 1) :])
         return any(stop in tail for stop in request.params.stop)
 
-    def _release(self, slot: int, reason: str) -> None:
-        request = self._slots[slot]
-        assert request is not None
-        self._slots[slot] = None
-        self._finish(request, reason)
-
-    def _finish(self, request: Request, reason: str) -> None:
+    def _end(self, request: Request, reason: str) -> None:
+        """Frees what the request holds, and tells its tokens; one that has ended already is left alone."""
+        if request in self._waiting:
+            del self._waiting[request]
+        elif request.row in self._running:
+            del self._running[request.row]
+            self._cache.remove(request.row)
+        else:
+            return
         if request.abandoned:
             self.counts.cancelled[request.account] += len(request.token_ids)
         else:
             self.counts.delivered[request.account] += len(request.token_ids)
             request.on_finish(request.completion(reason))
-
-
-def _last_token(request: Request | None) -> int:
-    if request is None:
-        return 0
-    return request.token_ids[-1] if request.token_ids else request.prompt_ids[-1]
 
 
 def run_to_end(engine: Engine, requests: Iterable[Request]) -> None:

@@ -3,7 +3,8 @@
     HTTP handlers (event loop) --commands--> engine thread --completions--> event loop
 
 Only the engine thread touches the engine. Commands are run between two steps: that is where a weight
-swap happens. If the engine raises, every waiter gets what it has and the server goes down with the cause.
+swap happens. If the engine raises, or its books cannot be written, every waiter gets what it has, whoever
+asks from then on is refused, and the server goes down with the cause.
 """
 
 import asyncio
@@ -12,8 +13,9 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -21,8 +23,9 @@ from typing import TypeVar
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, Request
+from pellucid.inference.client import Account
+from pellucid.inference.engine import Engine, QueueFullError, Request
+from pellucid.inference.protocol import GenerateRequest
 from pellucid.ledger import Flow, Journal, State
 from pellucid.metrics import Sink
 
@@ -30,7 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 StreamEvent = tuple[int, tuple[int, float] | Completion]
 """Which completion, and its next token with logprob, or all of it at its end."""
-_FLUSH_S = 1.0
+_FLUSH_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ class WorkDone:
         return values
 
 
+class EngineDownError(InferenceError):
+    pass
+
+
 class EngineThread:
     def __init__(
         self, engine: Engine, journal: Journal, sink: Sink, on_failure: Callable[[BaseException], None]
@@ -73,7 +80,10 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._written: dict[Flow | State, Counter[Account]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._told_to_stop = False
+        self._num_open = 0
         self.busy_s = 0.0
+        self.failure: BaseException | None = None
         self.stopped = False
 
     def start(self) -> None:
@@ -85,27 +95,9 @@ class EngineThread:
         self._thread.join()
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, account: Account, request_id: str
-    ) -> Completion:
-        """One completion; if the caller is cancelled, the slot is freed."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[Completion] = loop.create_future()
-
-        def deliver(completion: Completion) -> None:
-            loop.call_soon_threadsafe(_resolve, waiter, completion)
-
-        request = Request(prompt_ids, params, account, deliver, request_id)
-        try:
-            await self._call(lambda: self._engine.submit(request))
-            return await waiter
-        except asyncio.CancelledError:
-            self._commands.put(lambda: self._engine.abandon(request))
-            raise
-
-    async def generate_stream(
-        self, prompt_ids: list[int], params: Sequence[SamplingParams], account: Account, *, tokens: bool
+        self, asked: Sequence[GenerateRequest], *, tokens: bool = False
     ) -> AsyncGenerator[StreamEvent, None]:
-        """One completion per entry of `params`, all of them queued or none.
+        """One completion each, as it ends; all of them are queued or none.
 
         With `tokens`, each token comes as it is sampled. Closing frees the slots of what is still running.
         """
@@ -115,10 +107,17 @@ class EngineThread:
         def tell(index: int, event: tuple[int, float] | Completion) -> None:
             loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        tellers = [partial(tell, index) for index in range(len(params))]
+        tellers = [partial(tell, index) for index in range(len(asked))]
         requests = [
-            Request(prompt_ids, each, account, teller, on_token=teller if tokens else None)
-            for each, teller in zip(params, tellers, strict=True)
+            Request(
+                each.token_ids,
+                each.sampling_params,
+                each.account,
+                teller,
+                each.request_id,
+                teller if tokens else None,
+            )
+            for each, teller in zip(asked, tellers, strict=True)
         ]
 
         def abandon() -> None:
@@ -133,15 +132,31 @@ class EngineThread:
                 abandon()
                 raise
 
+        with self._opening(len(requests)):
+            try:
+                await self._call(submit)
+                num_running = len(requests)
+                while num_running:
+                    index, event = await events.get()
+                    num_running -= isinstance(event, Completion)
+                    yield index, event
+            finally:
+                self._commands.put(abandon)
+
+    @contextmanager
+    def _opening(self, num_answers: int) -> Iterator[None]:
+        """An answer takes room until it has been read: slow readers fill the queue, not the memory."""
+        capacity = self._engine.capacity
+        if self._num_open + num_answers > capacity:
+            raise QueueFullError(
+                f"{num_answers} more requests do not fit: {self._num_open} of {capacity} are open already "
+                "(inference.max_concurrent + inference.max_queued); try again later"
+            )
+        self._num_open += num_answers
         try:
-            await self._call(submit)
-            num_running = len(requests)
-            while num_running:
-                index, event = await events.get()
-                num_running -= isinstance(event, Completion)
-                yield index, event
+            yield
         finally:
-            self._commands.put(abandon)
+            self._num_open -= num_answers
 
     async def update_weights(self, version: int, folder: Path) -> None:
         await self._call(lambda: self._swap(version, folder))
@@ -154,7 +169,11 @@ class EngineThread:
         outcome: Future[T] = Future()
 
         def run() -> None:
+            if not outcome.set_running_or_notify_cancel():
+                return  # the caller has gone away meanwhile
             try:
+                if self.failure is not None:
+                    raise EngineDownError(f"the engine failed: {name_error(self.failure)}")
                 outcome.set_result(command())
             except Exception as error:
                 outcome.set_exception(error)
@@ -176,19 +195,39 @@ class EngineThread:
             self._reported = now
 
     def _run(self) -> None:
+        self._attempt(self._serve)
+        if self.failure is not None:
+            self._attempt(self._engine.abort_all)
+        for last in (self._engine.abandon_all, self._report_last, self._sink.close, self._close_journal):
+            self._attempt(last)
+        self._refuse_commands()
+        self.stopped = True
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        """The first failure takes the server down; what there is to do besides is done all the same."""
         try:
-            self._serve()
+            work()
         except BaseException as error:
             logger.exception("the engine failed")
-            self._engine.abort_all()
-            self._on_failure(error)
-        finally:
-            self._engine.abandon_all()
-            self._report(self._engine.version)
-            self._sink.close()
-            self._flush()
-            self._journal.close(self._engine.version)
-            self.stopped = True
+            if self.failure is None:
+                self.failure = error
+                self._on_failure(error)
+
+    def _refuse_commands(self) -> None:
+        """Those that still come to a failed engine, until the server is down; see `_call`."""
+        while not self._told_to_stop:
+            command = self._commands.get()
+            if command is None:
+                self._told_to_stop = True
+            else:
+                self._attempt(command)
+
+    def _report_last(self) -> None:
+        self._report(self._engine.version)
+
+    def _close_journal(self) -> None:
+        self._flush()
+        self._journal.close(self._engine.version)
 
     def _serve(self) -> None:
         flushed = time.monotonic()
@@ -209,6 +248,7 @@ class EngineThread:
             except queue.Empty:
                 return True
             if command is None:
+                self._told_to_stop = True
                 return False
             command()
 
@@ -228,6 +268,6 @@ class EngineThread:
         self._journal.flush(self._engine.version)
 
 
-def _resolve(waiter: asyncio.Future[Completion], completion: Completion) -> None:
-    if not waiter.done():
-        waiter.set_result(completion)
+def name_error(error: BaseException) -> str:
+    """`OutOfMemoryError: CUDA out of memory. …`"""
+    return f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ import msgspec
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.client import Account, SamplingParams, UnreachableError
 from pellucid.inference.protocol import (
     AbortRequest,
     ErrorResponse,
@@ -113,7 +113,7 @@ class HttpInferenceClient:
 
     async def _post(self, calls: Sequence["_Call"]) -> None:
         """Answers the calls line by line; whatever goes wrong is the answer of those that have none."""
-        reason: Exception = InferenceError(f"{self._base_url} ended the answer too early")
+        reason: Exception = UnreachableError(f"{self._base_url} ended the answer too early")
         try:
             url = f"{self._base_url}/inference/v1/generate_many"
             body = msgspec.json.encode(GenerateManyRequest([call.body for call in calls]))
@@ -127,7 +127,7 @@ class HttpInferenceClient:
                     answer = self._lines.decode(line)
                     calls[answer.index].take(answer)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            reason = InferenceError(f"{self._base_url} cannot be reached: {error}")
+            reason = UnreachableError(f"{self._base_url} cannot be reached: {error}")
         finally:
             for call in calls:
                 if not call.answer.done():
@@ -152,7 +152,7 @@ class HttpInferenceClient:
                     raise InferenceError(f"{url} answered {response.status}: {_reason(answer)}")
                 return answer
         except (aiohttp.ClientError, OSError) as error:
-            raise InferenceError(f"{url} cannot be reached: {error}") from error
+            raise UnreachableError(f"{url} cannot be reached: {error}") from error
 
 
 def _reason(answer: bytes) -> str:

@@ -1,21 +1,91 @@
-"""Static key/value cache with one row per slot, each row at its own length, and the two plans that use it.
+"""Keys and values of the running sequences, on shelves of equally long rows.
 
-    slot 0   k k k k k k . .      prompt + what it sampled so far
-    slot 1   k k k . . . . .
-    slot 2   . . . . . . . .      free
+    shelf of 64    a a a a a a . .      row 0, sequence a: 6 tokens so far
+                   b b b . . . . .
+    shelf of 128   c c c c c c c c c c c c . . . .
 
-Prefill runs the trainer's packed attention and writes what it computed into the rows; decode writes one
-position per row and attends to the row up to there. The rows grow in length when a sequence needs it.
+A step reads every shelf from end to end: skipping the unused ends of longer rows was measured to take three
+times as long per byte. Having several shelves, a short sequence does not pay for the longest one. A sequence
+that outgrows its shelf moves to the next, twice as long one; the last row of a shelf moves into a gap.
+
+Invariants:
+- From `arrange` to the end of the step no shelf has a gap.
+- What was never written is zero, so whatever is hidden from a sequence is finite and can weigh nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pellucid.model import PackedAttention, Policy
+from pellucid.model import Policy
 
-_FIRST_LENGTH = 128
+_FIRST_CAPACITY = 64
+_FIRST_ROWS = 8
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """Where the keys and values of one sequence are; the cache moves it as the sequence grows."""
+
+    length: int
+    """Tokens of the sequence, with the one that the next step computes."""
+
+    shelf: "Shelf"
+    index: int
+
+
+class Shelf:
+    """Rows of one capacity, side by side in memory."""
+
+    def __init__(self, capacity: int, max_rows: int, empty: Tensor) -> None:
+        """`empty` is [keys and values, layers, no rows, heads, no positions, width]."""
+        self.capacity = capacity
+        self.rows: list[Row | None] = []
+        self._max_rows = max_rows
+        self._store = empty.new_zeros(*empty.shape[:4], capacity, empty.shape[5])
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, [rows × heads, capacity, width]: views of what is stored."""
+        keys, values = self._store[:, :, : len(self.rows)].flatten(2, 3)
+        return list(zip(keys.unbind(), values.unbind(), strict=True))
+
+    def put(self, row: Row) -> None:
+        """Gives a sequence a row, with whatever is in it."""
+        gaps = (index for index, holder in enumerate(self.rows) if holder is None)
+        row.shelf, row.index = self, next(gaps, len(self.rows))
+        if row.index == len(self.rows):
+            self.rows.append(None)
+            self._reserve(len(self.rows))
+        self.rows[row.index] = row
+
+    def copy(self, index: int, source: "Shelf", source_index: int, length: int) -> None:
+        """The first positions of one row into another."""
+        self._store[:, :, index, :, :length] = source._store[:, :, source_index, :, :length]
+
+    def close_gaps(self) -> None:
+        for index in reversed(range(len(self.rows))):
+            if self.rows[index] is None:
+                last = self.rows.pop()
+                if last is not None:
+                    self.copy(index, self, last.index, last.length - 1)
+                    self.rows[index], last.index = last, index
+        if not self.rows:
+            self._resize(0)
+
+    def _reserve(self, num_rows: int) -> None:
+        """Doubles the rows when there are too few, so that growing is rare."""
+        held = self._store.shape[2]
+        if num_rows > held:
+            self._resize(min(max(_FIRST_ROWS, 2 * held), self._max_rows))
+
+    def _resize(self, num_rows: int) -> None:
+        shape = list(self._store.shape)
+        if num_rows != shape[2]:
+            kept = self._store[:, :, :num_rows]
+            shape[2] = num_rows - kept.shape[2]
+            self._store = torch.cat([kept, kept.new_zeros(shape)], dim=2)
 
 
 class KVCache:
@@ -23,67 +93,49 @@ class KVCache:
         config = policy.hf.config
         heads = config.num_key_value_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._max_length = max_length
-        shape = (config.num_hidden_layers, num_slots, heads, min(_FIRST_LENGTH, max_length), width)
         dtype = next(policy.parameters()).dtype
-        self.keys = torch.zeros(shape, dtype=dtype, device=policy.device)
-        self.values = torch.zeros_like(self.keys)
+        empty = torch.zeros(
+            2, config.num_hidden_layers, 0, heads, 0, width, dtype=dtype, device=policy.device
+        )
+        self.shelves = [Shelf(capacity, num_slots, empty) for capacity in _capacities(max_length)]
+        """Shortest rows first."""
 
-    def reserve(self, length: int) -> None:
-        """Makes room for sequences of this length; doubles, so that growing is rare."""
-        held = self.keys.shape[3]
-        if length > held:
-            extra = min(max(2 * held, length), self._max_length) - held
-            shape = (*self.keys.shape[:3], extra, self.keys.shape[4])
-            self.keys = torch.cat([self.keys, self.keys.new_zeros(shape)], dim=3)
-            self.values = torch.cat([self.values, self.values.new_zeros(shape)], dim=3)
+    def add(self, length: int) -> Row:
+        """A row for a new sequence; nothing is written yet."""
+        row = Row(length, self.shelves[0], 0)
+        self._shelf_for(length).put(row)
+        return row
 
-    def copy_prefix(self, source: int, targets: Sequence[int], length: int) -> None:
-        """The first `length` positions of one row into others: a prompt that is already computed."""
-        index = torch.tensor(targets, device=self.keys.device)
-        for store in (self.keys, self.values):
-            store[:, index, :, :length] = store[:, source, None, :, :length]
+    def remove(self, row: Row) -> None:
+        row.shelf.rows[row.index] = None
+
+    def copy_prefix(self, source: Row, target: Row, length: int) -> None:
+        """A prompt that is already computed."""
+        target.shelf.copy(target.index, source.shelf, source.index, length)
+
+    def arrange(self) -> list[Row]:
+        """Moves what has outgrown its shelf and closes the gaps; the rows in the order of the shelves."""
+        for row in self._rows():
+            if row.length > row.shelf.capacity:
+                self._move_up(row)
+        for shelf in self.shelves:
+            shelf.close_gaps()
+        return list(self._rows())
+
+    def _move_up(self, row: Row) -> None:
+        source, source_index = row.shelf, row.index
+        self._shelf_for(row.length).put(row)
+        row.shelf.copy(row.index, source, source_index, row.length - 1)
+        source.rows[source_index] = None
+
+    def _shelf_for(self, length: int) -> Shelf:
+        return next(shelf for shelf in self.shelves if length <= shelf.capacity)
+
+    def _rows(self) -> Iterator[Row]:
+        return (row for shelf in self.shelves for row in shelf.rows if row is not None)
 
 
-class Prefill(PackedAttention):
-    """Packed prompts, one per slot."""
-
-    def __init__(self, cache: KVCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        super().__init__(lengths)
-        device = cache.keys.device
-        self._cache = cache
-        self._rows = torch.repeat_interleave(torch.tensor(slots), torch.tensor(lengths)).to(device)
-        self._positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        self._cache.keys[layer][self._rows, :, self._positions] = key[0].transpose(0, 1)
-        self._cache.values[layer][self._rows, :, self._positions] = value[0].transpose(0, 1)
-        return super().attend(layer, query, key, value, scale)
-
-
-class Decode:
-    """One new token for each of the rows 0 … B−1, at the row's own position.
-
-    Written out as two batched products over (row, key/value head): the fused kernel needs the keys repeated
-    for grouped queries, which alone takes several times as long.
-    """
-
-    def __init__(self, cache: KVCache, positions: Tensor) -> None:
-        self._cache = cache
-        self._positions = positions
-        self._rows = torch.arange(len(positions), device=positions.device)
-        self._length = int(positions.max()) + 1
-        heads = cache.keys.shape[2]
-        hidden = torch.arange(self._length, device=positions.device) > positions[:, None]
-        self._hidden = hidden[:, None].expand(-1, heads, -1).reshape(-1, 1, self._length)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._rows, :, self._positions] = key[:, :, 0]
-        values[self._rows, :, self._positions] = value[:, :, 0]
-        num_pairs = len(self._rows) * keys.shape[1]
-        seen_keys, seen_values = (store.flatten(0, 1)[:num_pairs, : self._length] for store in (keys, values))
-        grouped = query.reshape(num_pairs, -1, query.shape[3]) * (scale or query.shape[3] ** -0.5)
-        scores = torch.bmm(grouped, seen_keys.transpose(1, 2)).masked_fill(self._hidden, -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        return torch.bmm(weights, seen_values).view_as(query)
+def _capacities(max_length: int) -> list[int]:
+    """64, 128, 256, … and the maximum."""
+    doubling = [_FIRST_CAPACITY << exponent for exponent in range(max_length.bit_length())]
+    return [capacity for capacity in doubling if capacity < max_length] + [max_length]

@@ -30,7 +30,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Accepted and without effect: padding against eavesdroppers is not for a server inside a cluster."""
 
 
-StopString = Annotated[str, msgspec.Meta(min_length=1)]
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 NumTokens = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -43,7 +43,7 @@ class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """Choice i is sampled with seed + i."""
 
-    stop: StopString | list[StopString] = []
+    stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=16)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False

@@ -18,12 +18,14 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -42,7 +44,7 @@ from pellucid.data.tokenizer import end_of_turn_ids, load_tokenizer
 from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.inference.client import Account
 from pellucid.inference.engine import Engine, QueueFullError
-from pellucid.inference.engine_thread import EngineThread, StreamEvent
+from pellucid.inference.engine_thread import EngineDownError, EngineThread, StreamEvent, name_error
 from pellucid.inference.openai_answer import Served, answer_to, model_card
 from pellucid.inference.openai_request import RequestError, check_model, decode_request
 from pellucid.inference.protocol import (
@@ -106,34 +108,32 @@ class Server:
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await _body(http, GenerateRequest)
-        completion = await _unless_gone(
-            http,
-            self._thread.generate(body.token_ids, body.sampling_params, body.account, body.request_id),
-        )
+        (completion,) = await _unless_gone(http, _completions(self._thread.generate([body])))
         return _json(GenerateResponse(f"generate-{next(self._ids)}", [_choice(0, completion, body.compact)]))
 
     async def generate_many(self, http: HttpRequest) -> Response:
-        body = await _body(http, GenerateManyRequest)
-        return StreamingResponse(self._lines(body.requests), media_type="application/x-ndjson")
+        lines = self._lines((await _body(http, GenerateManyRequest)).requests)
+        return LineStream(await _unless_gone(http, anext(lines)), lines, "application/x-ndjson")
 
     async def _lines(self, requests: list[GenerateRequest]) -> AsyncGenerator[bytes, None]:
-        """One line per request, in the order in which they end; closing it frees the slots of the rest."""
-        sampling = [asyncio.create_task(self._line(*numbered)) for numbered in enumerate(requests)]
-        try:
-            for finished in asyncio.as_completed(sampling):
-                yield msgspec.json.encode(await finished) + b"\n"
-        finally:
-            for task in sampling:
-                task.cancel()
+        """One line per request, in the order in which they end; what is refused comes before the rest."""
+        refused = {index: reason for index, each in enumerate(requests) if (reason := self._refusal(each))}
+        served = [index for index in range(len(requests)) if index not in refused]
+        async with aclosing(self._thread.generate([requests[index] for index in served])) as events:
+            first = await anext(events, None)  # if the queue is full, it says so here, before any line
+            for index, reason in refused.items():
+                yield _line(GenerateManyLine(index, error=reason))
+            async for number, event in _chain(first, events):
+                if isinstance(event, Completion):
+                    index = served[number]
+                    yield _line(GenerateManyLine(index, _choice(0, event, requests[index].compact)))
 
-    async def _line(self, index: int, request: GenerateRequest) -> GenerateManyLine:
+    def _refusal(self, request: GenerateRequest) -> str | None:
         try:
-            completion = await self._thread.generate(
-                request.token_ids, request.sampling_params, request.account, request.request_id
-            )
+            self._engine.check(request.token_ids, request.sampling_params)
         except InferenceError as error:
-            return GenerateManyLine(index, error=str(error))
-        return GenerateManyLine(index, _choice(0, completion, request.compact))
+            return str(error)
+        return None
 
     async def chat(self, http: HttpRequest) -> Response:
         return await self._answer(http, decode_request(await _raw_body(http), ChatRequest))
@@ -143,14 +143,13 @@ class Server:
 
     async def _answer(self, http: HttpRequest, request: ChatRequest | CompletionRequest) -> Response:
         answer = answer_to(request, self._served, number=next(self._ids), created=int(time.time()))
-        events = self._thread.generate_stream(
-            answer.prompt_ids, answer.params(), Account(), tokens=request.stream
-        )
+        asked = [GenerateRequest(answer.prompt_ids, params) for params in answer.params()]
+        events = self._thread.generate(asked, tokens=request.stream)
         if not request.stream:
             return _json(answer.whole(await _unless_gone(http, _completions(events))))
         lines = answer.lines(events)
         # The status is sent with the first line: what is wrong with a request shows before that.
-        return EventStream(await _unless_gone(http, anext(lines)), lines)
+        return LineStream(await _unless_gone(http, anext(lines)), lines, "text/event-stream")
 
     async def models(self, http: HttpRequest) -> Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -181,9 +180,9 @@ class Server:
                 policy_version=self._engine.version,
                 running=self._engine.num_running,
                 waiting=self._engine.num_waiting,
-                sampled_tokens=sum(counts.sampled.values()),
-                delivered_tokens=sum(counts.delivered.values()),
-                cancelled_tokens=sum(counts.cancelled.values()),
+                sampled_tokens=_total(counts.sampled),
+                delivered_tokens=_total(counts.delivered),
+                cancelled_tokens=_total(counts.cancelled),
                 prefill_tokens=counts.prefill_tokens,
                 shared_tokens=counts.shared_tokens,
                 busy_s=self._thread.busy_s,
@@ -196,18 +195,20 @@ async def _completions(events: AsyncIterator[StreamEvent]) -> list[Completion]:
     return [found[index] for index in sorted(found)]
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. However the connection ends, the source is closed, which frees its slots."""
+async def _chain(first: T | None, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    if first is not None:
+        yield first
+    async for each in rest:
+        yield each
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        async def lines() -> AsyncGenerator[bytes, None]:
-            yield first
-            async for line in rest:
-                yield line
 
-        self._sources = [lines(), rest]
+class LineStream(StreamingResponse):
+    """An answer line by line. However the connection ends, the source is closed, which frees its slots."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], media_type: str) -> None:
+        self._sources = [_chain(first, rest), rest]
         headers = {"cache-control": "no-cache"}
-        super().__init__(self._sources[0], media_type="text/event-stream", headers=headers)
+        super().__init__(self._sources[0], media_type=media_type, headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -260,6 +261,10 @@ async def _raw_body(http: HttpRequest) -> bytes:
     return bytes(raw)
 
 
+def _line(body: GenerateManyLine) -> bytes:
+    return msgspec.json.encode(body) + b"\n"
+
+
 def _json(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
@@ -290,19 +295,29 @@ async def _no_route(http: HttpRequest, error: Exception) -> Response:
 
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
-    return _error(500, ErrorBody(f"{type(error).__name__}: {error}", "server_error"))
+    return _error(500, ErrorBody(name_error(error), "server_error"))
+
+
+async def _engine_down(http: HttpRequest, error: Exception) -> Response:
+    return _error(500, ErrorBody(str(error), "server_error", "engine_down"))
 
 
 EXCEPTION_HANDLERS: Mapping[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
     InferenceError: _refused,
     TransportError: _refused,
     QueueFullError: _busy,
+    EngineDownError: _engine_down,
     ClientGoneError: _nobody_listens,
     ClientDisconnect: _nobody_listens,
     HTTPException: _no_route,
     Exception: _failed,
 }
 """What went wrong, as a status and a reason; the closest class decides."""
+
+
+def _total(counter: Counter[Account]) -> int:
+    # The engine's thread may add an account meanwhile; making a tuple cannot be interrupted by it.
+    return sum(tuple(counter.values()))
 
 
 def _choice(index: int, completion: Completion, compact: bool) -> Choice:
@@ -333,6 +348,7 @@ def run_inference(config: InferenceRunConfig) -> None:
     settings = config.inference
     if settings.port == 0:
         raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
+    door = _bind(settings.host, settings.port)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
     policy = load_policy(config.model)
     tokenizer = load_tokenizer(config.model.name)
@@ -344,10 +360,9 @@ def run_inference(config: InferenceRunConfig) -> None:
         max_queued=settings.max_queued,
         decode_text=tokenizer.decode,
     )
-    journal = Journal(
-        config.output_dir / "ledger" / "inference.jsonl", Stage.INFERENCE, resume=config.resume
-    )
-    sink = Tee(open_sinks(config, "inference"))
+    name = f"inference_{settings.replica}" if settings.replica else "inference"
+    journal = Journal(config.output_dir / "ledger" / f"{name}.jsonl", Stage.INFERENCE, resume=config.resume)
+    sink = Tee(open_sinks(config, "inference", settings.replica))
     failures: list[BaseException] = []
 
     def go_down(error: BaseException) -> None:
@@ -359,13 +374,30 @@ def run_inference(config: InferenceRunConfig) -> None:
     logger.info("serving %s on http://%s:%d", config.model.name, settings.host, settings.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: None if thread.stopped else sys.exit(128 + number))
-    uvicorn.run(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
-    )
+    uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    ).run(sockets=[door])
     if failures:
-        raise InferenceError(f"the engine failed: {failures[0]}")
+        _raise(failures[0])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Takes the port before the model is loaded, which may take minutes; nobody is answered until then."""
+    door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        door.bind((host, port))
+    except OSError as error:
+        door.close()
+        raise ConfigError(
+            f"inference.port = {port} cannot be used on inference.host = {host} ({error.strerror}); "
+            "choose another port"
+        ) from error
+    return door
+
+
+def _raise(failure: BaseException) -> NoReturn:
+    """What ends the process; it is the command line that knows what to say of a full disk."""
+    if isinstance(failure, OSError):
+        raise failure
+    raise InferenceError(f"the engine failed: {name_error(failure)}") from failure

@@ -58,6 +58,7 @@ RL_COLUMNS = (
     Column("loss", "loss", 10, "{:.4f}"),
     Column("entropy", "entropy/all/mean", 8, "{:.4f}"),
     Column("mismatch KL", "mismatch_kl/all/mean", 11, "{:.2e}"),
+    Column("tokens", "tokens", 9, "{:,.0f}"),
     Column("tokens/s", "throughput/tokens_per_s", 10, "{:,.0f}"),
     Column("off-policy", "off_policy_level/all/mean", 10, "{:.2f}"),
     Column("time", "time/step_s", 9, "{:.2f} s"),

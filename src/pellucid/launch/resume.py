@@ -19,7 +19,8 @@ from rich.console import Console
 
 from pellucid.checkpoint import Progress, newest_intact
 from pellucid.config import RLConfig, RunConfig
-from pellucid.errors import ConfigError
+from pellucid.data.model_folder import check_safetensors
+from pellucid.errors import ConfigError, ModelError
 from pellucid.launch.console import make_console
 from pellucid.launch.run_folder import claimed, prepare
 from pellucid.ledger import (
@@ -27,7 +28,7 @@ from pellucid.ledger import (
     Settlement,
     Stage,
     State,
-    append_entries,
+    journals_of,
     read_journal,
     replace_entries,
     settle,
@@ -114,6 +115,7 @@ def rewind_rl(config: RunConfig) -> ResumePoint:
     for name in ("batches", "token_exports"):
         _discard(folder / name, next_batch)
     _discard(folder / "weights", next_batch + 1)
+    _discard_damaged_weights(folder / "weights")
     drop_metrics(folder / "metrics" / "trainer.jsonl", checkpoint)
     drop_metrics(folder / "metrics" / "orchestrator.jsonl", next_batch)
     drop_metrics(folder / "metrics" / "eval.jsonl", next_batch + 1)
@@ -129,7 +131,12 @@ def rewind_rl(config: RunConfig) -> ResumePoint:
 
 def _read_books(folder: Path, snapshot: Snapshot) -> list[LedgerEntry]:
     lengths = {Stage.ORCHESTRATOR: snapshot.journal_bytes}
-    return [entry for stage in Stage for entry in read_journal(_journal(folder, stage), lengths.get(stage))]
+    return [
+        entry
+        for stage in Stage
+        for path in journals_of(folder / "ledger", stage)
+        for entry in read_journal(path, lengths.get(stage))
+    ]
 
 
 def _write_books(
@@ -145,7 +152,8 @@ def _write_books(
         )
         trainer = progress.ledger
     replace_entries(_journal(folder, Stage.TRAINER), trainer)
-    append_entries(_journal(folder, Stage.INFERENCE), settlement.inference)
+    inference = _journal(folder, Stage.INFERENCE)
+    replace_entries(inference, [*read_journal(inference), *settlement.inference])
     orchestrator = [entry for entry in entries if entry.stage is Stage.ORCHESTRATOR]
     path = _journal(folder, Stage.ORCHESTRATOR)
     replace_entries(path, [*orchestrator, *settlement.orchestrator])
@@ -167,4 +175,15 @@ def _discard(parent: Path, start: int) -> None:
     """Deletes what is there for the steps from `start` on."""
     for step, folder in step_folders(parent).items():
         if step >= start:
+            retract_folder(folder)
+
+
+def _discard_damaged_weights(parent: Path) -> None:
+    """Nobody could serve them; what the trainer does not find there, it publishes again."""
+    for folder in step_folders(parent).values():
+        try:
+            for path in list(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
+                check_safetensors(path)
+        except ModelError as error:
+            logger.warning("%s is given up: %s", folder, error)
             retract_folder(folder)

@@ -1,6 +1,6 @@
 """`pellucid rl`: inference, orchestrator and trainer as three processes under one supervisor.
 
-    resolve (port, threads) ─> prepare or rewind the folder ─> write configs ─> supervise ─> ledger, summary
+    check ─> resolve (port, threads) ─> prepare or rewind the folder ─> write configs ─> supervise ─> summary
 
 Trainer and orchestrator end by themselves after `max_steps`; the inference server is told to. The
 processes find each other through their configs and the run folder; the launcher only watches.
@@ -16,11 +16,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, RunConfig, TrainerRunConfig
+from pellucid.config import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    RunConfig,
+    TrainerRunConfig,
+    ZmqTransportConfig,
+)
 from pellucid.config.save import save
 from pellucid.errors import ConfigError, LedgerError
 from pellucid.launch.console import RL_COLUMNS, PlainView, View, make_console, open_view
 from pellucid.launch.follow import JsonlFollower, Record, StepJoin
+from pellucid.launch.preflight import check_rl
 from pellucid.launch.resume import rewind_rl, take_over
 from pellucid.launch.run_folder import claimed
 from pellucid.launch.summary import Summary
@@ -38,6 +46,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def run_rl(config: RLConfig) -> None:
+    check_rl(config)
     config = resolve(config, num_cores())
     console = make_console()
     with claimed(config.output_dir):
@@ -49,7 +58,10 @@ def run_rl(config: RLConfig) -> None:
 def resolve(config: RLConfig, cores: int) -> RLConfig:
     """`config` with the port and the threads that were left open."""
     half = max(1, cores // 2)
-    inference, trainer = config.inference, config.trainer
+    inference, trainer, transport = config.inference, config.trainer, config.transport
+    if isinstance(transport, ZmqTransportConfig):
+        port = free_port(transport.host, transport.port, "transport")
+        transport = transport.model_copy(update={"port": port})
     return config.model_copy(
         update={
             "inference": inference.model_copy(
@@ -59,6 +71,7 @@ def resolve(config: RLConfig, cores: int) -> RLConfig:
                 }
             ),
             "trainer": trainer.model_copy(update={"threads": trainer.threads or half}),
+            "transport": transport,
         }
     )
 
@@ -68,16 +81,19 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def free_port(host: str, port: int) -> int:
+def free_port(host: str, port: int, section: str = "inference") -> int:
     """`port` if nobody listens on it; a free one for 0."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port), family=family) as server:
+        with socket.socket(family) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((host, port))
+            server.listen()
             number: int = server.getsockname()[1]
             return number
     except OSError as error:
         raise ConfigError(
-            f"inference.port = {port} cannot be used on inference.host = {host} ({error.strerror}); "
+            f"{section}.port = {port} cannot be used on {section}.host = {host} ({error.strerror}); "
             "choose another port, or 0 for any that is free"
         ) from error
 

@@ -18,6 +18,9 @@ from pellucid.errors import ConfigError
 LOCK = ".lock"
 """Held while a run goes on; the system lets go of it however the run ends."""
 
+_ROOM_BYTES = 1 << 16
+"""What has to fit into the folder for a run to start at all."""
+
 WRITTEN_BY_A_RUN = (
     "configs",
     "logs",
@@ -55,6 +58,7 @@ def prepare(config: RunConfig) -> bool:
     used = [folder / name for name in WRITTEN_BY_A_RUN if _exists(folder / name)]
     if used and config.resume:
         _keep_logs(folder / "logs")
+        _delete_partials(folder)
         return True
     if used and not config.clean_output_dir:
         names = ", ".join(path.name for path in used)
@@ -63,6 +67,7 @@ def prepare(config: RunConfig) -> bool:
             "on with that run, or clean_output_dir to delete what it wrote"
         )
     _keep_model(config, used)
+    _delete_partials(folder)
     for path in used:
         _delete(path)
     return False
@@ -76,16 +81,25 @@ def _keep_logs(logs: Path) -> None:
             path.rename(path.with_suffix(f".{number}.log"))
 
 
+def _delete_partials(folder: Path) -> None:
+    """What a killed process left half-written: hidden, of no use, and maybe large."""
+    for name in WRITTEN_BY_A_RUN:
+        for path in (*folder.glob(f".{name}.partial-*"), *(folder / name).glob(".step_*.partial-*")):
+            _delete(path)
+
+
 def _make_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM_BYTES))
+            file.flush()
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"output_dir = {folder} is not a folder; choose another path") from error
     except OSError as error:
         raise ConfigError(
-            f"output_dir = {folder} cannot be written to ({error.strerror}); choose a folder that can"
+            f"output_dir = {folder} cannot be written to ({error.strerror}); choose a folder that can, or "
+            "free some space"
         ) from error
 
 

@@ -22,6 +22,7 @@ from pellucid.launch.console import (
     open_view,
 )
 from pellucid.launch.follow import Record
+from pellucid.launch.preflight import check_sft
 from pellucid.launch.resume import rewind_sft, take_over
 from pellucid.launch.run_folder import claimed
 from pellucid.launch.summary import Fact, artefacts, progress, summary_panel
@@ -49,6 +50,7 @@ class ViewSink:
 
 
 def run_sft(config: SFTConfig) -> None:
+    check_sft(config)
     console = make_console()
     with claimed(config.output_dir):
         config, start = take_over(config, rewind_sft, console)
@@ -143,12 +145,13 @@ class SFTSummary:
         def total(name: str) -> int:
             return sum(int(record[name]) for record in self.records)
 
+        packed = total("tokens") - total("padding_tokens")
         seconds = sum(record["time/step_s"] - record.get("time/validate_s", 0.0) for record in self.records)
         return [
             (
                 "tokens",
-                f"{total('tokens'):,} trained on, {total('loss_tokens'):,} of them with loss; "
+                f"{packed:,} trained on, {total('loss_tokens'):,} of them with loss; "
                 f"{total('truncated_tokens'):,} cut off",
             ),
-            ("tokens/s", f"{total('tokens') / seconds:,.0f} while training"),
+            ("tokens/s", f"{packed / seconds:,.0f} while training"),
         ]

@@ -86,6 +86,7 @@ class TokenUse:
 
     computed: int
     saved: int
+    padding: int
 
     @classmethod
     def of(cls, ledger: Report) -> "TokenUse":
@@ -93,17 +94,20 @@ class TokenUse:
         trained = states[State.TRAINED.value]
         kept = trained + states[State.EVAL.value] + states[State.IN_FLIGHT.value]
         wasted = states.total() - kept
-        return cls(trained, wasted, beside[Flow.COMPUTED.value], beside[Flow.SAVED.value])
+        computed, saved, padding = (beside[flow.value] for flow in (Flow.COMPUTED, Flow.SAVED, Flow.PADDING))
+        return cls(trained, wasted, computed, saved, padding)
 
     def lines(self, duration_s: float) -> list[Fact]:
         share = self.wasted / max(self.trained + self.wasted, 1)
-        packed = self.computed + self.saved
+        packed = self.computed + self.saved - self.padding
+        padded = [("", f"{self.padding:,} of the computed ones only fill up")] if self.padding else []
         return [
             (
                 "tokens",
                 f"{self.trained:,} trained, {self.wasted:,} wasted ({share:.1%}: sampled, not trained)",
             ),
             ("", f"{self.computed:,} computed, {self.saved:,} saved by sharing prompts"),
+            *padded,
             (
                 "tokens/s",
                 f"{packed / duration_s:,.0f} through the trainer, prompts included, over the whole run",

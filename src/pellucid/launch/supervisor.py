@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from signal import Signals
 from threading import Thread
 
-from pellucid.errors import ProcessError
+from pellucid.errors import DiskError, ProcessError
 from pellucid.launch.log_tail import read_cause
 
 GRACE_S = 10.0
@@ -35,6 +35,7 @@ GOOD_ENDS = {0, -signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 
 HINTS = {
     0: " before the run was over",
+    DiskError.exit_code: " (the disk is full, or cannot be written to)",
     -signal.SIGKILL: " (the kernel does that when memory runs out)",
     **{128 + n: f" ({n.name}, and not from the launcher)" for n in (signal.SIGTERM, signal.SIGINT)},
 }
@@ -123,7 +124,8 @@ def _raise(outcome: Outcome, fleet: "_Fleet", late: Sequence[Exit], grace_s: flo
     """The error of a run that did not finish; `late` are the exits after it was told to stop."""
     late = [end for end in late if end.code not in GOOD_ENDS]
     if outcome.failure:
-        also = [f"then {end}; log: {fleet.log_path(end)}" for end in late if end.code > 0]
+        # The first to notice a failure is not always the one that failed.
+        also = [f"then {_explain(end, fleet.log_path(end))}" for end in late if end.code > 0]
         raise ProcessError("\n".join([_explain(outcome.failure, fleet.log_path(outcome.failure)), *also]))
     if interrupt := outcome.interrupt or fleet.interrupt:
         raise SystemExit(128 + interrupt)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from pellucid.data.files import replace_file
+from pellucid.data.files import append_whole, replace_file
 from pellucid.errors import LedgerError
 from pellucid.ledger.states import Flow, Stage, State
 
@@ -73,6 +73,12 @@ class Journal:
         append_entries(self._path, entries)
 
 
+def journals_of(ledger_dir: Path, stage: Stage) -> list[Path]:
+    """`inference.jsonl`, `inference_1.jsonl`, …: one per process of the stage; the first even if missing."""
+    first = ledger_dir / f"{stage.value}.jsonl"
+    return [first, *sorted(ledger_dir.glob(f"{stage.value}_*.jsonl"))]
+
+
 def sum_entries(entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
     """One entry per stage, run and environment, with the last step of any."""
     totals: dict[tuple[Stage, str, str], Counter[str]] = {}
@@ -90,7 +96,7 @@ def sum_entries(entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
 def append_entries(path: Path, entries: Sequence[LedgerEntry]) -> None:
     if entries:
         with path.open("ab", buffering=0) as file:
-            file.write(_encode(entries))
+            append_whole(file, _encode(entries))
 
 
 def replace_entries(path: Path, entries: Sequence[LedgerEntry]) -> None:

@@ -5,12 +5,13 @@ While a process has not closed its journal, what it took in and has not yet hand
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from pellucid.errors import LedgerError
-from pellucid.ledger.journal import LedgerEntry, read_journal
+from pellucid.ledger.journal import LedgerEntry, journals_of, read_journal
 from pellucid.ledger.states import BESIDE, HANDS_ON, TAKES_IN, Flow, Stage, State
 
 Account = tuple[str, str]
@@ -62,21 +63,25 @@ class Report:
 
 
 def reconcile(ledger_dir: Path) -> Report:
-    entries = [entry for stage in Stage for entry in read_journal(ledger_dir / f"{stage.value}.jsonl")]
-    if not entries:
+    journals = [list(read_journal(path)) for stage in Stage for path in journals_of(ledger_dir, stage)]
+    if not any(journals):
         raise LedgerError(
             f"{ledger_dir} holds no ledger; give the folder of a run (the one with ledger/ in it)"
         )
-    return reconcile_entries(entries)
+    return reconcile_journals(journals)
 
 
-def reconcile_entries(entries: list[LedgerEntry]) -> Report:
+def reconcile_journals(journals: Sequence[Sequence[LedgerEntry]]) -> Report:
+    """One journal per process; of a stage that runs in several, each has to be closed."""
     counts: dict[Account, dict[Stage, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for entry in entries:
-        if entry.counts:
-            counts[entry.run, entry.env][entry.stage].update(entry.counts)
-    last = {entry.stage: entry for entry in entries}
-    running = [stage for stage in Stage if stage not in last or not last[stage].closed]
+    closed: dict[Stage, bool] = {}
+    for journal in journals:
+        for entry in journal:
+            if entry.counts:
+                counts[entry.run, entry.env][entry.stage].update(entry.counts)
+        if journal:
+            closed[journal[-1].stage] = closed.get(journal[-1].stage, True) and journal[-1].closed
+    running = [stage for stage in Stage if not closed.get(stage, False)]
     report = Report({}, {}, {}, [], running)
     for account, stages in sorted(counts.items()):
         _settle(account, stages, report)

@@ -13,7 +13,7 @@ Process = Literal["trainer", "orchestrator", "inference", "eval"]
 """Who reports. Evaluations do so apart from the orchestrator: their steps are policy versions."""
 
 
-def open_sinks(config: RunConfig, process: Process) -> list[Sink]:
+def open_sinks(config: RunConfig, process: Process, replica: int = 0) -> list[Sink]:
     """`metrics/PROCESS.jsonl`, then the trackers of `[monitors]`; if one cannot be opened, none stays open.
 
     What keeps a tracker from opening is the user's to settle before the run starts, and a ConfigError; what
@@ -21,16 +21,17 @@ def open_sinks(config: RunConfig, process: Process) -> list[Sink]:
     """
     with ExitStack() as opened:
         sinks: list[Sink] = []
-        for open_sink in _openers(config, process):
+        for open_sink in _openers(config, process, replica):
             sinks.append(open_sink())
             opened.callback(sinks[-1].close)
         opened.pop_all()
     return sinks
 
 
-def _openers(config: RunConfig, process: Process) -> Iterator[Callable[[], Sink]]:
+def _openers(config: RunConfig, process: Process, replica: int) -> Iterator[Callable[[], Sink]]:
     monitors = config.monitors
-    yield lambda: JsonlSink(config.output_dir / "metrics" / f"{process}.jsonl", resume=config.resume)
+    name = f"{process}_{replica}" if replica else process
+    yield lambda: JsonlSink(config.output_dir / "metrics" / f"{name}.jsonl", resume=config.resume)
     if (wandb := monitors.wandb) is not None:
         yield lambda: Guarded(_open_wandb(config, wandb, process), "monitors.wandb")
     if monitors.tensorboard is not None:

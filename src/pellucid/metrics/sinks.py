@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from pellucid.data.files import replace_file
+from pellucid.data.files import append_whole, replace_file
+from pellucid.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class JsonlSink:
             self._file = self._path.open("ab", buffering=0)
             self._resumes = False
         record = {"step": step, "time": time.time(), **values}
-        self._file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        append_whole(self._file, orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -98,8 +99,11 @@ class Tee:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file; a torn last line is left out."""
     if path.exists():
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            yield orjson.loads(line)
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+            try:
+                yield orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise DataError(f"{path}:{number} is damaged: {error}; delete that line") from error
 
 
 def drop_metrics(path: Path, start: int) -> None:

@@ -6,7 +6,7 @@ A name never decides a reduction; the type does. A value without weight is absen
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -97,6 +97,15 @@ class MetricSet:
         if known is not None and type(known) is not type(metric):
             raise TypeError(f"metric {name} is a {type(known).__name__}, not a {type(metric).__name__}")
         self._metrics[name] = metric if known is None else known + metric
+
+    @classmethod
+    def combined(cls, sets: Iterable["MetricSet"]) -> "MetricSet":
+        """As if all had been added to one."""
+        whole = cls()
+        for part in sets:
+            for name, metric in part._metrics.items():
+                whole.add(name, metric)
+        return whole
 
     def report(self) -> dict[str, float]:
         return dict(self._items())

@@ -1,10 +1,10 @@
 """The forward of Llama-like models without gradient, in about half the operations that HF's modules take.
 
-With one token per sequence, a small model spends more time between its operations than in them. The values are
-those of HF's forward (`tests/model/test_lean_forward.py`), and so are the weights: what is loaded into the
-model's parameters in place is what the next call uses. Any model that is not known to be of this kind goes through HF.
+    x -> x + attention(norm(x)) -> x + swiglu(norm(x))      per layer
 
-    x  ->  x + attention(norm(x))  ->  x + swiglu(norm(x))       per layer; queries and keys rotated, Qwen3's normed
+With one token per sequence, a small model spends more time between its operations than in them. Values and
+weights are those of HF's forward: what is loaded into the model's parameters in place is what the next call
+uses, and the results differ by rounding alone. A model that is not known to be of this kind goes through HF.
 """
 
 from collections.abc import Callable
@@ -47,9 +47,12 @@ def _is_known(hf: Any) -> bool:
 
 def _is_plain(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    projections += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    return getattr(attention, "sliding_window", None) is None and all(type(p) is nn.Linear for p in projections)
+    projections = [
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    ]
+    is_full = getattr(attention, "sliding_window", None) is None
+    return is_full and all(type(projection) is nn.Linear for projection in projections)
 
 
 class _LeanModel:
@@ -91,8 +94,8 @@ class _LeanLayer:
         query = _rotate(self._query_norm(linear(normed, *self._query).view(by_head)), cos, sin)
         key = _rotate(self._key_norm(linear(normed, *self._key).view(by_head)), cos, sin)
         value = linear(normed, *self._value).view(by_head)
-        heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        attended = plan.attend(self._index, *heads_first, self._scale)[0].transpose(0, 1)
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        attended = plan.attend(self._index, query, key, value, self._scale)[0].transpose(0, 1)
         states = states + linear(attended.reshape(len(states), -1), *self._output)
         normed = self._before_mlp(states)
         gated = silu(linear(normed, *self._gate)).mul_(linear(normed, *self._up))

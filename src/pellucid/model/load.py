@@ -1,12 +1,13 @@
 """Loading a policy by hub name or folder, with errors that say what to do."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pellucid.config import ModelConfig
-from pellucid.data.tokenizer import quiet_transformers, require_folder
+from pellucid.data.tokenizer import check_vocabulary, first_line, quiet_transformers, require_folder
 from pellucid.errors import ModelError
 from pellucid.model.attention import ATTENTION, register_attention
 from pellucid.model.policy import Policy
@@ -28,11 +29,29 @@ def load_policy(config: ModelConfig, *, trainable: bool = False) -> Policy:
     device = default_device()
     dtype = torch.float32 if trainable else resolve_dtype(config, device)
     try:
-        hf = AutoModelForCausalLM.from_pretrained(config.name, dtype=dtype, attn_implementation=ATTENTION)
-    except (OSError, ValueError) as error:
+        hf, info = AutoModelForCausalLM.from_pretrained(
+            config.name,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of all kinds: OSError, ValueError, SafetensorError, of strict dataclasses
         raise ModelError(_not_loadable(config.name, error)) from error
+    _check_complete(config.name, info)
     _check_supported(hf.config)
     return Policy(hf).to(device).eval()
+
+
+def vocab_size(config: ModelConfig) -> int:
+    """Without loading the weights."""
+    from transformers import AutoConfig
+
+    require_folder(config.name)
+    try:
+        return int(AutoConfig.from_pretrained(config.name).get_text_config().vocab_size)
+    except (OSError, ValueError) as error:
+        raise ModelError(_not_loadable(config.name, error)) from error
 
 
 def default_device() -> torch.device:
@@ -46,11 +65,23 @@ def resolve_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def check_tokenizer(policy: Policy, tokenizer: Any, name: str) -> None:
-    """A token id outside the model's vocabulary would fail deep inside the forward pass."""
-    if len(tokenizer) > policy.vocab_size:
+    check_vocabulary(name, num_tokens=len(tokenizer), vocab_size=policy.vocab_size)
+
+
+def _check_complete(name: str, info: Mapping[str, Any]) -> None:
+    """What is missing or of another shape has been initialised at random, without a word."""
+    misfits = [
+        *(f"{key} is missing" for key in info["missing_keys"]),
+        *(
+            f"{key} has shape {list(found)} instead of {list(wanted)}"
+            for key, found, wanted in info["mismatched_keys"]
+        ),
+    ]
+    if misfits:
+        shown = ", ".join(sorted(misfits)[:3]) + (" and others" if len(misfits) > 3 else "")
         raise ModelError(
-            f"model.name = {name!r}: the tokenizer has {len(tokenizer)} tokens, the model only "
-            f"{policy.vocab_size}; use the tokenizer the model was trained with"
+            f"model.name = {name!r}: its weights do not fit its config.json: {shown}; "
+            "use the files of one and the same model"
         )
 
 
@@ -61,7 +92,7 @@ def _check_supported(config: Any) -> None:
 
 
 def _not_loadable(name: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0]
+    reason = first_line(error)
     remedy = (
         "check that it holds config.json and safetensors"
         if Path(name).exists()

@@ -1,23 +1,24 @@
-"""Rewards of one group to advantages, one per rollout, in order. Pure.
+"""Rewards to advantages, one per rollout, in order. Pure.
 
-    rewards [1, 0, 1, 1] -> [0.25, -0.75, 0.25, 0.25]
+    rewards of a group [1, 0, 1, 1] -> [0.25, -0.75, 0.25, 0.25]
 
-Numbers are float32, except for means: those are taken in float64 and rounded, so that equal rewards give
-advantages of exactly 0 (in float32, the mean of three times 0.1 is not 0.1).
+The contract is one call per group. The built-in functions are written over columns of many groups, and one
+group is the case of one; `Advantage.compute` gives them all groups at once.
+
+Numbers are float32, except for sums: those are taken in float64, so that equal rewards give advantages of
+exactly 0 (in float32, the mean of three times 0.1 is not 0.1).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from traceback import extract_tb
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from pellucid.config import AdvantageConfig, CustomAdvantageConfig
-from pellucid.config.imports import load_attribute
+from pellucid.config import AdvantageConfig, CustomAdvantageConfig, DefaultAdvantageConfig
+from pellucid.config.imports import describe, load_attribute
 from pellucid.config.orchestrator import LengthPenaltyConfig
 from pellucid.data import Rollout
 from pellucid.errors import ConfigError
@@ -34,7 +35,8 @@ class ScoredRollout:
     tool_response_tokens: int
     env_name: str
     example_id: str
-    group_id: str
+    group_id: str | None = None
+    """Rollouts with the same one belong together; without, those of the same example do."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> "ScoredRollout":
@@ -62,71 +64,189 @@ class AdvantageOutputs:
     advantages: list[float]
 
 
+class Groups:
+    """Which rollout is in which group; statistics are given to every member.
+
+    Groups([0, 1, 0]).mean([1.0, 5.0, 2.0]) -> [1.5, 5.0, 1.5]
+    """
+
+    def __init__(self, numbers: ArrayLike) -> None:
+        """Group numbers from 0 on, one per rollout."""
+        self._numbers = np.asarray(numbers, np.intp)
+        self._counts = np.bincount(self._numbers)
+        self.sizes = self._counts[self._numbers]
+
+    def sum(self, values: ArrayLike) -> NDArray[np.float64]:
+        totals = np.bincount(self._numbers, np.asarray(values), len(self._counts))
+        return totals.astype(np.float64)[self._numbers]
+
+    def mean(self, values: ArrayLike) -> Floats:
+        return (self.sum(values) / self.sizes).astype(np.float32)
+
+    def max(self, values: Floats) -> Floats:
+        highest = np.full(len(self._counts), -np.inf, np.float32)
+        np.maximum.at(highest, self._numbers, values)
+        return highest[self._numbers]
+
+
+Columnar = Callable[[Sequence[ScoredRollout], Floats, Groups], Floats]
+"""Rollouts, their rewards and their groups -> advantages."""
+
+
 @dataclass(frozen=True, slots=True)
 class Advantage:
     """An advantage function whose answers are checked."""
 
     name: str
     function: Callable[[AdvantageInputs], AdvantageOutputs]
+    """Of one group."""
+
+    columnar: Columnar | None = None
+    """Of many groups at once; the built-in ones have it."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        inputs = AdvantageInputs([ScoredRollout.of(rollout) for rollout in rollouts])
-        where = f"advantage function {self.name!r}, group {rollouts[0].group_id!r}"
+        """The advantages of one group."""
+        return self._ask([ScoredRollout.of(rollout) for rollout in rollouts])
+
+    def compute(self, rollouts: Sequence[ScoredRollout]) -> list[float]:
+        """The advantages of many groups, in the order of the rollouts, which may be mixed."""
+        if not rollouts:
+            return []
+        numbers: dict[object, int] = {}
+        places = [numbers.setdefault(_group_of(rollout), len(numbers)) for rollout in rollouts]
+        if self.columnar is not None:
+            advantages: list[float] = self.columnar(rollouts, _rewards(rollouts), Groups(places)).tolist()
+            _check(self.name, rollouts, advantages)
+            return advantages
+        members: list[list[int]] = [[] for _ in numbers]
+        for index, place in enumerate(places):
+            members[place].append(index)
+        result = [0.0] * len(rollouts)
+        for group in members:
+            answers = self._ask([rollouts[index] for index in group])
+            for index, advantage in zip(group, answers, strict=True):
+                result[index] = advantage
+        return result
+
+    def _ask(self, rollouts: Sequence[ScoredRollout]) -> list[float]:
         try:
-            advantages = [float(advantage) for advantage in self.function(inputs).advantages]
+            answer = self.function(AdvantageInputs(rollouts))
+            advantages = [float(advantage) for advantage in answer.advantages]
         except Exception as error:
-            frame = extract_tb(error.__traceback__)[-1]
-            raise ConfigError(
-                f"{where}: {type(error).__name__}: {error} (line {frame.lineno} of {frame.filename})"
-            ) from error
-        if len(advantages) != len(rollouts):
-            raise ConfigError(
-                f"{where}: {len(advantages)} advantages for {len(rollouts)} rollouts; return one per rollout"
-            )
-        for rollout, advantage in zip(rollouts, advantages, strict=True):
-            if not math.isfinite(advantage):
-                raise ConfigError(
-                    f"{where}: advantage {advantage} for rollout {rollout.rollout_id!r} with reward "
-                    f"{rollout.reward}; return finite numbers"
-                )
+            raise ConfigError(f"{_where(self.name, rollouts[0])}: {describe(error)}") from error
+        _check(self.name, rollouts, advantages)
         return advantages
+
+
+def _check(name: str, rollouts: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+    if len(advantages) != len(rollouts):
+        raise ConfigError(
+            f"{_where(name, rollouts[0])}: {len(advantages)} advantages for {len(rollouts)} rollouts; "
+            "return one per rollout"
+        )
+    if all(map(math.isfinite, advantages)):
+        return
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        if not math.isfinite(advantage):
+            raise ConfigError(
+                f"{_where(name, rollout)}: advantage {advantage} for a rollout with reward "
+                f"{rollout.reward}; return finite numbers"
+            )
+
+
+def _where(name: str, rollout: ScoredRollout) -> str:
+    return f"advantage function {name!r}, group {_group_of(rollout)!r}"
+
+
+def _group_of(rollout: ScoredRollout) -> object:
+    return (rollout.env_name, rollout.example_id) if rollout.group_id is None else rollout.group_id
 
 
 def load_advantage(config: AdvantageConfig) -> Advantage:
     if isinstance(config, CustomAdvantageConfig):
         function = load_attribute(config.import_path, "orchestrator.advantage.import_path")
         return Advantage(config.import_path, partial(function, **config.kwargs))
-    return Advantage(config.type, partial(default_advantage, length_penalty=config.length_penalty))
+    columnar: Columnar
+    if isinstance(config, DefaultAdvantageConfig):
+        columnar = partial(default_advantages, length_penalty=config.length_penalty)
+    else:
+        columnar = _BUILT_IN[config.type]
+    return Advantage(config.type, partial(_one_group, columnar), columnar)
 
 
-def default_advantage(inputs: AdvantageInputs, length_penalty: LengthPenaltyConfig) -> AdvantageOutputs:
+def _one_group(columnar: Columnar, inputs: AdvantageInputs) -> AdvantageOutputs:
+    one = Groups(np.zeros(len(inputs.rollouts), np.intp))
+    return AdvantageOutputs(columnar(inputs.rollouts, _rewards(inputs.rollouts), one).tolist())
+
+
+def _rewards(rollouts: Sequence[ScoredRollout]) -> Floats:
+    return np.array([rollout.reward for rollout in rollouts], np.float32)
+
+
+def default_advantages(
+    rollouts: Sequence[ScoredRollout], rewards: Floats, groups: Groups, length_penalty: LengthPenaltyConfig
+) -> Floats:
     """Reward minus the group's mean; correct rollouts first gain by what they saved."""
-    rewards = np.array([rollout.reward for rollout in inputs.rollouts], np.float32)
     if length_penalty.type != "none":
-        rewards = _reward_savings(rewards, _costs(inputs, length_penalty))
-    return AdvantageOutputs((rewards - _mean(rewards)).tolist())
+        rewards = _reward_savings(rewards, _costs(rollouts, length_penalty), groups)
+    return rewards - groups.mean(rewards)
 
 
-def _costs(inputs: AdvantageInputs, penalty: LengthPenaltyConfig) -> Floats:
+def rloo_advantages(rollouts: Sequence[ScoredRollout], rewards: Floats, groups: Groups) -> Floats:
+    """Reward minus the mean of the *others* of the group; alone, 0.
+
+    That is n / (n − 1) times the distance from the mean of all.
+    """
+    scale = groups.sizes / np.maximum(groups.sizes - 1, 1)
+    return (rewards - groups.mean(rewards)) * scale.astype(np.float32)
+
+
+def grpo_std_advantages(rollouts: Sequence[ScoredRollout], rewards: Floats, groups: Groups) -> Floats:
+    """The distance from the group's mean in standard deviations (with n − 1); 0 where rewards are equal."""
+    distances = rewards - groups.mean(rewards)
+    variance = groups.sum(np.square(distances, dtype=np.float64)) / np.maximum(groups.sizes - 1, 1)
+    return _ratio(distances, np.sqrt(variance).astype(np.float32))
+
+
+def max_rl_advantages(rollouts: Sequence[ScoredRollout], rewards: Floats, groups: Groups) -> Floats:
+    """The distance from the group's mean as a share of it: rare successes weigh more. 0 if it is not > 0."""
+    mean = groups.mean(rewards)
+    return _ratio(rewards - mean, mean)
+
+
+def unchanged_rewards(rollouts: Sequence[ScoredRollout], rewards: Floats, groups: Groups) -> Floats:
+    return rewards
+
+
+_BUILT_IN: Mapping[str, Columnar] = {
+    "rloo": rloo_advantages,
+    "grpo_std": grpo_std_advantages,
+    "max_rl": max_rl_advantages,
+    "none": unchanged_rewards,
+}
+
+
+def _ratio(values: Floats, by: Floats) -> Floats:
+    """0 where `by` is not above 0."""
+    return np.divide(values, by, out=np.zeros_like(values), where=by > 0)
+
+
+def _costs(rollouts: Sequence[ScoredRollout], penalty: LengthPenaltyConfig) -> Floats:
     if penalty.type == "turns":
-        return np.array([len(rollout.completion_tokens_per_turn) for rollout in inputs.rollouts], np.float32)
+        return np.array([len(rollout.completion_tokens_per_turn) for rollout in rollouts], np.float32)
     costs = [
         penalty.completion_weight * sum(rollout.completion_tokens_per_turn)
         + penalty.tool_response_weight * rollout.tool_response_tokens
-        for rollout in inputs.rollouts
+        for rollout in rollouts
     ]
     return np.array(costs, np.float32)
 
 
-def _reward_savings(rewards: Floats, costs: Floats) -> Floats:
+def _reward_savings(rewards: Floats, costs: Floats, groups: Groups) -> Floats:
     """Correct (the group's best) rewards times 1 + the share saved against the correct ones' mean."""
-    correct = rewards >= rewards.max()
-    mean_cost = _mean(costs[correct])
-    if rewards.max() <= 0 or mean_cost <= 0:
-        return rewards
-    bonus = np.clip(1 - costs / mean_cost, 0, 1)
-    return np.where(correct, rewards * (1 + bonus), rewards)
-
-
-def _mean(values: Floats) -> Any:
-    return np.float32(values.mean(dtype=np.float64))
+    best = groups.max(rewards)
+    correct = rewards >= best
+    mean_cost = (groups.sum(costs * correct) / groups.sum(correct)).astype(np.float32)
+    bonus = np.clip(1 - _ratio(costs, mean_cost), 0, 1)
+    applies = correct & (best > 0) & (mean_cost > 0)
+    return np.where(applies, rewards * (1 + bonus), rewards)

@@ -1,17 +1,24 @@
 """The attempts at one example. An exception in an environment, session or client fails that rollout alone.
 
-`attempt` is the boundary where failures become data: type and message are kept in the rollout.
+`attempt` is the boundary where failures become data: type and message are kept in the rollout. Where it
+was raised is for whoever mends the environment, in the log at level DEBUG.
 """
 
 import asyncio
+import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import orjson
 
 from pellucid.data import Example, Rollout
 from pellucid.errors import RolloutError
 from pellucid.orchestrator.environment import Environment, Score
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
 from pellucid.orchestrator.tasks import within
+
+log = logging.getLogger(__name__)
 
 EMPTY = "EmptyRollout"
 """Error type of a rollout in which nothing was sampled."""
@@ -29,10 +36,18 @@ class GroupRun:
     sampler: Sampler
     prompts: PromptCache
     timeout_s: float
+    state_columns: Sequence[str] = ()
     scored: list[Rollout] = field(default_factory=list)
 
     def open_rollout(self, rollout_id: str) -> Rollout:
-        return Rollout(rollout_id, self.group_id, self.example, self.env_name, self.sampler.temperature)
+        return Rollout(
+            rollout_id,
+            self.group_id,
+            self.example,
+            self.env_name,
+            self.sampler.temperature,
+            state=dict.fromkeys(self.state_columns, "null"),
+        )
 
     async def attempt(self, rollout: Rollout) -> None:
         """Leaves the rollout scored, or with the reason why it failed."""
@@ -46,6 +61,7 @@ class GroupRun:
             if rollout.num_sampled == 0:
                 _fail(rollout, EMPTY, "the environment returned a score but sampled nothing")
         except Exception as error:
+            log.debug("rollout %s of %s failed", rollout.rollout_id, self.env_name, exc_info=error)
             _fail(rollout, type(error).__name__, str(error))
         except asyncio.CancelledError:
             _fail(rollout, "CancelledError", "the attempt was cancelled")
@@ -70,3 +86,12 @@ def _apply(rollout: Rollout, score: Score) -> None:
         raise RolloutError(f"the environment returned reward = {reward}; rewards are finite numbers")
     rollout.reward = reward
     rollout.metrics = {name: float(value) for name, value in score.metrics.items()}
+    for column in rollout.state.keys() & score.state.keys():
+        rollout.state[column] = _as_json(score.state[column])
+
+
+def _as_json(value: object) -> str:
+    """What JSON has no form for is described in words."""
+    return orjson.dumps(
+        value, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    ).decode()

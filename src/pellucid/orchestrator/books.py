@@ -10,6 +10,7 @@ from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout, TokenTable
 from pellucid.ledger import Flow, Journal, Stage, State
 from pellucid.metrics import Tee, open_sinks
+from pellucid.orchestrator.bias import DropAudit
 from pellucid.orchestrator.records import RolloutLog
 from pellucid.orchestrator.report import (
     Groups,
@@ -24,6 +25,8 @@ from pellucid.orchestrator.verdict import Verdict
 
 log = logging.getLogger(__name__)
 
+_STEPS_BETWEEN_WARNINGS = 100
+
 
 class Books:
     def __init__(self, config: OrchestratorRunConfig) -> None:
@@ -33,16 +36,27 @@ class Books:
             config.output_dir / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR, resume=config.resume
         )
         self._sink = Tee(open_sinks(config, "orchestrator"))
-        self._rollouts = RolloutLog(config.output_dir, config.orchestrator.sampling.model_dump())
+        own = config.orchestrator
+        sampling_args = {env.label: own.sampling_of(env).model_dump() for env in own.env}
+        self._rollouts = RolloutLog(config.output_dir, sampling_args)
         self._metrics = zero_metrics(self._env_names)
         """Of what was settled since the last report."""
+        self._torn: OSError | None = None
+        """What kept groups from being written down whole."""
+        self._drops = DropAudit()
+        self._next_warning = 0
 
     def settle(self, step: int, groups: Groups) -> None:
         """Accounts for the tokens of these groups, saves their rollouts, adds them to the next report."""
         for verdicts in groups:
             self._log_losses(verdicts)
-        self.account(step, [verdict for verdicts in groups for verdict in verdicts])
-        self._rollouts.append(step, groups)
+            self._drops.add(verdicts)
+        try:
+            self.account(step, [verdict for verdicts in groups for verdict in verdicts])
+            self._rollouts.append(step, groups)
+        except OSError as error:
+            self._torn = error
+            raise
         add_groups(self._metrics, groups)
 
     def account(self, step: int, verdicts: Sequence[Verdict]) -> None:
@@ -60,9 +74,13 @@ class Books:
         self._sink.log(step, values)
         log.info(step_line(step, values))
         log.info(sample_line(step, sample))
+        self._warn_of_bias(step)
 
     @property
     def journal_bytes(self) -> int:
+        """Raises if journal and saved rollouts do not tell the same any more: no run goes on from there."""
+        if self._torn is not None:
+            raise self._torn
         return self._journal.num_bytes
 
     def rollouts_bytes(self, step: int) -> int:
@@ -75,6 +93,12 @@ class Books:
             self._rollouts.finish_step()
             self._journal.close(step)
         self._sink.close()
+
+    def _warn_of_bias(self, step: int) -> None:
+        """Now and then: it will not go away by itself."""
+        if step >= self._next_warning and (line := self._drops.line()):
+            log.warning(line)
+            self._next_warning = step + _STEPS_BETWEEN_WARNINGS
 
     def _count(self, verdict: Verdict) -> None:
         env_name, num_sampled = verdict.rollout.env_name, verdict.rollout.num_sampled

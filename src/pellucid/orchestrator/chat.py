@@ -15,10 +15,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from pellucid.data.tokenizer import end_of_turn_ids
+from pellucid.data.tokenizer import end_of_turn_ids, no_chat_template
 from pellucid.errors import ModelError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+"""`role` and `content`, and whatever else a template reads, such as `tool_calls`."""
+
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that the model may call, in OpenAI's form."""
 
 _REPLY = "pellucid"  # stands for a reply while the template is asked what follows one
 
@@ -33,62 +37,65 @@ class Rendered:
 class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.chat_template is None:
-            raise ModelError(
-                f"tokenizer {tokenizer.name_or_path!r} has no chat template; use a model that was made for "
-                "chat, or add a chat_template.jinja to its folder"
-            )
-        self._tokenizer = tokenizer
+            raise ModelError(no_chat_template(tokenizer.name_or_path))
+        self.tokenizer = tokenizer
         self.end_of_turn_ids = end_of_turn_ids(tokenizer)
 
-    def prompt(self, messages: Sequence[Message]) -> Rendered:
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Rendered:
         """A conversation from its beginning, ready for a reply."""
-        token_ids = self._encode(self._text(messages, opens_reply=True))
-        return Rendered(token_ids, self._stops(token_ids, messages, 0, ""))
+        token_ids = self._encode(self._text(messages, tools, opens_reply=True))
+        return Rendered(token_ids, self._stops(token_ids, messages, tools, 0, ""))
 
-    def continuation(self, messages: Sequence[Message], reply: int) -> Rendered | None:
+    def continuation(self, messages: Sequence[Message], reply: int, tools: Tools = ()) -> Rendered | None:
         """What follows the text of `messages[reply]`, up to the next reply; the first stop is that message's.
 
-        None if the template rewrites earlier messages once later ones are there.
+        None if the template rewrites earlier messages once later ones are there, or refuses the stand-in.
         """
-        known = [*messages[:reply], {**messages[reply], "content": _REPLY}, *messages[reply + 1 :]]
-        before = self._text(known[:reply], opens_reply=True) + _REPLY
-        text = self._text(known, opens_reply=True)
+        stand_in = {"role": messages[reply]["role"], "content": _REPLY}
+        known = [*messages[:reply], stand_in, *messages[reply + 1 :]]
+        try:
+            before = self._text(known[:reply], tools, opens_reply=True) + _REPLY
+            text = self._text(known, tools, opens_reply=True)
+        except TemplateError:
+            return None
         if not text.startswith(before):
             return None
         token_ids = self._encode(text[len(before) :])
-        reply_stop = self._stop(token_ids, known[: reply + 1], before) or 0
-        later = self._stops(token_ids, known, reply + 1, before)
-        return Rendered(token_ids, [(known[reply]["role"], reply_stop), *later])
+        reply_stop = self._stop(token_ids, known[: reply + 1], tools, before) or 0
+        later = self._stops(token_ids, known, tools, reply + 1, before)
+        return Rendered(token_ids, [(stand_in["role"], reply_stop), *later])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
     def _stops(
-        self, token_ids: list[int], messages: Sequence[Message], first: int, before: str
+        self, token_ids: list[int], messages: Sequence[Message], tools: Tools, first: int, before: str
     ) -> list[tuple[str, int]]:
         stops = []
         for index in range(first, len(messages)):
-            stop = self._stop(token_ids, messages[: index + 1], before)
+            stop = self._stop(token_ids, messages[: index + 1], tools, before)
             if stop is not None:
                 stops.append((messages[index]["role"], stop))
         return stops
 
-    def _stop(self, token_ids: list[int], messages: Sequence[Message], before: str) -> int | None:
+    def _stop(
+        self, token_ids: list[int], messages: Sequence[Message], tools: Tools, before: str
+    ) -> int | None:
         """Where these messages end in `token_ids`; None if the template renders them differently alone."""
         try:
-            text = self._text(messages, opens_reply=False)
+            text = self._text(messages, tools, opens_reply=False)
         except TemplateError:  # templates may refuse a system message alone
             return None
         part = self._encode(text[len(before) :])
         return len(part) if text.startswith(before) and token_ids[: len(part)] == part else None
 
-    def _text(self, messages: Sequence[Message], *, opens_reply: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=opens_reply, tokenize=False
+    def _text(self, messages: Sequence[Message], tools: Tools, *, opens_reply: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, add_generation_prompt=opens_reply, tokenize=False
         )
         return text
 
     def _encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids

@@ -1,9 +1,9 @@
 """Groups in a row that gave nothing to train on, and when they are a reason to stop. Pure.
 
-a group of which ...                             counts against
-every rollout failed, was rejected or is stale   max_fruitless_groups, max_signalless_groups
-all that is left has an advantage of 0           max_signalless_groups
-something is ready to be sent                    nothing: the drought is over
+a group of which ...                              counts against
+every rollout failed, was rejected or is stale    max_fruitless_groups, max_signalless_groups
+all that is left is filtered, or has advantage 0  max_signalless_groups
+something is ready to be sent                     nothing: the drought is over
 """
 
 from collections import Counter
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from pellucid.ledger import State
 from pellucid.orchestrator.verdict import Outcome, Verdict
+
+_LEFT_OUT: tuple[Outcome, ...] = (State.ZERO_ADVANTAGE, State.FILTERED)
+"""Outcomes of rollouts that did work: they were scored, and then not wanted."""
 
 
 @dataclass(slots=True)
@@ -36,11 +39,10 @@ class Drought:
         kind = _kind(verdicts)
         typical = [verdict for verdict in verdicts if verdict.outcome is kind]
         self.kinds[kind] += 1
+        self.num_fruitless = 0 if kind in _LEFT_OUT else self.num_fruitless + 1
         if kind is State.ZERO_ADVANTAGE:
-            self.num_fruitless = 0
             self.total_reward += sum(verdict.rollout.reward or 0.0 for verdict in typical) / len(typical)
         else:
-            self.num_fruitless += 1
             self.last_loss = _describe(typical[-1])
 
     def complaint(self, max_fruitless: int, max_signalless: int) -> str | None:
@@ -69,7 +71,7 @@ class Drought:
 
 def _kind(verdicts: Sequence[Verdict]) -> Outcome:
     outcomes = Counter(verdict.outcome for verdict in verdicts)
-    return State.ZERO_ADVANTAGE if State.ZERO_ADVANTAGE in outcomes else outcomes.most_common(1)[0][0]
+    return next((kind for kind in _LEFT_OUT if kind in outcomes), outcomes.most_common(1)[0][0])
 
 
 def _describe(verdict: Verdict) -> str:

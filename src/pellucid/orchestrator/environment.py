@@ -4,24 +4,32 @@
   integer. The index grows without bound.
 - `rollout` talks to the model through its session only, so every sampled token is recorded.
 - An exception in `rollout` fails that rollout and nothing else.
+- Everything runs on one event loop: what takes long is offloaded, or awaited.
 """
 
 import difflib
 import inspect
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pellucid.config import EnvironmentConfig, EvalConfig
-from pellucid.config.imports import load_attribute
+from pellucid.config.imports import describe, load_attribute, require_package
 from pellucid.data import Example, Rollout
 from pellucid.errors import ConfigError
 from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.session import Session
+from pellucid.orchestrator.verifiers import is_taskset, require_verifiers, taskset_environment
+from pellucid.orchestrator.workers import Kind, Workers
+
+T = TypeVar("T")
 
 BUILT_IN: Mapping[str, str] = {
+    "arithmetic": "pellucid.orchestrator.environments.arithmetic:Arithmetic",
+    "calculator": "pellucid.orchestrator.environments.calculator:Calculator",
     "reverse-text": "pellucid.orchestrator.environments.reverse_text:ReverseText",
 }
 
@@ -30,14 +38,25 @@ BUILT_IN: Mapping[str, str] = {
 class Score:
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Averaged over rollouts, as `metrics/ENV/NAME`."""
+
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever may be worth a look later; `orchestrator.env.state_columns` says what of it is saved."""
 
 
 class Environment(ABC):
     requires_group_scoring: ClassVar[bool] = False
     """Rewards compare the rollouts of a group: one failure drops the whole group."""
 
+    offloads_to: ClassVar[Kind] = "threads"
+    """Where `offload` runs things."""
+
+    num_examples: int | None = None
+    """How many different ones there are, where that is known; an evaluation may not ask for more."""
+
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
+        self._workers = Workers(self.offloads_to)
 
     @abstractmethod
     def example(self, index: int) -> Example:
@@ -51,20 +70,51 @@ class Environment(ABC):
         """One score per finished rollout of a whole group, in place of its own; only if group-scored."""
         raise NotImplementedError(f"{type(self).__name__} requires group scoring but has no score_group")
 
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Around all the rollouts of a run: what needs an event loop is opened here, and closed."""
+        try:
+            yield
+        finally:
+            self._workers.close()
+
+    async def offload(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of a call that takes long, computed beside the event loop."""
+        return await self._workers.run(function, *arguments)
+
     def generator(self, index: int) -> random.Random:
         """The random numbers of one example."""
         return random.Random(stable_seed(self._seed, index))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which has no use for workers."""
+        return {**self.__dict__, "_workers": None}
 
 
 class SingleTurnEnvironment(Environment):
     """One prompt, one answer, one reward."""
 
+    heavy_reward: ClassVar[bool] = False
+    """The reward takes long to compute: it is offloaded."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.heavy_reward and inspect.iscoroutinefunction(cls.reward):
+            raise TypeError(
+                f"{cls.__name__}: a heavy reward is offloaded; write it as `def`, not `async def`"
+            )
+
     async def rollout(self, example: Example, session: Session) -> Score:
-        return self.reward(example, await session.respond(example.messages))
+        text = await session.respond(example.messages)
+        if self.heavy_reward:
+            score = await self.offload(self.reward, example, text)
+        else:
+            score = self.reward(example, text)
+        return await score if inspect.isawaitable(score) else score
 
     @abstractmethod
-    def reward(self, example: Example, text: str) -> Score:
-        """The score of an answer."""
+    def reward(self, example: Example, text: str) -> Score | Awaitable[Score]:
+        """The score of an answer; `async def` if it has to wait for something."""
 
 
 def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
@@ -73,31 +123,52 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
     An evaluation has seeds of its own: an environment that draws its examples by seed measures on others
     than it trains on, even under the same name.
     """
-    kind = _environment_class(config)
+    make = _maker(config)
     name = ("eval", seed, config.label) if isinstance(config, EvalConfig) else (seed, config.label)
     arguments = {"seed": stable_seed(*name), **config.args}
     try:
-        inspect.signature(kind).bind(**arguments)
-        return kind(**arguments)
+        inspect.signature(make).bind(**arguments)
+        return make(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"environment {config.id!r} refuses {config.KEY}.args = {config.args}: {error}; "
-            f"it takes {inspect.signature(kind)}"
+            f"it takes {inspect.signature(make)}"
+        ) from error
+    except Exception as error:  # of somebody's own code
+        raise ConfigError(
+            f"environment {config.id!r} cannot be made with {config.KEY}.args = {config.args}: "
+            f"{describe(error)}"
         ) from error
 
 
-def _environment_class(config: EnvironmentConfig) -> type[Environment]:
-    env_id, key = config.id, f"{config.KEY}.id"
-    path = BUILT_IN.get(env_id, env_id)
-    if ":" not in path:
-        nearest = difflib.get_close_matches(env_id, BUILT_IN, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"{key} = {env_id!r} is not a built-in environment ({', '.join(BUILT_IN)}) and not "
-            f"an import path `package.module:Class`; did you mean {nearest!r}?"
-        )
-    kind = load_attribute(path, key)
+def check_environment(config: EnvironmentConfig) -> None:
+    """Refuses an entry that cannot work, as far as that shows without running anybody else's code."""
+    if config.id in BUILT_IN:
+        load_environment(config, seed=0)
+    elif is_taskset(config.id):
+        require_verifiers(config.id, f"{config.KEY}.id")
+    else:
+        require_package(_import_path(config), f"{config.KEY}.id")
+
+
+def _maker(config: EnvironmentConfig) -> Callable[..., Environment]:
+    key = f"{config.KEY}.id"
+    if is_taskset(config.id):
+        return taskset_environment(config.id, key)
+    kind = load_attribute(_import_path(config), key)
     if not (inspect.isclass(kind) and issubclass(kind, Environment)):
         raise ConfigError(
-            f"{key} = {env_id!r} is {kind!r}; it has to be a subclass of pellucid.orchestrator.Environment"
+            f"{key} = {config.id!r} is {kind!r}; it has to be a subclass of pellucid.orchestrator.Environment"
         )
     return kind
+
+
+def _import_path(config: EnvironmentConfig) -> str:
+    path = BUILT_IN.get(config.id, config.id)
+    if ":" not in path:
+        nearest = difflib.get_close_matches(config.id, BUILT_IN, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"{config.KEY}.id = {config.id!r} is not a built-in environment ({', '.join(BUILT_IN)}), not an "
+            f"import path `package.module:Class` and not `verifiers:TASKSET`; did you mean {nearest!r}?"
+        )
+    return path

@@ -15,6 +15,7 @@ import orjson
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout
+from pellucid.data.files import append_whole
 from pellucid.ledger import State
 from pellucid.metrics import Tee, open_sinks, read_metrics
 from pellucid.orchestrator.records import rollout_record
@@ -46,15 +47,12 @@ class EvalBooks:
         self._account(version, verdicts)
         folder = self._rollouts / f"step_{version}"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / FILE).open("ab" if version == self._version else "wb") as file:
-            file.write(
-                b"".join(
-                    orjson.dumps(
-                        rollout_record(version, verdict, sampling_args), option=orjson.OPT_APPEND_NEWLINE
-                    )
-                    for verdict in verdicts
-                )
-            )
+        lines = b"".join(
+            orjson.dumps(rollout_record(version, verdict, sampling_args), option=orjson.OPT_APPEND_NEWLINE)
+            for verdict in verdicts
+        )
+        with (folder / FILE).open("ab" if version == self._version else "wb", buffering=0) as file:
+            append_whole(file, lines)
         self._version = version
 
     def report(self, version: int, values: Mapping[str, float]) -> None:

@@ -50,6 +50,11 @@ def load_evaluation(config: EvalConfig, seed: int) -> Evaluation:
 
 def prepare_evaluation(config: EvalConfig, environment: Environment) -> Evaluation:
     """All examples are made at once, so that one that is missing is found before the run starts."""
+    if environment.num_examples is not None and config.num_examples > environment.num_examples:
+        raise ConfigError(
+            f"{config.KEY}.num_examples = {config.num_examples}, but environment {config.label!r} has only "
+            f"{environment.num_examples} different ones; lower num_examples"
+        )
     examples = []
     for index in range(config.num_examples):
         try:
@@ -127,6 +132,10 @@ class Evaluator:
         self._free = asyncio.Semaphore(config.orchestrator.max_inflight_rollouts)
         self._open: dict[str, _OpenGroup] = {}
         self._stopped = False
+
+    @property
+    def environments(self) -> list[Environment]:
+        return [each.environment for each in self._evaluations]
 
     def is_due(self, version: int) -> bool:
         """Whether this version is to be evaluated, and is not yet."""

@@ -22,6 +22,8 @@ batch then closes its books; one that was stopped leaves them open, with a snaps
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
@@ -53,6 +55,7 @@ WIND_DOWN_S = 5.0
 """Half of what the launcher grants before it kills."""
 
 _LAST_PATIENCE_S = 3.0
+_CHECK_SENDER_EVERY_S = 1.0
 _MAX_UNWRITTEN = 256  # settled rollouts that are kept in memory while no batch forms
 
 
@@ -72,11 +75,16 @@ class Orchestrator:
         self._environments = environments
         self._client = client
         self._sender = sender
-        self._sampler = _sampler(config, ChatTemplate(tokenizer), client)
+        sampler = _sampler(config, ChatTemplate(tokenizer), client)
+        self._envs = {env.label: env for env in config.orchestrator.env}
+        self._samplers = {
+            name: replace(sampler, **config.orchestrator.sampling_of(env).model_dump())
+            for name, env in self._envs.items()
+        }
         self._scheduler = _scheduler(config, environments)
         self._books = Books(config)
         eval_books = EvalBooks(config, self._books.account)
-        self._evaluator = Evaluator(config, evaluations, self._sampler, eval_books, self._start)
+        self._evaluator = Evaluator(config, evaluations, sampler, eval_books, self._start)
         self._pace = Pace()
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
         self._groups: dict[str, GroupRun] = {}
@@ -88,19 +96,30 @@ class Orchestrator:
             self._scheduler.restore(snapshot.scheduler_state(config.run_name))
 
     async def run(self) -> None:
-        follower = self._spawn(self._follow_weights())
-        try:
-            while self._scheduler.batches_sent < self._config.max_steps:
-                self._dispatch()
-                await self._change()
-                while (batch := self._scheduler.take_batch()) is not None:
-                    self._send(batch)
-                self._write_down()
-                self._check_progress()
-            while self._evaluator.is_due(self._config.max_steps):
-                await self._change()
-        finally:
-            await outlast(self._finish(follower))
+        services: list[asyncio.Task[None]] = []
+        async with AsyncExitStack() as stack:
+            try:
+                for environment in (*self._environments.values(), *self._evaluator.environments):
+                    await stack.enter_async_context(environment.serving())
+                services.append(self._spawn(self._follow_weights()))
+                services.append(self._spawn(self._watch_sender()))
+                while self._scheduler.batches_sent < self._config.max_steps:
+                    self._dispatch()
+                    await self._change()
+                    while (batch := self._scheduler.take_batch()) is not None:
+                        self._send(batch)
+                    self._write_down()
+                    self._check_progress()
+                while self._evaluator.is_due(self._config.max_steps):
+                    await self._change()
+            finally:
+                await outlast(self._finish(services))
+
+    async def _watch_sender(self) -> None:
+        """A batch that the trainer refuses stops the run, which would wait for weights that never come."""
+        while True:
+            await asyncio.sleep(_CHECK_SENDER_EVERY_S)
+            self._sender.check()
 
     def _dispatch(self) -> None:
         while not (wait_s := self._limit.wait_s()):
@@ -163,7 +182,8 @@ class Orchestrator:
     def _send(self, verdicts: Sequence[Verdict]) -> None:
         step = self._scheduler.batches_sent - 1
         table = TokenTable.from_samples([sample for verdict in verdicts for sample in verdict.samples])
-        payload = encode_batch(Batch(self._config.run_name, step, table))
+        batch = Batch(self._config.run_name, step, table)
+        payload = encode_batch(batch, compression=self._config.transport.compression)
         batch_s, blocked_s = self._pace.lap(blocked=self._scheduler.waits_for_weights)
         self._books.settle(step, self._scheduler.take_settled())
         own = {
@@ -206,10 +226,10 @@ class Orchestrator:
         if self._dead is not None:
             raise self._dead
 
-    async def _finish(self, follower: "asyncio.Task[None]") -> None:
+    async def _finish(self, services: "Sequence[asyncio.Task[None]]") -> None:
         self._scheduler.stop()
         try:
-            await cancel([follower])
+            await cancel(services)
             await self._wind_down()
         finally:
             for rollout in list(self._inflight.values()):
@@ -222,7 +242,8 @@ class Orchestrator:
 
     async def _wind_down(self) -> None:
         """Cuts short what is running and waits until it is back, but not for ever."""
-        self._sampler.close(_LAST_PATIENCE_S)
+        for sampler in self._samplers.values():
+            sampler.close(_LAST_PATIENCE_S)
         self._evaluator.stop(_LAST_PATIENCE_S)
         for attempt in self._attempts:
             attempt.cancel()
@@ -233,6 +254,7 @@ class Orchestrator:
 
     def _open_group(self, dispatch: Dispatch) -> GroupRun:
         environment = self._environments[dispatch.env_name]
+        sampler = self._samplers[dispatch.env_name]
         try:
             example = environment.example(dispatch.example_index)
         except Exception as error:
@@ -246,9 +268,10 @@ class Orchestrator:
             environment=environment,
             example=example,
             size=self._config.orchestrator.rollouts_per_example,
-            sampler=self._sampler,
-            prompts=PromptCache(self._sampler.chat),
+            sampler=sampler,
+            prompts=PromptCache(sampler.chat),
             timeout_s=self._config.orchestrator.rollout_timeout_s,
+            state_columns=self._envs[dispatch.env_name].state_columns,
         )
         return self._groups[dispatch.group_id]
 

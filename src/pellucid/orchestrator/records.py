@@ -1,8 +1,9 @@
 """`rollouts/step_N/train_rollouts.jsonl`: every rollout settled since the last batch, whatever became of it.
 
 One JSON object per rollout: ids, outcome (a state of the ledger, or `sent`) and its reason, reward,
-advantage, messages, and the trajectory turn by turn. Rollouts are appended as they are settled, whole lines
-at a time, so that a long wait for a batch can be looked into; `STABLE` says that the step is complete.
+advantage, messages, the trajectory turn by turn, how it was sampled, then what `state_columns` asks for.
+Rollouts are appended as they are settled, whole lines at a time, so that a long wait for a batch can be
+looked into; `STABLE` says that the step is complete.
 """
 
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from pellucid.data.files import replace_file
+from pellucid.data.files import append_whole, replace_file
 from pellucid.ledger import Flow, State
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import MARKER, step_folders
@@ -23,21 +24,25 @@ FILE = "train_rollouts.jsonl"
 class RolloutLog:
     """The saved rollouts of a run, one step at a time."""
 
-    def __init__(self, run_dir: Path, sampling_args: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, sampling_args: Mapping[str, Mapping[str, Any]]) -> None:
+        """`sampling_args` by environment."""
         self._parent = run_dir / "rollouts"
         self._sampling_args = sampling_args
         self._folder: Path | None = None
 
     def append(self, step: int, groups: Sequence[Sequence[Verdict]]) -> None:
         lines = b"".join(
-            orjson.dumps(rollout_record(step, verdict, self._sampling_args), option=orjson.OPT_APPEND_NEWLINE)
+            orjson.dumps(
+                rollout_record(step, verdict, self._sampling_args.get(verdict.rollout.env_name, {})),
+                option=orjson.OPT_APPEND_NEWLINE,
+            )
             for group in groups
             for verdict in group
         )
         folder = self._parent / f"step_{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / FILE).open("ab") as file:
-            file.write(lines)
+        with (folder / FILE).open("ab", buffering=0) as file:
+            append_whole(file, lines)
         self._folder = folder
 
     def num_bytes(self, step: int) -> int:
@@ -77,7 +82,7 @@ def discard_rollouts(run_dir: Path, steps: Iterable[int]) -> None:
 
 def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]) -> dict[str, Any]:
     rollout = verdict.rollout
-    return {
+    record = {
         "step": step,
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
@@ -105,3 +110,5 @@ def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]
         ],
         "sampling_args": sampling_args,
     }
+    state = {column: orjson.Fragment(text) for column, text in rollout.state.items()}
+    return {**record, **{column: text for column, text in state.items() if column not in record}}

@@ -26,7 +26,7 @@ _LINE_WIDTH = 100 - len("12:34:56 INFO ")
 def zero_metrics(env_names: Sequence[str]) -> MetricSet:
     """Of a step for which nothing is settled yet."""
     metrics = MetricSet()
-    for name in ("errored_rollouts", "empty_rollouts", "dropped_groups"):
+    for name in ("errored_rollouts", "empty_rollouts", "filtered_rollouts", "dropped_groups"):
         for scope in ("all", *env_names):
             metrics.add(f"{name}/{scope}", Sum(0))
     metrics.add("zero_advantage_groups/all", Sum(0))
@@ -101,6 +101,8 @@ def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
     rollout = verdict.rollout
     scopes = ("all", rollout.env_name)
     metrics.add("lost_rollouts/all", Sum(verdict.outcome in LOST))
+    for scope in scopes:
+        metrics.add(f"filtered_rollouts/{scope}", Sum(verdict.outcome is State.FILTERED))
     if rollout.error_type is not None:
         name = "empty_rollouts" if rollout.error_type == EMPTY else "errored_rollouts"
         for scope in scopes:

@@ -1,16 +1,17 @@
 """A rollout's turns to training samples. Every sampled token is in exactly one sample, where it may train.
 
 turn 0   prompt a b       completion X Y
-turn 1   prompt a b X Y c completion Z      extends turn 0 exactly: the same sample
-turn 2   prompt a b c     completion W      does not: a branch, a sample of its own
-turn 3   prompt a b d     (cut short)       nothing was sampled: no sample
+turn 1   prompt a b c     completion W      extends nothing: a branch, a sample of its own
+turn 2   prompt a b X Y d completion Z      extends turn 0 exactly: the same sample
+turn 3   prompt a b X Y e completion V      so does this, but turn 0 has gone on: X and Y train in its sample
+turn 4   prompt a b d     (cut short)       nothing was sampled: no sample
 
-sample 0   a b X Y c Z        sample 1   a b c W
-sampled    . . x x . x                   . . . x
+sample 0   a b X Y d Z        sample 1   a b c W        sample 2   a b X Y e V
+sampled    . . x x . x                   . . . x                   . . . . . x
 """
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 
@@ -42,12 +43,13 @@ def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[Tr
 
 
 def _branches(turns: Sequence[Turn]) -> list[list[Turn]]:
-    branches = [[turns[0]]]
-    for last, turn in pairwise(turns):
-        if _extends(last, turn):
-            branches[-1].append(turn)
-        else:
+    branches: list[list[Turn]] = []
+    for turn in turns:
+        branch = next((branch for branch in reversed(branches) if _extends(branch[-1], turn)), None)
+        if branch is None:
             branches.append([turn])
+        else:
+            branch.append(turn)
     return branches
 
 
@@ -62,15 +64,18 @@ def _extends(last: Turn, turn: Turn) -> bool:
 def _build_sample(turns: Sequence[Turn], **values: object) -> TrainingSample:
     token_ids = [*turns[-1].prompt_ids, *turns[-1].completion.token_ids]
     sampled = np.zeros(len(token_ids), np.bool_)
+    loss_mask = np.zeros(len(token_ids), np.bool_)
     for turn in turns:
         start = len(turn.prompt_ids)
-        sampled[start : start + len(turn.completion.token_ids)] = True
+        stop = start + len(turn.completion.token_ids)
+        sampled[start:stop] = True
+        loss_mask[start:stop] = turn.trainable
     runs = np.array([run for turn in turns for run in turn.completion.policy_versions], np.int32).reshape(
         -1, 2
     )
     return TrainingSample.build(
         token_ids=token_ids,
-        loss_mask=sampled,
+        loss_mask=loss_mask,
         sampled=sampled,
         inference_logprobs=list(chain.from_iterable(turn.completion.logprobs for turn in turns)),
         policy_versions=np.repeat(runs[:, 0], runs[:, 1]),

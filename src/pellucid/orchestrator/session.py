@@ -12,14 +12,14 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pellucid.data import Rollout, Turn
-from pellucid.errors import InferenceError, RolloutError
+from pellucid.errors import InferenceError, PromptTooLongError, RolloutError
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
-from pellucid.orchestrator.chat import ChatTemplate, Message, Rendered
+from pellucid.orchestrator.chat import ChatTemplate, Message, Rendered, Tools
 from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.tasks import outlast
 
@@ -58,13 +58,45 @@ class PromptCache:
 
     def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
-        self._first: tuple[list[Message], Rendered] | None = None
+        self._first: tuple[tuple[list[Message], list[Message]], Rendered] | None = None
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Rendered:
+        asked = list(messages), list(tools)
         if self._first is None:
-            self._first = list(messages), self._chat.prompt(messages)
+            self._first = asked, self._chat.prompt(*asked)
         first, rendered = self._first
-        return rendered if first == list(messages) else self._chat.prompt(messages)
+        return rendered if first == asked else self._chat.prompt(*asked)
+
+
+def as_message(turn: Turn) -> Message:
+    """How a reply stands in the conversation once that goes on."""
+    return {"role": "assistant", "content": turn.text}
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    messages: list[Message]
+    tools: list[Message]
+    trainable: bool
+    max_tokens: int | None
+    as_message: Callable[[Turn], Message]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A conversation up to and with a reply, and the turn that sampled the reply."""
+
+    messages: list[Message]
+    tools: list[Message]
+    turn: Turn
+
+    def precedes(self, question: _Question) -> bool:
+        num_known = len(self.messages)
+        return (
+            num_known < len(question.messages)
+            and self.messages == question.messages[:num_known]
+            and self.tools == question.tools
+        )
 
 
 class Session:
@@ -74,15 +106,26 @@ class Session:
         self._rollout = rollout
         self._sampler = sampler
         self._prompts = prompts
-        self._known: list[tuple[list[Message], Turn]] = []
-        """Each conversation up to a reply, and the turn that sampled the reply."""
-        self._running: dict[str, asyncio.Task[str]] = {}
+        self._known: list[_Known] = []
+        self._running: dict[str, asyncio.Task[Turn]] = {}
         self._num_calls = 0
         self._closed = False
 
     async def respond(self, messages: Sequence[Message]) -> str:
         """The model's reply to the whole conversation so far."""
-        request_id = self._start(messages)
+        return (await self.sample(messages)).text
+
+    async def sample(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools = (),
+        trainable: bool = True,
+        max_tokens: int | None = None,
+        as_message: Callable[[Turn], Message] = as_message,
+    ) -> Turn:
+        """The reply, with its tokens; what is not `trainable` is accounted for, but never trained on."""
+        request_id = self._start(_Question(list(messages), list(tools), trainable, max_tokens, as_message))
         request = self._running[request_id]
         try:
             return await asyncio.shield(request)
@@ -90,51 +133,69 @@ class Session:
             await outlast(self._cut_short([request_id]))
             raise
 
+    def withdraw(self, turn: Turn) -> None:
+        """What was sampled in this turn shall not train after all."""
+        turns = self._rollout.turns
+        turns[:] = [replace(own, trainable=False) if own is turn else own for own in turns]
+
     async def close(self) -> None:
         """Nothing is sampled any more, and what was sampled is recorded."""
         self._closed = True
         await outlast(self._cut_short(list(self._running)))
 
-    def _start(self, messages: Sequence[Message]) -> str:
+    @property
+    def chat(self) -> ChatTemplate:
+        """How messages become tokens."""
+        return self._sampler.chat
+
+    @property
+    def temperature(self) -> float:
+        return self._sampler.temperature
+
+    @property
+    def max_tokens(self) -> int:
+        return self._sampler.max_tokens
+
+    def _start(self, question: _Question) -> str:
         if self._closed or self._sampler.closed:
             over = "rollout" if self._closed else "run"
             raise RolloutError(f"the {over} is over; no further turn is sampled")
         number = self._num_calls
         self._num_calls += 1
-        prompt_ids, spans = self._prompt(messages)
-        params = self._params(len(prompt_ids), number)
-        request_id = f"{self._sampler.run_id}/{self._rollout.rollout_id}/{number}"
-        request = asyncio.create_task(self._sample(messages, prompt_ids, spans, params, request_id))
+        prompt_ids, spans = self._prompt(question)
+        params = self._params(len(prompt_ids), number, question.max_tokens)
+        request_id = f"{self._sampler.run_id}/{self._rollout.group_id}/{self._rollout.rollout_id}/{number}"
+        request = asyncio.create_task(self._sample(question, prompt_ids, spans, params, request_id))
         self._running[request_id] = request
         request.add_done_callback(lambda request: self._forget(request_id, request))
         return request_id
 
-    def _forget(self, request_id: str, request: "asyncio.Task[str]") -> None:
+    def _forget(self, request_id: str, request: "asyncio.Task[Turn]") -> None:
         del self._running[request_id]
         if not request.cancelled():
             request.exception()  # seen, even if its caller was cancelled and never asks
 
     async def _sample(
         self,
-        messages: Sequence[Message],
+        question: _Question,
         prompt_ids: list[int],
         spans: list[RoleSpan],
         params: SamplingParams,
         request_id: str,
-    ) -> str:
+    ) -> Turn:
         account = Account(self._sampler.run_id, self._rollout.env_name)
         completion = await self._sampler.client.generate(prompt_ids, params, account, request_id)
         text = self._sampler.chat.decode(completion.token_ids)
         reply_start = spans[-1][2] if spans else 0
         reply = ("assistant", reply_start, len(prompt_ids) + len(completion.token_ids))
-        turn = Turn(prompt_ids, completion, text, [*spans, reply])
+        turn = Turn(prompt_ids, completion, text, [*spans, reply], question.trainable)
         self._rollout.turns.append(turn)
-        self._known.append(([*messages, {"role": "assistant", "content": text}], turn))
         if completion.finish_reason == "abort":
             raise RolloutError(
                 f"the server cut the completion short after {len(completion.token_ids)} tokens"
             )
-        return text
+        self._known.append(_Known([*question.messages, question.as_message(turn)], question.tools, turn))
+        return turn
 
     async def _cut_short(self, request_ids: Collection[str]) -> None:
         """Aborts these requests and returns once each has recorded its answer, or has been given up."""
@@ -153,33 +214,30 @@ class Session:
                         await self._sampler.client.abort(running)
             await asyncio.wait([requests[key] for key in running], timeout=_ABORT_AGAIN_S)
 
-    def _params(self, num_prompt: int, number: int) -> SamplingParams:
+    def _params(self, num_prompt: int, number: int, max_tokens: int | None) -> SamplingParams:
         sampler = self._sampler
         room = sampler.max_model_len - num_prompt
         if room < 1:
-            raise RolloutError(
+            raise PromptTooLongError(
                 f"the prompt has {num_prompt} tokens and leaves no room for a completion in "
                 f"inference.max_model_len = {sampler.max_model_len}; raise it or shorten the prompt"
             )
         return SamplingParams(
             temperature=sampler.temperature,
-            max_tokens=min(sampler.max_tokens, room),
+            max_tokens=min(max_tokens or sampler.max_tokens, sampler.max_tokens, room),
             seed=stable_seed(sampler.seed, self._rollout.rollout_id, number),
             stop_token_ids=sampler.chat.end_of_turn_ids,
         )
 
-    def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], list[RoleSpan]]:
-        goes_on_from = [
-            (known, turn)
-            for known, turn in reversed(self._known)
-            if len(known) < len(messages) and known == list(messages[: len(known)])
-        ]
+    def _prompt(self, question: _Question) -> tuple[list[int], list[RoleSpan]]:
+        goes_on_from = [known for known in reversed(self._known) if known.precedes(question)]
         if goes_on_from:
-            known, turn = max(goes_on_from, key=lambda pair: len(pair[0]))
-            rendered = self._sampler.chat.continuation(messages, len(known) - 1)
+            known = max(goes_on_from, key=lambda known: len(known.messages))
+            reply = len(known.messages) - 1
+            rendered = self._sampler.chat.continuation(question.messages, reply, question.tools)
             if rendered is not None:
-                return self._extend(turn, rendered)
-        rendered = self._prompts.render(messages)
+                return self._extend(known.turn, rendered)
+        rendered = self._prompts.render(question.messages, question.tools)
         return rendered.token_ids, _spans([], rendered.stops, 0)
 
     def _extend(self, last: Turn, rendered: Rendered) -> tuple[list[int], list[RoleSpan]]:
@@ -191,6 +249,11 @@ class Session:
         reply = (role, last.role_spans[-1][1], max(len(known), offset + reply_stop))
         spans = _spans([*last.role_spans[:-1], reply], later, offset)
         return known[:offset] + rendered.token_ids, spans
+
+
+def group_of_request(request_id: str) -> str:
+    """`demo/g5/g5-r3/0` -> `demo/g5`; see `Session._start`."""
+    return request_id.rsplit("/", 2)[0]
 
 
 def _spans(known: list[RoleSpan], stops: list[tuple[str, int]], offset: int) -> list[RoleSpan]:

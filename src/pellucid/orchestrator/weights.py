@@ -37,7 +37,8 @@ async def follow_weights(
                 num_failures += 1
                 if num_failures == _MAX_TRIES:
                     raise InferenceError(
-                        f"no weights could be served in {_MAX_TRIES} tries; policy version {version}: {error}"
+                        f"no weights could be served in {_MAX_TRIES} tries; policy version {version}: "
+                        f"{error}; go on with --resume: a damaged file is made anew"
                     ) from error
                 log.warning("policy version %d could not be served, trying again: %s", version, error)
                 await asyncio.sleep(_RETRY_S)

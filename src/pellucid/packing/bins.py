@@ -1,22 +1,160 @@
-"""First-fit decreasing: the longest sequence first, each into the first bin with room."""
+"""Bins, each filled with the largest unit that fits until none does.
 
+A unit is what is packed as one: a sequence, or several of a group. First-fit decreasing is usually told from
+the units' side: the largest first, each into the first bin with room. Told from the bins' side it is what is
+done here, and gives the same bins. It needs no search over bins, only one over the distinct sizes left.
+"""
+
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices whose lengths sum to at most `capacity`; a longer sequence gets a bin alone.
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """units [3, 0, 1, 2], bounds [0, 1, 3, 4]: the bins [3], [0, 1] and [2]. A bin may be empty."""
 
-    pack([5, 3, 4, 9], 8) -> [[3], [0, 1], [2]]
+    units: Ints
+    bounds: Ints
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Sequence[int]]) -> "Bins":
+        units = np.array([unit for chosen in lists for unit in chosen], np.int64)
+        return cls(units, np.cumsum([0, *map(len, lists)]))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def lists(self) -> list[list[int]]:
+        units, bounds = self.units.tolist(), self.bounds.tolist()
+        return [units[start:stop] for start, stop in pairwise(bounds)]
+
+    def sums(self, values: Ints) -> Ints:
+        """Of the units' values, bin by bin."""
+        return np.diff(np.concatenate([[0], np.cumsum(values[self.units])])[self.bounds])
+
+    def numbers(self) -> Ints:
+        """The bin of each unit."""
+        return np.repeat(np.arange(len(self)), np.diff(self.bounds))
+
+    def plus(self, more: "Bins") -> "Bins":
+        """These bins, then the others."""
+        return Bins(
+            np.concatenate([self.units, more.units]),
+            np.concatenate([self.bounds, self.bounds[-1] + more.bounds[1:]]),
+        )
+
+    def expand(self, pieces: "Bins") -> "Bins":
+        """Bins of pieces as bins of what is in the pieces."""
+        sizes = np.diff(pieces.bounds)[self.units]
+        ends = np.cumsum(sizes)
+        shifts = np.repeat(pieces.bounds[self.units] - (ends - sizes), sizes)
+        return Bins(pieces.units[np.arange(len(shifts)) + shifts], np.concatenate([[0], ends])[self.bounds])
+
+
+class Unit(NamedTuple):
+    position: int
+    """In the order of falling size; units of one size keep their order."""
+
+    size: int
+    cost: int
+
+
+class Packer:
+    """Units that are left, and bins made of the others. A larger unit costs no less than a smaller one.
+
+    Each distinct size knows the position of its next unit; a size that is used up links to the one below.
     """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for number, free in enumerate(room):
-            if lengths[index] <= free:
-                bins[number].append(index)
-                room[number] -= lengths[index]
+
+    def __init__(self, sizes: Ints, costs: Ints) -> None:
+        self._order = np.argsort(-sizes, kind="stable")
+        falling = sizes[self._order]
+        starts = np.flatnonzero(np.diff(falling, prepend=-1))
+        # Negative and hence rising, for bisect.
+        self._sizes: list[int] = (-falling[starts]).tolist()
+        self._costs: list[int] = (-costs[self._order[starts]]).tolist()
+        self._next: list[int] = starts.tolist()
+        self._stop: list[int] = [*self._next[1:], len(sizes)]
+        self._link = list(range(len(starts) + 1))
+        self._taken: list[int] = []
+        self._starts: list[int] = []
+        self._size = self._cost = 0
+        self.size_left = int(sizes.sum())
+
+    def take_largest(self) -> Unit | None:
+        """To start a bin with, whatever its size."""
+        link = self._link
+        at = link[0]
+        while link[at] != at:
+            at = link[at]
+        link[0] = at
+        if at == len(self._sizes):
+            return None
+        position = self._next[at]
+        self._next[at] = position + 1
+        if position + 1 == self._stop[at]:
+            link[at] = at + 1
+        self.size_left += self._sizes[at]
+        return Unit(position, -self._sizes[at], -self._costs[at])
+
+    def start_bin(self, first: Unit) -> None:
+        self._starts.append(len(self._taken))
+        self._taken.append(first.position)
+        self._size, self._cost = first.size, first.cost
+
+    def fill(self, capacity: int, max_cost: int | None = None) -> int:
+        """Adds the largest unit within both limits to the last bin, while there is one; the bin's cost."""
+        sizes, costs, link, num_sizes = self._sizes, self._costs, self._link, len(self._sizes)
+        following, stop, taken = self._next, self._stop, self._taken
+        size, cost, at = self._size, self._cost, 0
+        while True:
+            at = bisect_left(sizes, size - capacity, at)
+            if max_cost is not None:
+                at = bisect_left(costs, cost - max_cost, at)
+            while link[at] != at:
+                link[at] = at = link[link[at]]
+            if at == num_sizes:
                 break
-        else:
-            bins.append([index])
-            room.append(capacity - lengths[index])
-    return bins
+            position = following[at]
+            following[at] = position + 1
+            if position + 1 == stop[at]:
+                link[at] = at + 1
+            taken.append(position)
+            size -= sizes[at]
+            cost -= costs[at]
+        self.size_left -= size - self._size
+        self._size, self._cost = size, cost
+        return cost
+
+    def align(self, multiple: int) -> None:
+        """Adds empty bins, up to a multiple."""
+        self._starts += [len(self._taken)] * (-len(self._starts) % multiple)
+
+    def left(self) -> list[int]:
+        """Units that are in no bin, by falling size."""
+        ranges = zip(self._next, self._stop, strict=True)
+        positions = [position for start, stop in ranges for position in range(start, stop)]
+        units: list[int] = self._order[positions].tolist()
+        return units
+
+    def bins(self) -> Bins:
+        return Bins(self._order[self._taken], np.array([*self._starts, len(self._taken)]))
+
+
+def first_fit_decreasing(sizes: Ints, capacity: int) -> Bins:
+    """Bins of at most `capacity`; a larger unit gets a bin alone.
+
+    sizes [5, 3, 4, 9], capacity 8  ->  [3], [0, 1], [2]
+    """
+    packer = Packer(sizes, costs=sizes)
+    while (first := packer.take_largest()) is not None:
+        packer.start_bin(first)
+        packer.fill(capacity)
+    return packer.bins()

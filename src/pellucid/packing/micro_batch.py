@@ -1,64 +1,162 @@
-"""A batch cut into micro batches. A micro batch never mixes training modes or runs; environments may mix.
+"""A batch cut into micro batches. Each has one training mode, run and modality; environments may mix.
 
-The members of a group stay together where they fit, because their common prompt is then computed once.
+Planning takes lengths only, so every rank plans the whole batch alike and copies the tokens of its own micro
+batches alone, each when its turn comes. Nothing of the caller's is changed.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from pellucid.data import TokenTable
-from pellucid.packing.bins import pack
+from pellucid.packing.bins import Ints
+from pellucid.packing.cost import Cost
+from pellucid.packing.plan import MicroStep, Sequences, plan
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Kind(NamedTuple):
+    """What the sequences of a micro batch have in common."""
+
+    training_mode: str
+    run_id: str
+    is_multimodal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What was really packed."""
+
+    samples: int
+    tokens: int
+    """Padding included."""
+
+    loss_tokens: int
+    padding_tokens: int
+    truncated_tokens: int
+    """Of its samples, beyond `seq_len`; not among `tokens`."""
+
+    oversized_samples: int
+    """Longer than the cap, and hence alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     table: TokenTable
-    training_mode: str
-    run_id: str
+    """Padding, if any, is a sequence of its own, the last one."""
+
+    kind: Kind
+    counts: Counts
 
     @property
     def sample_count(self) -> int:
-        return int((self.table["env_name"] != "").sum())
+        """0 for a dummy, which is there because every rank takes part in every micro step."""
+        return self.counts.samples
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    micro_batches: list[MicroBatch]
-    num_trainable: int
-    """Trainable tokens of the whole step: the denominator, at least 1 when used as such."""
+    table: TokenTable
+    """The whole batch as received, before truncation."""
 
-    truncated_tokens: int
+    steps: list[MicroStep]
+    kinds: list[Kind]
+    seq_len: int
     max_tokens: int
     """The cap that the micro batches were packed under."""
 
+    pad_to_multiple_of: int
+    num_trainable: int
+    """Trainable tokens of all ranks: the denominator, at least 1 when used as such."""
 
-def pack_batch(table: TokenTable, *, seq_len: int, max_tokens: int) -> PackedBatch:
+    def micro_batches(self, rank: int) -> Iterator[MicroBatch]:
+        for step in self.steps:
+            yield self._micro_batch(step.bins[rank], self.kinds[step.kind])
+
+    def sequences_of(self, rank: int) -> Ints:
+        """Of the batch, those that a rank trains."""
+        return np.array([index for step in self.steps for index in step.bins[rank]], np.int64)
+
+    def _micro_batch(self, indices: list[int], kind: Kind) -> MicroBatch:
+        whole = self.table.lengths[indices]
+        cut = self.table.select(indices).truncate(self.seq_len)
+        padded = cut.pad_to(self.pad_to_multiple_of) if indices else _dummy(cut, self.pad_to_multiple_of)
+        counts = Counts(
+            samples=cut.num_sequences,
+            tokens=padded.num_tokens,
+            loss_tokens=padded.num_trainable,
+            padding_tokens=padded.num_tokens - cut.num_tokens,
+            truncated_tokens=int(whole.sum()) - cut.num_tokens,
+            oversized_samples=int((cut.lengths > self.max_tokens).sum()),
+        )
+        return MicroBatch(padded, kind, counts)
+
+
+def pack_batch(
+    table: TokenTable,
+    *,
+    seq_len: int,
+    max_tokens: int,
+    num_ranks: int = 1,
+    pad_to_multiple_of: int = 1,
+    share_prompts: bool = True,
+    cost: Cost | None = None,
+) -> PackedBatch:
     """Sequences are cut to `seq_len`; micro batches hold at most `max_tokens`, or one longer sequence."""
-    cut = table.truncate(seq_len)
-    kinds = _collect(range(cut.num_sequences), zip(cut["training_mode"], cut["run_id"], strict=True))
-    micro_batches = [
-        MicroBatch(cut.select(sorted(chosen)), mode, run)
-        for (mode, run), indices in kinds.items()
-        for chosen in _pack_together(cut, indices, max_tokens)
-    ]
-    return PackedBatch(micro_batches, cut.num_trainable, table.num_tokens - cut.num_tokens, max_tokens)
+    lengths = np.minimum(table.lengths, seq_len)
+    codes, kinds = _numbered(_kinds(table))
+    if share_prompts:
+        groups = _groups(table, codes)
+        prompts = _common_prompts(table, lengths, groups)
+    else:
+        groups, prompts = np.full_like(lengths, -1), np.zeros_like(lengths)
+    sequences = Sequences(lengths, codes, groups, prompts)
+    return PackedBatch(
+        table=table,
+        steps=plan(sequences, max_tokens=max_tokens, num_ranks=num_ranks, cost=cost or Cost()),
+        kinds=kinds,
+        seq_len=seq_len,
+        max_tokens=max_tokens,
+        pad_to_multiple_of=pad_to_multiple_of,
+        num_trainable=table.truncate(seq_len).num_trainable,
+    )
 
 
-def _pack_together(table: TokenTable, indices: list[int], max_tokens: int) -> list[list[int]]:
-    """Bins of sequences; a group that fits into a bin is packed as one."""
-    units: list[list[int]] = []
-    for group, members in _collect(indices, (table["group_id"][index] for index in indices)).items():
-        fits = group and sum(int(table.lengths[index]) for index in members) <= max_tokens
-        units += [members] if fits else [[index] for index in members]
-    sizes = [sum(int(table.lengths[index]) for index in unit) for unit in units]
-    return [[index for number in chosen for index in units[number]] for chosen in pack(sizes, max_tokens)]
+def _kinds(table: TokenTable) -> Iterator[Kind]:
+    return map(
+        Kind, table["training_mode"].tolist(), table["run_id"].tolist(), map(bool, table["mm_tensors"])
+    )
 
 
-def _collect(indices: Iterable[int], keys: Iterable[Any]) -> dict[Any, list[int]]:
-    """Indices by key, in order of appearance."""
-    found: dict[Any, list[int]] = defaultdict(list)
-    for index, key in zip(indices, keys, strict=True):
-        found[key].append(index)
-    return found
+def _dummy(empty: TokenTable, num_tokens: int) -> TokenTable:
+    """Padding with all columns of the batch, so that a loss finds what it looks for."""
+    return TokenTable.concat([empty, TokenTable.padding(num_tokens)])
+
+
+def _groups(table: TokenTable, kinds: Ints) -> Ints:
+    """A number per group and kind; -1 for a sequence that is in none."""
+    names = table["group_id"].tolist()
+    numbers, _ = _numbered(zip(names, kinds.tolist(), strict=True))
+    return np.where(np.array([bool(name) for name in names], np.bool_), numbers, -1)
+
+
+def _common_prompts(table: TokenTable, lengths: Ints, groups: Ints) -> Ints:
+    """Tokens before the first sampled one, if members of a group share them; each keeps one token of its own.
+
+    An estimate, to plan by: what is shared in the end is what the sequences really have in common.
+    """
+    own = np.minimum(table.prompt_lengths, lengths - 1)
+    shortest = np.full(int(groups.max(initial=-1)) + 2, np.iinfo(np.int64).max)
+    np.minimum.at(shortest, groups, own)
+    is_shared = (groups >= 0) & (np.bincount(groups + 1)[groups + 1] > 1)
+    return np.where(is_shared, shortest[groups], 0)
+
+
+def _numbered(values: Iterable[T]) -> tuple[Ints, list[T]]:
+    """Values as numbers, in order of appearance, and what each number stands for."""
+    numbers: dict[T, int] = {}
+    found = [numbers.setdefault(value, len(numbers)) for value in values]
+    return np.array(found, np.int64), list(numbers)

@@ -1,7 +1,9 @@
-"""Where the trainer's batches come from: an orchestrator, or a data set."""
+"""Where the trainer's batches come from: an orchestrator, a data set, or nowhere."""
 
 from collections.abc import Sequence
 from typing import Protocol
+
+import numpy as np
 
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.trainer.sft_data import ShuffledBatches
@@ -39,3 +41,33 @@ class DatasetBatches:
 
     def release_before(self, step: int) -> None:
         """A data set stays where it is."""
+
+
+class FakeBatches:
+    """Random tokens; samples of full length, half of it prompt. A batch depends on seed and step alone."""
+
+    def __init__(self, batch_size: int, *, length: int, vocab_size: int, run_id: str, seed: int) -> None:
+        self._batch_size = batch_size
+        self._length = length
+        self._vocab_size = vocab_size
+        self._run_id = run_id
+        self._seed = seed
+
+    def next(self, step: int) -> TokenTable:
+        generator = np.random.default_rng([self._seed, step])
+        return TokenTable.from_samples([self._sample(generator, index) for index in range(self._batch_size)])
+
+    def _sample(self, generator: np.random.Generator, index: int) -> TrainingSample:
+        token_ids = generator.integers(0, self._vocab_size, self._length)
+        num_prompt = self._length // 2
+        return TrainingSample.from_turn(
+            token_ids[:num_prompt],
+            token_ids[num_prompt:],
+            np.full(self._length - num_prompt, -np.log(self._vocab_size)),
+            env_name="fake",
+            run_id=self._run_id,
+            advantage=1.0 if index % 2 else -1.0,
+        )
+
+    def release_before(self, step: int) -> None:
+        """Nothing is kept."""

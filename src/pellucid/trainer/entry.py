@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import closing
 
 import torch
 
@@ -16,8 +17,8 @@ from pellucid.ledger import Journal, Stage
 from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
 from pellucid.model import load_policy
-from pellucid.model.load import check_tokenizer
-from pellucid.trainer.batches import BatchSource, DatasetBatches, OrchestratorBatches
+from pellucid.model.load import check_tokenizer, vocab_size
+from pellucid.trainer.batches import BatchSource, DatasetBatches, FakeBatches, OrchestratorBatches
 from pellucid.trainer.loop import train
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
@@ -34,11 +35,11 @@ class LogSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         logger.info(
-            "step %d  loss %.4g  grad norm %.3g  tokens %d  %.0f tok/s",
+            "step %d  loss %.4g  grad norm %.3g  %d tokens, %d with loss, %d padding in %d micro batches  "
+            "%.0f tok/s",
             step,
-            values["loss"],
-            values["grad_norm"],
-            values["tokens"],
+            *(values[name] for name in ("loss", "grad_norm", "tokens", "loss_tokens", "padding_tokens")),
+            values["micro_batches"],
             values["throughput/tokens_per_s"],
         )
 
@@ -47,10 +48,24 @@ class LogSink:
 
 
 def run_trainer(config: TrainerRunConfig) -> None:
-    """Trains on the batches that an orchestrator sends."""
-    batches = OrchestratorBatches(open_receiver(config.transport, config.output_dir))
-    journal = Journal(config.output_dir / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=config.resume)
-    _train(config, build_run(config, batches, journal, [LogSink()]))
+    """Trains on the batches that an orchestrator sends, or on fake ones."""
+    if (fake := config.trainer.data.fake) is not None:
+        fakes = FakeBatches(
+            fake.batch_size,
+            length=config.trainer.model.seq_len,
+            vocab_size=len(load_tokenizer(config.model.name)),
+            run_id=config.run_name,
+            seed=config.seed,
+        )
+        _train(config, build_run(config, fakes, None, [LogSink()]))
+        return
+    receiver = open_receiver(
+        config.transport, config.output_dir, config.run_name, vocab_size=vocab_size(config.model)
+    )
+    with closing(receiver):
+        batches = OrchestratorBatches(receiver)
+        journal = Journal(config.output_dir / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=config.resume)
+        _train(config, build_run(config, batches, journal, [LogSink()]))
 
 
 def train_on_dataset(config: SFTConfig, data: SFTData, sinks: list[Sink]) -> None:

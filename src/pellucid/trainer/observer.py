@@ -1,36 +1,66 @@
-"""What a step did, seen from three sides: metrics, ledger, export. All read the loss's own record."""
+"""What a step did, seen from three sides: metrics, ledger, export. All read the loss's own record.
+
+Each rank observes what it trains. Its metrics know how they combine, and the books of all ranks add up.
+"""
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from pellucid.data import TokenTable
 from pellucid.export import TokenExporter
 from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import LossRecord
+from pellucid.metrics import Max, MetricSet, Sum
 from pellucid.model import TokenOutput
-from pellucid.trainer.loss_stats import LossStats, observe_loss
+from pellucid.trainer.loss_stats import LossStats, kl_ent_ratios, observe_loss
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
 
 _Account = tuple[str, str]
+"""(run, environment)."""
+
+_PADDING = ""
+"""The environment of tokens that have no owner."""
+
+_BOOKED = ("packed", "computed", "sampled", "trainable")
+
+COUNTED = (
+    "tokens",
+    "computed_tokens",
+    "trained_tokens",
+    "loss_tokens",
+    "padding_tokens",
+    "truncated_tokens",
+    "samples",
+    "oversized_samples",
+    "micro_batches",
+)
+"""Counts of a step that are also reported for this rank alone, and as running totals."""
 
 
 class StepObserver:
-    """One optimizer step. Statistics stay on the device until `report`; an export reads each micro batch."""
+    """One optimizer step. Statistics stay on the device until `metrics`; an export reads each micro batch."""
 
     def __init__(self, batch: StepBatch, exporter: TokenExporter | None) -> None:
         self._batch = batch
         self._exporter = exporter
-        self._num_saved: Counter[_Account] = Counter()
-        self.stats = LossStats(sorted({str(env) for env in batch.table["env_name"]}))
-        self._codes = {env: code for code, env in enumerate(self.stats.environments)}
+        owners = set(zip(batch.table["run_id"], batch.table["env_name"], strict=True))
+        self._accounts: list[_Account] = sorted({*owners, *((run, _PADDING) for run, _ in owners)})
+        self._numbers = {account: number for number, account in enumerate(self._accounts)}
+        self._books = {name: np.zeros(len(self._accounts), np.int64) for name in _BOOKED}
+        self._counts: Counter[str] = Counter()
+        self._max_micro_batch_tokens = 0
+        self._stats = LossStats([env for _, env in self._accounts])
 
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
-        self.stats.add_loss(result.loss.detach())
-        self._num_saved += _count_by_account(micro_batch.table, ~micro_batch.is_computed)
-        env = self._env_codes(micro_batch.table).to(output.logprobs.device)
-        observe_loss(self.stats, result.inputs, result.record, output.entropy, env)
+        account = self._account_of_tokens(micro_batch)
+        self._count(micro_batch, account)
+        self._stats.add_loss(result.loss.detach())
+        on_device = torch.from_numpy(account).to(output.logprobs.device)
+        observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
         if self._exporter is not None:
             self._exporter.add(
                 micro_batch.table,
@@ -40,47 +70,71 @@ class StepObserver:
                 denominator=self._batch.denominator,
             )
 
-    def _env_codes(self, table: TokenTable) -> torch.Tensor:
-        codes = np.array([self._codes[str(env)] for env in table["env_name"]], np.int64)
-        return torch.from_numpy(np.repeat(codes, table.lengths))
+    def _account_of_tokens(self, micro_batch: LoadedMicroBatch) -> NDArray[np.int64]:
+        run, table = micro_batch.packed.kind.run_id, micro_batch.table
+        numbers = [self._numbers[run, env] for env in table["env_name"]]
+        return np.repeat(np.array(numbers, np.int64), table.lengths)
 
-    def report(self) -> dict[str, float]:
-        """The optimised loss, its statistics, and the accounting of what was really packed."""
-        packed = self._batch.packed
-        tables = [micro_batch.table for micro_batch in packed.micro_batches]
-        num_tokens = sum(table.num_tokens for table in tables)
+    def _count(self, micro_batch: LoadedMicroBatch, account: NDArray[np.int64]) -> None:
+        table, is_computed = micro_batch.table, micro_batch.is_computed
+        self._counts.update(asdict(micro_batch.packed.counts))
+        self._counts.update(micro_batches=1, computed_tokens=int(is_computed.sum()))
+        self._max_micro_batch_tokens = max(self._max_micro_batch_tokens, table.num_tokens)
+        masks = {
+            "packed": np.ones(table.num_tokens, np.bool_),
+            "computed": is_computed,
+            "sampled": table["sampled"],
+            "trainable": table["sampled"] & table["loss_mask"],
+        }
+        for name, mask in masks.items():
+            self._books[name] += np.bincount(account[mask], minlength=len(self._accounts))
+
+    def metrics(self) -> MetricSet:
+        """Of this rank: its share of the optimised loss, statistics, and the accounting of what it packed."""
+        metrics = self._stats.metrics()
+        metrics.add("loss", Sum(self._stats.loss()))
+        num_masked = sum(self._stats.count("is_masked"))
+        counts = {**self._counts, "trained_tokens": self._counts["loss_tokens"] - num_masked}
+        for name in COUNTED:
+            metrics.add(name, Sum(counts[name]))
+        metrics.add("max_micro_batch_tokens", Max(self._max_micro_batch_tokens))
+        metrics.add("micro_batch_max_tokens", Max(self._batch.packed.max_tokens))
+        return metrics
+
+    def report(self, ranks: Sequence[MetricSet]) -> dict[str, float]:
+        """Of all ranks together, and as `local/…` the counts of this one."""
+        report = MetricSet.combined(ranks).report()
+        own = ranks[self._batch.rank].report()
         return {
-            "loss": self.stats.loss(),
-            **self.stats.report(),
-            "tokens": num_tokens,
-            "computed_tokens": num_tokens - self._num_saved.total(),
-            "loss_tokens": packed.num_trainable,
-            "samples": sum(micro_batch.sample_count for micro_batch in packed.micro_batches),
-            "micro_batches": len(tables),
-            "max_micro_batch_tokens": max(table.num_tokens for table in tables),
-            "micro_batch_max_tokens": packed.max_tokens,
-            "padding_tokens": sum(_num_padding(table) for table in tables),
-            "truncated_tokens": packed.truncated_tokens,
+            **report,
+            **kl_ent_ratios(report, {env for _, env in self._accounts}),
+            **{f"local/{name}": own[name] for name in (*COUNTED, "max_micro_batch_tokens")},
         }
 
     def write_ledger(self, journal: Journal) -> None:
-        masked = self.stats.count("is_masked")
-        packed = TokenTable.concat([micro_batch.table for micro_batch in self._batch.packed.micro_batches])
-        received = _count_by_account(self._batch.table, self._batch.table["sampled"])
-        kept = _count_by_account(packed, packed["sampled"])
-        trainable = _count_by_account(packed, packed["loss_mask"] & packed["sampled"])
-        everything = _count_by_account(packed, np.ones(packed.num_tokens, np.bool_))
-        for account in received:
-            run, env = account
-            journal.count(run, env, Flow.RECEIVED, received[account])
-            journal.count(run, env, State.TRUNCATED, received[account] - kept[account])
-            journal.count(run, env, State.UNTRAINABLE, kept[account] - trainable[account])
-            journal.count(run, env, State.MASKED, masked.get(env, 0))
-            journal.count(run, env, State.TRAINED, trainable[account] - masked.get(env, 0))
-            journal.count(run, env, Flow.CONTEXT, everything[account] - kept[account])
-            journal.count(run, env, Flow.COMPUTED, everything[account] - self._num_saved[account])
-            journal.count(run, env, Flow.SAVED, self._num_saved[account])
+        """What this rank trained; `received` are its sequences before truncation."""
+        received = self._received()
+        masked = self._stats.count("is_masked")
+        for number, (run, env) in enumerate(self._accounts):
+            packed, computed, sampled, trainable = (int(self._books[name][number]) for name in _BOOKED)
+            padding = packed if env == _PADDING else 0
+            journal.count(run, env, Flow.RECEIVED, received[run, env])
+            journal.count(run, env, State.TRUNCATED, received[run, env] - sampled)
+            journal.count(run, env, State.UNTRAINABLE, sampled - trainable)
+            journal.count(run, env, State.MASKED, masked[number])
+            journal.count(run, env, State.TRAINED, trainable - masked[number])
+            journal.count(run, env, Flow.CONTEXT, packed - sampled - padding)
+            journal.count(run, env, Flow.PADDING, padding)
+            journal.count(run, env, Flow.COMPUTED, computed)
+            journal.count(run, env, Flow.SAVED, packed - computed)
         journal.flush(self._batch.step)
+
+    def _received(self) -> Counter[_Account]:
+        table, received = self._batch.table, Counter[_Account]()
+        num_sampled = table.sampled_lengths
+        for index in self._batch.packed.sequences_of(self._batch.rank).tolist():
+            received[table["run_id"][index], table["env_name"][index]] += int(num_sampled[index])
+        return received
 
 
 def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.Tensor | None]:
@@ -97,17 +151,3 @@ def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.
         "is_masked_low": record.is_masked_low,
         "token_loss": record.token_loss,
     }
-
-
-def _num_padding(table: TokenTable) -> int:
-    return int(table.lengths[table["env_name"] == ""].sum())
-
-
-def _count_by_account(table: TokenTable, mask: np.ndarray) -> Counter[_Account]:
-    """Tokens under a mask, per (run, environment)."""
-    per_sequence = np.diff(np.concatenate([[0], np.cumsum(mask)])[table.token_offsets])
-    counts: Counter[_Account] = Counter()
-    for run, env, tokens in zip(table["run_id"], table["env_name"], per_sequence, strict=True):
-        if env:
-            counts[str(run), str(env)] += int(tokens)
-    return counts

@@ -20,18 +20,17 @@ from pellucid.metrics import Sink, Stopwatch
 from pellucid.model import Policy, TokenOutput
 from pellucid.packing import pack_batch
 from pellucid.trainer.batches import BatchSource
-from pellucid.trainer.observer import StepObserver
+from pellucid.trainer.cost import training_cost
+from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
+from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
 from pellucid.trainer.stop import StopRequest
 from pellucid.trainer.validation import Validation
 from pellucid.transport import is_stable, publish_folder
 from pellucid.transport.weights import publish_weights, published_versions, weights_folder
 
-_TOTALS = ("tokens", "loss_tokens", "samples", "truncated_tokens")
-"""Counts that are also reported as running totals."""
-
-_SKIPPED = "export/skipped_sequences"
+_SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
 
 @dataclass
@@ -53,12 +52,14 @@ class Run:
     """Whether an engine follows this run's weights."""
 
     validation: Validation | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
         self.start = self._num_trained = self._num_saved = 0
         self._totals: Counter[str] = Counter()
         self._watch = Stopwatch()
+        self._cost = training_cost(self.policy)
 
     def go_on_from(self, progress: Progress) -> None:
         """Its steps are trained, and the weights are what they were after them."""
@@ -66,7 +67,7 @@ class Run:
         self._totals = Counter(progress.totals)
         self.optimizer.num_steps = progress.step
         if self.exporter is not None:
-            self.exporter.num_skipped = self._totals[_SKIPPED]
+            self.exporter.num_skipped, self.exporter.num_lost = self._totals[_SKIPPED], self._totals[_LOST]
         if self.publishes and progress.step > max(published_versions(self.output_dir), default=0):
             self.publish(progress.step - 1)
 
@@ -86,9 +87,16 @@ class Run:
         return self.pack(step, table)
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
-        seq_len = self.config.model.seq_len
-        packed = pack_batch(table, seq_len=seq_len, max_tokens=self.config.micro_batch_max_tokens or seq_len)
-        return StepBatch(step, table, packed, self.config.share_prompts, self.policy.device)
+        packed = pack_batch(
+            table,
+            seq_len=self.config.model.seq_len,
+            max_tokens=self.config.max_tokens,
+            num_ranks=self.ranks.num_ranks,
+            pad_to_multiple_of=self.config.pad_to_multiple_of,
+            share_prompts=self.config.share_prompts,
+            cost=self._cost,
+        )
+        return StepBatch(step, packed, self.config.share_prompts, self.policy.device, self.ranks.rank)
 
     def observer(self, batch: StepBatch) -> StepObserver:
         return StepObserver(batch, self.exporter)
@@ -102,7 +110,7 @@ class Run:
 
     def loss(self, micro_batch: LoadedMicroBatch, output: TokenOutput, denominator: int) -> LossResult:
         inputs = LossInputs.of(micro_batch.tokens, output.logprobs)
-        record = self.losses[micro_batch.packed.training_mode](inputs)
+        record = self.losses[micro_batch.packed.kind.training_mode](inputs)
         return LossResult(record.token_loss.sum() / denominator, inputs, record)
 
     def publish(self, step: int) -> None:
@@ -114,17 +122,21 @@ class Run:
     def finish(self, step: int, observer: StepObserver, grad_norm: float) -> None:
         """Books, export and metrics of a trained step; a checkpoint when one is due."""
         with self._watch("observe"):
-            report = observer.report()
+            report = observer.report(self.ranks.gather(observer.metrics()))
             if self.journal is not None:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
                 self.exporter.finish(step)
                 self.exporter.mark_stable(step)
-                self._totals[_SKIPPED] = self.exporter.num_skipped
+                self._totals[_SKIPPED], self._totals[_LOST] = (
+                    self.exporter.num_skipped,
+                    self.exporter.num_lost,
+                )
         if self.validation is not None:
             with self._watch("validate"):
                 report |= self.validation.report(step)
-        self._totals.update({f"total/{name}": report[name] for name in _TOTALS})
+        counted = [*COUNTED, *(f"local/{name}" for name in COUNTED)]
+        self._totals.update({f"total/{name}": report[name] for name in counted})
         report |= {"grad_norm": grad_norm, "lr": self.optimizer.last_lr, **self._totals}
         report |= self._times(report)
         for sink in self.sinks:
@@ -159,8 +171,10 @@ class Run:
         return {
             **times,
             "time/train_s": step_s - times["time/wait_s"],
-            "throughput/tokens_per_s": report["tokens"] / step_s,
+            "throughput/tokens_per_s": (report["tokens"] - report["padding_tokens"]) / step_s,
             "throughput/computed_tokens_per_s": report["computed_tokens"] / step_s,
+            "throughput/trained_tokens_per_s": report["trained_tokens"] / step_s,
+            "throughput/padding_tokens_per_s": report["padding_tokens"] / step_s,
         }
 
     def save_model(self) -> None:

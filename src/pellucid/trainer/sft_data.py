@@ -35,7 +35,7 @@ class SFTData:
     """Empty without `[data.validation]`."""
 
     def validation_tables(self) -> list[TokenTable]:
-        """In parts: the time that packing takes grows faster than the number of its sequences."""
+        """In parts, each packed on its own."""
         starts = range(0, len(self.validation), _PACKED_TOGETHER)
         return [
             TokenTable.from_samples(self.validation[start : start + _PACKED_TOGETHER]) for start in starts

@@ -41,13 +41,18 @@ class LossResult:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    step: int
-    table: TokenTable
-    """As received, before truncation."""
+    """What one rank trains of a step; all ranks pack the whole of it alike."""
 
+    step: int
     packed: PackedBatch
     share_prompts: bool
     device: torch.device
+    rank: int = 0
+
+    @property
+    def table(self) -> TokenTable:
+        """The whole batch as received, before truncation."""
+        return self.packed.table
 
     @property
     def denominator(self) -> int:
@@ -55,7 +60,7 @@ class StepBatch:
 
     @property
     def micro_batches(self) -> Iterator[LoadedMicroBatch]:
-        for index, micro_batch in enumerate(self.packed.micro_batches):
+        for index, micro_batch in enumerate(self.packed.micro_batches(self.rank)):
             yield self._load(index, micro_batch)
 
     def _load(self, index: int, micro_batch: MicroBatch) -> LoadedMicroBatch:

@@ -1,7 +1,7 @@
 """Bytes between processes: batches from orchestrator to trainer, weights from trainer to engine."""
 
 from pellucid.transport.channel import Batch, BatchReceiver, BatchSender
-from pellucid.transport.codec import decode_batch, encode_batch
+from pellucid.transport.codec import Limits, decode_batch, encode_batch
 from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
 from pellucid.transport.memory import MemoryChannel
 from pellucid.transport.open import open_receiver, open_sender
@@ -21,6 +21,7 @@ __all__ = [
     "BatchSender",
     "FilesystemReceiver",
     "FilesystemSender",
+    "Limits",
     "MemoryChannel",
     "decode_batch",
     "encode_batch",

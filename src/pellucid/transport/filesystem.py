@@ -1,67 +1,77 @@
-"""Batches as folders below the run folder: `batches/step_N/batch.bin` + `STABLE`."""
+"""Batches through a folder that both ends see: `batches/step_N/batch.bin` + `STABLE` below the run folder."""
 
 import logging
 import time
 from pathlib import Path
 
-from pellucid.errors import TransportError
-from pellucid.transport.channel import Batch
-from pellucid.transport.codec import decode_batch
-from pellucid.transport.stable import is_stable, publish_folder, retract_folder, stable_steps
+from pellucid.errors import PayloadError, TransportError
+from pellucid.transport.channel import Batch, check_size, refusal
+from pellucid.transport.spool import Spool
+from pellucid.transport.wire import Limits
 
 logger = logging.getLogger(__name__)
 
-_FILE = "batch.bin"
 _POLL_S = 0.005
 
 
 class FilesystemSender:
-    def __init__(self, run_dir: Path) -> None:
-        self._batches = run_dir / "batches"
+    def __init__(self, run_dir: Path, *, hwm: int = 8, max_bytes: int = Limits().max_bytes) -> None:
+        self._spool = Spool(run_dir)
+        self._hwm = hwm
+        self._max_bytes = max_bytes
+        self._known = self._spool.refusals()
+        """From an earlier attempt at this run, which is over."""
 
     def send(self, step: int, payload: bytes) -> None:
-        publish_folder(_folder(self._batches, step), lambda folder: _write(folder / _FILE, payload))
+        check_size(step, payload, self._max_bytes)
+        while self._spool.num_waiting() >= self._hwm:
+            self.check()
+            time.sleep(_POLL_S)
+        self._spool.store(step, payload)
+
+    def check(self) -> None:
+        for step, reason in self._spool.refusals().items():
+            if self._known.get(step) != reason:
+                raise refusal(step, reason)
+
+    def close(self) -> None:
+        """What was sent is in the folder."""
+        self.check()
 
 
 class FilesystemReceiver:
-    def __init__(self, run_dir: Path) -> None:
-        self._batches = run_dir / "batches"
+    def __init__(self, run_dir: Path, *, limits: Limits | None = None) -> None:
+        self._spool = Spool(run_dir, limits)
+        self._num_rejected = 0
+
+    @property
+    def num_rejected(self) -> int:
+        return self._num_rejected
 
     def receive(self, step: int) -> Batch:
-        folder = _folder(self._batches, step)
-        while not is_stable(folder):
-            time.sleep(_POLL_S)
-        return _read(folder, step)
+        while True:
+            while not self._spool.has(step):
+                time.sleep(_POLL_S)
+            try:
+                return self._spool.take(step)
+            except PayloadError as error:
+                self._num_rejected += 1
+                logger.error("refused the batch of step %d: %s", step, error)
 
     def release_before(self, step: int) -> None:
-        for old in stable_steps(self._batches):
-            if old < step:
-                retract_folder(_folder(self._batches, old))
+        self._spool.release_before(step)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def first_missing_batch(run_dir: Path, start: int, stop: int) -> int:
     """The first step of `start` … `stop` whose batch cannot be received: it is gone, or damaged."""
-    batches = run_dir / "batches"
+    spool = Spool(run_dir)
     for step in range(start, stop):
         try:
-            _read(_folder(batches, step), step)
+            spool.read(step)
         except (OSError, TransportError) as error:
             logger.warning("the batch of step %d cannot be trained again: %s", step, error)
             return step
     return stop
-
-
-def _read(folder: Path, step: int) -> Batch:
-    path = folder / _FILE
-    batch = decode_batch(path.read_bytes(), sender=str(path))
-    if batch.step != step:
-        raise TransportError(f"{path} holds the batch of step {batch.step}; expected step {step}")
-    return batch
-
-
-def _folder(batches: Path, step: int) -> Path:
-    return batches / f"step_{step}"
-
-
-def _write(path: Path, payload: bytes) -> None:
-    path.write_bytes(payload)

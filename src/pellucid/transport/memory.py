@@ -1,24 +1,48 @@
 """A channel inside one process, through the same bytes as the real ones: for tests and single-process use."""
 
+import logging
 import queue
 
-from pellucid.errors import TransportError
+from pellucid.errors import PayloadError, TransportError
 from pellucid.transport.channel import Batch
 from pellucid.transport.codec import decode_batch
 
+logger = logging.getLogger(__name__)
+
 
 class MemoryChannel:
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    """Sender and receiver in one."""
+
+    def __init__(self, *, hwm: int = 0) -> None:
+        """0 holds any number of batches."""
+        self._queue: queue.Queue[bytes] = queue.Queue(hwm)
+        self._refusals: list[PayloadError] = []
 
     def send(self, step: int, payload: bytes) -> None:
         self._queue.put(payload)
 
+    def check(self) -> None:
+        if self._refusals:
+            raise TransportError(f"the trainer refused a batch: {self._refusals[-1]}")
+
+    @property
+    def num_rejected(self) -> int:
+        return len(self._refusals)
+
     def receive(self, step: int) -> Batch:
-        batch = decode_batch(self._queue.get(), sender="memory")
-        if batch.step != step:
-            raise TransportError(f"received the batch of step {batch.step}; expected step {step}")
-        return batch
+        while True:
+            try:
+                batch = decode_batch(self._queue.get(), sender="memory")
+            except PayloadError as error:
+                logger.error("refused the batch of step %d: %s", step, error)
+                self._refusals.append(error)
+                continue
+            if batch.step != step:
+                raise TransportError(f"received the batch of step {batch.step}; expected step {step}")
+            return batch
 
     def release_before(self, step: int) -> None:
         """The bytes are gone with the batch: what is received from memory is never received again."""
+
+    def close(self) -> None:
+        """Nothing to close."""

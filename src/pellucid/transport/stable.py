@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from pellucid.data.files import writing
+
 MARKER = "STABLE"
 
 
@@ -16,12 +18,13 @@ def publish_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Makes `target` with what `write` puts into it, replacing an earlier one."""
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
-        write(partial)
-        (partial / MARKER).touch()
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        with writing(target):
+            partial.mkdir(parents=True)
+            write(partial)
+            (partial / MARKER).touch()
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

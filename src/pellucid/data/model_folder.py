@@ -1,0 +1,98 @@
+"""What is wrong with a model folder, as far as its files tell: in milliseconds, and without torch.
+
+A hub name is not looked into, and whoever loads the model checks what it has loaded. This is to refuse a
+run before anything is made, deleted or started.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from pellucid.data.tokenizer import check_vocabulary, first_line, no_chat_template, require_folder
+from pellucid.errors import ModelError
+
+
+def check_model_folder(name: str, *, chats: bool) -> None:
+    """`chats`: conversations are to be rendered, so there has to be a chat template."""
+    require_folder(name)
+    folder = Path(name)
+    if not folder.is_dir():
+        return  # a hub name
+    config = _read_config(name)
+    _check_weights(name)
+    _check_tokenizer(name, config.get("vocab_size"))
+    if chats and not _has_chat_template(folder):
+        raise ModelError(no_chat_template(name))
+
+
+def _read_config(name: str) -> dict[str, Any]:
+    path = Path(name) / "config.json"
+    if not path.exists():
+        raise ModelError(
+            f"model.name = {name!r}: no config.json in this folder; give one that `save_pretrained` wrote, "
+            "with config.json, weights and tokenizer"
+        )
+    return _read_json(path)
+
+
+def _check_weights(name: str) -> None:
+    folder = Path(name)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not list(folder.glob("*.bin")):
+        raise ModelError(f"model.name = {name!r}: no weights in this folder (*.safetensors); add them")
+    index = folder / "model.safetensors.index.json"
+    listed = _read_json(index).get("weight_map", {}).values() if index.exists() else ()
+    if missing := sorted(set(listed) - {path.name for path in files}):
+        raise ModelError(f"{folder / missing[0]} is missing, but {index.name} lists it; copy or download it")
+    for path in files:
+        try:
+            check_safetensors(path)
+        except ModelError as error:
+            raise ModelError(f"{error}; copy or download it again") from error
+
+
+def check_safetensors(path: Path) -> None:
+    """Raises if it is no whole safetensors file; the values in it are not looked at."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} is damaged or cut short ({error})") from error
+
+
+def _check_tokenizer(name: str, vocab_size: int | None) -> None:
+    """As far as it is of the usual kind, one file."""
+    folder = Path(name)
+    path = folder / "tokenizer.json"
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        raise ModelError(
+            f"model.name = {name!r}: no tokenizer in this folder (such as tokenizer.json); save the "
+            "model's tokenizer there, too"
+        )
+    if path.exists():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more special
+            raise ModelError(f"{path} is damaged ({first_line(error)}); copy or download it again") from error
+        if vocab_size is not None:
+            check_vocabulary(name, num_tokens=tokenizer.get_vocab_size(), vocab_size=vocab_size)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any(folder.glob("*chat_template*")):
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.exists() and _read_json(path).get("chat_template") is not None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ModelError(f"{path} is damaged: not JSON ({error}); copy or download it again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is damaged: not a JSON object; copy or download it again")
+    return content

@@ -1,0 +1,405 @@
+"""The columns of a table as they are stored: rows of different lengths, one per sequence.
+
+    ValueRows   [5 6 9 | 5 8]              slices of one buffer or of many, nothing copied
+    SpanRows    [. . x | . x]              (2, 1) | (1, 1): where each run of True starts, how long it is
+    BitRows     [x . x | . x]              0b101 | 0b10, for masks that have too many spans
+    RunRows     [3 3 4 | 4]                (3, 2) (4, 1) | (4, 1): a value, how often
+    CellRows    ["a" | "b"]                one value per sequence
+
+Rows are selected and cut without inflating them. `array` inflates, once, and is kept.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+_MIN_TOKENS_PER_SPAN = 16  # below that, one pass over a mask beats a loop over its spans
+_MAX_SLICES = 64
+
+
+class Rows(ABC):
+    lengths: Integers
+    """Entries of each row."""
+
+    @cached_property
+    def array(self) -> NDArray[Any]:
+        """All rows, one after the other."""
+        return self._inflate()
+
+    @abstractmethod
+    def _inflate(self) -> NDArray[Any]: ...
+
+    def all_pieces(self) -> list[NDArray[Any]]:
+        """What `array` is made of, in order, without joining it."""
+        return [self.array]
+
+    @abstractmethod
+    def select(self, rows: Integers, lengths: Integers | None = None) -> "Rows":
+        """These rows in this order, whole or each cut to its first `lengths` entries."""
+
+
+Pieces = tuple[NDArray[Any], ...]
+"""Views that make up a row."""
+
+
+class ValueRows(Rows):
+    empty: NDArray[Any]
+    """No entries, in the dtype and shape of the others."""
+
+    @abstractmethod
+    def pieces(self, rows: Integers | None = None) -> Sequence[Pieces]:
+        """Of these rows, or of all."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.empty.dtype
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return self.empty.shape[1:]
+
+    def all_pieces(self) -> list[NDArray[Any]]:
+        return [piece for row in self.pieces() for piece in row]
+
+    def _inflate(self) -> NDArray[Any]:
+        return self.joined(self.dtype)
+
+    def joined(self, dtype: Any) -> NDArray[Any]:
+        """All rows in another dtype, converted while they are copied."""
+        return np.concatenate([self.empty, *self.all_pieces()], dtype=dtype)
+
+    def select(self, rows: Integers, lengths: Integers | None = None) -> "ValueRows":
+        pieces = self.pieces(rows)
+        if lengths is None:
+            return PieceRows(pieces, self.lengths[rows], self.empty)
+        cut = [_cut(row, length) for row, length in zip(pieces, lengths.tolist(), strict=True)]
+        return PieceRows(cut, lengths, self.empty)
+
+
+class FlatRows(ValueRows):
+    """Rows in one buffer; a row with a shared prefix finds its first entries where another row has them."""
+
+    def __init__(self, values: NDArray[Any], lengths: Integers, prefixes: "Prefixes | None" = None) -> None:
+        self.values = values
+        self.empty = values[:0]
+        self.lengths = lengths
+        self._own = lengths if prefixes is None else lengths - prefixes.lengths
+        self._starts = offsets_of(self._own)[:-1]
+        self._prefixes = prefixes
+
+    def pieces(self, rows: Integers | None = None) -> list[Pieces]:
+        chosen = slice(None) if rows is None else rows
+        own = _slices(self.values, self._starts[chosen], self._own[chosen])
+        if self._prefixes is None:
+            return [(piece,) for piece in own]
+        owners, shared = self._prefixes.owners[chosen], self._prefixes.lengths[chosen]
+        heads = _slices(self.values, self._starts[owners], shared)
+        return [
+            (head, tail) if length else (tail,)
+            for head, tail, length in zip(heads, own, shared.tolist(), strict=True)
+        ]
+
+    def all_pieces(self) -> list[NDArray[Any]]:
+        return [self.values] if self._prefixes is None else super().all_pieces()
+
+    def _inflate(self) -> NDArray[Any]:
+        return self.values if self._prefixes is None else super()._inflate()
+
+
+class Prefixes:
+    """Which row has the first entries of each row: `lengths[i]` of them are those of row `owners[i]`."""
+
+    def __init__(self, owners: Integers, lengths: Integers) -> None:
+        self.owners = owners
+        self.lengths = lengths
+
+
+class PieceRows(ValueRows):
+    """Rows wherever they are: in samples, or selected from another table."""
+
+    def __init__(self, rows: Sequence[Pieces], lengths: Integers, empty: NDArray[Any]) -> None:
+        self._rows = rows
+        self.empty = empty
+        self.lengths = lengths
+
+    def pieces(self, rows: Integers | None = None) -> Sequence[Pieces]:
+        return self._rows if rows is None else [self._rows[row] for row in rows.tolist()]
+
+
+class MaskRows(Rows):
+    @cached_property
+    def counts(self) -> Integers:
+        """How many are True in each row, without inflating."""
+        return self._count()
+
+    @abstractmethod
+    def _count(self) -> Integers: ...
+
+    @property
+    @abstractmethod
+    def leads(self) -> NDArray[np.bool_]:
+        """Whether the first entry of each row is True."""
+
+    @property
+    @abstractmethod
+    def first_true(self) -> Integers:
+        """Where each row's first True is; its length where there is none."""
+
+    @abstractmethod
+    def select(self, rows: Integers, lengths: Integers | None = None) -> "MaskRows": ...
+
+    def scatter(self, values: Rows, into: NDArray[Any]) -> None:
+        """Puts one value at every True."""
+        into[self.array] = values.array
+
+
+class SpanRows(MaskRows):
+    def __init__(self, spans: NDArray[np.integer[Any]], num_spans: Integers, lengths: Integers) -> None:
+        """`spans` are (start in the row, length) pairs, in order, never touching."""
+        self.spans = spans
+        self.num_spans = num_spans
+        self.lengths = lengths
+
+    @classmethod
+    def of(cls, mask: NDArray[np.bool_], lengths: Integers) -> "SpanRows":
+        """From one value per token."""
+        ends = np.cumsum(lengths)
+        before, after = np.zeros_like(mask), np.zeros_like(mask)
+        before[1:], after[:-1] = mask[:-1], mask[1:]
+        before[(ends - lengths)], after[ends - 1] = False, False
+        starts, last = np.flatnonzero(mask & ~before), np.flatnonzero(mask & ~after)
+        owner = np.searchsorted(ends, starts, side="right")
+        spans = np.stack([starts - (ends - lengths)[owner], last + 1 - starts], axis=1)
+        rows = cls(spans, np.bincount(owner, minlength=len(lengths)), lengths)
+        rows.array = mask
+        return rows
+
+    @cached_property
+    def span_offsets(self) -> Integers:
+        return offsets_of(self.num_spans)
+
+    def _count(self) -> Integers:
+        return sum_rows(self.spans[:, 1], self.span_offsets)
+
+    @property
+    def leads(self) -> NDArray[np.bool_]:
+        leads: NDArray[np.bool_] = self.first_true == 0
+        return leads
+
+    @property
+    def first_true(self) -> Integers:
+        first = self.lengths.copy()
+        has = self.num_spans > 0
+        first[has] = self.spans[self.span_offsets[:-1][has], 0]
+        return first
+
+    def bounds(self) -> tuple[Integers, Integers]:
+        """Where every span starts and stops, counted over all rows."""
+        row_starts = np.repeat(offsets_of(self.lengths)[:-1], self.num_spans)
+        starts = self.spans[:, 0] + row_starts
+        return starts, starts + self.spans[:, 1]
+
+    def _inflate(self) -> NDArray[np.bool_]:
+        mask = np.zeros(int(self.lengths.sum()), np.bool_)
+        for start, stop in self._stretches:
+            mask[start:stop] = True
+        return mask
+
+    @cached_property
+    def _stretches(self) -> list[tuple[int, int]]:
+        starts, stops = self.bounds()
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+    def scatter(self, values: Rows, into: NDArray[Any]) -> None:
+        if len(self.spans) * _MIN_TOKENS_PER_SPAN > len(into):
+            return super().scatter(values, into)
+        _pour(values.all_pieces(), self._stretches, into)
+
+    def select(self, rows: Integers, lengths: Integers | None = None) -> "SpanRows":
+        num_spans = self.num_spans[rows]
+        spans = _take(self.spans, self.span_offsets, rows)
+        if lengths is None:
+            selected = SpanRows(spans, num_spans, self.lengths[rows])
+            selected.counts = self.counts[rows]
+            return selected
+        limits = np.repeat(lengths, num_spans) - spans[:, 0]
+        kept = limits > 0
+        owner = np.repeat(np.arange(len(rows)), num_spans)[kept]
+        spans = np.stack([spans[kept, 0], np.minimum(spans[kept, 1], limits[kept])], axis=1)
+        return SpanRows(spans, np.bincount(owner, minlength=len(rows)), lengths)
+
+
+class BitRows(MaskRows):
+    def __init__(self, bits: NDArray[np.uint8], lengths: Integers) -> None:
+        """Every row starts with a byte of its own, its first entry in the lowest bit; unused bits are 0."""
+        self.bits = bits
+        self.lengths = lengths
+
+    @cached_property
+    def byte_offsets(self) -> Integers:
+        return offsets_of((self.lengths + 7) // 8)
+
+    def _count(self) -> Integers:
+        return np.add.reduceat(np.bitwise_count(self.bits), self.byte_offsets[:-1], dtype=np.int64)
+
+    @property
+    def leads(self) -> NDArray[np.bool_]:
+        return (self.bits[self.byte_offsets[:-1]] & 1).astype(np.bool_)
+
+    @property
+    def first_true(self) -> Integers:
+        return np.array([_first_true(row) for row in self._unpacked()], np.int64)
+
+    def _unpacked(self) -> list[NDArray[np.bool_]]:
+        offsets = self.byte_offsets.tolist()
+        return [
+            np.unpackbits(self.bits[start:stop], count=length, bitorder="little").view(np.bool_)
+            for start, stop, length in zip(offsets[:-1], offsets[1:], self.lengths.tolist(), strict=True)
+        ]
+
+    def _inflate(self) -> NDArray[np.bool_]:
+        return np.concatenate([np.zeros(0, np.bool_), *self._unpacked()])
+
+    def select(self, rows: Integers, lengths: Integers | None = None) -> "BitRows":
+        lengths = self.lengths[rows] if lengths is None else lengths
+        num_bytes = (lengths + 7) // 8
+        bits = self.bits[ranges(self.byte_offsets[rows], num_bytes)]
+        last, kept = np.cumsum(num_bytes) - 1, lengths % 8
+        whole = kept == 0
+        bits[last] &= np.where(whole, 255, (1 << kept) - 1).astype(np.uint8)
+        return BitRows(bits, lengths)
+
+
+class RunRows(Rows):
+    def __init__(
+        self, runs: NDArray[np.int32], num_runs: Integers, lengths: Integers, dtype: np.dtype[Any]
+    ) -> None:
+        """`runs` are (value, count) pairs; the counts of a row add up to its length."""
+        self.runs = runs
+        self.num_runs = num_runs
+        self.lengths = lengths
+        self.dtype = dtype
+
+    @cached_property
+    def run_offsets(self) -> Integers:
+        return offsets_of(self.num_runs)
+
+    def _inflate(self) -> NDArray[Any]:
+        return spread(self.runs[:, 0].astype(self.dtype), self.runs[:, 1])
+
+    def all_pieces(self) -> list[NDArray[Any]]:
+        if len(self.runs) * _MIN_TOKENS_PER_SPAN > self.lengths.sum():
+            return [self.array]
+        values, size = self.runs[:, 0].astype(self.dtype), self.dtype.itemsize
+        # One value, seen many times: a view with stride 0, made ten times faster than by `np.broadcast_to`.
+        return [
+            np.ndarray((count,), self.dtype, values, index * size, (0,))
+            for index, count in enumerate(self.runs[:, 1].tolist())
+        ]
+
+    def select(self, rows: Integers, lengths: Integers | None = None) -> "RunRows":
+        num_runs = self.num_runs[rows]
+        runs = _take(self.runs, self.run_offsets, rows)
+        if lengths is None:
+            return RunRows(runs, num_runs, self.lengths[rows], self.dtype)
+        row_starts = np.repeat(offsets_of(self.lengths[rows])[:-1], num_runs)
+        stops = np.cumsum(runs[:, 1], dtype=np.int64) - row_starts
+        runs[:, 1] -= np.clip(stops - np.repeat(lengths, num_runs), 0, runs[:, 1]).astype(np.int32)
+        kept = runs[:, 1] > 0
+        owner = np.repeat(np.arange(len(rows)), num_runs)[kept]
+        return RunRows(runs[kept], np.bincount(owner, minlength=len(rows)), lengths, self.dtype)
+
+
+class CellRows(Rows):
+    def __init__(self, cells: NDArray[Any]) -> None:
+        self._cells = cells
+
+    @property
+    def lengths(self) -> Integers:  # type: ignore[override]
+        return np.ones(len(self._cells), np.int64)
+
+    def _inflate(self) -> NDArray[Any]:
+        return self._cells
+
+    def select(self, rows: Integers, lengths: Integers | None = None) -> "CellRows":
+        return CellRows(self._cells[rows])
+
+
+def offsets_of(lengths: Integers) -> Integers:
+    """[3, 2] -> [0, 3, 5]"""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    lengths.cumsum(out=offsets[1:])
+    return offsets
+
+
+def sum_rows(values: NDArray[Any], offsets: Integers) -> Integers:
+    """Sums over consecutive stretches, empty ones included."""
+    return np.diff(offsets_of(values.astype(np.int64))[offsets])
+
+
+def spread(values: NDArray[Any], counts: NDArray[np.integer[Any]]) -> NDArray[Any]:
+    """Every value as often as its count says; filling long stretches beats `np.repeat` several times."""
+    sizes = counts.tolist()
+    total = sum(sizes)
+    if len(sizes) * _MIN_TOKENS_PER_SPAN > total or values.dtype == object:
+        return np.repeat(values, counts)
+    filled = np.empty(total, values.dtype)
+    start = 0
+    for value, size in zip(values.tolist(), sizes, strict=True):
+        filled[start : start + size] = value
+        start += size
+    return filled
+
+
+def ranges(starts: Integers, lengths: Integers) -> Integers:
+    """Concatenated ranges: starts [0, 7], lengths [2, 3] -> [0, 1, 7, 8, 9]."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    shifts: Integers = np.repeat(starts - (ends - lengths), lengths)
+    return np.arange(total) + shifts
+
+
+def _pour(pieces: Iterable[NDArray[Any]], stretches: Iterable[tuple[int, int]], into: NDArray[Any]) -> None:
+    """Fills stretch after stretch with piece after piece; together they are equally long."""
+    places = iter(stretches)
+    start = stop = 0
+    for piece in pieces:
+        position, size = 0, len(piece)
+        while position < size:
+            if start == stop:
+                start, stop = next(places)
+            step = min(stop - start, size - position)
+            into[start : start + step] = piece[position : position + step]
+            start += step
+            position += step
+
+
+def _take(values: NDArray[Any], offsets: Integers, rows: Integers) -> NDArray[Any]:
+    """The entries of these rows, joined; for few rows, slices are faster than indices."""
+    starts, ends = offsets[rows], offsets[rows + 1]
+    if len(rows) > _MAX_SLICES:
+        return values[ranges(starts, ends - starts)]
+    slices = [values[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    return np.concatenate([values[:0], *slices])
+
+
+def _slices(values: NDArray[Any], starts: Integers, lengths: Integers) -> list[NDArray[Any]]:
+    ends = (starts + lengths).tolist()
+    return [values[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
+
+
+def _cut(pieces: Pieces, length: int) -> Pieces:
+    kept = []
+    for piece in pieces:
+        kept.append(piece[:length])
+        length -= len(kept[-1])
+    return tuple(kept)
+
+
+def _first_true(row: NDArray[np.bool_]) -> int:
+    return int(row.argmax()) if row.any() else len(row)

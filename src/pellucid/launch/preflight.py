@@ -1,0 +1,34 @@
+"""What is wrong with a run and can be known before anything is made, deleted or started.
+
+It takes a fraction of a second, loads no torch and runs no code of the user's; the processes of the run
+check again, with what they really load. A run that is refused here leaves its output folder as it was.
+"""
+
+from pellucid.config import CustomAdvantageConfig, CustomLossConfig, RLConfig, SFTConfig
+from pellucid.config.imports import require_package
+from pellucid.data.model_folder import check_model_folder
+from pellucid.errors import DataError
+from pellucid.orchestrator.environment import check_environment
+
+
+def check_rl(config: RLConfig) -> None:
+    own, loss = config.orchestrator, config.trainer.loss
+    for environment in (*own.env, *own.eval):
+        check_environment(environment)
+    for each in own.filter:
+        require_package(each.import_path, "orchestrator.filter.import_path")
+    if isinstance(own.advantage, CustomAdvantageConfig):
+        require_package(own.advantage.import_path, "orchestrator.advantage.import_path")
+    if isinstance(loss, CustomLossConfig):
+        require_package(loss.import_path, "trainer.loss.import_path")
+    check_model_folder(config.model.name, chats=True)
+
+
+def check_sft(config: SFTConfig) -> None:
+    for data in (config.data, config.data.validation):
+        if data is not None and data.path is not None and not data.path.exists():
+            raise DataError(
+                f"{data.KEY}.path = {str(data.path)!r} does not exist; give a JSONL file, or the folder of a "
+                "data set"
+            )
+    check_model_folder(config.model.name, chats=False)

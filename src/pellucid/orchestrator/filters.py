@@ -1,0 +1,49 @@
+"""Functions that decide, group by group, which rollouts may train.
+
+A filter sees a whole group and its advantages, which are known by then and do not change: the rollouts that
+are left keep what was computed with all of them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pellucid.config import FilterConfig
+from pellucid.config.imports import describe, load_attribute
+from pellucid.data import Rollout
+from pellucid.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FilterInputs:
+    rollouts: Sequence[Rollout]
+    """One group, of any size: those that did not fail."""
+
+    advantages: Sequence[float]
+    """One per rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A filter whose answers are checked."""
+
+    name: str
+    function: Callable[[FilterInputs], Iterable[bool]]
+    """One answer per rollout: whether it stays."""
+
+    def __call__(self, inputs: FilterInputs) -> list[bool]:
+        where = f"filter {self.name!r}, group {inputs.rollouts[0].group_id!r}"
+        try:
+            keeps = [bool(keep) for keep in self.function(inputs)]
+        except Exception as error:
+            raise ConfigError(f"{where}: {describe(error)}") from error
+        if len(keeps) != len(inputs.rollouts):
+            raise ConfigError(
+                f"{where}: {len(keeps)} answers for {len(inputs.rollouts)} rollouts; return one per rollout"
+            )
+        return keeps
+
+
+def load_filter(config: FilterConfig) -> Filter:
+    function = load_attribute(config.import_path, "orchestrator.filter.import_path")
+    return Filter(config.import_path, partial(function, **config.kwargs))

@@ -1,0 +1,132 @@
+"""The plan of a batch: which sequences each rank trains at each micro step. Lengths in, assignment out.
+
+- Every sequence is in one bin; a bin holds at most `max_tokens`, or one longer sequence.
+- The bins of one micro step, one per rank, hold sequences of one kind.
+- A bin is empty only where all bins of its kind hold a single sequence: otherwise one of them is split.
+- Members of a group stay together where that is cheaper: their common prompt is then computed once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pellucid.packing.arrange import Arrangement, deal, level
+from pellucid.packing.bins import Bins, Ints
+from pellucid.packing.cost import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """What a plan depends on, one entry per sequence.
+
+    lengths   [5, 7, 4, 9]
+    kinds     [0, 0, 0, 1]     sequences of different kinds are never in one bin
+    groups    [0, 0, 1, -1]    -1: in no group
+    prompts   [3, 3, 0, 0]     tokens that the members of the group have in common at their start
+    """
+
+    lengths: Ints
+    kinds: Ints
+    groups: Ints
+    prompts: Ints
+
+    @classmethod
+    def apart(cls, lengths: Ints) -> "Sequences":
+        """Of one kind, with nothing in common."""
+        none = np.zeros_like(lengths)
+        return cls(lengths, none, none - 1, none)
+
+    def select(self, indices: Ints) -> "Sequences":
+        return Sequences(
+            self.lengths[indices], self.kinds[indices], self.groups[indices], self.prompts[indices]
+        )
+
+
+class MicroStep(NamedTuple):
+    kind: int
+    bins: list[list[int]]
+    """The sequences of each rank; members of a group are neighbours."""
+
+
+def plan(sequences: Sequences, *, max_tokens: int, num_ranks: int, cost: Cost) -> list[MicroStep]:
+    """Kinds in the order in which they appear; the micro steps of a kind by falling cost, more or less.
+
+    lengths [5, 3, 4, 9] of one kind, max_tokens 8, 2 ranks  ->  [[0], [3]], [[2], [1]]
+    """
+    costs = cost.of(sequences.lengths)
+    kinds, first_seen = np.unique(sequences.kinds, return_index=True)
+    steps = []
+    for kind in kinds[np.argsort(first_seen)].tolist():
+        own = np.flatnonzero(sequences.kinds == kind)
+        chosen = _pack_kind(sequences.select(own), max_tokens, num_ranks, cost)
+        bins = Bins(own[chosen.units], chosen.bounds).lists()
+        _split_for_empty(bins, costs, num_ranks)
+        steps += [
+            MicroStep(kind, bins[start : start + num_ranks]) for start in range(0, len(bins), num_ranks)
+        ]
+    return steps
+
+
+def _pack_kind(sequences: Sequences, max_tokens: int, num_ranks: int, cost: Cost) -> Bins:
+    """The cheapest of several ways to keep groups together."""
+    found: list[tuple[Arrangement, Bins]] = []
+    for pieces in _ways(sequences, max_tokens):
+        sizes, costs = pieces.sums(sequences.lengths), _costs_of(pieces, sequences, cost)
+        if any(known.lock_step_cost * num_ranks <= costs.sum() for known, _ in found):
+            continue  # not cheaper even if all ranks were equally busy
+        arrange = level if num_ranks > 1 and len(pieces) == len(sequences.lengths) else deal
+        found.append((arrange(sizes, costs, capacity=max_tokens, num_ranks=num_ranks), pieces))
+    arrangement, pieces = min(found, key=lambda way: way[0].lock_step_cost)
+    bins = arrangement.bins.expand(pieces)
+    groups = sequences.groups[bins.units]
+    return Bins(bins.units[np.lexsort((bins.units, groups, bins.numbers()))], bins.bounds)
+
+
+def _ways(sequences: Sequences, max_tokens: int) -> Iterator[Bins]:
+    """What is packed as one: groups as far as they fit, smaller pieces of them, or each sequence alone."""
+    if (sequences.prompts > 0).any():
+        order = np.lexsort((-sequences.lengths, sequences.groups)).tolist()
+        for limit in (max_tokens, max_tokens // 2, max_tokens // 4):
+            yield _pieces(sequences, order, limit)
+    num_sequences = len(sequences.lengths)
+    yield Bins(np.arange(num_sequences), np.arange(num_sequences + 1))
+
+
+def _costs_of(pieces: Bins, sequences: Sequences, cost: Cost) -> Ints:
+    """A group's prompt is computed once per piece."""
+    first = pieces.units[pieces.bounds[:-1]]
+    saved = cost.of(sequences.prompts[first]) * (np.diff(pieces.bounds) - 1)
+    costs: Ints = pieces.sums(cost.of(sequences.lengths)) - saved
+    return costs
+
+
+def _pieces(sequences: Sequences, order: list[int], limit: int) -> Bins:
+    """Members of a group, which are neighbours in `order`: as many in a row as `limit` tokens hold."""
+    lengths, groups = sequences.lengths.tolist(), sequences.groups.tolist()
+    starts: list[int] = []
+    last, room = -1, 0
+    for position, index in enumerate(order):
+        if groups[index] != last or last == -1 or lengths[index] > room:
+            starts.append(position)
+            last, room = groups[index], limit
+        room -= lengths[index]
+    return Bins(np.array(order), np.array([*starts, len(order)]))
+
+
+def _split_for_empty(bins: list[list[int]], costs: Ints, num_ranks: int) -> None:
+    """Gives every empty bin half of the dearest bin that can be split, of its own micro step if possible."""
+
+    def dearness(index: int) -> int:
+        return int(costs[bins[index]].sum())
+
+    for empty in [index for index, chosen in enumerate(bins) if not chosen]:
+        start = empty - empty % num_ranks
+        for places in (range(start, start + num_ranks), range(len(bins))):
+            if donors := [index for index in places if len(bins[index]) > 1]:
+                donor = bins[max(donors, key=dearness)]
+                up_to = np.cumsum(costs[donor])
+                half = 1 + int(np.searchsorted(up_to[:-2], up_to[-1] // 2))
+                bins[empty], donor[half:] = donor[half:], []
+                break

@@ -1,0 +1,30 @@
+"""How attention compares with everything else, from the shape of a model.
+
+A forward pass multiplies each token with every active weight, and in each layer with the keys and the values
+of the tokens before it: in a sequence of L tokens L/2 of them on average, as wide as all heads together. Both
+parts are equal at L = active weights ÷ (layers · heads · head width). The backward pass doubles both.
+"""
+
+from typing import Any
+
+from pellucid.model import Policy
+from pellucid.packing import Cost
+
+
+def training_cost(policy: Policy) -> Cost:
+    config = policy.hf.config.get_text_config()
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attended = config.num_hidden_layers * config.num_attention_heads * head_width
+    return Cost(parity=max(1, round(_num_active(policy.hf, config) / attended)))
+
+
+def _num_active(model: Any, config: Any) -> float:
+    """Weights that a token meets: the head's, but not the embedding's; of experts, those it is sent to."""
+    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    met = config.num_experts_per_tok / num_experts if num_experts else 1.0
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = float(head.numel())
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and weight is not embedding and weight is not head:
+            total += weight.numel() * (met if ".experts." in name else 1.0)
+    return total

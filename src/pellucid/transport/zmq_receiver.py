@@ -1,0 +1,275 @@
+"""The trainer's end of the ZMQ transport: one inbox for all runs, and a receiver for each.
+
+The inbox decodes and judges a payload, writes it to the run's spool and only then says `stored`. What is
+refused is counted and logged with its sender; nothing that arrives can stop the inbox. Offers of a run are
+left unanswered until the trainer has said which step it waits for: a resumed one may need batches again.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Set
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from pellucid.errors import PayloadError, TransportError
+from pellucid.transport.channel import Batch
+from pellucid.transport.codec import decode_batch
+from pellucid.transport.keys import KeyPair
+from pellucid.transport.spool import Spool
+from pellucid.transport.wire import PREAMBLE, Limits, checksum
+from pellucid.transport.zmq_messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Delivery,
+    Offer,
+    Refused,
+    Stored,
+    Taken,
+    ToSender,
+    Want,
+    encode,
+    for_receiver,
+)
+from pellucid.transport.zmq_socket import Bell, open_socket
+
+logger = logging.getLogger(__name__)
+
+_GATE = "inproc://zeromq.zap.01"
+"""Where ZMQ asks who may connect."""
+
+_MAX_QUEUED_MESSAGES = 8
+_WAIT_S = 0.2
+
+
+class Inbox:
+    def __init__(
+        self,
+        address: str,
+        spools: Mapping[str, Spool],
+        *,
+        hwm: int,
+        limits: Limits,
+        keys: KeyPair | None = None,
+        allowed_keys: Set[bytes] = frozenset(),
+    ) -> None:
+        """`spools` by run id. With `keys`, only holders of `allowed_keys` are let in."""
+        self.num_rejected = 0
+        self.failure: OSError | None = None
+        """Why nothing more can be stored."""
+
+        self.stored = threading.Condition()
+        """Notified when a batch was stored."""
+
+        self._spools = spools
+        self._hwm = hwm
+        self._limits = limits
+        self._allowed_keys = allowed_keys
+        self._asked: dict[tuple[str, int], Offer] = {}
+        self._peers: dict[str, bytes] = {}
+        self._expected: dict[str, int] = {}
+        self._news: deque[str] = deque()
+        self._closing = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._gate = self._context.socket(zmq.REP)
+        self._socket = self._listen(address, keys)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._bell = Bell()
+        self._thread = threading.Thread(target=self._run, name="batch inbox", daemon=True)
+        self._thread.start()
+
+    def expect(self, run_id: str, step: int) -> None:
+        """The trainer waits for this step, so it has all earlier ones; the run's orchestrator is told."""
+        self._expected[run_id] = step
+        self._news.append(run_id)
+        self._bell.ring()
+
+    def close(self) -> None:
+        self._closing = True
+        self._bell.ring()
+        self._thread.join()
+        self._context.destroy(linger=0)
+        self._bell.close()
+
+    def _listen(self, address: str, keys: KeyPair | None) -> "zmq.Socket[Any]":
+        socket = open_socket(self._context, zmq.ROUTER, address, self._limits.max_bytes)
+        socket.rcvhwm = _MAX_QUEUED_MESSAGES
+        if keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+            socket.zap_domain = b"pellucid"
+            self._gate.bind(_GATE)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise TransportError(
+                f"cannot listen on {address} ({error.strerror}); choose another transport.host or "
+                "transport.port"
+            ) from error
+        return socket
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._socket, self._gate, self._bell):
+            poller.register(source, zmq.POLLIN)
+        while not self._closing:
+            ready = dict(poller.poll())
+            if self._gate in ready:
+                self._let_in(self._gate.recv_multipart())
+            if self._bell.fileno() in ready:
+                self._bell.silence()
+                self._tell_news()
+            if self._socket in ready:
+                self._read()
+
+    def _let_in(self, request: list[bytes]) -> None:
+        version, request_id, _, peer, _, mechanism, *credentials = request
+        is_known = mechanism == b"CURVE" and z85.encode(credentials[0]) in self._allowed_keys
+        if not is_known:
+            self._reject(f"tcp://{peer.decode(errors='replace')}", 0, "a key that is not in transport.keys")
+        status = [b"200", b"OK"] if is_known else [b"400", b"unknown key"]
+        self._gate.send_multipart([version, request_id, *status, b"", b""])
+
+    def _tell_news(self) -> None:
+        while self._news:
+            run_id = self._news.popleft()
+            if (peer := self._peers.get(run_id)) is not None:
+                self._say(peer, Taken(run_id, self._expected[run_id]))
+
+    def _read(self) -> None:
+        peer, *frames = self._socket.recv_multipart(copy=False)
+        sender = _address_of(peer)
+        try:
+            self._hear(peer.bytes, [frame.buffer for frame in frames], sender)
+        except PayloadError as error:
+            self._reject(error.sender, error.position, error.reason)
+        except OSError as error:
+            self.failure = error
+        except Exception:
+            # A mistake of ours, but the trainer has to outlive whatever somebody sends.
+            self.num_rejected += 1
+            logger.exception("what %s sent could not be judged", sender)
+
+    def _hear(self, peer: bytes, frames: list[memoryview], sender: str) -> None:
+        if not frames or len(frames[0]) > MAX_MESSAGE_BYTES:
+            raise PayloadError(sender, 0, "no message, or one that is too long")
+        try:
+            message = for_receiver(frames[0])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise PayloadError(sender, 0, f"not a message of this protocol: {error}") from error
+        sender = f"{sender}, run {message.run_id!r}"
+        if len(frames) != (1 if isinstance(message, Offer) else 2):
+            raise PayloadError(sender, 0, f"{len(frames)} frames in a message of another number")
+        if message.run_id not in self._spools:
+            self._turn_down(peer, message, sender, f"run {message.run_id!r} is not trained here")
+        if isinstance(message, Offer):
+            self._answer(peer, message, sender)
+        else:
+            self._store(peer, message, frames[1], sender)
+
+    def _answer(self, peer: bytes, offer: Offer, sender: str) -> None:
+        if offer.protocol != PROTOCOL:
+            self._turn_down(
+                peer, offer, sender, f"protocol {offer.protocol}; this pellucid speaks {PROTOCOL}"
+            )
+        if not PREAMBLE.size <= offer.num_bytes <= self._limits.max_bytes:
+            limit = f"at most {self._limits.max_bytes} are taken (transport.max_batch_bytes)"
+            self._turn_down(peer, offer, sender, f"an offer of {offer.num_bytes} bytes; {limit}")
+        self._peers[offer.run_id] = peer
+        next_step = self._expected.get(offer.run_id)
+        if next_step is None:
+            return
+        spool = self._spools[offer.run_id]
+        if offer.step < next_step:
+            self._say(peer, Taken(offer.run_id, next_step))
+        elif spool.checksum(offer.step) == offer.checksum:
+            self._say(peer, Stored(offer.run_id, offer.step))
+        elif offer.step == next_step or spool.num_waiting() < self._hwm:
+            self._asked[offer.run_id, offer.step] = offer
+            self._say(peer, Want(offer.run_id, offer.step, offer.num_sent + 1))
+
+    def _turn_down(self, peer: bytes, message: Offer | Delivery, sender: str, reason: str) -> None:
+        self._say(peer, Refused(message.run_id, message.step, 0, reason, is_final=True))
+        raise PayloadError(sender, 0, reason)
+
+    def _store(self, peer: bytes, delivery: Delivery, payload: memoryview, sender: str) -> None:
+        offer = self._asked.pop((delivery.run_id, delivery.step), None)
+        if offer is None:
+            raise PayloadError(sender, 0, f"a batch of step {delivery.step} that nobody asked for")
+        try:
+            batch = decode_batch(payload, sender=sender, limits=self._limits)
+            if (batch.run_id, batch.step) != (delivery.run_id, delivery.step):
+                raise PayloadError(
+                    sender, 24, f"step {batch.step} of run {batch.run_id!r}; announced was {delivery.step}"
+                )
+        except PayloadError as error:
+            is_as_sent = len(payload) == offer.num_bytes and checksum(payload[16:]) == offer.checksum
+            self._say(
+                peer,
+                Refused(delivery.run_id, delivery.step, error.position, str(error), is_final=is_as_sent),
+            )
+            raise
+        self._spools[delivery.run_id].store(delivery.step, payload)
+        self._say(peer, Stored(delivery.run_id, delivery.step))
+        with self.stored:
+            self.stored.notify_all()
+
+    def _reject(self, sender: str, position: int, reason: str) -> None:
+        self.num_rejected += 1
+        logger.error("refused: %s", PayloadError(sender, position, reason))
+
+    def _say(self, peer: bytes, message: ToSender) -> None:
+        """Who is gone, or does not listen, will ask again."""
+        try:
+            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+
+
+class ZmqReceiver:
+    """The batches of one run, out of an inbox."""
+
+    def __init__(self, inbox: Inbox, run_id: str, spool: Spool) -> None:
+        self._inbox = inbox
+        self._run_id = run_id
+        self._spool = spool
+        self._num_damaged = 0
+
+    @property
+    def num_rejected(self) -> int:
+        return self._inbox.num_rejected + self._num_damaged
+
+    def receive(self, step: int) -> Batch:
+        self._inbox.expect(self._run_id, step)
+        while True:
+            with self._inbox.stored:
+                while not self._spool.has(step):
+                    if self._inbox.failure is not None:
+                        raise self._inbox.failure
+                    self._inbox.stored.wait(_WAIT_S)
+            try:
+                batch = self._spool.take(step)
+            except PayloadError as error:
+                self._num_damaged += 1
+                logger.error("refused the stored batch of step %d: %s", step, error)
+            else:
+                self._inbox.expect(self._run_id, step + 1)
+                return batch
+
+    def release_before(self, step: int) -> None:
+        self._spool.release_before(step)
+
+    def close(self) -> None:
+        self._inbox.close()
+
+
+def _address_of(frame: zmq.Frame) -> str:
+    try:
+        return f"tcp://{frame['Peer-Address']}"
+    except (zmq.ZMQError, KeyError):
+        return "somebody"

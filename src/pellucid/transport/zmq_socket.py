@@ -1,0 +1,52 @@
+"""What both ends of the ZMQ transport need of a socket: an address, limits, heartbeats, a way to be woken."""
+
+import os
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+_HEARTBEAT_MS = 5_000
+_DEAD_AFTER_MS = 20_000
+
+
+def tcp_address(host: str, port: int) -> str:
+    """`tcp://127.0.0.1:5555`, `tcp://[::1]:5555`."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def open_socket(context: "zmq.Context[Any]", kind: int, address: str, max_bytes: int) -> "zmq.Socket[Any]":
+    """A frame above `max_bytes` ends the connection before memory is taken for it."""
+    socket: zmq.Socket[Any] = context.socket(kind)
+    socket.linger = 0
+    socket.ipv6 = "[" in address
+    socket.maxmsgsize = max_bytes
+    socket.heartbeat_ivl = _HEARTBEAT_MS
+    socket.heartbeat_timeout = _DEAD_AFTER_MS
+    socket.reconnect_ivl = 50
+    socket.reconnect_ivl_max = 1_000
+    return socket
+
+
+class Bell:
+    """Rung by any thread, it wakes the one that polls it."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        return self._read
+
+    def ring(self) -> None:
+        with suppress(BlockingIOError):  # full: it is ringing already
+            os.write(self._write, b"!")
+
+    def silence(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)

@@ -1,0 +1,103 @@
+"""`[orchestrator]` as it is written in a file."""
+
+from pathlib import Path
+
+import pytest
+
+from pellucid.config import (
+    CustomAdvantageConfig,
+    DefaultAdvantageConfig,
+    GroupAdvantageConfig,
+    RLConfig,
+    SamplingConfig,
+)
+from pellucid.config.parse import parse
+from pellucid.errors import ConfigError
+
+FILE = """
+model.name = "m"
+
+[orchestrator]
+rollouts_per_example = 4
+
+[orchestrator.sampling]
+temperature = 0.9
+max_tokens = 100
+
+[[orchestrator.env]]
+id = "arithmetic"
+state_columns = ["tool_results"]
+
+[[orchestrator.env]]
+id = "verifiers:shout-tasks"
+name = "shout"
+weight = 2.0
+args = { words = ["hi"], select = { limit = 3 } }
+
+[orchestrator.env.sampling]
+max_tokens = 20
+
+[[orchestrator.filter]]
+import_path = "mine:short"
+kwargs = { max_tokens = 50 }
+"""
+
+
+def read(tmp_path: Path, text: str, *flags: str) -> RLConfig:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return parse(RLConfig, ["@", str(path), *flags], prog="pellucid rl").config
+
+
+def test_environments_filters_and_their_settings(tmp_path: Path) -> None:
+    own = read(tmp_path, FILE).orchestrator
+    first, second = own.env
+    assert own.sampling_of(first) == own.sampling == SamplingConfig(temperature=0.9, max_tokens=100)
+    assert own.sampling_of(second) == SamplingConfig(temperature=0.9, max_tokens=20)
+    assert (first.state_columns, second.state_columns) == (("tool_results",), ())
+    assert second.args == {"words": ["hi"], "select": {"limit": 3}}
+    [each] = own.filter
+    assert (each.import_path, each.kwargs) == ("mine:short", {"max_tokens": 50})
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], DefaultAdvantageConfig()),
+        (["--orchestrator.advantage.type", "rloo"], GroupAdvantageConfig(type="rloo")),
+        (["--orchestrator.advantage.type", "grpo_std"], GroupAdvantageConfig(type="grpo_std")),
+        (["--orchestrator.advantage.type", "max_rl"], GroupAdvantageConfig(type="max_rl")),
+        (["--orchestrator.advantage.type", "none"], GroupAdvantageConfig(type="none")),
+        (
+            ["--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path", "mine:f"],
+            CustomAdvantageConfig(type="custom", import_path="mine:f"),
+        ),
+    ],
+)
+def test_advantages_by_flag(tmp_path: Path, flags: list[str], expected: object) -> None:
+    assert read(tmp_path, FILE, *flags).orchestrator.advantage == expected
+
+
+@pytest.mark.parametrize("kind", ["default", "rloo", "grpo_std", "max_rl"])
+def test_a_group_of_one_gives_no_signal_to_those_that_compare(tmp_path: Path, kind: str) -> None:
+    flags = ["--orchestrator.rollouts-per-example", "1", "--orchestrator.advantage.type", kind]
+    with pytest.raises(ConfigError, match=f"advantage.type = '{kind}' gives every rollout the advantage 0"):
+        read(tmp_path, FILE, *flags)
+
+
+def test_the_reward_itself_needs_no_group(tmp_path: Path) -> None:
+    flags = ["--orchestrator.rollouts-per-example", "1", "--orchestrator.advantage.type", "none"]
+    assert read(tmp_path, FILE, *flags).orchestrator.rollouts_per_example == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("max_tokens = 20", "top_p = 0.9", r"orchestrator\.env.*top_p"),
+        ("max_tokens = 20", "temperature = 0.0", r"orchestrator\.env.*temperature.*greater than 0"),
+        ('"mine:short"', '"mine"', r"orchestrator\.filter.*import_path.*is not an import path"),
+    ],
+)
+def test_wrong_settings_name_their_key(tmp_path: Path, old: str, new: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read(tmp_path, FILE.replace(old, new))

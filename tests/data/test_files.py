@@ -1,0 +1,103 @@
+"""Files on a disk that is full: whole as they were, and the error names them."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pellucid.data.files import append_whole, replace_file, writing
+
+FULL = Path("/dev/full")
+needs_full_device = pytest.mark.skipif(not FULL.is_char_device(), reason="needs /dev/full")
+
+
+def test_appending_goes_on_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    for line in (b"one\n", b"two\n"):
+        with path.open("ab", buffering=0) as file:
+            append_whole(file, line)
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+SHORT_WRITES = """
+import errno, resource, sys
+from pathlib import Path
+from pellucid.data.files import append_whole
+
+path = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+with path.open("ab", buffering=0) as file:
+    append_whole(file, b"1234567\\n")
+    assert file.write(b"12345") == 2    # what `append_whole` is for: a part is written, without a word
+    file.truncate(8)
+    try:
+        append_whole(file, b"1234567\\n")
+    except OSError as error:
+        assert (error.errno, error.filename) == (errno.EFBIG, str(path))
+    else:
+        sys.exit("was not refused")
+    append_whole(file, b"9\\n")         # fits
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs RLIMIT_FSIZE")
+def test_what_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a disk that fills up in the middle of a line."""
+    path = tmp_path / "lines"
+    subprocess.run([sys.executable, "-c", SHORT_WRITES, str(path)], check=True)
+    assert path.read_bytes() == b"1234567\n9\n"
+
+
+@needs_full_device
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.symlink_to(FULL)
+    with path.open("ab", buffering=0) as file, pytest.raises(OSError) as full:
+        append_whole(file, b"x\n")
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(path))
+
+
+@needs_full_device
+def test_a_replacement_that_does_not_fit_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path, partial = tmp_path / "state", tmp_path / ".state.partial"
+    path.write_bytes(b"old")
+    partial.symlink_to(FULL)
+    with pytest.raises(OSError) as full:
+        replace_file(path, b"new")
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(path))
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["state"]
+    replace_file(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+class LibraryError(Exception):
+    pass
+
+
+def test_an_error_told_in_words_becomes_the_error_that_it_was() -> None:
+    with pytest.raises(OSError) as full, writing(Path("weights/step_3")):
+        raise LibraryError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, "weights/step_3")
+
+
+def test_an_error_behind_another_comes_to_light() -> None:
+    with pytest.raises(OSError) as full, writing(Path("checkpoints/step_3")):
+        try:
+            raise OSError(errno.EFBIG, "File too large")
+        finally:
+            raise LibraryError("unexpected pos 704 vs 598")
+    assert (full.value.errno, full.value.filename) == (errno.EFBIG, "checkpoints/step_3")
+
+
+def test_any_other_error_stays_what_it_is() -> None:
+    with pytest.raises(LibraryError, match="^header$"), writing(Path("weights/step_3")):
+        try:
+            raise FileNotFoundError("config.json")
+        except FileNotFoundError:
+            raise LibraryError("header") from None
+    with pytest.raises(FileNotFoundError) as missing, writing(Path("weights/step_3")):
+        Path("no/such/file").read_bytes()
+    assert missing.value.filename == "no/such/file"

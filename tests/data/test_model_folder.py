@@ -1,0 +1,100 @@
+"""A model folder with one thing wrong: refused with the file and the remedy, before anything is loaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pellucid.data.model_folder import check_model_folder
+from pellucid.errors import ModelError
+
+
+@pytest.fixture
+def folder(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def delete(folder: Path, pattern: str) -> None:
+    for path in list(folder.glob(pattern)):
+        path.unlink()
+
+
+def split(folder: Path) -> None:
+    """As if one of two files were still to be downloaded."""
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("harm", "complaint"),
+    [
+        (
+            lambda folder: delete(folder, "config.json"),
+            "model.name = '.*/model': no config.json .*; give one",
+        ),
+        (lambda folder: cut(folder / "config.json"), "config.json is damaged: not JSON .*; copy or download"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json is damaged: not a JSON obj"),
+        (
+            lambda folder: delete(folder, "*.safetensors"),
+            r"no weights in this folder \(\*.safetensors\); add",
+        ),
+        (
+            lambda folder: cut(folder / "model.safetensors"),
+            "model.safetensors is damaged or cut short .*copy",
+        ),
+        (
+            split,
+            "model-2.safetensors is missing, but model.safetensors.index.json lists it; copy or download",
+        ),
+        (lambda folder: delete(folder, "tokenizer*"), "no tokenizer in this folder .*; save the model's tok"),
+        (lambda folder: cut(folder / "tokenizer.json"), "tokenizer.json is damaged .*; copy or download"),
+        (
+            lambda folder: edit(folder / "config.json", vocab_size=100),
+            "the tokenizer has 101 tokens, the model only 100; use the tokenizer the model was trained with",
+        ),
+        (lambda folder: delete(folder, "chat_template.jinja"), "no chat template; use a model .* or add a"),
+    ],
+)
+def test_one_thing_wrong(folder: Path, harm: Callable[[Path], object], complaint: str) -> None:
+    check_model_folder(str(folder), chats=True)
+    harm(folder)
+    with pytest.raises(ModelError, match=complaint):
+        check_model_folder(str(folder), chats=True)
+
+
+def test_a_template_is_needed_for_chats_only_and_may_stand_in_the_config(folder: Path) -> None:
+    delete(folder, "chat_template.jinja")
+    check_model_folder(str(folder), chats=False)
+    edit(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+    check_model_folder(str(folder), chats=True)
+
+
+def test_a_larger_vocabulary_is_padding(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=128)
+    check_model_folder(str(folder), chats=True)
+
+
+def test_a_hub_name_is_left_to_whoever_loads_it_and_a_path_is_not() -> None:
+    check_model_folder("some/model", chats=True)
+    with pytest.raises(
+        ModelError, match="model.name = './some/model': no such folder; give a local model fol"
+    ):
+        check_model_folder("./some/model", chats=True)
+
+
+def test_it_does_without_torch() -> None:
+    program = "import sys, pellucid.data.model_folder; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,0 +1,109 @@
+"""The rules of samples, for many sequences at once and for both forms of masks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pellucid.data import TokenTable
+from pellucid.data.rows import BitRows, Rows
+from pellucid.data.rules import check_rules
+from pellucid.errors import ColumnError
+
+
+def columns(**changes) -> dict[str, Rows]:
+    """Three sequences of 3, 2 and 2 tokens; the last token of each is sampled and trainable."""
+    arrays = {
+        "token_ids": np.arange(7, dtype=np.uint32),
+        "loss_mask": np.array([False, False, True, False, True, False, True]),
+        "sampled": np.array([False, False, True, False, True, False, True]),
+        "inference_logprobs": np.array([-0.5, -0.25, -0.125], np.float32),
+        "policy_versions": np.zeros(3, np.int32),
+        "env_name": np.array(["a", "b", "c"], object),
+        "training_mode": np.array(["rl", "sft", "opd"], object),
+        **changes,
+    }
+    return dict(TokenTable(np.array([3, 2, 2]), arrays).columns)
+
+
+def as_bits(rows: dict[str, Rows]) -> dict[str, Rows]:
+    masks = {}
+    for name in ("loss_mask", "sampled"):
+        parts = np.split(rows[name].array, np.cumsum(rows[name].lengths)[:-1])
+        bits = np.concatenate([np.packbits(part, bitorder="little") for part in parts])
+        masks[name] = BitRows(bits, rows[name].lengths)
+    return {**rows, **masks}
+
+
+CASES = [
+    ({"env_name": np.array(["a", "", "c"], object)}, "sequence 1: env_name is empty"),
+    (
+        {"loss_mask": np.array([False, False, True, False, True, True, True])},
+        "sequence 2: loss_mask marks the first token trainable",
+    ),
+    (
+        {"loss_mask": np.array([False, True, True, False, True, False, True])},
+        "sequence 0: loss_mask marks token 1 trainable, but it was not sampled",
+    ),
+    (
+        {"inference_logprobs": np.array([-0.5, -0.25, np.nan], np.float32)},
+        "sequence 2: inference_logprobs of token 1 is nan",
+    ),
+    (
+        {"temperatures": np.array([0.5, np.inf, 1], np.float32)},
+        "sequence 1: temperatures is inf; training needs numbers above 0",
+    ),
+    ({"temperature": np.array([1, 1, -2], np.float32)}, "sequence 2: temperature is -2"),
+    ({"reward": np.array([1, np.nan, 0], np.float32)}, "sequence 1: reward is nan"),
+]
+
+
+@pytest.mark.parametrize("form", [dict, as_bits], ids=["spans", "bits"])
+@pytest.mark.parametrize(("changes", "message"), CASES)
+def test_the_first_sequence_that_breaks_a_rule_is_named(form, changes, message) -> None:
+    with pytest.raises(ColumnError, match=message):
+        check_rules(form(columns(**changes)))
+
+
+@pytest.mark.parametrize("form", [dict, as_bits], ids=["spans", "bits"])
+def test_what_is_allowed(form) -> None:
+    """Sft trains on what nobody sampled; a logprob that is not trained may be anything; so may huge ones."""
+    check_rules(form(columns()))
+    check_rules(
+        form(
+            columns(
+                loss_mask=np.array([False, False, False, False, True, False, True]),
+                sampled=np.array([False, False, True, False, False, True, True]),
+                inference_logprobs=np.array([-np.inf, -3e38, -3e38], np.float32),
+            )
+        )
+    )
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40), st.data())
+def test_spans_and_bits_judge_alike(tokens, data) -> None:
+    """Against the rule spelled out token by token."""
+    cut = data.draw(st.integers(1, len(tokens)))
+    lengths = np.array([length for length in (cut, len(tokens) - cut) if length])
+    loss_mask, sampled = (np.array(values) for values in zip(*tokens, strict=True))
+    loss_mask[np.cumsum(lengths) - lengths] = False
+    rows = dict(
+        TokenTable(
+            lengths,
+            {
+                "token_ids": np.zeros(len(tokens), np.uint32),
+                "loss_mask": loss_mask,
+                "sampled": sampled,
+                "inference_logprobs": np.zeros(sampled.sum(), np.float32),
+                "policy_versions": np.zeros(sampled.sum(), np.int32),
+                "env_name": np.array(["a"] * len(lengths), object),
+            },
+        ).columns
+    )
+    holds = not (loss_mask & ~sampled).any()
+    for form in (dict, as_bits):
+        try:
+            check_rules(form(rows))
+            assert holds
+        except ColumnError as error:
+            assert not holds and "was not sampled" in str(error)

@@ -1,0 +1,215 @@
+"""An engine that dies in the middle of its work: everybody gets an answer, and the cause is told."""
+
+import asyncio
+import errno
+import re
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pellucid.cli import main
+from pellucid.config import ModelConfig
+from pellucid.data.tokenizer import load_tokenizer
+from pellucid.errors import InferenceError
+from pellucid.inference.engine import Engine
+from pellucid.inference.engine_thread import EngineThread
+from pellucid.inference.http import HttpInferenceClient
+from pellucid.inference.server import Server
+from pellucid.ledger import Journal, Stage, read_journal
+from pellucid.metrics import JsonlSink
+from pellucid.model import load_policy
+from pellucid.orchestrator import weights
+from pellucid.transport.weights import publish_weights, weights_folder
+
+MAX_LENGTH = 256
+ENV = {"run": "run", "env": "env"}
+
+
+class Exhausted(Engine):
+    """Runs out of memory in its fourth step."""
+
+    def step(self) -> None:
+        if self.counts.decode_steps == 3:
+            raise MemoryError("no more")
+        super().step()
+
+
+class Served:
+    """A server without sockets, and what it says when it goes down."""
+
+    def __init__(self, model: Path, folder: Path, kind: type[Engine] = Engine) -> None:
+        self.failures: list[BaseException] = []
+        engine = kind(load_policy(ModelConfig(name=str(model))), num_slots=2, max_length=MAX_LENGTH)
+        journal = Journal(folder / "inference.jsonl", Stage.INFERENCE)
+        self.thread = EngineThread(engine, journal, JsonlSink(folder / "metrics.jsonl"), self.failures.append)
+        server = Server(engine, self.thread, load_tokenizer(str(model)), "m", MAX_LENGTH)
+        self._transport = httpx.ASGITransport(server.app(), raise_app_exceptions=False)
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=self._transport, base_url="http://engine")
+
+    def counts(self, folder: Path) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for entry in read_journal(folder / "inference.jsonl"):
+            for name, tokens in entry.counts.items():
+                totals[name] = totals.get(name, 0) + tokens
+        return totals
+
+
+def asked(*request_ids: str) -> dict[str, object]:
+    params = {"max_tokens": 100}
+    return {
+        "requests": [
+            {
+                "token_ids": [5, 6],
+                "sampling_params": params,
+                "account": ENV,
+                "request_id": each,
+                "compact": True,
+            }
+            for each in request_ids
+        ]
+    }
+
+
+def test_every_waiter_gets_what_it_has_and_whoever_asks_later_the_cause(tiny_model, tmp_path) -> None:
+    served = Served(tiny_model, tmp_path, Exhausted)
+
+    async def run() -> tuple[httpx.Response, list[httpx.Response]]:
+        async with served.client() as client:
+            lines = await client.post("/inference/v1/generate_many", json=asked("r1", "r2", "waits"))
+            body = {"version": 1, "folder": str(tmp_path)}
+            late = [
+                await client.post("/inference/v1/generate_many", json=asked("r4")),
+                await client.post("/v1/completions", json={"prompt": "abc"}),
+                await client.post("/update_weights", json=body),
+                await client.post("/abort", json={"request_ids": ["r1"]}),
+            ]
+            return lines, late
+
+    served.thread.start()
+    try:
+        lines, late = asyncio.run(run())
+    finally:
+        served.thread.stop()
+    answers = [httpx.Response(200, content=line).json()["choice"] for line in lines.text.splitlines()]
+    assert [choice["finish_reason"] for choice in answers] == ["abort"] * 3
+    assert sorted(len(choice["token_ids"]) for choice in answers) == [0, 3, 3]
+    for response in late:
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "the engine failed: MemoryError: no more"
+    assert [str(failure) for failure in served.failures] == ["no more"]
+    assert served.counts(tmp_path) == {"sampled": 6, "delivered": 6}
+    assert served.thread.stopped
+
+
+def test_books_that_cannot_be_written_take_the_server_down(tiny_model, tmp_path) -> None:
+    """The journal is on a disk that is full: the first flush fails, and the last one, too."""
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("needs /dev/full")
+    served = Served(tiny_model, tmp_path)
+    (tmp_path / "inference.jsonl").unlink()
+    (tmp_path / "inference.jsonl").symlink_to("/dev/full")
+
+    async def run() -> httpx.Response:
+        async with served.client() as client:
+            while not served.failures:
+                response = await client.post("/inference/v1/generate_many", json=asked("r1"))
+            return response
+
+    served.thread.start()
+    try:
+        asyncio.run(run())
+    finally:
+        served.thread.stop()
+    (failure,) = served.failures
+    assert isinstance(failure, OSError) and failure.errno == errno.ENOSPC
+
+
+class Slow(Engine):
+    """Its first step takes until it is told to end."""
+
+    began, goes_on = threading.Event(), threading.Event()
+
+    def step(self) -> None:
+        self.began.set()
+        self.goes_on.wait()
+        super().step()
+
+
+def test_a_client_that_goes_away_before_its_request_is_looked_at_harms_nobody(tiny_model, tmp_path) -> None:
+    served = Served(tiny_model, tmp_path, Slow)
+
+    async def run() -> httpx.Response:
+        async with served.client() as client:
+            first = asyncio.ensure_future(
+                client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+            )
+            await asyncio.to_thread(Slow.began.wait)
+            gone = asyncio.ensure_future(client.post("/inference/v1/generate_many", json=asked("r1")))
+            for _ in range(100):  # turns of the event loop, in which it gets as far as it can
+                await asyncio.sleep(0)
+            gone.cancel()
+            await asyncio.wait([gone])
+            Slow.goes_on.set()
+            return await first
+
+    served.thread.start()
+    try:
+        response = asyncio.run(run())
+    finally:
+        served.thread.stop()
+    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 2
+    assert served.failures == []
+
+
+def test_weights_that_stay_damaged_end_the_run_with_the_reason(
+    serving, tiny_model, tmp_path, monkeypatch
+) -> None:
+    """Real server, client and files: the old version is served all along."""
+    monkeypatch.setattr(weights, "_RETRY_S", 0.01)
+    publish_weights(load_policy(ModelConfig(name=str(tiny_model))).hf, tmp_path, 1, keep=2)
+    path = weights_folder(tmp_path, 1) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+    async def run(url: str) -> int:
+        client = HttpInferenceClient(url)
+
+        async def never(version: int) -> None:
+            pytest.fail(f"version {version} is served")
+
+        try:
+            with pytest.raises(InferenceError) as refused:
+                await weights.follow_weights(path.parent.parent, client, never, lambda version: False)
+            assert re.fullmatch(
+                rf"no weights could be served in 3 tries; policy version 1: \S+ answered 400: {path} is not "
+                r"a readable weight file: .*; go on with --resume: a damaged file is made anew",
+                str(refused.value),
+            )
+            return (await client.health()).policy_version
+        finally:
+            await client.close()
+
+    with serving() as (url, _):
+        assert asyncio.run(run(url)) == 0
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(tmp_path, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = [
+            "--model.name",
+            "./no/such",
+            "--output-dir",
+            str(tmp_path),
+            "--inference.port",
+            str(port),
+        ]
+        assert main(["inference", *arguments]) == 2
+    assert capsys.readouterr().err == (
+        f"error: inference.port = {port} cannot be used on inference.host = 127.0.0.1 (Address already in "
+        "use); choose another port\n"
+    )

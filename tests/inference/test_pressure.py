@@ -1,0 +1,155 @@
+"""Clients that leave, crowd or dawdle: their slots go to others, and the server never grows without bound."""
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import httpx
+import pytest
+
+from pellucid.config import ModelConfig
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.engine import Engine, QueueFullError
+from pellucid.inference.engine_thread import EngineThread
+from pellucid.inference.protocol import GenerateRequest
+from pellucid.inference.server import MAX_BODY_BYTES
+from pellucid.ledger import Journal, Stage
+from pellucid.metrics import JsonlSink
+from pellucid.model import load_policy
+
+LONG = {"max_tokens": 4000, "temperature": 0}
+GENERATE = {"token_ids": [5, 6], "sampling_params": LONG}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], **LONG}
+ROUTES = {
+    "generate": ("/inference/v1/generate", GENERATE),
+    "generate_many": ("/inference/v1/generate_many", {"requests": [GENERATE] * 2}),
+    "completions": ("/v1/completions", {"prompt": "abc", **LONG}),
+    "completions, streamed": ("/v1/completions", {"prompt": "abc", "stream": True, **LONG}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat, streamed": ("/v1/chat/completions", {"stream": True, **CHAT}),
+}
+"""None of these ends within the test: greedy decoding of the untrained model never stops."""
+
+
+async def until(client, condition):
+    deadline = time.monotonic() + 20
+    while not condition(state := (await client.get("/health")).json()):
+        assert time.monotonic() < deadline, state
+        await asyncio.sleep(0.005)
+    return state
+
+
+async def leave(call):
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_client_that_leaves_frees_its_slots_and_its_place_in_the_queue(serving, route) -> None:
+    path, body = ROUTES[route]
+    size = len(body.get("requests", [body]))
+
+    async def run(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            running, queued = (asyncio.ensure_future(client.post(path, json=body)) for _ in range(2))
+            await until(
+                client, lambda state: state["waiting"] == 2 * size - 1 and state["sampled_tokens"] > 3
+            )
+            await leave(queued)
+            await until(client, lambda state: state["waiting"] == size - 1 and state["running"] == 1)
+            await leave(running)
+            return await until(client, lambda state: state["waiting"] == state["running"] == 0)
+
+    with serving(num_slots=1, max_length=4096) as (url, _):
+        state = asyncio.run(run(url))
+    assert state["delivered_tokens"] == 0
+    assert state["cancelled_tokens"] == state["sampled_tokens"] > 3
+
+
+def test_a_client_that_leaves_between_two_lines_frees_the_rest(serving) -> None:
+    short = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}
+
+    async def run(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            body = {"requests": [GENERATE, short, GENERATE]}
+            async with client.stream("POST", "/inference/v1/generate_many", json=body) as response:
+                line = await anext(response.aiter_lines())
+                assert '"index":1' in line
+                assert (await client.get("/health")).json()["running"] == 2
+            return await until(client, lambda state: state["running"] == 0)
+
+    with serving(max_length=4096) as (url, _):
+        state = asyncio.run(run(url))
+    assert state["delivered_tokens"] == 2
+    assert state["cancelled_tokens"] == state["sampled_tokens"] - 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_full_queue_refuses_and_says_when_to_come_back(serving, route) -> None:
+    path, body = ROUTES[route]
+    size = len(body.get("requests", [body]))
+
+    async def run(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            held = [asyncio.ensure_future(client.post(path, json=body)) for _ in range(2)]
+            await until(client, lambda state: state["waiting"] + state["running"] == 2 * size)
+            refused = await client.post(path, json=body)
+            for call in held:
+                await leave(call)
+            await until(client, lambda state: state["running"] == 0)
+            short = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
+            return refused, await client.post("/inference/v1/generate", json=short)
+
+    with serving(num_slots=1, max_queued=2 * size - 1, max_length=4096) as (url, _):
+        refused, served = asyncio.run(run(url))
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert f"{size} more requests do not fit: {2 * size} of {2 * size} are open" in refused.text
+    assert served.status_code == 200
+
+
+def test_an_answer_takes_room_until_it_is_read(tiny_model, tmp_path) -> None:
+    """Otherwise slow readers would pile up answers that nobody counts any more."""
+    engine = Engine(load_policy(ModelConfig(name=str(tiny_model))), num_slots=1, max_length=64, max_queued=1)
+    thread = EngineThread(
+        engine,
+        Journal(tmp_path / "inference.jsonl", Stage.INFERENCE),
+        JsonlSink(tmp_path / "metrics.jsonl"),
+        on_failure=lambda error: None,
+    )
+    asked = [GenerateRequest([5, 6], SamplingParams(max_tokens=4), Account())]
+
+    async def run():
+        async with aclosing(thread.generate(asked, tokens=True)) as slow:
+            async with aclosing(thread.generate(asked, tokens=True)) as slower:
+                await anext(slow)
+                await anext(slower)
+                while not engine.is_idle:
+                    await asyncio.sleep(0.001)
+                with pytest.raises(QueueFullError, match="1 more requests do not fit: 2 of 2 are open"):
+                    await anext(thread.generate(asked))
+            num_read = len([event async for event in slow])
+            return num_read, [event async for event in thread.generate(asked)]
+
+    thread.start()
+    try:
+        num_read, third = asyncio.run(run())
+    finally:
+        thread.stop()
+    assert num_read == 4  # three more tokens, and the end
+    assert [len(completion.token_ids) for _, completion in third] == [4]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*dict.fromkeys(path for path, _ in ROUTES.values()), "/update_weights", "/abort"],
+)
+def test_every_route_refuses_what_it_cannot_read(serving, path) -> None:
+    with serving() as (url, _):
+        for body in (b"", b"not json", b"[]", b"{}", b'{"a": \xff}', b"[" * 100_000):
+            answer = httpx.post(url + path, content=body)
+            assert answer.status_code == 400, body[:20]
+            assert answer.json()["error"]["message"]
+        large = httpx.post(url + path, content=b" " * (MAX_BODY_BYTES + 1))
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
+        assert httpx.get(f"{url}/health").json()["status"] == "ok"

@@ -1,0 +1,223 @@
+"""Several ranks in one process: together they train, count and book what a single one does."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from pellucid.config import TrainerRunConfig
+from pellucid.data import TokenTable, TrainingSample
+from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
+from pellucid.trainer.entry import build_run
+from pellucid.trainer.ranks import Ranks
+
+
+def sample(index, *, mode="rl", run="one", env="a", prompt=3, completion=4, group="") -> TrainingSample:
+    """Deterministic tokens; the logprobs of some are far from the model's, so that they are masked."""
+    ids = [5 + (7 * index + 3 * position) % 90 for position in range(completion)]
+    common = [5 + (len(group) + position) % 90 for position in range(prompt)]
+    return TrainingSample.from_turn(
+        common,
+        ids,
+        [-0.1 if position % 3 == 0 else -4.5 for position in range(completion)],
+        completion_mask=[position % 4 != 3 for position in range(completion)],
+        env_name=env,
+        run_id=run,
+        group_id=group,
+        sample_id=str(index),
+        training_mode=mode,
+        advantage=1.0 if index % 2 else -1.0,
+        teacher_logprobs=[-2.0] * (prompt + completion) if mode == "opd" else None,
+    )
+
+
+def mixed_batch() -> TokenTable:
+    """Two runs, three environments, two modes, a group, a sample of one token and one that is truncated."""
+    alone = TrainingSample.build(
+        token_ids=[9],
+        loss_mask=[False],
+        sampled=[False],
+        inference_logprobs=[],
+        policy_versions=[],
+        env_name="a",
+        run_id="one",
+    )
+    return TokenTable.from_samples(
+        [
+            *(sample(index, completion=2 + 3 * index) for index in range(8)),
+            *(sample(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(4)),
+            *(sample(30 + index, run="two", env="a", completion=5) for index in range(3)),
+            *(sample(40 + index, mode="opd", env="c", completion=6) for index in range(2)),
+            sample(50, env="b", completion=60),
+            alone,
+        ]
+    )
+
+
+def settings(model, folder, **trainer) -> TrainerRunConfig:
+    return TrainerRunConfig.model_validate(
+        {
+            "output_dir": folder,
+            "seq_len": 48,
+            "model": {"name": str(model)},
+            "trainer": {"threads": 1, **trainer},
+        }
+    )
+
+
+class Trained:
+    """One step of `num_ranks` ranks that share a model, so that its gradient is the sum of theirs."""
+
+    def __init__(self, config, table, num_ranks) -> None:
+        run = build_run(config, batches=None, journal=None, sinks=[])
+        self.micro_batches, observers, metrics = [], [], []
+        for rank in range(num_ranks):
+            run.ranks = Ranks(rank, num_ranks)
+            batch = run.pack(0, table)
+            observer = run.observer(batch)
+            for micro_batch in batch.micro_batches:
+                output = run.forward(micro_batch)
+                result = run.loss(micro_batch, output, batch.denominator)
+                result.loss.backward()
+                observer.add(micro_batch, output, result)
+                self.micro_batches.append(micro_batch.packed)
+            observers.append(observer)
+            metrics.append(observer.metrics())
+        self.gradients = {name: parameter.grad for name, parameter in run.policy.named_parameters()}
+        self.reports = [observer.report(metrics) for observer in observers]
+        self.books: dict[tuple[str, str], Counter[str]] = {}
+        for rank, observer in enumerate(observers):
+            path = config.output_dir / "ledger" / ("trainer.jsonl" if rank == 0 else f"trainer_{rank}.jsonl")
+            journal = Journal(path, Stage.TRAINER)
+            observer.write_ledger(journal)
+            journal.close(1)
+            for entry in read_journal(path):
+                self.books.setdefault((entry.run, entry.env), Counter()).update(entry.counts)
+        run.close()
+
+    @property
+    def report(self) -> dict[str, float]:
+        return self.reports[0]
+
+    def booked(self, what) -> int:
+        return sum(counts[what] for counts in self.books.values())
+
+
+@pytest.fixture(scope="module")
+def single(tiny_model, tmp_path_factory) -> Trained:
+    """All of it on one rank, in as few micro batches as there are kinds."""
+    trained = Trained(settings(tiny_model, tmp_path_factory.mktemp("single")), mixed_batch(), 1)
+    assert trained.booked("masked") > 0
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "trainer"),
+    [
+        (1, {"micro_batch_max_tokens": 16}),
+        (1, {"pad_to_multiple_of": 16}),
+        (2, {}),
+        (2, {"micro_batch_max_tokens": 2}),
+        (3, {"micro_batch_max_tokens": 24, "pad_to_multiple_of": 8}),
+        (4, {"share_prompts": False, "pad_to_multiple_of": 4}),
+        (4, {"micro_batch_max_tokens": 40}),
+    ],
+)
+def test_ranks_add_up_to_one(tiny_model, tmp_path, single, num_ranks, trainer) -> None:
+    table = mixed_batch()
+    trained = Trained(settings(tiny_model, tmp_path, **trainer), table, num_ranks)
+
+    scale = max(gradient.abs().max() for gradient in single.gradients.values())
+    for name, gradient in single.gradients.items():
+        assert (gradient - trained.gradients[name]).abs().max() <= 1e-5 * scale, name
+
+    # Global metrics are the same on every rank, and those of one rank; only how it was packed may differ.
+    packing = {"tokens", "computed_tokens", "padding_tokens", "micro_batches", "oversized_samples"}
+    packing |= {"max_micro_batch_tokens", "micro_batch_max_tokens"}
+    for name, value in single.report.items():
+        if name not in packing and not name.startswith("local/"):
+            assert trained.report[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    for report in trained.reports:
+        assert {n: v for n, v in report.items() if not n.startswith("local/")} == {
+            n: v for n, v in trained.report.items() if not n.startswith("local/")
+        }
+    for name in ("tokens", "computed_tokens", "trained_tokens", "loss_tokens", "samples", "micro_batches"):
+        assert sum(report[f"local/{name}"] for report in trained.reports) == trained.report[name]
+    assert len({report["local/micro_batches"] for report in trained.reports}) == 1
+
+    # What was really packed.
+    report, counts = trained.report, [part.counts for part in trained.micro_batches]
+    assert report["samples"] == table.num_sequences
+    assert report["tokens"] == sum(count.tokens for count in counts)
+    assert report["truncated_tokens"] == 63 - 48
+    assert report["max_micro_batch_tokens"] == max(count.tokens for count in counts)
+    assert report["tokens"] - report["padding_tokens"] == table.num_tokens - report["truncated_tokens"]
+
+    # The books agree with the metrics to the token, and with those of one rank in every account.
+    assert trained.booked("computed") == report["computed_tokens"]
+    assert trained.booked("padding") == report["padding_tokens"]
+    assert trained.booked("trained") == report["trained_tokens"]
+    assert trained.booked("truncated") == report["truncated_tokens"]
+    assert trained.booked("computed") + trained.booked("saved") == report["tokens"]
+    for account, expected in single.books.items():
+        found = trained.books[account]
+        for what in ("received", "truncated", "untrainable", "masked", "trained", "context"):
+            assert found[what] == expected[what], (account, what)
+    for counts in trained.books.values():
+        states = sum(counts[what] for what in ("trained", "masked", "untrainable", "context", "padding"))
+        assert counts["computed"] + counts["saved"] == states
+
+
+def test_the_ledger_balances_with_padding_and_dummies(tiny_model, tmp_path) -> None:
+    """Three ranks, each with a journal of its own, after an engine and an orchestrator that lost nothing."""
+    table = mixed_batch()
+    trained = Trained(settings(tiny_model, tmp_path, pad_to_multiple_of=16), table, 3)
+    assert trained.booked("padding") > 0
+    engine = Journal(tmp_path / "ledger" / "inference.jsonl", Stage.INFERENCE)
+    orchestrator = Journal(tmp_path / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR)
+    for (run, env), counts in trained.books.items():
+        for journal, flows in ((engine, ("sampled", "delivered")), (orchestrator, ("received", "sent"))):
+            for flow in flows:
+                journal.count(run, env, Flow(flow), counts["received"])
+    engine.close(1)
+    orchestrator.close(1)
+    report = reconcile(tmp_path / "ledger")
+    assert report.verdict() == [
+        f"balanced: every one of the {table.num_sampled:,} sampled tokens is accounted for"
+    ]
+
+
+def test_masked_tokens_are_booked_to_the_run_that_they_belong_to(single) -> None:
+    """Environment `a` has tokens of two runs."""
+    masked = {account: counts["masked"] for account, counts in single.books.items()}
+    assert masked["one", "a"] > 0
+    assert masked["two", "a"] > 0
+    assert sum(masked.values()) == single.report["loss_tokens"] - single.report["trained_tokens"]
+
+
+def test_a_dummy_is_inert(tiny_model, tmp_path) -> None:
+    """Two opd samples on three ranks: the third computes one token of padding, with a gradient of zero."""
+    table = TokenTable.from_samples([sample(index, mode="opd") for index in range(2)])
+    run = build_run(settings(tiny_model, tmp_path), batches=None, journal=None, sinks=[])
+    run.ranks = Ranks(2, 3)
+    batch = run.pack(0, table)
+    observer = run.observer(batch)
+    (dummy,) = batch.micro_batches
+    output = run.forward(dummy)
+    result = run.loss(dummy, output, batch.denominator)
+    result.loss.backward()
+    observer.add(dummy, output, result)
+    run.close()
+    assert result.loss.item() == 0
+    assert all(torch.count_nonzero(parameter.grad) == 0 for parameter in run.policy.parameters())
+    report = observer.metrics().report()
+    assert (report["samples"], report["loss_tokens"], report["tokens"], report["padding_tokens"]) == (
+        0,
+        0,
+        1,
+        1,
+    )
+    journal = Journal(tmp_path / "trainer.jsonl", Stage.TRAINER)
+    observer.write_ledger(journal)
+    (entry,) = journal.totals()
+    assert (entry.run, entry.env, entry.counts) == ("one", "", {"padding": 1, "computed": 1})

@@ -1,0 +1,352 @@
+"""The ZMQ transport against peers that lose, lie or are strangers."""
+
+import time
+from contextlib import closing, contextmanager, suppress
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from pydantic import TypeAdapter, ValidationError
+
+from pellucid.config import TransportConfig, ZmqTransportConfig
+from pellucid.config.transport import is_loopback
+from pellucid.data import TokenTable, TrainingSample
+from pellucid.errors import ConfigError, TransportError
+from pellucid.transport import Batch, Limits, encode_batch, open_receiver, open_sender
+from pellucid.transport.keys import KeyPair, allowed_keys, make_keys, own_keys, trainer_key
+from pellucid.transport.spool import Spool
+from pellucid.transport.wire import PREAMBLE
+from pellucid.transport.zmq_messages import (
+    Delivery,
+    Offer,
+    Refused,
+    Stored,
+    Taken,
+    Want,
+    encode,
+    for_receiver,
+    for_sender,
+)
+from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
+from pellucid.transport.zmq_sender import ZmqSender
+
+PATIENCE_MS = 20_000
+LIMITS = Limits(max_bytes=100_000)
+
+
+def payload(step: int = 0) -> bytes:
+    sample = TrainingSample.from_turn([5, 6], [9, step], [-0.1, -0.7], env_name="a")
+    return encode_batch(Batch("run", step, TokenTable.from_samples([sample])))
+
+
+def checksum_of(data: bytes) -> int:
+    return PREAMBLE.unpack_from(data)[3]
+
+
+@pytest.fixture
+def inbox(tmp_path):
+    spool = Spool(tmp_path, LIMITS)
+    with closing(Inbox("tcp://127.0.0.1:*", {"run": spool}, hwm=2, limits=LIMITS)) as made:
+        yield made
+
+
+@contextmanager
+def stranger(address: str, **keys):
+    """A plain socket that can say anything."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        for name, key in keys.items():
+            setattr(socket, f"curve_{name}", key)
+        socket.connect(address)
+        yield socket
+
+
+def answer(socket, timeout_ms: int = PATIENCE_MS):
+    assert socket.poll(timeout_ms), "no answer"
+    return for_sender(socket.recv())
+
+
+def wait_until(condition) -> None:
+    for _ in range(PATIENCE_MS // 10):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def test_the_conversation(inbox, tmp_path) -> None:
+    data = payload()
+    offer = Offer("run", 0, len(data), checksum_of(data), 0)
+    receiver = ZmqReceiver(inbox, "run", Spool(tmp_path, LIMITS))
+    with stranger(inbox.address) as peer:
+        peer.send(encode(offer))
+        assert not peer.poll(100), "nobody waits for a step yet"
+        inbox.expect("run", 0)
+        peer.send(encode(offer))
+        assert [answer(peer), answer(peer)] == [Taken("run", 0), Want("run", 0, 1)]
+        peer.send_multipart([encode(Delivery("run", 0)), data])
+        assert answer(peer) == Stored("run", 0)
+        peer.send(encode(offer))
+        assert answer(peer) == Stored("run", 0)
+        assert receiver.receive(0).step == 0
+        wait_until(lambda: answer(peer) == Taken("run", 1))
+        peer.send(encode(offer))
+        assert answer(peer) == Taken("run", 1)
+
+
+def test_a_batch_that_got_lost_is_asked_for_again(inbox) -> None:
+    data = payload()
+    inbox.expect("run", 0)
+    with stranger(inbox.address) as peer:
+        for num_sent in (0, 1):
+            peer.send(encode(Offer("run", 0, len(data), checksum_of(data), num_sent)))
+            assert answer(peer) == Want("run", 0, num_sent + 1)
+
+
+def test_another_batch_of_the_same_step_replaces_the_first(inbox, tmp_path) -> None:
+    """A resumed orchestrator may have sampled anew."""
+    inbox.expect("run", 0)
+    other = encode_batch(
+        Batch("run", 0, TokenTable.from_samples([TrainingSample.from_turn([1], [2], [-1.0], env_name="b")]))
+    )
+    with stranger(inbox.address) as peer:
+        for data in (payload(), other):
+            peer.send(encode(Offer("run", 0, len(data), checksum_of(data), 0)))
+            assert answer(peer) == Want("run", 0, 1)
+            peer.send_multipart([encode(Delivery("run", 0)), data])
+            assert answer(peer) == Stored("run", 0)
+    assert Spool(tmp_path).read(0).table["token_ids"].tolist() == [1, 2]
+
+
+def test_a_full_spool_takes_only_what_the_trainer_waits_for(inbox) -> None:
+    inbox.expect("run", 0)
+    with stranger(inbox.address) as peer:
+        for step in (1, 2):
+            data = payload(step)
+            peer.send(encode(Offer("run", step, len(data), checksum_of(data), 0)))
+            assert answer(peer) == Want("run", step, 1)
+            peer.send_multipart([encode(Delivery("run", step)), data])
+            assert answer(peer) == Stored("run", step)
+        for step in (3, 0):
+            data = payload(step)
+            peer.send(encode(Offer("run", step, len(data), checksum_of(data), 0)))
+        assert answer(peer) == Want("run", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b"noise"], "not a message of this protocol"),
+        ([b""], "not a message of this protocol"),
+        ([bytes(5000)], "too long"),
+        ([encode(Stored("run", 0))], "not a message of this protocol"),
+        ([encode(Delivery("run", 0)), payload()], "nobody asked for"),
+        ([encode(Delivery("run", 0))], "1 frames"),
+        ([encode(Offer("run", 0, 100, 1, 0)), b"x"], "2 frames"),
+        ([encode(Offer("stray", 0, 100, 1, 0))], "run 'stray' is not trained here"),
+        ([encode(Offer("run", 0, 100_001, 1, 0))], "an offer of 100001 bytes; at most 100000 are taken"),
+        ([encode(Offer("run", 0, 1 << 60, 1, 0))], "at most 100000 are taken"),
+        ([encode(Offer("run", 0, 100, 1, 0, 99))], "protocol 99; this pellucid speaks 1"),
+    ],
+)
+def test_whatever_a_stranger_says_is_refused_and_counted(inbox, frames, reason, caplog) -> None:
+    inbox.expect("run", 0)
+    with stranger(inbox.address) as peer:
+        peer.send_multipart(frames)
+        wait_until(lambda: inbox.num_rejected == 1)
+        assert "payload from tcp://127.0.0.1" in caplog.text and reason in caplog.text
+        data = payload()
+        peer.send(encode(Offer("run", 0, len(data), checksum_of(data), 0)))
+        wait_until(lambda: isinstance(answer(peer), Want))
+
+
+def test_a_frame_beyond_the_limit_ends_the_connection_and_nothing_else(inbox) -> None:
+    inbox.expect("run", 0)
+    data = payload()
+    with stranger(inbox.address) as peer, stranger(inbox.address) as other:
+        peer.send(bytes(200_000))
+        other.send(encode(Offer("run", 0, len(data), checksum_of(data), 0)))
+        assert answer(other) == Want("run", 0, 1)
+
+
+def test_noise_does_not_stop_the_inbox(inbox) -> None:
+    generator = np.random.default_rng(0)
+    inbox.expect("run", 0)
+    good = [encode(Offer("run", 0, 500, 1, 0)), encode(Delivery("run", 0)), payload()]
+    with stranger(inbox.address) as peer:
+        for _ in range(500):
+            frames = [bytearray(good[index]) for index in generator.integers(0, 3, generator.integers(1, 4))]
+            for frame in frames:
+                frame[generator.integers(len(frame))] ^= 1 << generator.integers(8)
+            peer.send_multipart(frames)
+            while peer.poll(0):
+                peer.recv()
+        data = payload()
+        peer.send(encode(Offer("run", 0, len(data), checksum_of(data), 7)))
+        wait_until(lambda: answer(peer) == Want("run", 0, 8))
+    assert inbox.num_rejected > 300
+
+
+@contextmanager
+def fake_trainer():
+    """A trainer that answers as a test wants it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        yield socket, f"tcp://127.0.0.1:{port}"
+
+
+def hear(socket):
+    assert socket.poll(PATIENCE_MS), "nothing was said"
+    peer, head, *rest = socket.recv_multipart()
+    return peer, for_receiver(head), rest
+
+
+def test_the_sender_repeats_until_it_is_heard() -> None:
+    data = payload()
+    with fake_trainer() as (trainer, address):
+        sender = ZmqSender(address, "run", hwm=2, max_bytes=100_000)
+        sender.send(0, data)
+        _, first, _ = hear(trainer)
+        peer, again, _ = hear(trainer)
+        assert first == again == Offer("run", 0, len(data), checksum_of(data), 0)
+        trainer.send_multipart([peer, encode(Want("run", 0, 1))])
+        while isinstance((said := hear(trainer))[1], Offer):
+            pass
+        assert said[1:] == (Delivery("run", 0), [data])
+        # It was lost, let us say. A late answer to the first offer changes nothing; one to the next does.
+        trainer.send_multipart([peer, encode(Want("run", 0, 1))])
+        _, offer, _ = hear(trainer)
+        assert offer == Offer("run", 0, len(data), checksum_of(data), 1)
+        trainer.send_multipart([peer, encode(Want("run", 0, 2))])
+        while isinstance((said := hear(trainer))[1], Offer):
+            pass
+        assert said[1:] == (Delivery("run", 0), [data])
+        trainer.send_multipart([peer, b"noise"])
+        trainer.send_multipart([peer, encode(Stored("run", 0))])
+        sender.close()
+
+
+def test_a_batch_that_the_trainer_lost_after_storing_it_is_an_error() -> None:
+    with fake_trainer() as (trainer, address):
+        sender = ZmqSender(address, "run", hwm=2, max_bytes=100_000)
+        sender.send(0, payload())
+        peer, _, _ = hear(trainer)
+        trainer.send_multipart([peer, encode(Stored("run", 0))])
+        trainer.send_multipart([peer, encode(Want("run", 0, 1))])
+        with pytest.raises(TransportError, match="lost the batch of step 0 after storing it"):
+            while True:
+                sender.check()
+        with pytest.raises(TransportError, match="lost the batch"):
+            sender.close()
+
+
+def test_closing_tells_what_never_arrived() -> None:
+    with fake_trainer() as (_, address):
+        sender = ZmqSender(address, "run", hwm=2, max_bytes=100_000, close_within_s=0.1)
+        sender.send(3, payload(3))
+        with pytest.raises(TransportError, match=r"did not store the batch of step 3 within 0.1 s"):
+            sender.close()
+
+
+def test_only_holders_of_a_known_key_are_let_in(tmp_path, caplog) -> None:
+    make_keys(tmp_path / "keys")
+    keys, server = own_keys(tmp_path / "keys", "orchestrator"), trainer_key(tmp_path / "keys")
+    inbox = Inbox(
+        "tcp://127.0.0.1:*",
+        {"run": Spool(tmp_path)},
+        hwm=2,
+        limits=LIMITS,
+        keys=own_keys(tmp_path / "keys", "trainer"),
+        allowed_keys=allowed_keys(tmp_path / "keys"),
+    )
+    data = payload()
+    offer = encode(Offer("run", 0, len(data), checksum_of(data), 0))
+    with closing(inbox):
+        inbox.expect("run", 0)
+        foreign = KeyPair(*zmq.curve_keypair())
+        with (
+            stranger(inbox.address) as without,
+            stranger(
+                inbox.address, serverkey=server, publickey=foreign.public, secretkey=foreign.secret
+            ) as other,
+        ):
+            for peer in (without, other):
+                with suppress(zmq.Again):  # it was shut out already
+                    peer.send(offer, zmq.NOBLOCK)
+            wait_until(lambda: inbox.num_rejected >= 1)
+            assert not without.poll(200) and not other.poll(0)
+        assert "payload from tcp://127.0.0.1, byte 0: a key that is not in transport.keys" in caplog.text
+        sender = ZmqSender(inbox.address, "run", hwm=2, max_bytes=100_000, keys=keys, trainer_key=server)
+        sender.send(0, data)
+        assert ZmqReceiver(inbox, "run", Spool(tmp_path)).receive(0).step == 0
+        sender.close()
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_an_orchestrator_that_is_not_let_in_is_told(tmp_path, has_keys) -> None:
+    make_keys(tmp_path / "keys")
+    own, server = own_keys(tmp_path / "keys", "trainer"), trainer_key(tmp_path / "keys")
+    inbox = Inbox("tcp://127.0.0.1:*", {"run": Spool(tmp_path)}, hwm=2, limits=LIMITS, keys=own)
+    with closing(inbox):
+        keys = KeyPair(*zmq.curve_keypair()) if has_keys else None
+        sender = ZmqSender(inbox.address, "run", hwm=2, max_bytes=9999, keys=keys, trainer_key=server)
+        with pytest.raises(TransportError, match="does not let this orchestrator in"):
+            sender.send(0, payload())  # if it knows already
+            sender.close()
+        with suppress(TransportError):
+            sender.close()
+
+
+def settings(**values) -> ZmqTransportConfig:
+    return TypeAdapter(TransportConfig).validate_python({"type": "zmq", **values})
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *[("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True)],
+        *[("0.0.0.0", False), ("10.0.0.5", False), ("trainer-host", False), ("::", False)],
+    ],
+)
+def test_beyond_loopback_keys_are_needed(host, expected, tmp_path) -> None:
+    assert is_loopback(host) is expected
+    assert settings(host=host, keys=tmp_path).keys == tmp_path
+    if expected:
+        assert settings(host=host).keys is None
+    else:
+        with pytest.raises(ValidationError, match=f"transport.host = {host} .* transport.keys is not set"):
+            settings(host=host)
+
+
+def test_the_defaults_stay_on_this_machine() -> None:
+    assert (settings().host, settings().hwm) == ("127.0.0.1", 8)
+
+
+def test_opened_as_configured(tmp_path) -> None:
+    make_keys(tmp_path / "keys")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1")
+    config = settings(port=port, keys=tmp_path / "keys", hwm=3)
+    receiver = open_receiver(config, tmp_path, "run", vocab_size=8)
+    sender = open_sender(config, tmp_path, "run")
+    with pytest.raises(TransportError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
+        open_receiver(config, tmp_path, "run")
+    try:
+        receiver._inbox.expect("run", 0)
+        sender.send(0, payload())
+        with pytest.raises(TransportError, match="holds 9; the vocabulary has 8 tokens"):
+            sender.close()
+        assert receiver.num_rejected == 1
+    finally:
+        receiver.close()
+    with pytest.raises(ConfigError, match="transport.port = 0 does not say where the trainer is"):
+        open_sender(settings(), tmp_path, "run")
+
+
+def test_messages_that_lack_a_field_are_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        for_receiver(msgspec.msgpack.encode(["offer", "run", 1]))
+    refused = Refused("run", 3, 40, "why", True)
+    assert for_sender(encode(refused)) == refused
