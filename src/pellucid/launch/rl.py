@@ -11,7 +11,9 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +27,7 @@ from pellucid.config import (
     ZmqTransportConfig,
 )
 from pellucid.config.save import save
+from pellucid.data.files import append_whole
 from pellucid.errors import ConfigError, LedgerError
 from pellucid.launch.console import RL_COLUMNS, PlainView, View, make_console, open_view
 from pellucid.launch.follow import JsonlFollower, Record, StepJoin
@@ -152,14 +155,20 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
     log_path = config.output_dir / "logs" / "rl.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        log = stack.enter_context(log_path.open("w", buffering=1, encoding="utf-8"))
+        log = stack.enter_context(log_path.open("wb", buffering=0))
         view = stack.enter_context(closing(open_view(RL_COLUMNS, config.max_steps - start, console)))
-        in_log = PlainView(RL_COLUMNS, lambda line: print(line, file=log))
+        in_log = PlainView(RL_COLUMNS, partial(_log_line, log))
         progress = StepProgress(config.output_dir / "metrics", [view, in_log], start)
         # Whatever ends the run, the steps written until then are shown.
         stack.callback(progress.update)
         supervise(children, on_tick=progress.update, say=console.out)
     return progress
+
+
+def _log_line(log: FileIO, line: str) -> None:
+    """On a full disk the line is gone: what ends such a run is the process whose record cannot be written."""
+    with suppress(OSError):
+        append_whole(log, f"{line}\n".encode())
 
 
 class StepProgress:
