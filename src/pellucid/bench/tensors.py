@@ -75,9 +75,7 @@ def _tensors(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         columns["positions"] += range(num_prompt + num_completion)
         columns["token_ids"] += sample["prompt_ids"] + sample["completion_ids"]
         columns["loss_mask"] += sample["prompt_mask"] + sample["completion_mask"]
-        columns["sampled"] += [False] * num_prompt + [True] * num_completion
         columns["inference_logprobs"] += [0.0] * num_prompt + sample["completion_logprobs"]
-        columns["policy_versions"] += [-1] * num_prompt + sample["policy_versions"]
         columns["temperatures"] += [sample["temperature"]] * (num_prompt + num_completion)
         columns["advantages"] += [sample["advantage"]] * (num_prompt + num_completion)
     return {name: torch.tensor(values, dtype=_DTYPES[name]) for name, values in columns.items()}
@@ -87,9 +85,7 @@ _DTYPES = {
     "positions": torch.int64,
     "token_ids": torch.int64,
     "loss_mask": torch.bool,
-    "sampled": torch.bool,
     "inference_logprobs": torch.float32,
-    "policy_versions": torch.int32,
     "temperatures": torch.float32,
     "advantages": torch.float32,
 }

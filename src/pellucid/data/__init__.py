@@ -3,12 +3,13 @@
 from pellucid.data.columns import COLUMNS, Column, Stored, TrainingMode
 from pellucid.data.list_payload import read_list_payload
 from pellucid.data.packed import PackedArray
-from pellucid.data.rollout import Completion, Example, Rollout, Turn
+from pellucid.data.rollout import NOT_OURS, Completion, Example, Rollout, Turn
 from pellucid.data.sample import TrainingSample
 from pellucid.data.table import TokenTable
 
 __all__ = [
     "COLUMNS",
+    "NOT_OURS",
     "Column",
     "Completion",
     "Example",

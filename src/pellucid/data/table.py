@@ -141,11 +141,8 @@ class TokenTable:
 
     def positions(self) -> Integers:
         """The position of each token in its sequence."""
-        positions = np.empty(self.num_tokens, np.int64)
         longest = np.arange(self.lengths.max(initial=0))
-        for start, length in zip(self.token_offsets[:-1].tolist(), self.lengths.tolist(), strict=True):
-            positions[start : start + length] = longest[:length]
-        return positions
+        return np.concatenate([longest[:0], *(longest[:length] for length in self.lengths.tolist())])
 
     def select(self, indices: Sequence[int] | Integers) -> "TokenTable":
         """These sequences, in this order."""

@@ -12,9 +12,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pellucid.data.columns import COLUMNS, Stored
+from pellucid.data.columns import COLUMNS
 from pellucid.data.rows import ValueRows
 from pellucid.data.table import TokenTable
+
+
+READ = (
+    "token_ids",
+    "loss_mask",
+    "inference_logprobs",
+    "temperatures",
+    "advantages",
+    "teacher_logprobs",
+    "routed_experts",
+    "mm_token_types",
+)
+"""The columns that become tensors. The others are for the books, which read the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +46,8 @@ class TokenTensors:
 def to_tensors(table: TokenTable, device: torch.device) -> TokenTensors:
     columns = {
         name: _tensor(_dense(table, name), device)
-        for name, column in COLUMNS.items()
-        if column.stored is not Stored.SEQUENCES and (table.has(name) or column.stand_in is not None)
+        for name in READ
+        if table.has(name) or COLUMNS[name].stand_in is not None
     }
     return TokenTensors(table.lengths.tolist(), _tensor(table.positions(), device), columns)
 
