@@ -38,7 +38,7 @@ def fastest_s(work: Callable[[], object], repeats: int = 5) -> float:
 def fastest_each_s(works: Sequence[Callable[[], object]], repeats: int = 5) -> list[float]:
     """The same for several, taking turns: a machine that is busy for a while is busy for all of them.
 
-    Short work is run again while its turn lasts: its first run pays for the caches that the one before it filled.
+    Short work is run again while its turn lasts: its first run pays for the caches that another one filled.
     """
     fastest = [float("inf")] * len(works)
     for _ in range(repeats):

@@ -82,8 +82,8 @@ def _tensors(samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 _DTYPES = {
-    "positions": torch.int64,
-    "token_ids": torch.int64,
+    "positions": torch.int32,
+    "token_ids": torch.int32,
     "loss_mask": torch.bool,
     "inference_logprobs": torch.float32,
     "temperatures": torch.float32,

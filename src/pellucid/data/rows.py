@@ -68,11 +68,7 @@ class ValueRows(Rows):
         return [piece for row in self.pieces() for piece in row]
 
     def _inflate(self) -> NDArray[Any]:
-        return self.joined(self.dtype)
-
-    def joined(self, dtype: Any) -> NDArray[Any]:
-        """All rows in another dtype, converted while they are copied."""
-        return np.concatenate([self.empty, *self.all_pieces()], dtype=dtype)
+        return np.concatenate([self.empty, *self.all_pieces()])
 
     def select(self, rows: Integers, lengths: Integers | None = None) -> "ValueRows":
         pieces = self.pieces(rows)
@@ -239,7 +235,7 @@ class SpanRows(MaskRows):
 
 
 class _SelectedSpanRows(SpanRows):
-    """Rows of another. Those of a micro batch are few, and read off lists faster than with array arithmetic."""
+    """Rows of another. A micro batch has few, which are read off lists faster than by array arithmetic."""
 
     def __init__(self, source: SpanRows, rows: Integers) -> None:
         self._source = source

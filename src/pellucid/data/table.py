@@ -139,9 +139,9 @@ class TokenTable:
     def has(self, name: str) -> bool:
         return name in self.columns
 
-    def positions(self) -> Integers:
+    def positions(self) -> NDArray[np.int32]:
         """The position of each token in its sequence."""
-        longest = np.arange(self.lengths.max(initial=0))
+        longest = np.arange(self.lengths.max(initial=0), dtype=np.int32)
         return np.concatenate([longest[:0], *(longest[:length] for length in self.lengths.tolist())])
 
     def select(self, indices: Sequence[int] | Integers) -> "TokenTable":

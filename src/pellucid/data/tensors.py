@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data.columns import COLUMNS
-from pellucid.data.rows import ValueRows
 from pellucid.data.table import TokenTable
-
 
 READ = (
     "token_ids",
@@ -53,12 +51,9 @@ def to_tensors(table: TokenTable, device: torch.device) -> TokenTensors:
 
 
 def _dense(table: TokenTable, name: str) -> NDArray[Any]:
-    """Ids as int64, the dtype of indices, converted while they are copied out of the batch."""
-    if COLUMNS[name].dtype is np.uint32:
-        rows = table.columns[name]
-        assert isinstance(rows, ValueRows)
-        return rows.joined(np.int64)
-    return table.dense(name)
+    """torch knows no index of type uint32; every vocabulary fits int32."""
+    dense = table.dense(name)
+    return dense.view(np.int32) if dense.dtype == np.uint32 else dense
 
 
 def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -44,7 +44,7 @@ class Policy(nn.Module):
         hidden = self.hidden(token_ids[computed][None], positions[computed][None], layout.plan)[0]
         predicted = layout.predicted
         logprobs = token_logprobs(self.logits(hidden[layout.predecessors]), temperatures[predicted])
-        chosen = logprobs.gather(-1, token_ids[predicted][:, None])[:, 0]
+        chosen = logprobs.gather(-1, token_ids[predicted].long()[:, None])[:, 0]
         first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
         return TokenOutput(
             first.logprobs.index_put((predicted,), chosen),
