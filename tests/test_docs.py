@@ -121,6 +121,7 @@ def test_the_loss(docs_modules) -> None:
         torch.tensor([False, True, True]),
         None,
         Ratios.of(logprobs, sampled),
+        [3],
     )
     record = loss_for(config)["rl"](inputs)
     assert record.token_loss.tolist() == pytest.approx([0.0, -1.5, -1.5])

@@ -173,11 +173,11 @@ def test_a_flag_keeps_the_variant_of_the_file(toml):
 
 
 def test_keys_of_the_variant_that_a_flag_replaced_are_refused(toml):
-    file = toml("[trainer.loss]\nkl_tau = 0.5\n")
+    file = toml("[trainer.loss]\nadv_tau = 0.5\n")
     assert trainer_problems(
         "@", file, "--trainer.loss.type", "custom", "--trainer.loss.import-path", "a:b"
     ) == [
-        "trainer.loss.kl_tau = 0.5: belongs to trainer.loss.type = 'dppo', not 'custom'; "
+        "trainer.loss.adv_tau = 0.5: belongs to trainer.loss.type = 'dppo', not 'custom'; "
         "remove it or change the type"
     ]
 
@@ -209,7 +209,10 @@ def test_an_at_sign_does_not_swallow_a_flag():
         (["--trainer.optim.lr", "0"], "trainer.optim.lr = '0': should be greater than 0"),
         (["--seed", "1.5"], "seed = '1.5': should be a valid integer"),
         (["--model.dtype", "fp8"], "model.dtype = 'fp8': should be 'auto', 'float32' or 'bfloat16'"),
-        (["--trainer.loss.type", "dpo"], "trainer.loss.type = 'dpo': should be 'custom' or 'dppo'"),
+        (
+            ["--trainer.loss.type", "dpo"],
+            "trainer.loss.type = 'dpo': should be 'custom' or 'ppo_clip' or 'cispo' or 'gspo' or 'icepop' or 'tis' or 'dppo'",
+        ),
         (
             ["--trainer.loss.type", "custom"],
             "trainer.loss.import_path is missing; set it in a file or with --trainer.loss.import-path",
@@ -384,7 +387,7 @@ def test_help_shows_the_default_of_a_tagged_union(capsys):
     with pytest.raises(SystemExit):
         parse(TrainerRunConfig, ["--help"], prog="pellucid trainer")
     text = " ".join(capsys.readouterr().out.split())
-    assert "--trainer.loss.type {custom,dppo} `dppo`: DPPO + KL" in text
+    assert "--trainer.loss.type {cispo,custom,dppo,gspo,icepop,ppo_clip,tis} `dppo`: DPPO + KL" in text
     assert "a function of your own. (default: dppo)" in text
 
 

@@ -24,6 +24,7 @@ def inputs_of(case, logprobs: torch.Tensor) -> LossInputs:
         loss_mask=torch.tensor(values["loss_mask"]),
         teacher_logprobs=None if teacher is None else torch.tensor(teacher),
         ratios=Ratios.of(logprobs, inference),
+        lengths=[len(logprobs)],
     )
 
 
@@ -62,7 +63,13 @@ def test_opd(case) -> None:
     if "raises" in case:
         logprobs = torch.zeros(2)
         inputs = LossInputs(
-            logprobs, logprobs, logprobs, torch.tensor([False, True]), None, Ratios.of(logprobs, logprobs)
+            logprobs,
+            logprobs,
+            logprobs,
+            torch.tensor([False, True]),
+            None,
+            Ratios.of(logprobs, logprobs),
+            [2],
         )
         with pytest.raises(DataError, match="opd samples need teacher_logprobs"):
             opd_loss(inputs)
@@ -85,6 +92,7 @@ def test_packed_sequences_share_one_sum(case) -> None:
         loss_mask=torch.tensor(list(chain(*values["loss_mask"]))),
         teacher_logprobs=None,
         ratios=Ratios.of(logprobs, inference),
+        lengths=lengths,
     )
     record = dppo_loss(inputs, DppoLossConfig(**case["config"]))
     loss = record.token_loss.sum() / values["loss_scale"]

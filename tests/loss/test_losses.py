@@ -13,8 +13,18 @@ from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 def inputs(trainer, inference, advantages, mask) -> LossInputs:
     logprobs = torch.tensor([math.log(p) for p in trainer], requires_grad=True)
     sampled = torch.tensor([math.log(p) for p in inference])
+    return given_logprobs(logprobs, sampled, advantages, mask)
+
+
+def given_logprobs(logprobs, sampled, advantages, mask, lengths=None) -> LossInputs:
     return LossInputs(
-        logprobs, sampled, torch.tensor(advantages), torch.tensor(mask), None, Ratios.of(logprobs, sampled)
+        logprobs,
+        sampled,
+        torch.as_tensor(advantages),
+        torch.tensor(mask),
+        None,
+        Ratios.of(logprobs, sampled),
+        lengths or [len(logprobs)],
     )
 
 
@@ -47,9 +57,7 @@ def test_the_kl_term_covers_masked_tokens_too() -> None:
 def test_nothing_outside_the_mask_can_overflow_into_the_gradient() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     sampled = torch.tensor([-1e30, -1.0])
-    given = LossInputs(
-        logprobs, sampled, torch.ones(2), torch.tensor([False, True]), None, Ratios.of(logprobs, sampled)
-    )
+    given = given_logprobs(logprobs, sampled, [1.0, 1.0], [False, True])
     dppo_loss(given, DppoLossConfig()).token_loss.sum().backward()
     assert logprobs.grad.tolist() == [0.0, -1.0]
 
@@ -57,9 +65,7 @@ def test_nothing_outside_the_mask_can_overflow_into_the_gradient() -> None:
 def test_a_masked_token_with_a_huge_ratio_does_not_make_the_loss_nan() -> None:
     logprobs = torch.tensor([-1.0, -0.1], requires_grad=True)
     sampled = torch.tensor([-1.0, -100.0])
-    given = LossInputs(
-        logprobs, sampled, torch.ones(2), torch.tensor([False, True]), None, Ratios.of(logprobs, sampled)
-    )
+    given = given_logprobs(logprobs, sampled, [1.0, 1.0], [False, True])
     record = dppo_loss(given, DppoLossConfig(kl_tau=0.5))
     record.token_loss.sum().backward()
     assert record.is_masked.tolist() == [False, True]

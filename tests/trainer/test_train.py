@@ -91,6 +91,13 @@ def gradients(settings, table) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in run.policy.named_parameters()}
 
 
+def assert_equal_gradients(expected, found, tolerance=1e-5) -> None:
+    """Relative to the largest gradient of all."""
+    scale = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (gradient - found[name]).abs().max() <= tolerance * scale, name
+
+
 def test_the_gradient_does_not_depend_on_sharing_prompts(tiny_model, tmp_path) -> None:
     """Groups of four with a common prompt, and two samples without one."""
     samples = rollouts(tiny_model, count=14, group_size=4)
@@ -99,10 +106,7 @@ def test_the_gradient_does_not_depend_on_sharing_prompts(tiny_model, tmp_path) -
     for share in (False, True):
         trainer = {"threads": 1, "share_prompts": share}
         results.append(gradients(config(tiny_model, tmp_path / str(share), trainer=trainer), table))
-    plain, shared = results
-    scale = max(gradient.abs().max() for gradient in plain.values())
-    for name, gradient in plain.items():
-        assert (gradient - shared[name]).abs().max() <= 1e-6 * scale, name
+    assert_equal_gradients(*results, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("cap", [128, 64, 2])
@@ -110,10 +114,43 @@ def test_the_gradient_does_not_depend_on_packing(tiny_model, tmp_path, cap) -> N
     table = TokenTable.from_samples(rollouts(tiny_model))
     whole = gradients(config(tiny_model, tmp_path / "whole"), table)
     trainer = {"threads": 1, "micro_batch_max_tokens": cap}
-    cut = gradients(config(tiny_model, tmp_path / "cut", trainer=trainer), table)
-    scale = max(gradient.abs().max() for gradient in whole.values())
-    for name, gradient in whole.items():
-        assert (gradient - cut[name]).abs().max() <= 1e-5 * scale, name
+    assert_equal_gradients(whole, gradients(config(tiny_model, tmp_path / "cut", trainer=trainer), table))
+
+
+LOSSES = [
+    {"type": "dppo", "reduction": "sequence"},
+    {"type": "ppo_clip", "reduction": "group"},
+    {"type": "cispo"},
+    {"type": "gspo"},
+    {"type": "icepop"},
+    {"type": "tis", "reduction": "sequence"},
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss["type"])
+def test_no_loss_depends_on_packing(tiny_model, tmp_path, loss) -> None:
+    table = TokenTable.from_samples(rollouts(tiny_model, group_size=3))
+    results = []
+    for cap in (256, 48):
+        trainer = {"threads": 1, "micro_batch_max_tokens": cap, "loss": loss}
+        results.append(gradients(config(tiny_model, tmp_path / str(cap), trainer=trainer), table))
+    assert_equal_gradients(*results)
+
+
+@pytest.mark.parametrize(("reduction", "size"), [("sequence", 1), ("group", 3)])
+def test_a_mean_over_units_is_the_mean_of_their_own_gradients(tiny_model, tmp_path, reduction, size) -> None:
+    samples = rollouts(tiny_model, group_size=3)
+    trainer = {"threads": 1, "loss": {"type": "dppo", "reduction": reduction}}
+    whole = gradients(
+        config(tiny_model, tmp_path / "whole", trainer=trainer), TokenTable.from_samples(samples)
+    )
+    units = [samples[start : start + size] for start in range(0, len(samples), size)]
+    alone = [
+        gradients(config(tiny_model, tmp_path / f"{index}"), TokenTable.from_samples(unit))
+        for index, unit in enumerate(units)
+    ]
+    mean = {name: torch.stack([each[name] for each in alone]).mean(0) for name in whole}
+    assert_equal_gradients(mean, whole)
 
 
 def test_the_gradient_is_the_mean_over_trainable_tokens(tiny_model, tmp_path) -> None:

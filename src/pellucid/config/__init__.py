@@ -15,6 +15,17 @@ from pellucid.config.commands import (
 )
 from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
+from pellucid.config.loss import (
+    CispoLossConfig,
+    CustomLossConfig,
+    DppoLossConfig,
+    GspoLossConfig,
+    IcepopLossConfig,
+    LossConfig,
+    PpoClipLossConfig,
+    Reduction,
+    TisLossConfig,
+)
 from pellucid.config.model import ModelConfig
 from pellucid.config.monitors import MonitorsConfig, PrometheusConfig, TensorboardConfig, WandbConfig
 from pellucid.config.orchestrator import (
@@ -29,19 +40,12 @@ from pellucid.config.orchestrator import (
     OrchestratorConfig,
     SamplingConfig,
 )
-from pellucid.config.trainer import (
-    CustomLossConfig,
-    DppoLossConfig,
-    LossConfig,
-    OptimConfig,
-    SchedulerConfig,
-    TokenExportConfig,
-    TrainerConfig,
-)
+from pellucid.config.trainer import OptimConfig, SchedulerConfig, TokenExportConfig, TrainerConfig
 from pellucid.config.transport import FilesystemTransportConfig, TransportConfig, ZmqTransportConfig
 
 __all__ = [
     "AdvantageConfig",
+    "CispoLossConfig",
     "CustomAdvantageConfig",
     "CustomLossConfig",
     "DataConfig",
@@ -53,6 +57,8 @@ __all__ = [
     "FilesystemTransportConfig",
     "FilterConfig",
     "GroupAdvantageConfig",
+    "GspoLossConfig",
+    "IcepopLossConfig",
     "InferenceConfig",
     "InferenceRunConfig",
     "LossConfig",
@@ -61,13 +67,16 @@ __all__ = [
     "OptimConfig",
     "OrchestratorConfig",
     "OrchestratorRunConfig",
+    "PpoClipLossConfig",
     "PrometheusConfig",
     "RLConfig",
+    "Reduction",
     "RunConfig",
     "SFTConfig",
     "SamplingConfig",
     "SchedulerConfig",
     "TensorboardConfig",
+    "TisLossConfig",
     "TokenExportConfig",
     "TrainerConfig",
     "TrainerRunConfig",

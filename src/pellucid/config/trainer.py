@@ -1,11 +1,12 @@
 """`[trainer]`: packing, loss, optimizer, export."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pellucid.config.base import ImportPath, Section
+from pellucid.config.base import Section
+from pellucid.config.loss import DppoLossConfig, LossConfig
 
 
 class TrainerModelConfig(Section):
@@ -44,45 +45,6 @@ class CkptConfig(Section):
 
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept on disk; older ones are deleted. A damaged one is passed over for the one before."""
-
-
-class DppoLossConfig(Section):
-    """DPPO + KL: the policy gradient with a trust region on the change of probability."""
-
-    type: Literal["dppo"] = "dppo"
-    """`dppo`: DPPO + KL, the default rl loss; `custom`: a function of your own."""
-
-    dppo_mask_low: float = Field(default=0.2, ge=0)
-    """A token with advantage ≤ 0 is masked once its probability fell by more than this."""
-
-    dppo_mask_high: float = Field(default=0.2, ge=0)
-    """A token with advantage > 0 is masked once its probability rose by more than this."""
-
-    adv_tau: float = 1.0
-    """Weight of the advantage."""
-
-    teacher_tau: float = 0.0
-    """Weight of (teacher logprob − trainer logprob) where a sample has teacher logprobs."""
-
-    kl_tau: float = Field(default=1e-3, ge=0)
-    """Weight of the squared log-ratio, over every trainable token."""
-
-
-class CustomLossConfig(Section):
-    """A loss of your own; see docs/write-a-loss.md."""
-
-    type: Literal["custom"]
-    """Selects the custom loss."""
-
-    import_path: ImportPath
-    """`package.module:function`, called as `function(inputs, **kwargs) -> LossRecord`."""
-
-    kwargs: dict[str, Any] = Field(default={})
-    """Keyword arguments for the function."""
-
-
-# The default comes last: `--help` describes `type` as the last variant does.
-LossConfig = Annotated[CustomLossConfig | DppoLossConfig, Field(discriminator="type")]
 
 
 class TokenExportConfig(Section):

@@ -1,11 +1,21 @@
 """The built-in losses, each a few lines that read like the formula."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pellucid.config import CustomLossConfig, DppoLossConfig, LossConfig
+from pellucid.config import (
+    CispoLossConfig,
+    CustomLossConfig,
+    DppoLossConfig,
+    GspoLossConfig,
+    IcepopLossConfig,
+    LossConfig,
+    PpoClipLossConfig,
+    TisLossConfig,
+)
 from pellucid.config.imports import load_attribute
 from pellucid.errors import DataError
 from pellucid.loss.record import LossInputs, LossRecord
@@ -32,6 +42,72 @@ def dppo_loss(inputs: LossInputs, config: DppoLossConfig) -> LossRecord:
         is_masked=is_masked,
         is_masked_high=is_masked & (advantages > 0),
         is_masked_low=is_masked & (advantages < 0),
+    )
+
+
+def ppo_clip_loss(inputs: LossInputs, config: PpoClipLossConfig) -> LossRecord:
+    """PPO's clipped surrogate: −min(r·A, clip(r, 1 − low, 1 + high)·A)."""
+    return _clipped(inputs, inputs.ratios.log_importance_ratio, config)
+
+
+def gspo_loss(inputs: LossInputs, config: GspoLossConfig) -> LossRecord:
+    """GSPO: the clipped surrogate of s = exp(mean of ℓ over the sequence), one ratio for all of its tokens.
+
+    Each token carries the gradient of its own ℓ; their mean over the sequence is that of s.
+    """
+    return _clipped(inputs, inputs.mean_per_sequence(inputs.ratios.log_importance_ratio), config)
+
+
+def _clipped(inputs: LossInputs, log_ratio: Tensor, config: PpoClipLossConfig | GspoLossConfig) -> LossRecord:
+    """−min(s·A, clip(s)·A) with s = exp(log_ratio), differentiated through each token's own ℓ."""
+    advantages, ratio = inputs.advantages, log_ratio.exp()
+    too_high = inputs.loss_mask & (advantages > 0) & (ratio > 1 + config.clip_high)
+    too_low = inputs.loss_mask & (advantages < 0) & (ratio < 1 - config.clip_low)
+    kept = inputs.loss_mask & ~(too_high | too_low)
+    own = inputs.log_ratio(kept)
+    moving = torch.where(kept, log_ratio, 0.0) + own - own.detach()
+    bound = torch.where(too_high, 1 + config.clip_high, 1 - config.clip_low)
+    surrogate = torch.where(kept, moving.exp(), bound) * advantages
+    return _record(inputs, surrogate, config.kl_tau, too_high, too_low)
+
+
+def cispo_loss(inputs: LossInputs, config: CispoLossConfig) -> LossRecord:
+    """CISPO: −stopgrad(clip(r, 1 − low, 1 + high))·A·log π."""
+    weights = inputs.ratios.importance_ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return _record(inputs, weights * inputs.advantages * inputs.trainer_logprobs, config.kl_tau)
+
+
+def tis_loss(inputs: LossInputs, config: TisLossConfig) -> LossRecord:
+    """Truncated importance sampling: −stopgrad(min(r, cap))·A·log π."""
+    weights = inputs.ratios.importance_ratio.clamp(max=config.max_ratio)
+    return _record(inputs, weights * inputs.advantages * inputs.trainer_logprobs, config.kl_tau)
+
+
+def icepop_loss(inputs: LossInputs, config: IcepopLossConfig) -> LossRecord:
+    """IcePop: −r·A where min ≤ r ≤ max, nothing elsewhere."""
+    ratio = inputs.ratios.importance_ratio
+    too_high = inputs.loss_mask & (ratio > config.max_ratio)
+    too_low = inputs.loss_mask & (ratio < config.min_ratio)
+    kept = inputs.loss_mask & ~(too_high | too_low)
+    gain = torch.where(kept, inputs.log_ratio(kept).exp() * inputs.advantages, 0.0)
+    return _record(inputs, gain, config.kl_tau, too_high, too_low)
+
+
+def _record(
+    inputs: LossInputs,
+    gain: Tensor,
+    kl_tau: float,
+    too_high: Tensor | None = None,
+    too_low: Tensor | None = None,
+) -> LossRecord:
+    """Token loss −gain + kl_tau·ℓ² on trainable tokens."""
+    penalty = kl_tau * inputs.log_ratio().square()
+    return LossRecord(
+        token_loss=penalty - torch.where(inputs.loss_mask, gain, 0.0),
+        ratios=inputs.ratios,
+        is_masked=None if too_high is None or too_low is None else too_high | too_low,
+        is_masked_high=too_high,
+        is_masked_low=too_low,
     )
 
 
@@ -62,10 +138,21 @@ def loss_for(config: LossConfig) -> dict[str, TokenLoss]:
     return {"rl": _rl_loss(config), "opd": opd_loss, "sft": sft_loss}
 
 
+_RL_LOSSES: Mapping[str, Callable[[LossInputs, Any], LossRecord]] = {
+    "dppo": dppo_loss,
+    "ppo_clip": ppo_clip_loss,
+    "cispo": cispo_loss,
+    "gspo": gspo_loss,
+    "icepop": icepop_loss,
+    "tis": tis_loss,
+}
+
+
 def _rl_loss(config: LossConfig) -> TokenLoss:
     if isinstance(config, CustomLossConfig):
         return _custom_loss(config)
-    return lambda inputs: dppo_loss(inputs, config)
+    function = _RL_LOSSES[config.type]
+    return lambda inputs: function(inputs, config)
 
 
 def _custom_loss(config: CustomLossConfig) -> TokenLoss:

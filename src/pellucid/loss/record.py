@@ -7,7 +7,8 @@ log_importance_ratio  ℓ = log π − log μ         mismatch_kl  r − ℓ −
 importance_ratio      r = exp ℓ                 prob_delta   π − μ
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class LossInputs:
     """NaN where a token has none."""
 
     ratios: Ratios
+    lengths: Sequence[int]
+    """Of the packed sequences, in order."""
 
     @classmethod
     def of(cls, tokens: TokenTensors, trainer_logprobs: Tensor) -> "LossInputs":
@@ -59,7 +62,19 @@ class LossInputs:
             loss_mask=tokens["loss_mask"],
             teacher_logprobs=tokens.get("teacher_logprobs"),
             ratios=Ratios.of(trainer_logprobs, tokens["inference_logprobs"]),
+            lengths=tokens.lengths,
         )
+
+    def mean_per_sequence(self, values: Tensor) -> Tensor:
+        """Every token's sequence's mean of `values` over trainable tokens; 0 for a sequence without any."""
+        device, num_sequences = values.device, len(self.lengths)
+        owner = torch.repeat_interleave(
+            torch.arange(num_sequences, device=device), torch.tensor(self.lengths, device=device)
+        )
+        zeros = values.new_zeros(num_sequences)
+        sums = zeros.index_add(0, owner, torch.where(self.loss_mask, values, 0.0))
+        counts = zeros.index_add(0, owner, self.loss_mask.to(values.dtype))
+        return (sums / counts.clamp(min=1))[owner]
 
     def log_ratio(self, where: Tensor | None = None) -> Tensor:
         """ℓ with gradient, 0 outside the trainable tokens (or `where`), so that nothing there overflows."""
@@ -80,6 +95,10 @@ class LossRecord:
 
     is_masked_high: Tensor | None = None
     is_masked_low: Tensor | None = None
+
+    def weighted(self, weights: Tensor | None) -> "LossRecord":
+        """Every token's loss times its weight in the mean."""
+        return self if weights is None else replace(self, token_loss=self.token_loss * weights)
 
     def within(self, inputs: LossInputs) -> "LossRecord":
         """Nothing but trainable tokens has a loss or is masked, whatever a custom loss says."""

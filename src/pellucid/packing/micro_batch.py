@@ -50,6 +50,8 @@ class MicroBatch:
 
     kind: Kind
     counts: Counts
+    indices: list[int]
+    """Which sequences of the batch these are."""
 
     @property
     def sample_count(self) -> int:
@@ -69,8 +71,13 @@ class PackedBatch:
     """The cap that the micro batches were packed under."""
 
     pad_to_multiple_of: int
-    num_trainable: int
-    """Trainable tokens of all ranks: the denominator, at least 1 when used as such."""
+    trainable_lengths: Ints
+    """Trainable tokens of each sequence of the batch, once cut."""
+
+    @property
+    def num_trainable(self) -> int:
+        """Trainable tokens of all ranks: the denominator, at least 1 when used as such."""
+        return int(self.trainable_lengths.sum())
 
     def micro_batches(self, rank: int) -> Iterator[MicroBatch]:
         for step in self.steps:
@@ -92,7 +99,7 @@ class PackedBatch:
             truncated_tokens=int(whole.sum()) - cut.num_tokens,
             oversized_samples=int((cut.lengths > self.max_tokens).sum()),
         )
-        return MicroBatch(padded, kind, counts)
+        return MicroBatch(padded, kind, counts, indices)
 
 
 def pack_batch(
@@ -121,7 +128,7 @@ def pack_batch(
         seq_len=seq_len,
         max_tokens=max_tokens,
         pad_to_multiple_of=pad_to_multiple_of,
-        num_trainable=table.truncate(seq_len).num_trainable,
+        trainable_lengths=table.truncate(seq_len).trainable_lengths,
     )
 
 

@@ -24,7 +24,7 @@ from pellucid.trainer.cost import training_cost
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.ranks import Ranks
-from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
+from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_weights
 from pellucid.trainer.stop import StopRequest
 from pellucid.trainer.validation import Validation
 from pellucid.transport import is_stable, publish_folder
@@ -96,7 +96,14 @@ class Run:
             share_prompts=self.config.share_prompts,
             cost=self._cost,
         )
-        return StepBatch(step, packed, self.config.share_prompts, self.policy.device, self.ranks.rank)
+        return StepBatch(
+            step,
+            packed,
+            self.config.share_prompts,
+            self.policy.device,
+            self.ranks.rank,
+            loss_weights(packed, self.config.loss.reduction),
+        )
 
     def observer(self, batch: StepBatch) -> StepObserver:
         return StepObserver(batch, self.exporter)
@@ -110,7 +117,7 @@ class Run:
 
     def loss(self, micro_batch: LoadedMicroBatch, output: TokenOutput, denominator: int) -> LossResult:
         inputs = LossInputs.of(micro_batch.tokens, output.logprobs)
-        record = self.losses[micro_batch.packed.kind.training_mode](inputs)
+        record = self.losses[micro_batch.packed.kind.training_mode](inputs).weighted(micro_batch.weights)
         return LossResult(record.token_loss.sum() / denominator, inputs, record)
 
     def publish(self, step: int) -> None:

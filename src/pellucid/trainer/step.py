@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pellucid.data import TokenTable
+from pellucid.config import Reduction
+from pellucid.data import TokenTable, TrainingMode
 from pellucid.data.tensors import TokenTensors, to_tensors
-from pellucid.loss import LossInputs, LossRecord
+from pellucid.loss import LossInputs, LossRecord, sequence_weights
 from pellucid.model import Layout, packed_layout, shared_layout
 from pellucid.packing import MicroBatch, PackedBatch
 
@@ -24,6 +25,9 @@ class LoadedMicroBatch:
     layout: Layout
     is_computed: NDArray[np.bool_]
     """False for tokens of a shared prompt that another sequence computes."""
+
+    weights: torch.Tensor | None
+    """Of each token's loss in the step's mean; None: all weigh 1."""
 
     @property
     def table(self) -> TokenTable:
@@ -48,6 +52,8 @@ class StepBatch:
     share_prompts: bool
     device: torch.device
     rank: int = 0
+    weights: NDArray[np.float32] | None = None
+    """Of each sequence of the batch; None: all weigh 1."""
 
     @property
     def table(self) -> TokenTable:
@@ -73,5 +79,30 @@ class StepBatch:
         )
         is_computed = np.zeros(table.num_tokens, np.bool_)
         is_computed[layout.computed.numpy()] = True
-        tokens = to_tensors(table, self.device)
-        return LoadedMicroBatch(index, micro_batch, tokens, layout.to(self.device), is_computed)
+        return LoadedMicroBatch(
+            index,
+            micro_batch,
+            to_tensors(table, self.device),
+            layout.to(self.device),
+            is_computed,
+            self._weights(micro_batch),
+        )
+
+    def _weights(self, micro_batch: MicroBatch) -> torch.Tensor | None:
+        if self.weights is None:
+            return None
+        per_sequence = np.zeros(micro_batch.table.num_sequences, np.float32)  # padding comes last
+        per_sequence[: len(micro_batch.indices)] = self.weights[micro_batch.indices]
+        return torch.from_numpy(np.repeat(per_sequence, micro_batch.table.lengths)).to(self.device)
+
+
+def loss_weights(packed: PackedBatch, reduction: Reduction) -> NDArray[np.float32] | None:
+    """What the tokens of each sequence weigh in the step's mean; `trainer.loss` is about rl samples alone."""
+    table = packed.table
+    if reduction == "token":
+        return None
+    chosen = np.flatnonzero(table["training_mode"] == TrainingMode.RL.value)
+    weights = np.ones(table.num_sequences, np.float32)
+    groups = table["group_id"][chosen].tolist()
+    weights[chosen] = sequence_weights(reduction, packed.trainable_lengths[chosen], groups)
+    return weights
