@@ -9,8 +9,25 @@ def test_the_worked_example() -> None:
     """a b X Y and a b Z: the prompt once, every token predicted by the one before it."""
     layout = shared_layout([4, 3], np.array([1, 2, 7, 8, 1, 2, 9], np.uint32), ["g", "g"])
     assert layout.computed.tolist() == [0, 1, 2, 3, 6]
-    assert layout.predicted.tolist() == [1, 2, 3, 5, 6]
-    assert layout.predecessors.tolist() == [0, 1, 2, 0, 1]
+    assert layout.predicted.tolist() == [1, 2, 3, 6]
+    assert layout.predecessors.tolist() == [0, 1, 2, 1]
+    assert layout.told.tolist() == [1, 2, 3, 5, 6]
+    assert layout.sources.tolist() == [0, 1, 2, 0, 3]
+    assert layout.read.tolist() == [0, 1, 2, 3]
+
+
+def test_what_a_loss_reads_of_any_member_is_read() -> None:
+    ids, mask = np.array([1, 2, 7, 8, 1, 2, 9], np.uint32), np.zeros(7, np.bool_)
+    mask[[3, 5]] = True
+    assert shared_layout([4, 3], ids, ["g", "g"], None, mask).read.tolist() == [0, 2]
+    assert packed_layout([4, 3], mask).read.tolist() == [2, 3]
+
+
+def test_tokens_at_another_temperature_are_not_shared() -> None:
+    """Another temperature, another prediction."""
+    ids = np.array([1, 2, 3, 1, 2, 3], np.uint32)
+    temperatures = np.array([1, 1, 1, 1, 2, 2], np.float32)
+    assert shared_layout([3, 3], ids, ["g", "g"], temperatures).computed.tolist() == [0, 1, 2, 4, 5]
 
 
 def test_without_groups_every_token_is_computed() -> None:
@@ -40,7 +57,9 @@ def test_every_token_is_predicted_by_its_own_past(rows) -> None:
     flat = np.array([token for ids in sequences for token in ids], np.uint32)
     layout = shared_layout([len(ids) for ids in sequences], flat, groups)
     computed = flat[layout.computed.numpy()]
-    before = dict(zip(layout.predicted.tolist(), computed[layout.predecessors.numpy()].tolist(), strict=True))
+    predecessors = computed[layout.predecessors.numpy()][layout.sources.numpy()]
+    before = dict(zip(layout.told.tolist(), predecessors.tolist(), strict=True))
+    assert (flat[layout.predicted.numpy()][layout.sources.numpy()] == flat[layout.told.numpy()]).all()
     position = 0
     for ids in sequences:
         assert position not in before

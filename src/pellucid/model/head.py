@@ -1,10 +1,25 @@
-"""Logits -> log-probability of each token and entropy of the distribution it was drawn from, in float32."""
+"""Hidden states -> log-probability of each token and entropy of its distribution, in float32.
+
+The logits of a micro batch, one per token and word of the vocabulary, can be larger than everything else
+together. They are never there at once: chunks of tokens are predicted one after the other, forward and again
+backward, where only the tokens take part that a loss reads.
+
+    forward     logits of a chunk -> logprobs, entropy          kept: one number each per token
+    backward    logits of a chunk that is read, again -> gradients of hidden states and weight
+
+Where they are small, they are kept instead of being computed twice.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+MAX_LOGITS = 1 << 24
+"""Logits that may be there at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +39,72 @@ def token_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
 def entropy_of(logprobs: Tensor) -> Tensor:
     with torch.no_grad():
         return -(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(-1)
+
+
+def predict(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    temperatures: Tensor,
+    read: Tensor,
+    *,
+    max_logits: int = MAX_LOGITS,
+) -> TokenOutput:
+    """Of each token, given the hidden state that predicts it. Only the rows `read` have a gradient."""
+    targets = token_ids.long()
+    if len(hidden) * len(weight) <= max_logits:
+        logprobs = token_logprobs(linear(hidden, weight, bias), temperatures)
+        return TokenOutput(_chosen(logprobs, targets), entropy_of(logprobs.detach()))
+    chunk = max(1, max_logits // len(weight))
+    arguments = (hidden, weight, bias, targets, temperatures, read, chunk)
+    return TokenOutput(*_ChunkedHead.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def _chosen(logprobs: Tensor, targets: Tensor) -> Tensor:
+    return logprobs.gather(-1, targets[:, None])[:, 0]
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperatures: Tensor,
+        read: Tensor,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = torch.empty_like(temperatures), torch.empty_like(temperatures)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            predicted = token_logprobs(linear(hidden[rows], weight, bias), temperatures[rows])
+            logprobs[rows] = _chosen(predicted, targets[rows])
+            entropy[rows] = entropy_of(predicted)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, read)
+        ctx.chunk = chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """d logprob / d logits = (1 at the target − probabilities) / temperature."""
+        hidden, weight, bias, targets, temperatures, read = ctx.saved_tensors
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        of_bias = None if bias is None else torch.zeros_like(bias)
+        for rows in read.split(ctx.chunk):
+            states = hidden[rows]
+            probabilities = token_logprobs(linear(states, weight, bias), temperatures[rows]).exp_()
+            scale = (gradient[rows] / temperatures[rows])[:, None]
+            of_logits = probabilities.mul_(-scale).scatter_add_(1, targets[rows, None], scale)
+            of_logits = of_logits.to(weight.dtype)
+            of_hidden[rows] = of_logits @ weight
+            of_weight.addmm_(of_logits.T, states)
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        return of_hidden, of_weight, of_bias, None, None, None, None
 
 
 def unpredicted(num_tokens: int, vocab_size: int, device: torch.device) -> TokenOutput:

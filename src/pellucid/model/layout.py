@@ -5,7 +5,7 @@ of a group compute their common prefix once; what follows attends to it as if it
 
     table        a b X Y     a b Z        two members of a group, prompt `a b`
     computed     a b X Y Z                the prompt once
-    predicts     a→b b→X X→Y a→b b→Z      every token of the table keeps its own prediction
+    predicted    a→b b→X X→Y     b→Z      the prompt's predictions once, too; the second `b` takes the first's
 
 Values and gradients are those of the unshared forward: a shared token's gradient is the sum over its
 members.
@@ -14,6 +14,7 @@ members.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from pellucid.model.attention import AttentionPlan, Family, SharedAttention
 
 Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,70 +33,103 @@ class Layout:
     """Tokens of the table that go through the model, in order."""
 
     predicted: Tensor
-    """Tokens of the table that have a prediction: all but the first of each sequence."""
+    """Tokens of the table whose prediction is computed."""
 
     predecessors: Tensor
-    """For each predicted token, the row of `computed` that predicts it."""
+    """For each of these, the row of `computed` that predicts it."""
+
+    read: Tensor
+    """Rows of `predicted` whose logprob a loss reads: the others need no gradient."""
+
+    told: Tensor
+    """Tokens of the table that have a prediction, their own or that of a shared prefix: all but the first of
+    each sequence."""
+
+    sources: Tensor
+    """For each of these, the row of `predicted` that has it."""
 
     plan: AttentionPlan
 
     def to(self, device: torch.device) -> "Layout":
         return Layout(
-            self.computed.to(device), self.predicted.to(device), self.predecessors.to(device), self.plan
+            self.computed.to(device),
+            self.predicted.to(device),
+            self.predecessors.to(device),
+            self.read.to(device),
+            self.told.to(device),
+            self.sources.to(device),
+            self.plan,
         )
 
 
-def packed_layout(lengths: Sequence[int]) -> Layout:
+def packed_layout(lengths: Sequence[int], loss_mask: Mask | None = None) -> Layout:
     """Every token is computed."""
-    return _layout(np.asarray(lengths, np.int64), [(0, [index]) for index in range(len(lengths))])
+    families = [(0, [index]) for index in range(len(lengths))]
+    return _layout(np.asarray(lengths, np.int64), families, loss_mask)
 
 
-def shared_layout(lengths: Sequence[int], token_ids: NDArray[np.uint32], groups: Sequence[str]) -> Layout:
-    """Neighbours of the same group (not "") share what they have in common at their start."""
+def shared_layout(
+    lengths: Sequence[int],
+    token_ids: NDArray[np.uint32],
+    groups: Sequence[str],
+    temperatures: NDArray[np.float32] | None = None,
+    loss_mask: Mask | None = None,
+) -> Layout:
+    """Neighbours of the same group (not "") share the tokens and temperatures that all of them start with."""
     sizes = np.asarray(lengths, np.int64)
     offsets = _starts(sizes)
+    columns: list[NDArray[Any]] = [token_ids] if temperatures is None else [token_ids, temperatures]
     families = []
     for group, members in groupby(range(len(sizes)), key=lambda index: groups[index]):
         chosen = list(members)
-        sequences = [token_ids[offsets[index] : offsets[index] + sizes[index]] for index in chosen]
-        prefix = _common_prefix(sequences) if group else 0
+        prefix = _common_prefix(columns, offsets[chosen], sizes[chosen]) if group else 0
         families += [(prefix, chosen)] if prefix else [(0, [index]) for index in chosen]
-    return _layout(sizes, families)
+    return _layout(sizes, families, loss_mask)
 
 
-def _common_prefix(sequences: Sequence[NDArray[np.uint32]]) -> int:
+def _common_prefix(columns: Sequence[NDArray[Any]], starts: Indices, lengths: Indices) -> int:
     """Tokens that all sequences start with, leaving each at least one of its own; 0 for a single one."""
-    limit = min(len(sequence) for sequence in sequences) - 1
-    if len(sequences) == 1 or limit < 1:
+    prefix = int(lengths.min()) - 1
+    if len(starts) == 1:
         return 0
-    stacked = np.stack([sequence[:limit] for sequence in sequences])
-    differs = (stacked != stacked[0]).any(axis=0)
-    return int(differs.argmax()) if differs.any() else limit
+    for column in columns:
+        stacked = np.stack([column[start : start + prefix] for start in starts.tolist()])
+        differs = (stacked != stacked[0]).any(axis=0)
+        prefix = int(differs.argmax()) if differs.any() else prefix
+    return prefix
 
 
-def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]]) -> Layout:
+def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]], loss_mask: Mask | None) -> Layout:
     """`families` are (common prefix, members), in the order of the table."""
     starts = _starts(lengths)
     computed: list[Indices] = []
-    row_of = np.empty(int(lengths.sum()), np.int64)
-    num_rows = 0
+    num_tokens, num_rows = int(lengths.sum()), 0
+    row_of = np.empty(num_tokens, np.int64)
+    leader = np.arange(num_tokens)
     for prefix, members in families:
         first = starts[members[0]]
-        computed.append(np.arange(first, first + prefix))
+        common = np.arange(first, first + prefix)
+        computed.append(common)
         prefix_rows = num_rows + np.arange(prefix)
         num_rows += prefix
         for member in members:
-            own = np.arange(starts[member] + prefix, starts[member] + lengths[member])
-            row_of[starts[member] : starts[member] + prefix] = prefix_rows
+            start = starts[member]
+            own = np.arange(start + prefix, start + lengths[member])
+            row_of[start : start + prefix], leader[start : start + prefix] = prefix_rows, common
             row_of[own] = num_rows + np.arange(len(own))
             computed.append(own)
             num_rows += len(own)
-    predicted = np.setdiff1d(np.arange(len(row_of)), starts)
+    told = np.setdiff1d(np.arange(num_tokens), starts)
+    predicted, sources = np.unique(leader[told], return_inverse=True)
+    is_read = slice(None) if loss_mask is None else loss_mask[told]
     plan = SharedAttention([Family(p, [int(lengths[m]) - p for m in members]) for p, members in families])
     return Layout(
         computed=torch.from_numpy(np.concatenate(computed)),
         predicted=torch.from_numpy(predicted),
         predecessors=torch.from_numpy(row_of[predicted - 1]),
+        read=torch.from_numpy(np.unique(sources[is_read])),
+        told=torch.from_numpy(told),
+        sources=torch.from_numpy(sources),
         plan=plan,
     )
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pellucid.model.attention import AttentionPlan
-from pellucid.model.head import TokenOutput, entropy_of, token_logprobs, unpredicted
+from pellucid.model.head import TokenOutput, predict, unpredicted
 from pellucid.model.layout import Layout
 
 
@@ -40,13 +40,19 @@ class Policy(nn.Module):
 
         A token is predicted by the hidden state of the token before it, at its own temperature.
         """
-        computed = layout.computed
+        computed, predicted = layout.computed, layout.predicted
         hidden = self.hidden(token_ids[computed][None], positions[computed][None], layout.plan)[0]
-        predicted = layout.predicted
-        logprobs = token_logprobs(self.logits(hidden[layout.predecessors]), temperatures[predicted])
-        chosen = logprobs.gather(-1, token_ids[predicted].long()[:, None])[:, 0]
+        head = self.hf.get_output_embeddings()
+        output = predict(
+            hidden[layout.predecessors],
+            head.weight,
+            getattr(head, "bias", None),
+            token_ids[predicted],
+            temperatures[predicted],
+            layout.read,
+        )
         first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
         return TokenOutput(
-            first.logprobs.index_put((predicted,), chosen),
-            first.entropy.index_put((predicted,), entropy_of(logprobs.detach())),
+            first.logprobs.index_put((layout.told,), output.logprobs[layout.sources]),
+            first.entropy.index_put((layout.told,), output.entropy[layout.sources]),
         )

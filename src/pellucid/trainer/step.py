@@ -73,9 +73,15 @@ class StepBatch:
         table = micro_batch.table
         lengths = table.lengths.tolist()
         layout = (
-            shared_layout(lengths, table["token_ids"], table["group_id"].tolist())
+            shared_layout(
+                lengths,
+                table["token_ids"],
+                table["group_id"].tolist(),
+                table.dense("temperatures"),
+                table["loss_mask"],
+            )
             if self.share_prompts
-            else packed_layout(lengths)
+            else packed_layout(lengths, table["loss_mask"])
         )
         is_computed = np.zeros(table.num_tokens, np.bool_)
         is_computed[layout.computed.numpy()] = True

@@ -1,0 +1,67 @@
+"""The head in chunks against full logits: values and gradients."""
+
+import pytest
+import torch
+
+from pellucid.model.head import entropy_of, predict, token_logprobs
+
+TOKENS, WIDTH, VOCABULARY = 23, 8, 50
+
+
+def inputs(*, bias: bool = False):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).requires_grad_()
+    offset = torch.randn(VOCABULARY, generator=generator).requires_grad_() if bias else None
+    ids = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator, dtype=torch.int32)
+    temperatures = torch.rand(TOKENS, generator=generator) + 0.5
+    upstream = torch.randn(TOKENS, generator=generator)
+    return hidden, weight, offset, ids, temperatures, upstream
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("max_logits", [1, 4 * VOCABULARY, 7 * VOCABULARY + 3, TOKENS * VOCABULARY])
+def test_chunks_give_what_full_logits_give(bias, max_logits) -> None:
+    hidden, weight, offset, ids, temperatures, upstream = inputs(bias=bias)
+    parameters = [each for each in (hidden, weight, offset) if each is not None]
+    logits = hidden @ weight.T + (0 if offset is None else offset)
+    full = token_logprobs(logits, temperatures)
+    chosen = full.gather(-1, ids.long()[:, None])[:, 0]
+    expected = torch.autograd.grad((chosen * upstream).sum(), parameters)
+    output = predict(hidden, weight, offset, ids, temperatures, torch.arange(TOKENS), max_logits=max_logits)
+    found = torch.autograd.grad((output.logprobs * upstream).sum(), parameters)
+    torch.testing.assert_close(output.logprobs, chosen, atol=1e-5, rtol=0)
+    torch.testing.assert_close(output.entropy, entropy_of(full.detach()), atol=1e-5, rtol=0)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_that_no_loss_reads_have_values_and_no_backward() -> None:
+    hidden, weight, _, ids, temperatures, upstream = inputs()
+    read = torch.tensor([1, 4, 22])
+    mask = torch.zeros(TOKENS).index_fill(0, read, 1.0)
+    whole = predict(hidden, weight, None, ids, temperatures, torch.arange(TOKENS), max_logits=100)
+    part = predict(hidden, weight, None, ids, temperatures, read, max_logits=100)
+    assert torch.equal(whole.logprobs, part.logprobs)
+    expected = torch.autograd.grad((whole.logprobs * upstream * mask).sum(), [hidden, weight])
+    found = torch.autograd.grad((part.logprobs * upstream).sum(), [hidden, weight])
+    assert found[0][0].tolist() == [0.0] * WIDTH
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_full_logits_are_never_there(monkeypatch) -> None:
+    """The largest tensor that a chunk makes has `max_logits` entries."""
+    seen = []
+    from pellucid.model import head
+
+    def watched(logits, temperatures):
+        seen.append(logits.numel())
+        return token_logprobs(logits, temperatures)
+
+    monkeypatch.setattr(head, "token_logprobs", watched)
+    hidden, weight, _, ids, temperatures, upstream = inputs()
+    output = predict(hidden, weight, None, ids, temperatures, torch.arange(TOKENS), max_logits=250)
+    (output.logprobs * upstream).sum().backward()
+    assert max(seen) == 250
+    assert sum(seen) == 2 * TOKENS * VOCABULARY
