@@ -1,7 +1,7 @@
 """Logprobs and entropy of 2,048 tokens over a vocabulary of 151,936: in chunks against all logits at once.
 
 Forward and backward to hidden states and weight, one thread, the hidden width of a model of 135 million
-parameters. Memory is what a process takes at its peak beyond what it had before; each side has its own process.
+parameters. Memory is what a process takes at its peak beyond what it had before; each side has its own.
 """
 
 import resource

@@ -36,8 +36,9 @@ def _compare(num_sequences: int) -> Result:
 
     def looped() -> None:
         logprobs = trainer.clone().requires_grad_()
-        columns = zip(*(column.split(sizes) for column in (logprobs, sampled, advantages, mask)), strict=True)
-        torch.stack([_total(*column, [len(column[0])]) for column in columns]).sum().backward()
+        parts = [column.split(sizes) for column in (logprobs, sampled, advantages, mask)]
+        losses = [_total(*part, [size]) for *part, size in zip(*parts, sizes, strict=True)]
+        torch.stack(losses).sum().backward()
 
     our_s, their_s = fastest_each_s([packed, looped])
     name = f"loss, {num_sequences} sequences"
