@@ -32,12 +32,12 @@ def _compare(num_sequences: int) -> Result:
     mask = torch.rand(TOKENS, generator=generator) > 0.25
 
     def packed() -> None:
-        _total(trainer.clone().requires_grad_(), sampled, advantages, mask, sizes).backward()
+        _total(trainer.clone().requires_grad_(), sampled, advantages, mask, sizes=sizes).backward()
 
     def looped() -> None:
         logprobs = trainer.clone().requires_grad_()
         parts = [column.split(sizes) for column in (logprobs, sampled, advantages, mask)]
-        losses = [_total(*part, [size]) for *part, size in zip(*parts, sizes, strict=True)]
+        losses = [_total(*each, sizes=[len(each[0])]) for each in zip(*parts, strict=True)]
         torch.stack(losses).sum().backward()
 
     our_s, their_s = fastest_each_s([packed, looped])
@@ -45,6 +45,8 @@ def _compare(num_sequences: int) -> Result:
     return Result(name, TOKENS / our_s, TOKENS / their_s, "tok/s", "a loop over sequences")
 
 
-def _total(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor, sizes: list[int]) -> Tensor:
+def _total(
+    logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor, *, sizes: list[int]
+) -> Tensor:
     inputs = LossInputs(logprobs, sampled, advantages, mask, None, Ratios.of(logprobs, sampled), sizes)
     return dppo_loss(inputs, _CONFIG).token_loss.sum()
