@@ -12,6 +12,7 @@ from pellucid.config.commands import (
     RunConfig,
     SFTConfig,
     TrainerRunConfig,
+    VerifyConfig,
 )
 from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
@@ -81,6 +82,7 @@ __all__ = [
     "TrainerConfig",
     "TrainerRunConfig",
     "TransportConfig",
+    "VerifyConfig",
     "WandbConfig",
     "ZmqTransportConfig",
 ]

@@ -15,7 +15,7 @@ from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
 from pellucid.config.model import ModelConfig
 from pellucid.config.monitors import MonitorsConfig
-from pellucid.config.orchestrator import OrchestratorConfig
+from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig
 from pellucid.config.trainer import TrainerConfig
 from pellucid.config.transport import FilesystemTransportConfig, TransportConfig
 
@@ -190,6 +190,21 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         """This run as one of its processes sees it."""
         own = {name: _plain(getattr(self, name)) for name in kind.model_fields}
         return kind.model_validate({**own, **changes})
+
+
+class VerifyConfig(RLConfig):
+    """`pellucid verify`: check the trainer's promises on a run's own configuration and model."""
+
+    DEMO: ClassVar[str] = "demo"
+
+    model: ModelConfig = ModelConfig(name=DEMO)
+    """The model; by default a tiny one that is made on the spot."""
+
+    orchestrator: OrchestratorConfig = OrchestratorConfig(env=(EnvConfig(id="reverse-text"),))
+    """Its environments give the prompts, and `sampling` the temperature."""
+
+    as_json: bool = Field(default=False, alias="json")
+    """Print one JSON object per line instead of a table."""
 
 
 PARTS = (InferenceRunConfig, OrchestratorRunConfig, TrainerRunConfig)
