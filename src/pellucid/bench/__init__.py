@@ -16,6 +16,7 @@ BENCHMARKS = {
     "advantage": "advantages of many groups: all at once against a torch call per group",
     "attention": "packed training: our attention against HF's own packed SDPA",
     "engine": "sampling: the embedded engine against HF generate",
+    "orchestrator": "10,000 rollouts in flight: rate and lag; memory that waits; tokens that failures cost",
     "packing": "micro batches for 8 ranks: time, bins and imbalance against a plain loop",
     "sharing": "training on groups: the common prompt once against once per member",
     "overlap": "asynchrony: time per RL step against the slower of sampling and training",

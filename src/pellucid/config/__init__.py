@@ -28,6 +28,7 @@ from pellucid.config.orchestrator import (
     GroupAdvantageConfig,
     OrchestratorConfig,
     SamplingConfig,
+    TeacherConfig,
 )
 from pellucid.config.trainer import (
     CustomLossConfig,
@@ -67,6 +68,7 @@ __all__ = [
     "SFTConfig",
     "SamplingConfig",
     "SchedulerConfig",
+    "TeacherConfig",
     "TensorboardConfig",
     "TokenExportConfig",
     "TrainerConfig",
