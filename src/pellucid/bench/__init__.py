@@ -18,6 +18,7 @@ BENCHMARKS = {
     "engine": "sampling: the embedded engine against HF generate",
     "head": "logprobs and entropy: chunks of tokens against all logits at once",
     "loss": "the rl loss: all packed tokens at once against a loop over sequences",
+    "orchestrator": "10,000 rollouts in flight: rate and lag; memory that waits; tokens that failures cost",
     "packing": "micro batches for 8 ranks: time, bins and imbalance against a plain loop",
     "sharing": "training on groups: the common prompt once against once per member",
     "overlap": "asynchrony: time per RL step against the slower of sampling and training",

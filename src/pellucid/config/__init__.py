@@ -40,6 +40,7 @@ from pellucid.config.orchestrator import (
     GroupAdvantageConfig,
     OrchestratorConfig,
     SamplingConfig,
+    TeacherConfig,
 )
 from pellucid.config.trainer import OptimConfig, SchedulerConfig, TokenExportConfig, TrainerConfig
 from pellucid.config.transport import FilesystemTransportConfig, TransportConfig, ZmqTransportConfig
@@ -76,6 +77,7 @@ __all__ = [
     "SFTConfig",
     "SamplingConfig",
     "SchedulerConfig",
+    "TeacherConfig",
     "TensorboardConfig",
     "TisLossConfig",
     "TokenExportConfig",

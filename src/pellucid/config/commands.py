@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from pellucid.config.base import Section
 from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
+from pellucid.config.loss import DppoLossConfig
 from pellucid.config.model import ModelConfig
 from pellucid.config.monitors import MonitorsConfig
 from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig
@@ -154,6 +155,17 @@ class OrchestratorRunConfig(RunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _teacher_is_not_the_policy(self) -> "OrchestratorRunConfig":
+        teacher = self.orchestrator.teacher
+        for url in teacher.servers if teacher is not None else ():
+            if url in self.inference.servers:
+                raise ValueError(
+                    f"orchestrator.teacher.servers and inference.servers both have {url}: a server of the "
+                    "policy is given new weights, which a teacher must not be; start a server for each"
+                )
+        return self
+
 
 class InferenceRunConfig(RunConfig):
     """`pellucid inference`: serve the model, follow its weights."""
@@ -183,6 +195,28 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
             raise ValueError(
                 f"trainer.keep_weights = {keep} has to exceed max_async_level = {ahead}: weights could be "
                 "deleted while the server loads them; raise the former or lower the latter"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_and_loss_agree(self) -> "RLConfig":
+        teacher, loss = self.orchestrator.teacher, self.trainer.loss
+        tau = getattr(loss, "teacher_tau", None)
+        if teacher is None and tau:
+            raise ValueError(
+                f"trainer.loss.teacher_tau = {tau} weighs the logprobs of a teacher, but there is none; add "
+                '[orchestrator.teacher] with mode = "rl", or leave it out'
+            )
+        if teacher is not None and teacher.mode == "rl" and tau == 0:
+            raise ValueError(
+                'orchestrator.teacher.mode = "rl" with trainer.loss.teacher_tau = 0: the teacher would '
+                'change nothing; set teacher_tau above 0, or another mode ("opd", "sft")'
+            )
+        if teacher is not None and teacher.mode != "rl" and loss != DppoLossConfig():
+            raise ValueError(
+                f'orchestrator.teacher.mode = "{teacher.mode}" has a loss of its own, so that '
+                "[trainer.loss], which is for rl samples, would have no effect; leave it out, or set mode = "
+                '"rl"'
             )
         return self
 

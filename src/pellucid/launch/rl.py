@@ -1,16 +1,16 @@
-"""`pellucid rl`: inference, orchestrator and trainer as three processes under one supervisor.
+"""`pellucid rl`: inference, orchestrator and trainer as processes under one supervisor; a teacher, too.
 
     check ─> resolve (port, threads) ─> prepare or rewind the folder ─> write configs ─> supervise ─> summary
 
-Trainer and orchestrator end by themselves after `max_steps`; the inference server is told to. The
-processes find each other through their configs and the run folder; the launcher only watches.
+Trainer and orchestrator end by themselves after `max_steps`; the inference server, and that of a teacher, is
+told to. The processes find each other through their configs and the run folder; the launcher only watches.
 """
 
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from io import FileIO
@@ -29,7 +29,15 @@ from pellucid.config import (
 from pellucid.config.save import save
 from pellucid.data.files import append_whole
 from pellucid.errors import ConfigError, LedgerError
-from pellucid.launch.console import RL_COLUMNS, PlainView, View, make_console, open_view
+from pellucid.launch.console import (
+    RL_COLUMNS,
+    TEACHER_COLUMN,
+    Column,
+    PlainView,
+    View,
+    make_console,
+    open_view,
+)
 from pellucid.launch.follow import JsonlFollower, Record, StepJoin
 from pellucid.launch.preflight import check_rl
 from pellucid.launch.resume import rewind_rl, take_over
@@ -39,11 +47,6 @@ from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
 from pellucid.metrics.evaluation import evaluation_line, evaluations_in
 
-PARTS: Mapping[str, type[RunConfig]] = {
-    "inference": InferenceRunConfig,
-    "orchestrator": OrchestratorRunConfig,
-    "trainer": TrainerRunConfig,
-}
 REPORTERS = ("orchestrator", "trainer")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -62,6 +65,10 @@ def resolve(config: RLConfig, cores: int) -> RLConfig:
     """`config` with the port and the threads that were left open."""
     half = max(1, cores // 2)
     inference, trainer, transport = config.inference, config.trainer, config.transport
+    own = config.orchestrator
+    if own.teacher is not None and own.teacher.model is not None:
+        port = free_port(inference.host, own.teacher.port, "orchestrator.teacher")
+        own = own.model_copy(update={"teacher": own.teacher.model_copy(update={"port": port})})
     if isinstance(transport, ZmqTransportConfig):
         port = free_port(transport.host, transport.port, "transport")
         transport = transport.model_copy(update={"port": port})
@@ -73,6 +80,7 @@ def resolve(config: RLConfig, cores: int) -> RLConfig:
                     "threads": inference.threads or half,
                 }
             ),
+            "orchestrator": own,
             "trainer": trainer.model_copy(update={"threads": trainer.threads or half}),
             "transport": transport,
         }
@@ -104,8 +112,27 @@ def free_port(host: str, port: int, section: str = "inference") -> int:
 def write_configs(config: RLConfig) -> None:
     """The run as resolved, whole and as each of its processes sees it."""
     save(config, config_path(config, "rl"))
-    for name, kind in PARTS.items():
-        save(config.part(kind, clean_output_dir=False), config_path(config, name))
+    for name, part in parts(config).items():
+        save(part, config_path(config, name))
+
+
+def parts(config: RLConfig) -> dict[str, RunConfig]:
+    """What each process of the run is told, by its name."""
+    own: dict[str, RunConfig] = {
+        "inference": config.part(InferenceRunConfig, clean_output_dir=False),
+        "orchestrator": config.part(OrchestratorRunConfig, clean_output_dir=False),
+        "trainer": config.part(TrainerRunConfig, clean_output_dir=False),
+    }
+    teacher = config.orchestrator.teacher
+    if teacher is not None and teacher.model is not None:
+        own["teacher"] = config.part(
+            InferenceRunConfig,
+            clean_output_dir=False,
+            model={**config.model.model_dump(), "name": teacher.model},
+            inference={**config.inference.model_dump(), "port": teacher.port, "role": "teacher"},
+            monitors={},  # a tracker has one page for the inference server, the policy's
+        )
+    return own
 
 
 def config_path(config: RLConfig, name: str) -> Path:
@@ -113,16 +140,21 @@ def config_path(config: RLConfig, name: str) -> Path:
 
 
 def rl_children(config: RLConfig) -> list[Child]:
-    threads = {"inference": config.inference.threads, "trainer": config.trainer.threads}
+    engine = config.inference.threads
+    threads = {"inference": engine, "teacher": engine, "trainer": config.trainer.threads}
+    commands = {"teacher": "inference"}
     return [
         Child(
             name,
-            (sys.executable, "-m", "pellucid.cli", name, "@", str(config_path(config, name))),
+            (
+                *(sys.executable, "-m", "pellucid.cli", commands.get(name, name)),
+                *("@", str(config_path(config, name))),
+            ),
             config.output_dir / "logs" / f"{name}.log",
             child_env(threads.get(name) or 1),
-            service=name == "inference",
+            service=name in ("inference", "teacher"),
         )
-        for name in PARTS
+        for name in parts(config)
     ]
 
 
@@ -156,13 +188,21 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         log = stack.enter_context(log_path.open("wb", buffering=0))
-        view = stack.enter_context(closing(open_view(RL_COLUMNS, config.max_steps - start, console)))
-        in_log = PlainView(RL_COLUMNS, partial(_log_line, log))
+        shown = columns(config)
+        view = stack.enter_context(closing(open_view(shown, config.max_steps - start, console)))
+        in_log = PlainView(shown, partial(_log_line, log))
         progress = StepProgress(config.output_dir / "metrics", [view, in_log], start)
         # Whatever ends the run, the steps written until then are shown.
         stack.callback(progress.update)
         supervise(children, on_tick=progress.update, say=console.out)
     return progress
+
+
+def columns(config: RLConfig) -> list[Column]:
+    """What is shown of a step; with a teacher that scores, the distance to it instead of staleness."""
+    teacher = config.orchestrator.teacher
+    scores = teacher is not None and teacher.mode != "sft"
+    return [TEACHER_COLUMN if scores and each.title == "off-policy" else each for each in RL_COLUMNS]
 
 
 def _log_line(log: FileIO, line: str) -> None:
