@@ -95,7 +95,9 @@ def send(folder, samples) -> None:
 def run(settings, *sinks, resume=False):
     folder = settings.output_dir
     journal = Journal(folder / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=resume)
-    built = build_run(settings, OrchestratorBatches(FilesystemReceiver(folder)), journal, list(sinks))
+    built = build_run(
+        settings, OrchestratorBatches(FilesystemReceiver(folder)), journal, list(sinks), publishes=True
+    )
     try:
         if resume:
             restore(built)
@@ -319,7 +321,9 @@ def test_told_to_stop_it_finishes_the_step_and_saves(tiny_model, samples, tmp_pa
     send(tmp_path, samples)
     own = settings(tiny_model, tmp_path)
     journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER)
-    built = build_run(own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [Interrupt()])
+    built = build_run(
+        own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [Interrupt()], publishes=True
+    )
     with pytest.raises(Stopped) as stopped, built.stop.listening():
         train(built)
     built.save_checkpoint()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -16,23 +17,28 @@ from torch.optim import Optimizer
 from pellucid.errors import DataError
 
 
-def write_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+def write_state(
+    model: nn.Module, optimizer: Optimizer, folder: Path, group: ProcessGroup | None = None
+) -> None:
+    """Every process of a sharded model calls it, and returns when all have written."""
     failures: list[BaseException] = []
     try:
-        with _single_process():
-            save(_state(model, optimizer), checkpoint_id=folder, no_dist=True)
+        with _quiet():
+            save(_state(model, optimizer), checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # not even an Exception
         failures = [failure for failure, _ in error.failures.values()]
     if failures:
         raise failures[0]  # out here, where what it came from stays its context
 
 
-def read_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Into the given model and optimizer, in place."""
+def read_state(
+    model: nn.Module, optimizer: Optimizer, folder: Path, group: ProcessGroup | None = None
+) -> None:
+    """Into the given model and optimizer, in place; by how many processes it was written does not matter."""
     state = _state(model, optimizer)
     try:
-        with _single_process():
-            load(state, checkpoint_id=folder, no_dist=True)
+        with _quiet():
+            load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         failure, _ = next(iter(error.failures.values()))
         raise DataError(
@@ -47,7 +53,7 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -13,6 +13,19 @@ class TrainerModelConfig(Section):
     seq_len: int = Field(default=2048, ge=2)
     """Longest sample in tokens; the rest of a longer one is truncated and counted. Filled by `seq_len`."""
 
+    cp: int = Field(default=1, ge=1)
+    """Processes that share the tokens of each micro batch (Ulysses context parallelism), for sequences that
+    are too long for one. Has to divide the attention heads of the model and, times `dp_replicate`, the number
+    of processes."""
+
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the model (HSDP); each is sharded over its share of the processes. 1: one copy, sharded over
+    all of them."""
+
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass, and compute the rest again: less memory, about
+    a third more time. Values and gradients stay the same."""
+
 
 class OptimConfig(Section):
     lr: float = Field(default=1e-5, gt=0)
@@ -105,8 +118,12 @@ class TrainerConfig(Section):
     keep_weights: int = Field(default=4, ge=2)
     """Published weight versions kept on disk; older ones are deleted."""
 
+    num_processes: int = Field(default=1, ge=1)
+    """Processes that `pellucid rl` starts the trainer in. On your own, start them with `torchrun`."""
+
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; default: all cores for `sft`, half of them for `rl`."""
+    """CPU threads of the trainer, divided among its processes on a machine; default: all cores for `sft`,
+    half of them for `rl`."""
 
     experimental: ExperimentalConfig = ExperimentalConfig()
     """Opt-in features."""

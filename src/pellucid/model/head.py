@@ -11,8 +11,7 @@ Where they are small, they are kept instead of being computed twice.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +21,11 @@ MAX_LOGITS = 1 << 24
 """Logits that may be there at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """Per token of a micro batch. The first token of a sequence has no prediction: log(1/V) and log V."""
+class TokenOutput(NamedTuple):
+    """Per token of a micro batch. The first token of a sequence has no prediction: log(1/V) and log V.
+
+    A tuple, because FSDP looks for the tensors of an output in tuples only.
+    """
 
     logprobs: Tensor
     entropy: Tensor

@@ -20,6 +20,15 @@ class Policy(nn.Module):
         return int(self.hf.get_output_embeddings().weight.shape[0])
 
     @property
+    def num_heads(self) -> int:
+        return int(self.hf.config.get_text_config().num_attention_heads)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        return list(self.hf.base_model.layers)
+
+    @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
@@ -51,6 +60,8 @@ class Policy(nn.Module):
             temperatures[predicted],
             layout.read,
         )
+        if layout.own is not None:
+            output = layout.own.gather(output)
         first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
         return TokenOutput(
             first.logprobs.index_put((layout.told,), output.logprobs[layout.sources]),

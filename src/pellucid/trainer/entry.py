@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import torch
 
@@ -18,9 +18,17 @@ from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer, vocab_size
-from pellucid.trainer.batches import BatchSource, DatasetBatches, FakeBatches, OrchestratorBatches
+from pellucid.trainer.batches import (
+    BatchSource,
+    DatasetBatches,
+    FakeBatches,
+    NoBatches,
+    OrchestratorBatches,
+)
 from pellucid.trainer.loop import train
 from pellucid.trainer.optimizer import Optimizer
+from pellucid.trainer.parallel import joined
+from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
 from pellucid.trainer.sft_data import SFTData
 from pellucid.trainer.stop import Stopped
@@ -49,6 +57,12 @@ class LogSink:
 
 def run_trainer(config: TrainerRunConfig) -> None:
     """Trains on the batches that an orchestrator sends, or on fake ones."""
+    with joined(config.trainer) as ranks:
+        run_with(config, ranks)
+
+
+def run_with(config: TrainerRunConfig, ranks: Ranks) -> None:
+    """The same, in processes that have found each other."""
     if (fake := config.trainer.data.fake) is not None:
         fakes = FakeBatches(
             fake.batch_size,
@@ -57,21 +71,31 @@ def run_trainer(config: TrainerRunConfig) -> None:
             run_id=config.run_name,
             seed=config.seed,
         )
-        _train(config, build_run(config, fakes, None, [LogSink()]))
+        _train(config, build_run(config, fakes, None, [LogSink()], ranks))
         return
-    receiver = open_receiver(
-        config.transport, config.output_dir, config.run_name, vocab_size=vocab_size(config.model)
-    )
-    with closing(receiver):
-        batches = OrchestratorBatches(receiver)
-        journal = Journal(config.output_dir / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=config.resume)
-        _train(config, build_run(config, batches, journal, [LogSink()]))
+    with ExitStack() as stack:
+        batches: BatchSource = NoBatches()
+        if ranks.is_main:
+            receiver = open_receiver(
+                config.transport, config.output_dir, config.run_name, vocab_size=vocab_size(config.model)
+            )
+            batches = OrchestratorBatches(stack.enter_context(closing(receiver)))
+        journal = open_journal(config, ranks)
+        _train(config, build_run(config, batches, journal, [LogSink()], ranks, publishes=True))
 
 
-def train_on_dataset(config: SFTConfig, data: SFTData, sinks: list[Sink]) -> None:
+def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:
+    """`trainer.jsonl`, `trainer_1.jsonl`, …: one per rank."""
+    if not ranks.keeps_books:
+        return None
+    name = f"trainer_{ranks.rank}.jsonl" if ranks.rank else "trainer.jsonl"
+    return Journal(config.output_dir / "ledger" / name, Stage.TRAINER, resume=config.resume)
+
+
+def train_on_dataset(config: SFTConfig, data: SFTData, sinks: list[Sink], ranks: Ranks | None = None) -> None:
     """Trains on a data set, and measures the loss on the part that is kept for validation."""
     batches = DatasetBatches(data.train, config.data.batch_size, config.seed)
-    run = build_run(config, batches, None, sinks)
+    run = build_run(config, batches, None, sinks, ranks)
     if config.data.validation is not None:
         run.validation = Validation(
             run.policy,
@@ -79,6 +103,7 @@ def train_on_dataset(config: SFTConfig, data: SFTData, sinks: list[Sink]) -> Non
             [run.pack(0, table) for table in data.validation_tables()],
             interval=config.data.validation.interval,
             max_steps=config.max_steps,
+            gather=run.ranks.gather,
         )
     _train(config, run)
 
@@ -100,11 +125,11 @@ def _train(config: TrainerRunConfig, run: Run) -> None:
 
 def restore(run: Run) -> None:
     """Takes a new run to where its newest checkpoint was, bit by bit; without one it starts at step 0."""
-    steps = stable_steps(run.output_dir / "checkpoints")
+    steps = run.ranks.share(lambda: stable_steps(run.output_dir / "checkpoints"))
     if steps:
         folder = run.output_dir / "checkpoints" / f"step_{steps[-1]}"
         progress = read_progress(folder)
-        read_state(run.policy, run.optimizer.adamw, folder / STATE)
+        read_state(run.policy, run.optimizer.adamw, folder / STATE, run.ranks.group)
         torch.set_rng_state(torch.frombuffer(bytearray(progress.random_state), dtype=torch.uint8))
         run.go_on_from(progress)
     if run.exporter is not None:
@@ -113,15 +138,23 @@ def restore(run: Run) -> None:
 
 
 def build_run(
-    config: TrainerRunConfig, batches: BatchSource, journal: Journal | None, sinks: list[Sink]
+    config: TrainerRunConfig,
+    batches: BatchSource,
+    journal: Journal | None,
+    sinks: list[Sink],
+    ranks: Ranks | None = None,
+    *,
+    publishes: bool = False,
 ) -> Run:
-    settings = config.trainer
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    """`sinks` are those of the main process, besides the ones that the configuration asks for."""
+    settings, ranks = config.trainer, ranks or Ranks()
+    torch.set_num_threads(max(1, (settings.threads or os.cpu_count() or 1) // ranks.num_local))
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, trainable=True)
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
-    export = settings.experimental.token_export
+    ranks.shard(policy)
+    export = settings.experimental.token_export if ranks.keeps_books else None
     return Run(
         config=settings,
         output_dir=config.output_dir,
@@ -131,8 +164,9 @@ def build_run(
         losses=loss_for(settings.loss),
         optimizer=Optimizer(policy, settings.optim, settings.scheduler, max_steps=config.max_steps),
         batches=batches,
-        sinks=[*open_sinks(config, "trainer"), *sinks],
+        sinks=[*open_sinks(config, "trainer"), *sinks] if ranks.is_main else [],
         journal=journal,
-        exporter=TokenExporter(config.output_dir, path=export.path) if export else None,
-        publishes=journal is not None,
+        exporter=TokenExporter(config.output_dir, rank=ranks.rank, path=export.path) if export else None,
+        publishes=publishes,
+        ranks=ranks,
     )

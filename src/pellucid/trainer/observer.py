@@ -88,6 +88,10 @@ class StepObserver:
         }
         for name, mask in masks.items():
             self._books[name] += np.bincount(account[mask], minlength=len(self._accounts))
+        if filled := micro_batch.num_filled:
+            self._counts.update(tokens=filled, padding_tokens=filled, computed_tokens=filled)
+            for name in ("packed", "computed"):
+                self._books[name][self._numbers[micro_batch.packed.kind.run_id, _PADDING]] += filled
 
     def metrics(self) -> MetricSet:
         """Of this rank: its share of the optimised loss, statistics, and the accounting of what it packed."""

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from pellucid.checkpoint import Progress, publish_checkpoint
 from pellucid.checkpoint.state import write_state
@@ -14,12 +16,12 @@ from pellucid.config import TrainerConfig
 from pellucid.data import TokenTable
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
-from pellucid.ledger import Journal
+from pellucid.ledger import Journal, sum_entries
 from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Sink, Stopwatch
 from pellucid.model import Policy, TokenOutput
 from pellucid.packing import pack_batch
-from pellucid.trainer.batches import BatchSource
+from pellucid.trainer.batches import BatchSource, share_table
 from pellucid.trainer.cost import training_cost
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
@@ -28,9 +30,15 @@ from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_
 from pellucid.trainer.stop import StopRequest
 from pellucid.trainer.validation import Validation
 from pellucid.transport import is_stable, publish_folder
-from pellucid.transport.weights import publish_weights, published_versions, weights_folder
+from pellucid.transport.weights import (
+    offer_weights,
+    publish_weights,
+    published_versions,
+    weights_folder,
+    write_weights,
+)
 
-_SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
+_LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
 
 @dataclass
@@ -66,25 +74,32 @@ class Run:
         self.start = self._num_trained = self._num_saved = progress.step
         self._totals = Counter(progress.totals)
         self.optimizer.num_steps = progress.step
-        if self.exporter is not None:
+        if self.exporter is not None and self.ranks.is_main:  # the others begin at 0: the sum is the same
             self.exporter.num_skipped, self.exporter.num_lost = self._totals[_SKIPPED], self._totals[_LOST]
-        if self.publishes and progress.step > max(published_versions(self.output_dir), default=0):
+        if self.publishes and self.ranks.share(lambda: self._is_newer(progress.step)):
             self.publish(progress.step - 1)
+
+    def _is_newer(self, version: int) -> bool:
+        return version > max(published_versions(self.output_dir), default=0)
 
     def steps(self) -> Iterator[int]:
         if self.validation is not None and self.start == 0:
             with self._watch("validate"):
                 self.validation.begin()
-        for step in range(self.start, self.max_steps):
-            self.stop.check()
-            yield step
+        yield from range(self.start, self.max_steps)
 
     def next_batch(self, step: int) -> StepBatch:
-        with self._watch("wait"), self.stop.interruptible():
+        """Also where a run is stopped: all processes before the same step, when the main one says so."""
+        with self._watch("wait"):
+            table = share_table(self.ranks, lambda: self._receive(step))
+        return self.pack(step, table)
+
+    def _receive(self, step: int) -> TokenTable:
+        with self.stop.interruptible():
             table = self.batches.next(step)
         if table.num_sequences == 0:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
-        return self.pack(step, table)
+        return table
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
         packed = pack_batch(
@@ -103,6 +118,7 @@ class Run:
             self.policy.device,
             self.ranks.rank,
             loss_weights(packed, self.config.loss.reduction),
+            self.ranks.context,
         )
 
     def observer(self, batch: StepBatch) -> StepObserver:
@@ -122,23 +138,31 @@ class Run:
 
     def publish(self, step: int) -> None:
         """Step n makes policy version n + 1; one that is there was made before the run was resumed."""
-        if self.publishes and not is_stable(weights_folder(self.output_dir, step + 1)):
+        folder = weights_folder(self.output_dir, step + 1)
+        if self.publishes and not self.ranks.share(lambda: is_stable(folder)):
             with self._watch("publish"):
-                publish_weights(self.policy.hf, self.output_dir, step + 1, keep=self.config.keep_weights)
+                if self.ranks.is_main:
+                    publish_weights(self.policy.hf, self.output_dir, step + 1, keep=self.config.keep_weights)
+                else:
+                    offer_weights(self.policy.hf)
 
     def finish(self, step: int, observer: StepObserver, grad_norm: float) -> None:
         """Books, export and metrics of a trained step; a checkpoint when one is due."""
         with self._watch("observe"):
-            report = observer.report(self.ranks.gather(observer.metrics()))
             if self.journal is not None:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
                 self.exporter.finish(step)
-                self.exporter.mark_stable(step)
-                self._totals[_SKIPPED], self._totals[_LOST] = (
-                    self.exporter.num_skipped,
-                    self.exporter.num_lost,
-                )
+            left_out = [] if self.exporter is None else [self.exporter.num_skipped, self.exporter.num_lost]
+            ranks = self.ranks.gather((observer.metrics(), left_out))
+            report = observer.report([metrics for metrics, _ in ranks])
+            if self.exporter is not None:
+                for name, counts in zip(
+                    _LEFT_OUT, zip(*(each for _, each in ranks), strict=True), strict=True
+                ):
+                    self._totals[name] = sum(counts)
+                if self.ranks.is_main:  # every rank has written, or it would not have told its metrics
+                    self.exporter.mark_stable(step)
         if self.validation is not None:
             with self._watch("validate"):
                 report |= self.validation.report(step)
@@ -156,21 +180,28 @@ class Run:
         """Of the steps trained so far, unless there is one; batches that it covers are let go."""
         if self._num_trained == self._num_saved:
             return
+        booked = self.ranks.gather(self.journal.totals() if self.journal is not None else [])
         progress = Progress(
             step=self._num_trained,
             totals=dict(self._totals),
             random_state=torch.get_rng_state().numpy().tobytes(),
-            ledger=self.journal.totals() if self.journal is not None else [],
+            ledger=sum_entries(chain.from_iterable(booked)),
         )
         with self._watch("checkpoint"):
-            needed_from = publish_checkpoint(
-                self.output_dir,
-                progress,
-                lambda folder: write_state(self.policy, self.optimizer.adamw, folder),
-                keep_last=self.config.ckpt.keep_last,
-            )
-            self.batches.release_before(needed_from)
+            if self.ranks.is_main:
+                needed_from = publish_checkpoint(
+                    self.output_dir, progress, self._write_state, keep_last=self.config.ckpt.keep_last
+                )
+                self.batches.release_before(needed_from)
+            else:
+                self._write_state()
         self._num_saved = self._num_trained
+
+    def _write_state(self, folder: Path | None = None) -> None:
+        """All processes write into the folder of the main one."""
+        shared = self.ranks.share(lambda: folder)
+        assert shared is not None
+        write_state(self.policy, self.optimizer.adamw, shared, self.ranks.group)
 
     def _times(self, report: Mapping[str, float]) -> dict[str, float]:
         times = self._watch.lap()
@@ -188,14 +219,24 @@ class Run:
         """The result: a folder that `AutoModelForCausalLM.from_pretrained` loads."""
 
         def write(folder: Path) -> None:
-            self.policy.hf.save_pretrained(folder)
+            if self.ranks.group is None:
+                self.policy.hf.save_pretrained(folder)
+            else:
+                whole = folder / "whole.safetensors"
+                write_weights(self.policy.hf, whole)
+                self.policy.hf.save_pretrained(folder, state_dict=load_file(whole))  # mapped, not read
+                whole.unlink()
             self.tokenizer.save_pretrained(folder)
 
-        publish_folder(self.output_dir / "model", write)
+        if self.ranks.is_main:
+            publish_folder(self.output_dir / "model", write)
+        else:
+            offer_weights(self.policy.hf)
 
     def close_books(self) -> None:
         """Only a run that came to its end: the journal of any other stays open, and its batches stay."""
-        self.batches.release_before(self.max_steps)
+        if self.ranks.is_main:
+            self.batches.release_before(self.max_steps)
         if self.journal is not None:
             self.journal.close(self.max_steps)
 

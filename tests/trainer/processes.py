@@ -1,0 +1,280 @@
+"""What each process of tests/trainer/test_parallel.py does; the environment is that of torchrun.
+
+    python processes.py FOLDER NAME ...     writes FOLDER/results.json: the main process's, by the name of a job
+
+Starting processes costs seconds, so that one start does all jobs of a number of processes.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig
+from pellucid.data import TokenTable, TrainingSample
+from pellucid.errors import DataError
+from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
+from pellucid.model.load import default_device
+from pellucid.trainer.entry import build_run, run_with
+from pellucid.trainer.parallel import Processes, shard_module
+from pellucid.trainer.run import Run
+
+SEQ_LEN = 48
+LOSSES = ("dppo", "ppo_clip", "cispo", "gspo", "icepop", "tis", "custom")
+
+
+def sample(index: int, *, mode="rl", env="a", prompt=3, completion=4, group="") -> TrainingSample:
+    """Deterministic tokens; the logprobs of some are far from the model's, so that they are masked."""
+    size = prompt + completion
+    return TrainingSample.from_turn(
+        [5 + (len(group) + position) % 90 for position in range(prompt)],
+        [5 + (7 * index + 3 * position) % 90 for position in range(completion)],
+        [-0.1 if position % 3 == 0 else -4.5 for position in range(completion)],
+        completion_mask=[position % 4 != 3 for position in range(completion)],
+        env_name=env,
+        run_id="run",
+        group_id=group,
+        sample_id=str(index),
+        rollout_id=f"r{index}",
+        training_mode=mode,
+        advantage=1.0 if index % 2 else -0.5,
+        temperatures=[0.7 + 0.1 * (index % 4)] * completion,
+        teacher_logprobs=[-2.0] * size if mode == "opd" else None,
+    )
+
+
+def mixed_batch(first: int = 0) -> TokenTable:
+    """Three modes, a group with a shared prompt, a truncated sample; lengths of 5 to 48 tokens."""
+    return TokenTable.from_samples(
+        [
+            *(sample(first + index, completion=2 + 3 * index) for index in range(4)),
+            *(sample(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(3)),
+            *(sample(40 + index, mode="opd", env="c", completion=6) for index in range(2)),
+            *(sample(60 + index, mode="sft", env="d", completion=5 + index) for index in range(2)),
+            sample(first + 50, env="b", completion=60),
+        ]
+    )
+
+
+BATCHES = {
+    "mixed": mixed_batch(),
+    "unequal": TokenTable.from_samples([sample(0, completion=40), sample(1, prompt=1, completion=1)]),
+    "one sample": TokenTable.from_samples([sample(0, completion=3)]),
+    "one opd sample": TokenTable.from_samples([sample(0, mode="opd", prompt=1, completion=1)]),
+}
+"""With fewer samples than ranks, some ranks have a dummy only; the last has fewer tokens than 4 slices."""
+
+
+def square_loss(inputs: LossInputs):
+    """A custom loss without ratios."""
+    return LossRecord(torch.where(inputs.loss_mask, inputs.trainer_logprobs.square(), 0.0), ratios=None)
+
+
+def settings(weights: Path, folder: Path, **trainer) -> TrainerRunConfig:
+    return TrainerRunConfig.model_validate(
+        {
+            "output_dir": folder,
+            "run_id": "run",
+            "seq_len": SEQ_LEN,
+            "max_steps": 6,
+            "model": {"name": str(weights)},
+            "trainer": {"threads": 1, **trainer},
+        }
+    )
+
+
+def loss_settings(name: str) -> dict:
+    if name != "custom":
+        return {"type": name}
+    return {"type": "custom", "import_path": "processes:square_loss"}
+
+
+def packings() -> Iterator[tuple[str, str, dict]]:
+    """(name, batch, settings): every loss under every cap and reduction; every batch; padding, no sharing."""
+    for loss, cap in product(LOSSES, (SEQ_LEN, SEQ_LEN // 2, SEQ_LEN // 4)):
+        own = {"loss": {**loss_settings(loss), "reduction": "token"}, "micro_batch_max_tokens": cap}
+        yield f"{loss}, cap {cap}", "mixed", own
+    for loss, reduction in product(LOSSES, ("sequence", "group")):
+        own = {"loss": {**loss_settings(loss), "reduction": reduction}, "micro_batch_max_tokens": 24}
+        yield f"{loss}, mean over {reduction}", "mixed", own
+    for batch in BATCHES:
+        yield f"{batch}, padded", batch, {"pad_to_multiple_of": 8}
+        yield f"{batch}, no sharing", batch, {"share_prompts": False}
+        yield f"{batch}, one sequence each", batch, {"micro_batch_max_tokens": 2}
+
+
+def gradients(run: Run, batch: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Whole, of one step; and the step's metrics."""
+    step = run.pack(0, BATCHES[batch])
+    observer = run.observer(step)
+    for micro_batch in step.micro_batches:
+        output = run.forward(micro_batch)
+        result = run.loss(micro_batch, output, step.denominator)
+        result.loss.backward()
+        observer.add(micro_batch, output, result)
+    found = {}
+    for name, parameter in run.policy.named_parameters():
+        gradient = parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        parameter.grad = None
+    return found, observer.report(run.ranks.gather(observer.metrics()))
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of the largest element, relative to the largest."""
+    assert found.keys() == expected.keys()
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    assert scale > 0
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items()) / scale
+
+
+PACKING = ("tokens", "computed_tokens", "padding_tokens", "micro_batches", "oversized_samples")
+PACKING += ("max_micro_batch_tokens", "micro_batch_max_tokens")
+
+
+def metric_difference(found: dict[str, float], expected: dict[str, float]) -> float:
+    """Of all but those that say how it was packed, relative to each."""
+    names = {name for name in expected if name not in PACKING and not name.startswith("local/")}
+    assert names <= found.keys()
+    return max(abs(found[name] - expected[name]) / max(abs(expected[name]), 1e-2) for name in names)
+
+
+class Jobs:
+    def __init__(self, folder: Path) -> None:
+        dist.init_process_group("gloo")
+        self.folder = folder
+        self.control = dist.new_group(backend="gloo")
+        self.tied = folder / "models" / "tied"
+        self.num_runs = 0
+        self.runs: dict[str, Run] = {}
+        self.known: dict[str, tuple[dict[str, torch.Tensor], dict[str, float]]] = {}
+
+    def ranks(self, config: TrainerConfig) -> Processes:
+        return Processes.of(config, self.control, default_device())
+
+    def build(self, weights: Path, *, alone: bool = False, **trainer) -> Run:
+        self.num_runs += 1
+        folder = self.folder / "scratch" / f"{dist.get_rank()}_{self.num_runs}"
+        config = settings(weights, folder, **trainer)
+        return build_run(config, None, None, [], None if alone else self.ranks(config.trainer))
+
+    def parity(self, mesh: dict, model: str, every: int = 1) -> dict[str, list[float]]:
+        """Differences of (gradient, metrics) from one process, by packing; of every so many packings."""
+        weights = self.folder / "models" / model
+        together = self.build(weights, model=mesh)
+        found = {}
+        for name, batch, own in [*packings()][::every]:
+            together.config = TrainerConfig.model_validate({"model": {"seq_len": SEQ_LEN, **mesh}, **own})
+            together.losses = loss_for(together.config.loss)
+            expected, expected_report = self.alone(weights, batch, own.get("loss", {}))
+            got, report = gradients(together, batch)
+            found[name] = [difference(got, expected), metric_difference(report, expected_report)]
+        return found
+
+    def alone(self, weights: Path, batch: str, loss: dict) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """The same in one process, in as few micro batches as possible."""
+        key = json.dumps([weights.name, batch, loss])
+        if key not in self.known:
+            if weights.name not in self.runs:
+                self.runs[weights.name] = self.build(weights, alone=True)
+            run = self.runs[weights.name]
+            run.config = TrainerConfig.model_validate({"model": {"seq_len": SEQ_LEN}, "loss": loss})
+            run.losses = loss_for(run.config.loss)
+            self.known[key] = gradients(run, batch)
+        return self.known[key]
+
+    def clipping(self, mesh: dict) -> list[list[float]]:
+        """(norm, learning rate) of each process and of one alone, after a step with clipping."""
+        norms = []
+        for alone in (True, False):
+            run = self.build(self.tied, alone=alone, model=mesh if not alone else {})
+            batch = run.pack(0, BATCHES["mixed"])
+            for micro_batch in batch.micro_batches:
+                run.loss(micro_batch, run.forward(micro_batch), batch.denominator).loss.backward()
+            run.optimizer._optim = run.optimizer._optim.model_copy(update={"max_norm": 1e-3})
+            norms.append(run.ranks.gather(run.optimizer.step()))
+        return norms
+
+    def golden(self, path: str) -> list[list[float]]:
+        """The gradient of each case, with a denominator of all ranks and FSDP's sum."""
+        found = []
+        for case in json.loads(Path(path).read_text())["cases"]:
+            inputs = case["inputs"]
+            config = DppoLossConfig(**inputs["config"])
+            model = torch.nn.Linear(len(inputs["weights"]), 1, bias=False)
+            model.weight.data = torch.tensor([inputs["weights"]])
+            shard_module(model, [], self.ranks(TrainerConfig()).model_mesh)
+            own = inputs["ranks"][dist.get_rank()]
+            denominator = sum(sum(rank["loss_mask"]) for rank in inputs["ranks"])
+            logprobs = -torch.nn.functional.softplus(model(torch.tensor(own["features"]))[:, 0])
+            inference = torch.tensor(own["inference_logprobs"])
+            record = dppo_loss(
+                LossInputs(
+                    trainer_logprobs=logprobs,
+                    inference_logprobs=inference,
+                    advantages=torch.full_like(inference, own["advantage"]),
+                    loss_mask=torch.tensor(own["loss_mask"]),
+                    teacher_logprobs=None,
+                    ratios=Ratios.of(logprobs, inference),
+                    lengths=[len(inference)],
+                ),
+                config,
+            )
+            (record.token_loss.sum() / denominator).backward()
+            found.append(model.weight.grad.full_tensor()[0].tolist())
+        return found
+
+    def sharing(self) -> list[str]:
+        """What the main process raises is raised in all."""
+        ranks = self.ranks(TrainerConfig())
+
+        def fail() -> None:
+            raise DataError("of the main process")
+
+        try:
+            ranks.share(fail)
+        except DataError as error:
+            return ranks.gather(str(error))
+        return []
+
+    def train(self, folder: str, mesh: dict, resume: bool = False) -> None:
+        """A run on the batches that are in its folder."""
+        config = settings(self.tied, Path(folder), **training(mesh))
+        config = config.model_copy(update={"resume": resume})
+        run_with(config, self.ranks(config.trainer))
+
+
+def training(mesh: dict) -> dict:
+    return {
+        "model": mesh,
+        "micro_batch_max_tokens": 24,
+        "ckpt": {"interval": 3, "keep_last": 3},
+        "optim": {"lr": 1e-3},
+        "scheduler": {"type": "cosine", "warmup_steps": 2},
+        "experimental": {"token_export": {}},
+    }
+
+
+def main(folder: Path) -> None:
+    jobs = Jobs(folder)
+    results = {}
+    for name, (method, *arguments) in json.loads((folder / "jobs.json").read_text()).items():
+        started = time.monotonic()
+        results[name] = getattr(jobs, method)(*arguments)
+        results[f"{name}, seconds"] = round(time.monotonic() - started, 1)
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
