@@ -134,6 +134,8 @@ def restore(run: Run) -> None:
         run.go_on_from(progress)
     if run.exporter is not None:
         run.exporter.forget_from(run.start)
+        if run.ranks.is_main:
+            run.exporter.forget_ranks_from(run.ranks.num_ranks, run.start)
     logger.info("resumed at step %d", run.start)
 
 

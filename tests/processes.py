@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -95,18 +94,23 @@ def loss_settings(name: str) -> dict:
     return {"type": "custom", "import_path": "processes:square_loss"}
 
 
-def packings() -> Iterator[tuple[str, str, dict]]:
-    """(name, batch, settings): every loss under every cap and reduction; every batch; padding, no sharing."""
-    for loss, cap in product(LOSSES, (SEQ_LEN, SEQ_LEN // 2, SEQ_LEN // 4)):
-        own = {"loss": {**loss_settings(loss), "reduction": "token"}, "micro_batch_max_tokens": cap}
-        yield f"{loss}, cap {cap}", "mixed", own
-    for loss, reduction in product(LOSSES, ("sequence", "group")):
-        own = {"loss": {**loss_settings(loss), "reduction": reduction}, "micro_batch_max_tokens": 24}
-        yield f"{loss}, mean over {reduction}", "mixed", own
+def packings(*, thorough: bool) -> Iterator[tuple[str, str, dict]]:
+    """(name, batch, settings): every loss under every cap and reduction, and every batch in several ways.
+
+    Not thorough: every loss under some cap and reduction, and every batch.
+    """
+    caps, reductions = (SEQ_LEN, SEQ_LEN // 2, SEQ_LEN // 4), ("token", "sequence", "group")
+    for number, loss in enumerate(LOSSES):
+        some = [(caps[number % 3], reductions[(number + 1) % 3])]
+        pairs = [*((cap, "token") for cap in caps), *((caps[1], each) for each in reductions[1:])]
+        for cap, reduction in pairs if thorough else some:
+            own = {"loss": {**loss_settings(loss), "reduction": reduction}, "micro_batch_max_tokens": cap}
+            yield f"{loss}, cap {cap}, mean over {reduction}", "mixed", own
     for batch in BATCHES:
-        yield f"{batch}, padded", batch, {"pad_to_multiple_of": 8}
-        yield f"{batch}, no sharing", batch, {"share_prompts": False}
         yield f"{batch}, one sequence each", batch, {"micro_batch_max_tokens": 2}
+        if thorough:
+            yield f"{batch}, padded", batch, {"pad_to_multiple_of": 8}
+            yield f"{batch}, no sharing", batch, {"share_prompts": False}
 
 
 def gradients(run: Run, batch: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -164,20 +168,22 @@ class Jobs:
         config = settings(weights, folder, **trainer)
         return build_run(config, None, None, [], None if alone else self.ranks(config.trainer))
 
-    def parity(self, mesh: dict, model: str, every: int = 1) -> dict[str, list[float]]:
-        """Differences of (gradient, metrics) from one process, by packing; of every so many packings."""
+    def parity(self, mesh: dict, model: str, thorough: bool) -> dict[str, list[float]]:
+        """Differences of (gradient, metrics) from one process, by packing."""
         weights = self.folder / "models" / model
         together = self.build(weights, model=mesh)
         found = {}
-        for name, batch, own in [*packings()][::every]:
+        for name, batch, own in packings(thorough=thorough):
             together.config = TrainerConfig.model_validate({"model": {"seq_len": SEQ_LEN, **mesh}, **own})
             together.losses = loss_for(together.config.loss)
-            expected, expected_report = self.alone(weights, batch, own.get("loss", {}))
+            expected, expected_report = self.alone(weights, batch, own.get("loss", {"type": "dppo"}))
             got, report = gradients(together, batch)
             found[name] = [difference(got, expected), metric_difference(report, expected_report)]
         return found
 
-    def alone(self, weights: Path, batch: str, loss: dict) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    def alone(
+        self, weights: Path, batch: str, loss: dict
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """The same in one process, in as few micro batches as possible."""
         key = json.dumps([weights.name, batch, loss])
         if key not in self.known:
