@@ -1,6 +1,6 @@
 """What each process of tests/trainer/test_parallel.py does; the environment is that of torchrun.
 
-    python processes.py FOLDER NAME ...     writes FOLDER/results.json: the main process's, by the name of a job
+    python processes.py FOLDER     does FOLDER/jobs.json; the main process writes FOLDER/results.json
 
 Starting processes costs seconds, so that one start does all jobs of a number of processes.
 """

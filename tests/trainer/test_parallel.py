@@ -25,7 +25,6 @@ from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer.entry import run_with
-from pellucid.trainer.parallel import check_num_processes
 from pellucid.trainer.ranks import Ranks
 from pellucid.transport import Batch, FilesystemSender, encode_batch, retract_folder, stable_steps
 from processes import LOSSES, mixed_batch, packings, settings, training
@@ -108,6 +107,8 @@ def two(folder) -> dict:
         "hsdp2": ["parity", {"dp_replicate": 2}, "tied", False],
         "dp2, untied": ["parity", {}, "untied", False],
         "cp2, untied": ["parity", {"cp": 2}, "untied", False],
+        "dp2, checkpointing": ["parity", {"activation_checkpointing": True}, "tied", False],
+        "cp2, checkpointing": ["parity", {"cp": 2, "activation_checkpointing": True}, "tied", False],
         "cp2, one kv head": ["parity", {"cp": 2}, "few_kv_heads", False],
         "dp2, norms": ["clipping", {}],
         "cp2, norms": ["clipping", {"cp": 2}],
@@ -150,6 +151,7 @@ def four(folder, two) -> dict:
 
 
 TWO = ("dp2", "cp2", "hsdp2", "dp2, untied", "cp2, untied", "cp2, one kv head")
+TWO += ("dp2, checkpointing", "cp2, checkpointing")
 FOUR = ("dp2cp2", "hsdp 2×2", "hsdp 2×cp2", "cp4, one kv head")
 
 
@@ -296,4 +298,4 @@ def test_a_checkpoint_of_two_processes_is_one_for_one(folder, alone, two, tmp_pa
 )
 def test_processes_that_cannot_share_the_work_are_refused(trainer, num_processes, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_num_processes(TrainerConfig.model_validate(trainer), num_processes)
+        TrainerConfig.model_validate(trainer).check_num_processes(num_processes)

@@ -109,7 +109,7 @@ def run(settings, *sinks, resume=False):
 
 def metrics(folder):
     return [
-        {key: value for key, value in record.items() if not key.startswith(("time", "throughput"))}
+        {key: value for key, value in record.items() if not key.startswith(("time", "throughput", "memory"))}
         for record in read_metrics(folder / "metrics" / "trainer.jsonl")
     ]
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from pellucid.config.base import Section
 from pellucid.config.loss import DppoLossConfig, LossConfig
+from pellucid.errors import ConfigError
 
 
 class TrainerModelConfig(Section):
@@ -58,6 +59,20 @@ class CkptConfig(Section):
 
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept on disk; older ones are deleted. A damaged one is passed over for the one before."""
+
+
+class ProfileConfig(Section):
+    """Where the time of a step goes: `profiles/step_N.rank_R.json`, for chrome://tracing or Perfetto."""
+
+    first_step: int = Field(default=1, ge=0)
+    """The first step that is profiled; step 0 has the costs of starting in it."""
+
+    num_steps: int = Field(default=1, ge=1)
+    """Steps that are profiled, each into a file of its own. Profiling slows them down."""
+
+    @property
+    def steps(self) -> range:
+        return range(self.first_step, self.first_step + self.num_steps)
 
 
 class TokenExportConfig(Section):
@@ -125,6 +140,9 @@ class TrainerConfig(Section):
     """CPU threads of the trainer, divided among its processes on a machine; default: all cores for `sft`,
     half of them for `rl`."""
 
+    profile: ProfileConfig | None = None
+    """Present: some steps are profiled."""
+
     experimental: ExperimentalConfig = ExperimentalConfig()
     """Opt-in features."""
 
@@ -132,6 +150,21 @@ class TrainerConfig(Section):
     def max_tokens(self) -> int:
         """Tokens packed into one micro batch."""
         return self.micro_batch_max_tokens or self.model.seq_len
+
+    def check_num_processes(self, num_processes: int) -> None:
+        """Whether so many processes can share the work in the way that is asked for."""
+        replicate, cp = self.model.dp_replicate, self.model.cp
+        if num_processes % (replicate * cp):
+            raise ConfigError(
+                f"trainer.model.dp_replicate = {replicate} × trainer.model.cp = {cp} does not divide the "
+                f"{num_processes} process(es) of the trainer; lower one of them, or start a multiple of "
+                f"{replicate * cp} (`torchrun --nproc-per-node`; for `pellucid rl`, trainer.num_processes)"
+            )
+        if self.num_processes not in (1, num_processes):
+            raise ConfigError(
+                f"trainer.num_processes = {self.num_processes}, but the trainer runs in {num_processes}; "
+                f"leave it out, or start `torchrun --nproc-per-node {self.num_processes} -m pellucid.cli …`"
+            )
 
     @model_validator(mode="after")
     def _cap_fits_seq_len(self) -> "TrainerConfig":

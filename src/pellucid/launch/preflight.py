@@ -4,11 +4,18 @@ It takes a fraction of a second, loads no torch and runs no code of the user's; 
 check again, with what they really load. A run that is refused here leaves its output folder as it was.
 """
 
+import os
+
 from pellucid.config import CustomAdvantageConfig, CustomLossConfig, RLConfig, SFTConfig
 from pellucid.config.imports import require_package
 from pellucid.data.model_folder import check_model_folder
 from pellucid.errors import DataError
 from pellucid.orchestrator.environment import check_environment
+
+
+def is_torchrun() -> bool:
+    """Whether this is one of several processes that were started together."""
+    return "RANK" in os.environ
 
 
 def check_rl(config: RLConfig) -> None:
@@ -21,10 +28,13 @@ def check_rl(config: RLConfig) -> None:
         require_package(own.advantage.import_path, "orchestrator.advantage.import_path")
     if isinstance(loss, CustomLossConfig):
         require_package(loss.import_path, "trainer.loss.import_path")
+    config.trainer.check_num_processes(config.trainer.num_processes)
     check_model_folder(config.model.name, chats=True)
 
 
 def check_sft(config: SFTConfig) -> None:
+    if not is_torchrun():
+        config.trainer.check_num_processes(1)
     for data in (config.data, config.data.validation):
         if data is not None and data.path is not None and not data.path.exists():
             raise DataError(

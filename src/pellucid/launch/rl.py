@@ -1,4 +1,4 @@
-"""`pellucid rl`: inference, orchestrator and trainer as three processes under one supervisor.
+"""`pellucid rl`: inference, orchestrator and trainer as processes under one supervisor.
 
     check ─> resolve (port, threads) ─> prepare or rewind the folder ─> write configs ─> supervise ─> summary
 
@@ -113,16 +113,45 @@ def config_path(config: RLConfig, name: str) -> Path:
 
 
 def rl_children(config: RLConfig) -> list[Child]:
-    threads = {"inference": config.inference.threads, "trainer": config.trainer.threads}
+    num_trainers = config.trainer.num_processes
+    trainer_env = child_env(max(1, (config.trainer.threads or 1) // num_trainers))
     return [
-        Child(
-            name,
-            (sys.executable, "-m", "pellucid.cli", name, "@", str(config_path(config, name))),
-            config.output_dir / "logs" / f"{name}.log",
-            child_env(threads.get(name) or 1),
-            service=name == "inference",
-        )
-        for name in PARTS
+        _child(config, "inference", child_env(config.inference.threads or 1), service=True),
+        _child(config, "orchestrator", child_env(1)),
+        *(
+            _child(config, "trainer", {**trainer_env, **place}, number=number)
+            for number, place in enumerate(places(num_trainers))
+        ),
+    ]
+
+
+def _child(
+    config: RLConfig, part: str, env: Mapping[str, str], *, number: int = 0, service: bool = False
+) -> Child:
+    name = f"{part}_{number}" if number else part
+    command = (sys.executable, "-m", "pellucid.cli", part, "@", str(config_path(config, part)))
+    return Child(name, command, config.output_dir / "logs" / f"{name}.log", env, service=service)
+
+
+def places(num_processes: int) -> list[dict[str, str]]:
+    """What torchrun tells each of so many processes on this machine; nothing to a single one.
+
+    They are children of the supervisor like all others, so that none outlives the run and the log of the one
+    that failed tells why.
+    """
+    if num_processes == 1:
+        return [{}]
+    port = str(free_port("127.0.0.1", 0))
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank in range(num_processes)
     ]
 
 

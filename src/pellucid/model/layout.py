@@ -51,6 +51,9 @@ class Layout:
 
     plan: AttentionPlan
 
+    num_pairs: int
+    """Pairs of a computed token and one that it sees: what attention costs."""
+
     own: OwnPredictions | None = None
     """In a slice: which of all predicted rows `predicted` are, since `sources` counts in all of them."""
 
@@ -85,6 +88,7 @@ class Layout:
             self.told.to(device),
             self.sources.to(device),
             self.plan,
+            self.num_pairs,
             None if self.own is None else replace(self.own, rows=self.own.rows.to(device)),
         )
 
@@ -149,7 +153,7 @@ def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]], loss_ma
     told = np.setdiff1d(np.arange(num_tokens), starts)
     predicted, sources = np.unique(leader[told], return_inverse=True)
     is_read = slice(None) if loss_mask is None else loss_mask[told]
-    plan = SharedAttention([Family(p, [int(lengths[m]) - p for m in members]) for p, members in families])
+    kin = [Family(prefix, [int(lengths[m]) - prefix for m in members]) for prefix, members in families]
     return Layout(
         computed=torch.from_numpy(np.concatenate(computed)),
         predicted=torch.from_numpy(predicted),
@@ -157,7 +161,8 @@ def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]], loss_ma
         read=torch.from_numpy(np.unique(sources[is_read])),
         told=torch.from_numpy(told),
         sources=torch.from_numpy(sources),
-        plan=plan,
+        plan=SharedAttention(kin),
+        num_pairs=sum(family.num_pairs for family in kin),
     )
 
 

@@ -1,9 +1,11 @@
 """The policy: an HF causal language model behind the one forward that trainer and engine share."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pellucid.model.attention import AttentionPlan
 from pellucid.model.head import TokenOutput, predict, unpredicted
@@ -31,6 +33,12 @@ class Policy(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def checkpoint_activations(self) -> None:
+        """From now on each layer keeps its input alone for the backward pass, and computes the rest again."""
+        for layer in self.layers:
+            # Nothing is drawn at random in evaluation mode, so that there is no state to restore.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Last hidden states; ids and positions are [batch, tokens]."""

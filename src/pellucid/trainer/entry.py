@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from pellucid.checkpoint import read_progress
 from pellucid.checkpoint.files import STATE
 from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerRunConfig
+from pellucid.data import TokenTable
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, Stage
@@ -24,6 +26,7 @@ from pellucid.trainer.batches import (
     FakeBatches,
     NoBatches,
     OrchestratorBatches,
+    share_table,
 )
 from pellucid.trainer.loop import train
 from pellucid.trainer.optimizer import Optimizer
@@ -92,20 +95,31 @@ def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:
     return Journal(config.output_dir / "ledger" / name, Stage.TRAINER, resume=config.resume)
 
 
-def train_on_dataset(config: SFTConfig, data: SFTData, sinks: list[Sink], ranks: Ranks | None = None) -> None:
-    """Trains on a data set, and measures the loss on the part that is kept for validation."""
-    batches = DatasetBatches(data.train, config.data.batch_size, config.seed)
+def train_on_dataset(
+    config: SFTConfig, data: SFTData | None, sinks: list[Sink], ranks: Ranks | None = None
+) -> None:
+    """Trains on a data set, and measures the loss on the part that is kept for validation.
+
+    Only the main process has the data; the others get from it what they need.
+    """
+    batches = DatasetBatches(data.train, config.data.batch_size, config.seed) if data else NoBatches()
     run = build_run(config, batches, None, sinks, ranks)
     if config.data.validation is not None:
         run.validation = Validation(
             run.policy,
             run.forward,
-            [run.pack(0, table) for table in data.validation_tables()],
+            [run.pack(0, table) for table in _validation_tables(data, run.ranks)],
             interval=config.data.validation.interval,
             max_steps=config.max_steps,
             gather=run.ranks.gather,
         )
     _train(config, run)
+
+
+def _validation_tables(data: SFTData | None, ranks: Ranks) -> Iterator[TokenTable]:
+    tables = data.validation_tables() if data else []
+    for index in range(ranks.share(lambda: len(tables))):
+        yield share_table(ranks, partial(tables.__getitem__, index))
 
 
 def _train(config: TrainerRunConfig, run: Run) -> None:
@@ -155,6 +169,8 @@ def build_run(
     policy = load_policy(config.model, trainable=True)
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
+    if settings.model.activation_checkpointing:
+        policy.checkpoint_activations()
     ranks.shard(policy)
     export = settings.experimental.token_export if ranks.keeps_books else None
     return Run(

@@ -53,6 +53,9 @@ class StepObserver:
         self._books = {name: np.zeros(len(self._accounts), np.int64) for name in _BOOKED}
         self._counts: Counter[str] = Counter()
         self._max_micro_batch_tokens = 0
+        self.num_pairs = 0
+        """Of tokens and tokens that they attend to, on this rank."""
+
         self._stats = LossStats([env for _, env in self._accounts])
 
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
@@ -79,6 +82,7 @@ class StepObserver:
         table, is_computed = micro_batch.table, micro_batch.is_computed
         self._counts.update(asdict(micro_batch.packed.counts))
         self._counts.update(micro_batches=1, computed_tokens=int(is_computed.sum()))
+        self.num_pairs += micro_batch.layout.num_pairs
         self._max_micro_batch_tokens = max(self._max_micro_batch_tokens, table.num_tokens)
         masks = {
             "packed": np.ones(table.num_tokens, np.bool_),

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pellucid.config import TrainerConfig
-from pellucid.errors import ConfigError
 from pellucid.model import ContextParallel, Policy
 from pellucid.model.load import default_device
 from pellucid.trainer.ranks import Ranks
@@ -41,7 +40,7 @@ _BF16 = MixedPrecisionPolicy(
 def joined(config: TrainerConfig) -> Iterator[Ranks]:
     """The ranks of this process: those of torchrun, if it was started by it, else it is alone."""
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    check_num_processes(config, num_processes)
+    config.check_num_processes(num_processes)
     if "RANK" not in os.environ:
         yield Ranks()
         return
@@ -54,21 +53,6 @@ def joined(config: TrainerConfig) -> Iterator[Ranks]:
     # Not after an error: the others learn of it as this process ends.
     dist.barrier(ranks.group)
     dist.destroy_process_group()
-
-
-def check_num_processes(config: TrainerConfig, num_processes: int) -> None:
-    replicate, cp = config.model.dp_replicate, config.model.cp
-    if num_processes % (replicate * cp):
-        raise ConfigError(
-            f"trainer.model.dp_replicate = {replicate} × trainer.model.cp = {cp} does not divide the "
-            f"{num_processes} process(es) of the trainer; start a multiple of {replicate * cp} (with "
-            "`torchrun --nproc-per-node`, or trainer.num_processes for `pellucid rl`), or lower one of them"
-        )
-    if config.num_processes not in (1, num_processes):
-        raise ConfigError(
-            f"trainer.num_processes = {config.num_processes}, but the trainer runs in {num_processes}; start "
-            f"it with `torchrun --nproc-per-node {config.num_processes} -m pellucid.cli …`, or leave it out"
-        )
 
 
 @dataclass(frozen=True)
@@ -106,6 +90,10 @@ class Processes(Ranks):
     @property
     def keeps_books(self) -> bool:
         return self.cp_rank == 0
+
+    @property
+    def num_processes(self) -> int:
+        return dist.get_world_size()
 
     @property
     def num_local(self) -> int:

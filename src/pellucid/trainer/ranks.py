@@ -39,6 +39,11 @@ class Ranks:
         return True
 
     @property
+    def num_processes(self) -> int:
+        """On all machines."""
+        return 1
+
+    @property
     def num_local(self) -> int:
         """Processes on this machine."""
         return 1

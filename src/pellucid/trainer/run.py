@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -18,11 +19,12 @@ from pellucid.errors import DataError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, sum_entries
 from pellucid.loss import LossInputs, TokenLoss
-from pellucid.metrics import Sink, Stopwatch
+from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
 from pellucid.model import Policy, TokenOutput
 from pellucid.packing import pack_batch
 from pellucid.trainer.batches import BatchSource, share_table
-from pellucid.trainer.cost import training_cost
+from pellucid.trainer.cost import ModelShape
+from pellucid.trainer.machine import peak_flops, peak_memory_gib
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.ranks import Ranks
@@ -39,6 +41,16 @@ from pellucid.transport.weights import (
 )
 
 _LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
+
+
+class Told(NamedTuple):
+    """What a rank tells the others after a step."""
+
+    metrics: MetricSet
+    left_out: tuple[int, ...]
+    """Sequences so far, by the names of `_LEFT_OUT`; empty without an export."""
+
+    num_pairs: int
 
 
 @dataclass
@@ -67,7 +79,8 @@ class Run:
         self.start = self._num_trained = self._num_saved = 0
         self._totals: Counter[str] = Counter()
         self._watch = Stopwatch()
-        self._cost = training_cost(self.policy)
+        self._shape = ModelShape.of(self.policy)
+        self._cost = self._shape.cost()
 
     def go_on_from(self, progress: Progress) -> None:
         """Its steps are trained, and the weights are what they were after them."""
@@ -86,7 +99,22 @@ class Run:
         if self.validation is not None and self.start == 0:
             with self._watch("validate"):
                 self.validation.begin()
-        yield from range(self.start, self.max_steps)
+        for step in range(self.start, self.max_steps):
+            with self._profiled(step):
+                yield step
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """`profiles/step_N.rank_R.json`, which chrome://tracing and Perfetto show."""
+        wanted = self.config.profile
+        if wanted is None or not self.ranks.keeps_books or step not in wanted.steps:
+            yield
+            return
+        with torch.profiler.profile() as profile:
+            yield
+        path = self.output_dir / "profiles" / f"step_{step}.rank_{self.ranks.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
 
     def next_batch(self, step: int) -> StepBatch:
         """Also where a run is stopped: all processes before the same step, when the main one says so."""
@@ -153,12 +181,11 @@ class Run:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
                 self.exporter.finish(step)
-            left_out = [] if self.exporter is None else [self.exporter.num_skipped, self.exporter.num_lost]
-            ranks = self.ranks.gather((observer.metrics(), left_out))
-            report = observer.report([metrics for metrics, _ in ranks])
+            ranks: list[Told] = self.ranks.gather(self._told(observer))
+            report = observer.report([told.metrics for told in ranks])
             if self.exporter is not None:
                 for name, counts in zip(
-                    _LEFT_OUT, zip(*(each for _, each in ranks), strict=True), strict=True
+                    _LEFT_OUT, zip(*(told.left_out for told in ranks), strict=True), strict=True
                 ):
                     self._totals[name] = sum(counts)
                 if self.ranks.is_main:  # every rank has written, or it would not have told its metrics
@@ -169,12 +196,19 @@ class Run:
         counted = [*COUNTED, *(f"local/{name}" for name in COUNTED)]
         self._totals.update({f"total/{name}": report[name] for name in counted})
         report |= {"grad_norm": grad_norm, "lr": self.optimizer.last_lr, **self._totals}
-        report |= self._times(report)
+        report |= self._times(report, sum(told.num_pairs for told in ranks))
         for sink in self.sinks:
             sink.log(step, report)
         self._num_trained = step + 1
         if self._num_trained % self.config.ckpt.interval == 0 or self._num_trained == self.max_steps:
             self.save_checkpoint()
+
+    def _told(self, observer: StepObserver) -> Told:
+        metrics = observer.metrics()
+        metrics.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
+        exporter = self.exporter
+        left_out = () if exporter is None else (exporter.num_skipped, exporter.num_lost)
+        return Told(metrics, left_out, observer.num_pairs)
 
     def save_checkpoint(self) -> None:
         """Of the steps trained so far, unless there is one; batches that it covers are let go."""
@@ -203,12 +237,17 @@ class Run:
         assert shared is not None
         write_state(self.policy, self.optimizer.adamw, shared, self.ranks.group)
 
-    def _times(self, report: Mapping[str, float]) -> dict[str, float]:
+    def _times(self, report: Mapping[str, float], num_pairs: int) -> dict[str, float]:
         times = self._watch.lap()
         step_s = times["time/step_s"] - times.get("time/validate_s", 0.0)
+        num_computed = report["computed_tokens"] - report["padding_tokens"]
+        flops_per_s = self._shape.flops(num_computed, num_pairs) / step_s
+        peak = peak_flops(self.policy.device)
         return {
             **times,
+            **({} if peak is None else {"throughput/mfu": flops_per_s / (peak * self.ranks.num_processes)}),
             "time/train_s": step_s - times["time/wait_s"],
+            "throughput/model_tflops_per_s": flops_per_s / 1e12,
             "throughput/tokens_per_s": (report["tokens"] - report["padding_tokens"]) / step_s,
             "throughput/computed_tokens_per_s": report["computed_tokens"] / step_s,
             "throughput/trained_tokens_per_s": report["trained_tokens"] / step_s,
