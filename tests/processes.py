@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,9 +20,10 @@ from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
+from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
 from pellucid.trainer.entry import build_run, run_with
-from pellucid.trainer.parallel import Processes, shard_module
+from pellucid.trainer.parallel import BF16, Processes, shard_module
 from pellucid.trainer.run import Run
 
 SEQ_LEN = 48
@@ -95,15 +97,14 @@ def loss_settings(name: str) -> dict:
 
 
 def packings(*, thorough: bool) -> Iterator[tuple[str, str, dict]]:
-    """(name, batch, settings): every loss under every cap and reduction, and every batch in several ways.
+    """(name, batch, settings): every loss under each cap and each reduction, and every batch in several ways.
 
     Not thorough: every loss under some cap and reduction, and every batch.
     """
     caps, reductions = (SEQ_LEN, SEQ_LEN // 2, SEQ_LEN // 4), ("token", "sequence", "group")
     for number, loss in enumerate(LOSSES):
-        some = [(caps[number % 3], reductions[(number + 1) % 3])]
-        pairs = [*((cap, "token") for cap in caps), *((caps[1], each) for each in reductions[1:])]
-        for cap, reduction in pairs if thorough else some:
+        pairs = list(zip(caps, reductions, strict=True))
+        for cap, reduction in pairs if thorough else [pairs[number % 3]]:
             own = {"loss": {**loss_settings(loss), "reduction": reduction}, "micro_batch_max_tokens": cap}
             yield f"{loss}, cap {cap}, mean over {reduction}", "mixed", own
     for batch in BATCHES:
@@ -168,7 +169,9 @@ class Jobs:
         config = settings(weights, folder, **trainer)
         return build_run(config, None, None, [], None if alone else self.ranks(config.trainer))
 
-    def parity(self, mesh: dict, model: str, thorough: bool) -> dict[str, list[float]]:
+    def parity(
+        self, mesh: dict, model: str, thorough: bool, max_logits: int = MAX_LOGITS
+    ) -> dict[str, list[float]]:
         """Differences of (gradient, metrics) from one process, by packing."""
         weights = self.folder / "models" / model
         together = self.build(weights, model=mesh)
@@ -177,7 +180,9 @@ class Jobs:
             together.config = TrainerConfig.model_validate({"model": {"seq_len": SEQ_LEN, **mesh}, **own})
             together.losses = loss_for(together.config.loss)
             expected, expected_report = self.alone(weights, batch, own.get("loss", {"type": "dppo"}))
+            predict.__kwdefaults__["max_logits"] = max_logits
             got, report = gradients(together, batch)
+            predict.__kwdefaults__["max_logits"] = MAX_LOGITS
             found[name] = [difference(got, expected), metric_difference(report, expected_report)]
         return found
 
@@ -194,6 +199,16 @@ class Jobs:
             run.losses = loss_for(run.config.loss)
             self.known[key] = gradients(run, batch)
         return self.known[key]
+
+    def precision(self, mesh: dict) -> list[float]:
+        """Difference of the gradient in bfloat16 from that of one process in float32."""
+        config = settings(self.tied, self.folder / "scratch" / f"bf16_{dist.get_rank()}", model=mesh)
+        ranks = replace(self.ranks(config.trainer), precision=BF16)
+        run = build_run(config, None, None, [], ranks)
+        found, _ = gradients(run, "mixed")
+        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+        expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
+        return ranks.gather(difference(found, expected))
 
     def clipping(self, mesh: dict) -> list[list[float]]:
         """(norm, learning rate) of each process and of one alone, after a step with clipping."""
@@ -260,7 +275,7 @@ def training(mesh: dict) -> dict:
     return {
         "model": mesh,
         "micro_batch_max_tokens": 24,
-        "ckpt": {"interval": 3, "keep_last": 3},
+        "ckpt": {"interval": 3, "keep_last": 3, "asynchronous": bool(mesh)},
         "optim": {"lr": 1e-3},
         "scheduler": {"type": "cosine", "warmup_steps": 2},
         "experimental": {"token_export": {}},

@@ -66,11 +66,11 @@ def samples():
     ]
 
 
-def settings(model, folder, **changes):
+def settings(model, folder, *, asynchronous=False, **changes):
     """A checkpoint every 3 steps, a schedule that depends on the step, one export file for all steps."""
     trainer = {
         "threads": 1,
-        "ckpt": {"interval": 3, "keep_last": 2},
+        "ckpt": {"interval": 3, "keep_last": 2, "asynchronous": asynchronous},
         "optim": {"lr": 1e-3},
         "scheduler": {"type": "cosine", "warmup_steps": 2},
         "experimental": {"token_export": {}},
@@ -128,17 +128,19 @@ def uninterrupted(tiny_model, samples, tmp_path_factory):
     return folder, run(settings(tiny_model, folder))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at-once", "beside"])
 @pytest.mark.parametrize("crash_at", [0, 2, 4, 6], ids=lambda step: f"after-step-{step}")
 def test_a_resumed_trainer_equals_an_uninterrupted_one(
-    tiny_model, samples, uninterrupted, tmp_path, crash_at
+    tiny_model, samples, uninterrupted, tmp_path, crash_at, asynchronous
 ) -> None:
     send(tmp_path, samples)
+    own = settings(tiny_model, tmp_path, asynchronous=asynchronous)
     with pytest.raises(Crash):
-        run(settings(tiny_model, tmp_path), CrashAt(crash_at))
+        run(own, CrashAt(crash_at))
     torch.rand(100)  # the random state of another process is another
-    point = rewind_rl(settings(tiny_model, tmp_path))
+    point = rewind_rl(own)
     assert (point.checkpoint, point.next_batch) == (crash_at // 3 * 3, NUM_STEPS)
-    resumed = run(settings(tiny_model, tmp_path), resume=True)
+    resumed = run(own, resume=True)
 
     folder, whole = uninterrupted
     for name, parameter in whole.policy.named_parameters():

@@ -6,25 +6,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from pellucid.errors import DataError
 
+State = dict[str, Any]
+
+
+def stage_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """A copy in the memory of the machine, which training does not change any more."""
+    staged: State = _copied(_state(model, optimizer, StateDictOptions(cpu_offload=True)))
+    return staged
+
 
 def write_state(
     model: nn.Module, optimizer: Optimizer, folder: Path, group: ProcessGroup | None = None
 ) -> None:
     """Every process of a sharded model calls it, and returns when all have written."""
+    write_staged(_state(model, optimizer), folder, group)
+
+
+def write_staged(state: State, folder: Path, group: ProcessGroup | None = None) -> None:
     failures: list[BaseException] = []
     try:
         with _quiet():
-            save(_state(model, optimizer), checkpoint_id=folder, process_group=group, no_dist=group is None)
+            save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # not even an Exception
         failures = [failure for failure, _ in error.failures.values()]
     if failures:
@@ -47,8 +59,16 @@ def read_state(
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> State:
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     return {"model": model_state, "optimizer": optimizer_state}
 
 

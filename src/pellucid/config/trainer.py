@@ -60,6 +60,10 @@ class CkptConfig(Section):
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept on disk; older ones are deleted. A damaged one is passed over for the one before."""
 
+    asynchronous: bool = False
+    """Write checkpoints beside the training that goes on, from a copy of the state in the machine's memory.
+    Batches that one covers stay until it is complete."""
+
 
 class ProfileConfig(Section):
     """Where the time of a step goes: `profiles/step_N.rank_R.json`, for chrome://tracing or Perfetto."""

@@ -132,6 +132,7 @@ def _train(config: TrainerRunConfig, run: Run) -> None:
     except Stopped as stopped:
         logger.warning("%s: stopping after a checkpoint", stopped)
         run.save_checkpoint()
+        run.finish_checkpoint()
         raise SystemExit(128 + stopped.signal) from None
     finally:
         run.close()

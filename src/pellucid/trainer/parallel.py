@@ -8,7 +8,7 @@ parallel ranks have each the gradient through their own slice.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ _PATIENCE = timedelta(days=7)
 """How long processes wait for the main one, which waits for batches. A process that died is noticed at once:
 its connections close."""
 
-_BF16 = MixedPrecisionPolicy(
+BF16 = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16,
     reduce_dtype=torch.float32,
     cast_forward_inputs=False,  # temperatures stay what they are
@@ -80,7 +80,7 @@ class Processes(Ranks):
             )
         ]
         rank, cp_rank = divmod(dist.get_rank(), cp)
-        precision = _BF16 if device.type == "cuda" else None
+        precision = BF16 if device.type == "cuda" else None
         return cls(rank, num_processes // cp, cp_rank, control, meshes[0], meshes[1], precision)
 
     @property
@@ -109,6 +109,9 @@ class Processes(Ranks):
         if (size := self.cp_mesh.size(1)) == 1:
             return None
         return ContextParallel(self.cp_mesh.get_group("cp"), self.cp_rank, size)
+
+    def apart(self) -> "Processes":
+        return replace(self, control=dist.new_group(backend="gloo", timeout=_PATIENCE))
 
     def gather(self, value: Any) -> list[Any]:
         assert self.cp_mesh is not None

@@ -58,6 +58,10 @@ class Ranks:
         """Those that share the micro batches of this rank; None: there are no others."""
         return None
 
+    def apart(self) -> "Ranks":
+        """The same processes, on a line of their own: a thread may use it while others use this one."""
+        return self
+
     def gather(self, value: Any) -> list[Any]:
         """From a value of this rank to those of all ranks, in order."""
         return [value]

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from pellucid.checkpoint import Progress, publish_checkpoint
-from pellucid.checkpoint.state import write_state
+from pellucid.checkpoint import Progress
 from pellucid.config import TrainerConfig
 from pellucid.data import TokenTable
 from pellucid.errors import DataError
@@ -28,6 +27,7 @@ from pellucid.trainer.machine import peak_flops, peak_memory_gib
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.saver import CheckpointSaver
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_weights
 from pellucid.trainer.stop import StopRequest
 from pellucid.trainer.validation import Validation
@@ -81,6 +81,7 @@ class Run:
         self._watch = Stopwatch()
         self._shape = ModelShape.of(self.policy)
         self._cost = self._shape.cost()
+        self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
 
     def go_on_from(self, progress: Progress) -> None:
         """Its steps are trained, and the weights are what they were after them."""
@@ -200,6 +201,7 @@ class Run:
         for sink in self.sinks:
             sink.log(step, report)
         self._num_trained = step + 1
+        self._settle(wait=False)
         if self._num_trained % self.config.ckpt.interval == 0 or self._num_trained == self.max_steps:
             self.save_checkpoint()
 
@@ -222,20 +224,19 @@ class Run:
             ledger=sum_entries(chain.from_iterable(booked)),
         )
         with self._watch("checkpoint"):
-            if self.ranks.is_main:
-                needed_from = publish_checkpoint(
-                    self.output_dir, progress, self._write_state, keep_last=self.config.ckpt.keep_last
-                )
-                self.batches.release_before(needed_from)
-            else:
-                self._write_state()
+            self._settle(wait=True)
+            self._saver.save(progress, self.policy, self.optimizer.adamw)
+            self._settle(wait=False)
         self._num_saved = self._num_trained
 
-    def _write_state(self, folder: Path | None = None) -> None:
-        """All processes write into the folder of the main one."""
-        shared = self.ranks.share(lambda: folder)
-        assert shared is not None
-        write_state(self.policy, self.optimizer.adamw, shared, self.ranks.group)
+    def _settle(self, *, wait: bool) -> None:
+        needed_from = self._saver.settle(wait=wait)
+        if needed_from is not None and self.ranks.is_main:
+            self.batches.release_before(needed_from)
+
+    def finish_checkpoint(self) -> None:
+        """One that is still being written is complete after this."""
+        self._settle(wait=True)
 
     def _times(self, report: Mapping[str, float], num_pairs: int) -> dict[str, float]:
         times = self._watch.lap()
@@ -256,6 +257,7 @@ class Run:
 
     def save_model(self) -> None:
         """The result: a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+        self.finish_checkpoint()
 
         def write(folder: Path) -> None:
             if self.ranks.group is None:
@@ -280,6 +282,7 @@ class Run:
             self.journal.close(self.max_steps)
 
     def close(self) -> None:
+        self._saver.close()
         if self.exporter is not None:
             self.exporter.close()
         for sink in self.sinks:
