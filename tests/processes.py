@@ -1,13 +1,14 @@
-"""What each process of tests/trainer/test_parallel.py does; the environment is that of torchrun.
+"""What the processes of tests/trainer/test_parallel.py do.
 
-    python processes.py FOLDER     does FOLDER/jobs.json; the main process writes FOLDER/results.json
+    python processes.py FOLDER NUMBER     does FOLDER/jobs.json in NUMBER processes; writes results.json
 
-Starting processes costs seconds, so that one start does all jobs of a number of processes.
+Starting them costs seconds, so that one start does all jobs of a number of processes.
 """
 
 import json
+import os
 import sys
-import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
+from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
@@ -27,6 +30,8 @@ from pellucid.trainer.parallel import BF16, Processes, shard_module
 from pellucid.trainer.run import Run
 
 SEQ_LEN = 48
+IMPORTED = (AutoModelForCausalLM, Qwen3ForCausalLM)
+"""Before the processes are forked, and not by each of them."""
 LOSSES = ("dppo", "ppo_clip", "cispo", "gspo", "icepop", "tis", "custom")
 
 
@@ -283,19 +288,30 @@ def training(mesh: dict) -> dict:
 
 
 def main(folder: Path) -> None:
+    torch.set_num_threads(1)
     jobs = Jobs(folder)
     results = {}
     for name, (method, *arguments) in json.loads((folder / "jobs.json").read_text()).items():
-        started = time.monotonic()
         results[name] = getattr(jobs, method)(*arguments)
-        results[f"{name}, seconds"] = round(time.monotonic() - started, 1)
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def fork(folder: Path, place: dict[str, str]) -> int:
+    """A process of its own that has imported everything already; returns its number."""
+    if (number := os.fork()) != 0:
+        return number
+    os.environ.update(place)
+    try:
+        main(folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    numbers = [fork(Path(sys.argv[1]), place) for place in places(int(sys.argv[2]))]
+    sys.exit(any(os.waitpid(number, 0)[1] for number in numbers))
