@@ -72,7 +72,7 @@ def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
 
 def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:
     folder = tmp_path / "demo"
-    flags = ("--trainer.num-processes", "2", "--trainer.ckpt.asynchronous", "true")
+    flags = ("--trainer.num-processes", "2", "--trainer.ckpt.asynchronous")
     result = subprocess.run(command(tiny_model, folder, *flags), capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
