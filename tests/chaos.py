@@ -91,9 +91,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where the run is; one of its own by default")
     arguments = parser.parse_args()
     generator = random.Random(arguments.seed)
-    folder = Path(tempfile.mkdtemp(prefix="pellucid-chaos-"))
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="pellucid-chaos-"))
     make_tiny_model(folder / "tiny", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
     max_steps = 1_000_000  # until the last kill
     kills: Counter[str] = Counter()

@@ -15,7 +15,14 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from pellucid import __version__
-from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, SFTConfig, TrainerRunConfig
+from pellucid.config import (
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerRunConfig,
+    VerifyConfig,
+)
 from pellucid.config.base import Section
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
@@ -48,6 +55,11 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "view": Command(ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser"),
     "ledger": Command(LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went"),
+    "verify": Command(
+        VerifyConfig,
+        "pellucid.checks.verify:run_verify",
+        "check packing, ranks, leakage, trainer against engine",
+    ),
     "keys": Command(KeysSettings, "pellucid.transport.keys:run_keys", "make keys for batches over a network"),
     "bench": Command(BenchSettings, "pellucid.bench:run_bench", "run a side-by-side benchmark"),
 }

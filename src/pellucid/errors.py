@@ -8,6 +8,7 @@ PellucidError
 ├── TransportError     a channel that cannot be read or written
 │   └── PayloadError   bytes that are not what they claim to be
 ├── InferenceError     an inference server that refused, failed or vanished
+│   └── TeacherError   the same, of the teacher
 ├── RolloutError       one rollout failed: data, not a crash
 │   └── PromptTooLongError   its conversation has outgrown the model
 ├── LedgerError        tokens are missing from the books
@@ -67,6 +68,10 @@ class PayloadError(TransportError):
 
 
 class InferenceError(PellucidError):
+    pass
+
+
+class TeacherError(InferenceError):
     pass
 
 

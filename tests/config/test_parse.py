@@ -211,7 +211,8 @@ def test_an_at_sign_does_not_swallow_a_flag():
         (["--model.dtype", "fp8"], "model.dtype = 'fp8': should be 'auto', 'float32' or 'bfloat16'"),
         (
             ["--trainer.loss.type", "dpo"],
-            "trainer.loss.type = 'dpo': should be 'custom' or 'ppo_clip' or 'cispo' or 'gspo' or 'icepop' or 'tis' or 'dppo'",
+            "trainer.loss.type = 'dpo': should be 'custom' or 'ppo_clip' or 'cispo' or 'gspo' or 'icepop' or "
+            "'tis' or 'dppo'",
         ),
         (
             ["--trainer.loss.type", "custom"],

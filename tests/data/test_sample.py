@@ -181,3 +181,29 @@ def test_packing_is_lossless(array) -> None:
 def test_bytes_that_do_not_fit_are_refused(packed, message) -> None:
     with pytest.raises(DataError, match=message):
         packed.array()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), max_size=8), st.integers(0, 30))
+def test_spans_pack_like_the_mask_they_paint(gaps_and_lengths: list[tuple[int, int]], rest: int) -> None:
+    spans, position = [], 0
+    for gap, length in gaps_and_lengths:  # a gap of 0: two spans touch
+        spans.append((position + gap, length))
+        position += gap + length
+    mask = np.zeros(position + rest, np.bool_)
+    for start, length in spans:
+        mask[start : start + length] = True
+    assert PackedArray.of_spans(spans, len(mask)) == PackedArray.pack(mask)
+
+
+@given(st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 5)), max_size=8))
+def test_runs_pack_like_the_values_they_repeat(runs: list[tuple[int, int]]) -> None:
+    values = np.repeat(np.array([v for v, _ in runs], np.int32), [n for _, n in runs])
+    assert PackedArray.of_runs(runs, np.int32) == PackedArray.pack(values, Encoding.RUNS)
+
+
+def test_samples_that_are_built_together_equal_those_built_alone() -> None:
+    others = [VALID, {**VALID, "env_name": "b", "advantage": 0.5}, {**VALID, "token_ids": [7, 8, 9]}]
+    assert TrainingSample.build_all(others) == [TrainingSample.build(**columns) for columns in others]
+    assert TrainingSample.build_all([]) == []
+    with pytest.raises(DataError, match="logprob is not finite"):
+        TrainingSample.build_all([VALID, {**VALID, "inference_logprobs": [float("nan")]}])

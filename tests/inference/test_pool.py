@@ -1,6 +1,7 @@
 """Several servers as one, on fakes that die and come back."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -51,6 +52,10 @@ class Server(FakeInferenceClient):
             answer.cancel()
             raise UnreachableError("it went away")
         return answer.result()
+
+    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
+        self._check()
+        return await super().score(token_ids, temperature, request_id)
 
     async def update_weights(self, version: int, folder: Path) -> None:
         self._check()
@@ -138,3 +143,25 @@ def test_aborts_reach_the_server_that_runs_the_request() -> None:
         return [completion.finish_reason for completion in await asyncio.gather(*asking)]
 
     assert asyncio.run(main()) == ["abort"] * 4
+
+
+def test_scoring_spreads_over_the_servers_and_leaves_out_one_that_is_gone() -> None:
+    async def run() -> None:
+        first, second = Server(), Server()
+        pool = pool_of(first, second)
+        try:
+            scores = await asyncio.gather(*(pool.score([5, 6], 1.0, f"g{n}-r0") for n in range(4)))
+            assert [score[1] for score in scores] == [math.log(0.5)] * 4
+            assert first.num_scored == second.num_scored == 2
+            first.switch_off()
+            answers = await asyncio.gather(
+                *(pool.score([5, 6], 1.0, f"g{n}-r1") for n in range(4)), return_exceptions=True
+            )
+            assert sum(isinstance(answer, UnreachableError) for answer in answers) >= 1
+            num_scored = second.num_scored
+            await pool.score([5, 6], 1.0, "g0-r2")
+            assert second.num_scored == num_scored + 1
+        finally:
+            await pool.close()
+
+    asyncio.run(run())

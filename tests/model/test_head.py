@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pellucid.model import head
 from pellucid.model.head import entropy_of, predict, token_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 50
@@ -51,17 +52,29 @@ def test_tokens_that_no_loss_reads_have_values_and_no_backward() -> None:
 
 
 def test_full_logits_are_never_there(monkeypatch) -> None:
-    """The largest tensor that a chunk makes has `max_logits` entries."""
+    """At most `max_logits` at once: all once forward, and those that are read once more backward."""
     seen = []
-    from pellucid.model import head
 
-    def watched(logits, temperatures):
-        seen.append(logits.numel())
-        return token_logprobs(logits, temperatures)
+    def watched(hidden, weight, bias):
+        seen.append(len(hidden) * len(weight))
+        return torch.nn.functional.linear(hidden, weight, bias)
 
-    monkeypatch.setattr(head, "token_logprobs", watched)
+    monkeypatch.setattr(head, "linear", watched)
     hidden, weight, _, ids, temperatures, upstream = inputs()
-    output = predict(hidden, weight, None, ids, temperatures, torch.arange(TOKENS), max_logits=250)
+    output = predict(hidden, weight, None, ids, temperatures, torch.arange(3), max_logits=250)
     (output.logprobs * upstream).sum().backward()
     assert max(seen) == 250
-    assert sum(seen) == 2 * TOKENS * VOCABULARY
+    assert sum(seen) == (TOKENS + 3) * VOCABULARY
+
+
+def test_blocks_of_any_size_give_the_same(monkeypatch) -> None:
+    hidden, weight, _, ids, temperatures, upstream = inputs()
+    results = []
+    for in_cache in (1, 3 * VOCABULARY, 1 << 19):
+        monkeypatch.setattr(head, "_IN_CACHE", in_cache)
+        output = predict(hidden, weight, None, ids, temperatures, torch.arange(TOKENS), max_logits=500)
+        gradients = torch.autograd.grad((output.logprobs * upstream).sum(), [hidden, weight])
+        results.append([output.logprobs, output.entropy, *gradients])
+    for others in results[1:]:
+        for ours, theirs in zip(results[0], others, strict=True):
+            torch.testing.assert_close(ours, theirs)

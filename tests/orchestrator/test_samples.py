@@ -1,11 +1,9 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from pellucid.data import Completion, Example, Rollout, TokenTable, TrainingSample, Turn
 from pellucid.errors import DataError
-from pellucid.orchestrator.samples import build_samples
+from pellucid.orchestrator.samples import build_group, build_samples
 
 
 def turn(prompt: list[int], sampled: list[int], *runs: tuple[int, int], logprob: float = -0.5) -> Turn:
@@ -65,9 +63,9 @@ def test_turns_of_conversations_that_interleave_find_their_own() -> None:
 
 
 def test_what_shall_not_train_is_sampled_all_the_same() -> None:
-    [sample] = samples_of(
-        turn([1], [2, 3], (0, 2)), replace(turn([1, 2, 3, 4], [5], (0, 1)), trainable=False)
-    )
+    withdrawn = turn([1, 2, 3, 4], [5], (0, 1))
+    withdrawn.trainable = False
+    [sample] = samples_of(turn([1], [2, 3], (0, 2)), withdrawn)
     table = TokenTable.from_samples([sample])
     assert table["sampled"].tolist() == [False, True, True, False, True]
     assert table["loss_mask"].tolist() == [False, True, True, False, False]
@@ -86,3 +84,19 @@ def test_a_changed_token_is_a_branch() -> None:
 def test_what_cannot_train_is_refused() -> None:
     with pytest.raises(DataError, match="not finite"):
         samples_of(turn([1], [2], (0, 1), logprob=float("nan")))
+
+
+def test_a_group_gives_the_samples_of_each_rollout() -> None:
+    first = [turn([1, 2], [10, 11], (0, 2)), turn([1, 2, 3], [13, 14], (1, 2))]
+    rollouts = [
+        Rollout("g4-r0", "g4", Example("17", []), "env", 0.7, first, reward=0.25),
+        Rollout("g4-r1", "g4", Example("17", []), "env", 0.7, [], reward=0.5),
+        Rollout("g4-r2", "g4", Example("17", []), "env", 0.7, first[:1], reward=0.75),
+    ]
+    advantages = [-0.25, 0.0, 0.25]
+    alone = [
+        build_samples(rollout, run_id="run", advantage=advantage)
+        for rollout, advantage in zip(rollouts, advantages, strict=True)
+    ]
+    assert build_group(rollouts, advantages, run_id="run") == alone
+    assert [len(samples) for samples in alone] == [2, 0, 1]

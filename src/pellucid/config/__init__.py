@@ -12,6 +12,7 @@ from pellucid.config.commands import (
     RunConfig,
     SFTConfig,
     TrainerRunConfig,
+    VerifyConfig,
 )
 from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
@@ -39,6 +40,7 @@ from pellucid.config.orchestrator import (
     GroupAdvantageConfig,
     OrchestratorConfig,
     SamplingConfig,
+    TeacherConfig,
 )
 from pellucid.config.trainer import OptimConfig, SchedulerConfig, TokenExportConfig, TrainerConfig
 from pellucid.config.transport import FilesystemTransportConfig, TransportConfig, ZmqTransportConfig
@@ -75,12 +77,14 @@ __all__ = [
     "SFTConfig",
     "SamplingConfig",
     "SchedulerConfig",
+    "TeacherConfig",
     "TensorboardConfig",
     "TisLossConfig",
     "TokenExportConfig",
     "TrainerConfig",
     "TrainerRunConfig",
     "TransportConfig",
+    "VerifyConfig",
     "WandbConfig",
     "ZmqTransportConfig",
 ]

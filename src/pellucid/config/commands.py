@@ -13,9 +13,10 @@ from pydantic import Field, model_validator
 from pellucid.config.base import Section
 from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
+from pellucid.config.loss import DppoLossConfig
 from pellucid.config.model import ModelConfig
 from pellucid.config.monitors import MonitorsConfig
-from pellucid.config.orchestrator import OrchestratorConfig
+from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig
 from pellucid.config.trainer import TrainerConfig
 from pellucid.config.transport import FilesystemTransportConfig, TransportConfig
 
@@ -154,6 +155,17 @@ class OrchestratorRunConfig(RunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _teacher_is_not_the_policy(self) -> "OrchestratorRunConfig":
+        teacher = self.orchestrator.teacher
+        for url in teacher.servers if teacher is not None else ():
+            if url in self.inference.servers:
+                raise ValueError(
+                    f"orchestrator.teacher.servers and inference.servers both have {url}: a server of the "
+                    "policy is given new weights, which a teacher must not be; start a server for each"
+                )
+        return self
+
 
 class InferenceRunConfig(RunConfig):
     """`pellucid inference`: serve the model, follow its weights."""
@@ -186,10 +198,47 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _teacher_and_loss_agree(self) -> "RLConfig":
+        teacher, loss = self.orchestrator.teacher, self.trainer.loss
+        tau = getattr(loss, "teacher_tau", None)
+        if teacher is None and tau:
+            raise ValueError(
+                f"trainer.loss.teacher_tau = {tau} weighs the logprobs of a teacher, but there is none; add "
+                '[orchestrator.teacher] with mode = "rl", or leave it out'
+            )
+        if teacher is not None and teacher.mode == "rl" and tau == 0:
+            raise ValueError(
+                'orchestrator.teacher.mode = "rl" with trainer.loss.teacher_tau = 0: the teacher would '
+                'change nothing; set teacher_tau above 0, or another mode ("opd", "sft")'
+            )
+        if teacher is not None and teacher.mode != "rl" and loss != DppoLossConfig():
+            raise ValueError(
+                f'orchestrator.teacher.mode = "{teacher.mode}" has a loss of its own, so that '
+                "[trainer.loss], which is for rl samples, would have no effect; leave it out, or set mode = "
+                '"rl"'
+            )
+        return self
+
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
         """This run as one of its processes sees it."""
         own = {name: _plain(getattr(self, name)) for name in kind.model_fields}
         return kind.model_validate({**own, **changes})
+
+
+class VerifyConfig(RLConfig):
+    """`pellucid verify`: check the trainer's promises on a run's own configuration and model."""
+
+    DEMO: ClassVar[str] = "demo"
+
+    model: ModelConfig = ModelConfig(name=DEMO)
+    """The model; by default a tiny one that is made on the spot."""
+
+    orchestrator: OrchestratorConfig = OrchestratorConfig(env=(EnvConfig(id="reverse-text"),))
+    """Its environments give the prompts, and `sampling` the temperature."""
+
+    as_json: bool = Field(default=False, alias="json")
+    """Print one JSON object per line instead of a table."""
 
 
 PARTS = (InferenceRunConfig, OrchestratorRunConfig, TrainerRunConfig)

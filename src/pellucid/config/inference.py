@@ -1,10 +1,20 @@
 """`[inference]`: the server that samples rollouts."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pellucid.config.base import Section
+
+
+def _check_address(value: str) -> str:
+    scheme, _, rest = value.partition("://")
+    if scheme not in ("http", "https") or not rest or "/" in rest:
+        raise ValueError("is not the address of a server; write it as http://host:port")
+    return value
+
+
+ServerAddress = Annotated[str, AfterValidator(_check_address)]
 
 
 class InferenceConfig(Section):
@@ -17,12 +27,16 @@ class InferenceConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the server; 0 lets `pellucid rl` pick a free one. The parts on their own need a number."""
 
-    servers: tuple[str, ...] = ()
+    servers: tuple[ServerAddress, ...] = ()
     """Addresses of several servers (`http://host:port`) for the orchestrator; default: the one at `host` and
     `port`. Each is a `pellucid inference` with a `replica` of its own."""
 
     replica: int = Field(default=0, ge=0)
     """Which of several servers of a run this is: it keeps metrics and ledger of its own."""
+
+    role: Literal["policy", "teacher"] = "policy"
+    """`teacher`: the server of `orchestrator.teacher.model`, which `pellucid rl` starts; its metrics and
+    ledger are `inference_teacher.jsonl`."""
 
     max_concurrent: int = Field(default=64, ge=1)
     """Sequences decoded together (slots of the KV cache); further requests wait in line."""
@@ -35,3 +49,8 @@ class InferenceConfig(Section):
 
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default: all cores alone, half of them in `rl`."""
+
+    @property
+    def label(self) -> str | int:
+        """What tells this server's files from those of the run's other servers; "" for the first."""
+        return "teacher" if self.role == "teacher" else self.replica or ""

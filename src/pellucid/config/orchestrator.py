@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from pellucid.config.base import ImportPath, Section
+from pellucid.config.inference import ServerAddress
 
 
 class SamplingConfig(Section):
@@ -158,6 +159,37 @@ class FilterConfig(Section):
     """Keyword arguments for the function."""
 
 
+class TeacherConfig(Section):
+    """A model to learn from; see docs/distill.md."""
+
+    mode: Literal["opd", "sft", "rl"] = "opd"
+    """`opd`: the policy samples, and learns to agree with the teacher token by token; `sft`: the teacher
+    samples, and the policy learns its replies; `rl`: the policy learns from rewards, and the teacher's
+    logprobs ride along for `trainer.loss.teacher_tau`."""
+
+    model: str | None = Field(default=None, min_length=1)
+    """The teacher, a local folder or hub name, which `pellucid rl` serves with the settings of `[inference]`.
+    Its tokenizer has to be that of `model.name`."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of that server; 0 lets `pellucid rl` pick a free one."""
+
+    servers: tuple[ServerAddress, ...] = ()
+    """Instead of `model`: addresses of running servers (`http://host:port`). Each is a `pellucid inference`
+    of the teacher, with an `output_dir` of its own."""
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> "TeacherConfig":
+        if (self.model is None) == (not self.servers):
+            both = self.model is not None
+            raise ValueError(
+                f"orchestrator.teacher has {'both' if both else 'neither'} model {'and' if both else 'nor'} "
+                "servers; give one of them: a model that `pellucid rl` serves, or the addresses of servers "
+                "that are running"
+            )
+        return self
+
+
 class OrchestratorConfig(Section):
     env: tuple[EnvConfig, ...] = ()
     """Environments; in TOML one `[[orchestrator.env]]` table each. At least one."""
@@ -197,7 +229,8 @@ class OrchestratorConfig(Section):
     rollouts then cost time; dropping them would bias training towards quick ones."""
 
     filter_zero_advantages: bool = True
-    """Leave out rollouts whose advantage is exactly 0: they carry no signal. Counted in the ledger."""
+    """Leave out rollouts whose advantage is exactly 0: they carry no signal. Counted in the ledger. With a
+    `teacher` none is left out: there is something to learn from every token."""
 
     max_fruitless_groups: int = Field(default=64, ge=1)
     """Groups in a row that were lost whole (all rollouts failed, rejected or stale) before the run stops: a
@@ -217,6 +250,13 @@ class OrchestratorConfig(Section):
     """Functions that leave rollouts out; in TOML one `[[orchestrator.filter]]` table each. What they remove
     is counted as `filtered` in the ledger."""
 
+    teacher: TeacherConfig | None = None
+    """Present: the policy learns from another model, too, or from it alone."""
+
+    @property
+    def drops_zero_advantages(self) -> bool:
+        return self.filter_zero_advantages and self.teacher is None
+
     def sampling_of(self, env: EnvConfig) -> SamplingConfig:
         return self.sampling.model_copy(update=env.sampling.model_dump(exclude_none=True))
 
@@ -225,7 +265,7 @@ class OrchestratorConfig(Section):
         if (
             self.rollouts_per_example == 1
             and self.advantage.type not in ("none", "custom")
-            and self.filter_zero_advantages
+            and self.drops_zero_advantages
         ):
             raise ValueError(
                 f"orchestrator.rollouts_per_example = 1 with orchestrator.advantage.type = "

@@ -10,6 +10,7 @@ Bits start with the lowest of each byte.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ SPANS = "spans"
 BITS = "bool"
 _RUNS = "runs:"
 _DTYPES = {name: np.dtype(name) for name in ("uint8", "uint32", "int16", "int32", "int64", "float32")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 SPAN = np.dtype("<u4")
 RUN = np.dtype("<i4")
 PAIR_BYTES = 8
@@ -46,8 +48,33 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if encoding is Encoding.RUNS and np.can_cast(array.dtype, np.int32):
             runs = runs_of(array)
             if runs.nbytes <= array.nbytes:
-                return cls(runs.tobytes(), array.shape, _RUNS + array.dtype.name)
-        return cls(array.tobytes(), array.shape, array.dtype.name)
+                return cls(runs.tobytes(), array.shape, _RUNS + _name(array.dtype))
+        return cls(array.tobytes(), array.shape, _name(array.dtype))
+
+    @classmethod
+    def of_spans(cls, spans: Sequence[tuple[int, int]], size: int) -> "PackedArray":
+        """`pack` of the mask that is True in these (start, length) stretches, which come in order."""
+        joined: list[int] = []
+        for start, length in spans:
+            if joined and joined[-2] + joined[-1] == start:
+                joined[-1] += length
+            else:
+                joined += start, length
+        packed = cls(np.array(joined, SPAN).tobytes(), (size,), SPANS)
+        return packed if len(packed.data) <= (size + 7) // 8 else cls.pack(packed.array())
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[tuple[int, int]], dtype: type[np.integer[Any]]) -> "PackedArray":
+        """`pack` of the values that are given as (value, count)."""
+        joined: list[int] = []
+        for value, count in runs:
+            if joined and joined[-2] == value:
+                joined[-1] += count
+            elif count:
+                joined += value, count
+        size = sum(joined[1::2])
+        packed = cls(np.array(joined, RUN).tobytes(), (size,), _RUNS + _name(np.dtype(dtype)))
+        return packed if len(packed.data) <= size * np.dtype(dtype).itemsize else cls.pack(packed.array())
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -116,6 +143,11 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise DataError(
                 f"packed array of {self.dtype} {self.shape} has {len(self.data)} bytes; needs {num_bytes}"
             )
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    """`dtype.name`, which numpy puts together anew each time."""
+    return _NAMES.get(dtype) or dtype.name
 
 
 def spans_of(mask: NDArray[np.bool_]) -> NDArray[np.uint32]:

@@ -92,6 +92,23 @@ class Turn:
         self.trainable = trainable
         """Whether the completion may train; if not, its tokens are `untrainable` in the ledger."""
 
+    @classmethod
+    def without_tokens(
+        cls,
+        *,
+        text: str,
+        num_prompt_tokens: int,
+        num_tokens: int,
+        policy_versions: list[tuple[int, int]],
+        finish_reason: str,
+    ) -> "Turn":
+        """What `forget_tokens` leaves of a turn."""
+        turn = cls([], Completion([], [], policy_versions, finish_reason), text)
+        turn.num_prompt_tokens = num_prompt_tokens
+        turn.num_tokens = num_tokens
+        turn.forget_tokens()
+        return turn
+
     @property
     def text(self) -> str:
         return self._text if isinstance(self._text, str) else zlib.decompress(self._text).decode()
@@ -104,7 +121,8 @@ class Turn:
 
     @property
     def prompt_ids(self) -> list[int]:
-        return self.tokens.prompt_ids.tolist()
+        prompt_ids: list[int] = self.tokens.prompt_ids.tolist()
+        return prompt_ids
 
     @property
     def completion(self) -> Completion:
@@ -145,7 +163,7 @@ class Rollout:
 
     training_mode: TrainingMode = TrainingMode.RL
     teacher_logprobs: list[bytes] = field(default_factory=list)
-    """What a teacher says of each sample that the rollout will give: a float32 per token, NaN for the first."""
+    """What a teacher says of each sample that it will give: a float32 per token, NaN for the first."""
 
     @property
     def num_sampled(self) -> int:

@@ -37,22 +37,22 @@ class TrainingSample:
 
     @classmethod
     def build(cls, **columns: Any) -> "TrainingSample":
-        """From whole sequences, as lists or arrays; columns and their storage are those of `COLUMNS`."""
-        unknown = sorted(columns.keys() - COLUMNS.keys())
-        if unknown:
-            raise DataError(f"sample has unknown columns {unknown}; known: {sorted(COLUMNS)}")
-        present = {name: value for name, value in columns.items() if value is not None}
-        arrays = {
-            name: PackedArray.pack(_as_array(name, value), COLUMNS[name].encoding)
-            for name, value in present.items()
-            if COLUMNS[name].stored is not Stored.SEQUENCES
-        }
-        values = {name: value for name, value in present.items() if COLUMNS[name].stored is Stored.SEQUENCES}
-        return cls.from_packed(arrays, values)
+        """From whole sequences, as lists, arrays or bytes; columns and storage are those of `COLUMNS`."""
+        return cls.build_all([columns])[0]
+
+    @classmethod
+    def build_all(cls, samples: Sequence[Mapping[str, Any]]) -> "list[TrainingSample]":
+        """Several at once, which are judged together: that takes hardly longer than judging one."""
+        return _judged([cls._of(*_packed(columns)) for columns in samples])
 
     @classmethod
     def from_packed(cls, arrays: Mapping[str, PackedArray], values: Mapping[str, Any]) -> "TrainingSample":
-        """From columns that are bytes already; the only way in, so that every sample is judged alike."""
+        """From columns that are bytes already."""
+        return _judged([cls._of(arrays, values)])[0]
+
+    @classmethod
+    def _of(cls, arrays: Mapping[str, PackedArray], values: Mapping[str, Any]) -> "TrainingSample":
+        """The only way in; whoever comes in is judged (`_judged`), so that every sample is judged alike."""
         missing = [
             name
             for name, column in COLUMNS.items()
@@ -64,18 +64,13 @@ class TrainingSample:
             _check_value(name, value)
         num_sampled = arrays["sampled"].num_true()
         _check_lengths(arrays, num_sampled)
-        sample = cls(
+        return cls(
             length=len(arrays["token_ids"]),
             num_sampled=num_sampled,
             num_trainable=arrays["loss_mask"].num_true(),
             arrays=arrays,
             values=values,
         )
-        try:
-            check_rules(gather([sample], JUDGED))
-        except ColumnError as error:
-            raise DataError(f"sample: {error.column} {error.rule}") from error
-        return sample
 
     @classmethod
     def from_turn(
@@ -103,11 +98,41 @@ class TrainingSample:
         )
 
 
+def _packed(columns: Mapping[str, Any]) -> tuple[dict[str, PackedArray], dict[str, Any]]:
+    """Arrays and per-sequence values."""
+    unknown = sorted(columns.keys() - COLUMNS.keys())
+    if unknown:
+        raise DataError(f"sample has unknown columns {unknown}; known: {sorted(COLUMNS)}")
+    arrays: dict[str, PackedArray] = {}
+    values: dict[str, Any] = {}
+    for name, value in columns.items():
+        if value is None:
+            continue
+        if COLUMNS[name].stored is Stored.SEQUENCES:
+            values[name] = value
+        elif isinstance(value, PackedArray):
+            arrays[name] = value
+        else:
+            arrays[name] = PackedArray.pack(_as_array(name, value), COLUMNS[name].encoding)
+    return arrays, values
+
+
+def _judged(samples: list[TrainingSample]) -> list[TrainingSample]:
+    if samples:
+        try:
+            check_rules(gather(samples, JUDGED))
+        except ColumnError as error:
+            raise DataError(f"sample: {error.column} {error.rule}") from error
+    return samples
+
+
 def _as_array(name: str, value: ArrayLike) -> NDArray[Any]:
     """The values in the column's dtype; what does not fit is refused, never wrapped around or rounded."""
     column = COLUMNS[name]
     try:
         array = np.asarray(value)
+        if array.dtype == column.dtype and column.narrow is None:
+            return array
         if array.size and array.dtype.kind != np.dtype(column.dtype).kind:
             array = _converted(array, column)
         if column.narrow is not None and _fits(array, column.narrow):

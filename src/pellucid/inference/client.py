@@ -52,6 +52,12 @@ class InferenceClient(Protocol):
         interest calls `abort` and still awaits the answer, so that every sampled token is accounted for.
         """
 
+    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
+        """The logprob of each token given those before it, NaN for the first; nothing is sampled.
+
+        Raises InferenceError with the server's reason. A caller that loses interest just cancels.
+        """
+
     async def update_weights(self, version: int, folder: Path) -> None:
         """Serve policy version `version` from now on; running sequences go on under the new weights."""
 

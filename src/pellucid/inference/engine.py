@@ -1,12 +1,15 @@
 """The embedded engine: continuous batching over slots, synchronous and single-threaded.
 
     step    admit what fits -> arrange the cache -> one forward of new prompts and running sequences -> draw
+            score what was asked for, as far as prompts have left room
 
 Invariants:
 - Every sampled token is counted once when it is sampled, and once more when its request ends: delivered,
   or cancelled if nobody waits for it any more.
 - A request holds one slot from its first step to its end; requests beyond the slots wait in order.
 - Equal prompts are computed once, as long as one of their requests still runs under the same weights.
+- Prompts and scorings of a step are bounded by `MAX_PREFILL_TOKENS`, so neither holds up running sequences
+  for long. Each step scores at least one sequence, however many prompts there are.
 - A weight swap happens between two steps. Running sequences keep their cache and go on under the new
   weights; each token carries the version that sampled it.
 """
@@ -27,6 +30,7 @@ from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.kv_cache import KVCache, Row
 from pellucid.inference.sampling import draw
+from pellucid.inference.scoring import Scoring, score
 from pellucid.inference.step_attention import Prompt, StepAttention
 from pellucid.model import Policy, lean_forward
 from pellucid.transport.weights import load_weights
@@ -101,6 +105,8 @@ class EngineCounts:
     """Prompt tokens that another request had already computed."""
 
     decode_steps: int = 0
+    scored_tokens: int = 0
+    """Of sequences that were scored, not sampled."""
 
 
 class Engine:
@@ -125,6 +131,7 @@ class Engine:
         self._running: dict[Row, Request] = {}
         self._waiting: dict[Request, None] = {}
         """In order of arrival; a dict, so that one that leaves does not have to be looked for."""
+        self._scorings: dict[Scoring, None] = {}
 
     @property
     def num_running(self) -> int:
@@ -132,7 +139,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._scorings)
 
     @property
     def capacity(self) -> int:
@@ -141,13 +148,12 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and not self._running
+        return not self._waiting and not self._running and not self._scorings
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InferenceError with the reason why a request cannot be served."""
-        if not prompt_ids:
-            raise InferenceError("the prompt is empty; send at least one token")
-        if params.temperature != 0 and not 1e-3 <= params.temperature <= 1e3:
+        self._check_ids(prompt_ids)
+        if params.temperature != 0 and not _is_temperature(params.temperature):
             raise InferenceError(
                 f"temperature = {params.temperature}; must be 0 (greedy) or between 0.001 and 1000"
             )
@@ -158,18 +164,41 @@ class Engine:
                 f"prompt of {len(prompt_ids)} + max_tokens of {params.max_tokens} exceeds "
                 f"inference.max_model_len = {self._max_length}; shorten one of them or raise it"
             )
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._policy.vocab_size:
-            raise InferenceError(f"the prompt has a token id outside 0 … {self._policy.vocab_size - 1}")
         if "" in params.stop:
             raise InferenceError("stop has an empty string; every text contains it, so leave it out")
         if params.stop and self._decode_text is None:
             raise InferenceError("stop strings need a tokenizer; use stop_token_ids")
 
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise InferenceError("the prompt is empty; send at least one token")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._policy.vocab_size:
+            raise InferenceError(f"the prompt has a token id outside 0 … {self._policy.vocab_size - 1}")
+
     def submit(self, request: Request) -> None:
         self.check(request.prompt_ids, request.params)
+        self._require_room()
+        self._waiting[request] = None
+
+    def submit_scoring(self, scoring: Scoring) -> None:
+        self._check_ids(scoring.token_ids)
+        if not _is_temperature(scoring.temperature):
+            raise InferenceError(f"temperature = {scoring.temperature}; must be between 0.001 and 1000")
+        if len(scoring.token_ids) > self._max_length:
+            raise InferenceError(
+                f"a sequence of {len(scoring.token_ids)} tokens exceeds inference.max_model_len = "
+                f"{self._max_length}; shorten it or raise the limit"
+            )
+        self._require_room()
+        self._scorings[scoring] = None
+
+    def abandon_scoring(self, scoring: Scoring) -> None:
+        """Nobody waits for it any more; one that is done is left alone."""
+        self._scorings.pop(scoring, None)
+
+    def _require_room(self) -> None:
         if self.num_running + self.num_waiting >= self.capacity:
             raise QueueFullError(f"{self._max_queued} requests are waiting already; try again later")
-        self._waiting[request] = None
 
     def abandon(self, request: Request) -> None:
         """Nobody waits for this request any more: free its slot and count its tokens as cancelled."""
@@ -185,8 +214,11 @@ class Engine:
     def abort_all(self) -> None:
         for request in self._requests():
             self._end(request, "abort")
+        while self._scorings:
+            self._scorings.popitem()[0].on_finish(InferenceError("the engine ended before it was scored"))
 
     def abandon_all(self) -> None:
+        self._scorings.clear()
         for request in self._requests():
             self.abandon(request)
 
@@ -203,7 +235,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admits what fits, then samples one token for every running sequence."""
+        """Samples one token for every running sequence, new ones included; then scores."""
+        num_prefilled = self.counts.prefill_tokens
+        self._sample()
+        self._score(MAX_PREFILL_TOKENS - (self.counts.prefill_tokens - num_prefilled))
+
+    def _sample(self) -> None:
         donors = self._donors()
         admitted = self._admit(donors)
         rows = self._cache.arrange()
@@ -227,6 +264,20 @@ class Engine:
             request.append(token, logprob, self.version)
             if reason := self._finish_reason(request):
                 self._end(request, reason)
+
+    def _score(self, budget: int) -> None:
+        """What was asked for first; always one sequence, and more while they are within the budget."""
+        due: list[Scoring] = []
+        for scoring in self._scorings:
+            budget -= len(scoring.token_ids)
+            if due and budget < 0:
+                break
+            due.append(scoring)
+        if due:
+            for scoring, logprobs in zip(due, score(self._policy, self._hidden, due), strict=True):
+                del self._scorings[scoring]
+                self.counts.scored_tokens += len(logprobs)
+                scoring.finish(logprobs, self.version)
 
     def _admit(self, donors: Mapping[bytes, Row]) -> dict[bytes, list[Row]]:
         """Gives waiting requests free slots; their rows, by prompt."""
@@ -312,6 +363,10 @@ class Engine:
         else:
             self.counts.delivered[request.account] += len(request.token_ids)
             request.on_finish(request.completion(reason))
+
+
+def _is_temperature(value: float) -> bool:
+    return 1e-3 <= value <= 1e3
 
 
 def run_to_end(engine: Engine, requests: Iterable[Request]) -> None:

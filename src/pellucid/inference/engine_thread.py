@@ -26,6 +26,7 @@ from pellucid.errors import InferenceError
 from pellucid.inference.client import Account
 from pellucid.inference.engine import Engine, QueueFullError, Request
 from pellucid.inference.protocol import GenerateRequest
+from pellucid.inference.scoring import Scoring
 from pellucid.ledger import Flow, Journal, State
 from pellucid.metrics import Sink
 
@@ -45,12 +46,20 @@ class WorkDone:
     prefill_tokens: int = 0
     shared_tokens: int = 0
     decode_steps: int = 0
+    scored_tokens: int = 0
 
     @classmethod
     def of(cls, engine: Engine, busy_s: float) -> "WorkDone":
         counts = engine.counts
         sampled = sum(counts.sampled.values())
-        return cls(busy_s, sampled, counts.prefill_tokens, counts.shared_tokens, counts.decode_steps)
+        return cls(
+            busy_s,
+            sampled,
+            counts.prefill_tokens,
+            counts.shared_tokens,
+            counts.decode_steps,
+            counts.scored_tokens,
+        )
 
     def __sub__(self, other: "WorkDone") -> "WorkDone":
         return WorkDone(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
@@ -142,6 +151,22 @@ class EngineThread:
                     yield index, event
             finally:
                 self._commands.put(abandon)
+
+    async def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+        """One logprob per token, NaN for the first; cancelled, it takes the sequence out of the queue."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[float]] = loop.create_future()
+
+        def tell(result: list[float] | InferenceError) -> None:
+            loop.call_soon_threadsafe(_resolve, answer, result)
+
+        scoring = Scoring(token_ids, temperature, tell)
+        with self._opening(1):
+            try:
+                await self._call(lambda: self._engine.submit_scoring(scoring))
+                return await answer
+            finally:
+                self._commands.put(lambda: self._engine.abandon_scoring(scoring))
 
     @contextmanager
     def _opening(self, num_answers: int) -> Iterator[None]:
@@ -266,6 +291,15 @@ class EngineThread:
                     self._journal.count(account.run, account.env, what, tokens - written[account])
             self._written[what] = Counter(counter)
         self._journal.flush(self._engine.version)
+
+
+def _resolve(answer: "asyncio.Future[list[float]]", result: list[float] | InferenceError) -> None:
+    if answer.done():
+        return  # whoever asked has gone away
+    if isinstance(result, InferenceError):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)
 
 
 def name_error(error: BaseException) -> str:

@@ -10,6 +10,7 @@ take their time: an abort may overtake its request, and what is delivered is los
 
 import asyncio
 import contextlib
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +22,15 @@ from pellucid.inference.client import Account, SamplingParams
 
 Respond = Callable[[Sequence[int], random.Random], Sequence[int]]
 """Prompt ids and random numbers seeded by the request -> completion ids; greedy requests have one seed."""
+
+
+Scores = Callable[[Sequence[int], float], Sequence[float]]
+"""Token ids and temperature -> the logprob of each, as `InferenceClient.score` gives them."""
+
+
+def half(token_ids: Sequence[int], temperature: float) -> list[float]:
+    """Every token is as likely as not; nothing predicts the first."""
+    return [math.nan] + [math.log(0.5)] * (len(token_ids) - 1)
 
 
 def never(generator: random.Random) -> bool:
@@ -39,12 +49,14 @@ class FakeInferenceClient:
         delay_s: Callable[[random.Random], float] = at_once,
         fails: Callable[[random.Random], bool] = never,
         transit_s: float = 0.0,
+        scores: Scores = half,
     ) -> None:
         """`transit_s` is the time that a request, and its answer, is on its way."""
         self._respond = respond
         self._delay_s = delay_s
         self._fails = fails
         self._transit_s = transit_s
+        self._scores = scores
         self._aborted: dict[str, asyncio.Event] = {}
         """Of each running request, whether it was aborted."""
         self.policy_version = 0
@@ -53,6 +65,8 @@ class FakeInferenceClient:
         self.sampled: Counter[Account] = Counter()
         self.delivered: Counter[Account] = Counter()
         self.max_running = 0
+        self.num_scored = 0
+        """Sequences, not tokens."""
 
     @property
     def num_running(self) -> int:
@@ -76,6 +90,11 @@ class FakeInferenceClient:
         self.delivered[account] += len(completion.token_ids)
         await asyncio.sleep(self._transit_s)
         return completion
+
+    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
+        await asyncio.sleep(2 * self._transit_s)
+        self.num_scored += 1
+        return list(self._scores(token_ids, temperature))
 
     async def update_weights(self, version: int, folder: Path) -> None:
         self.policy_version = version

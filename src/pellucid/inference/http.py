@@ -1,6 +1,7 @@
 """The client of the embedded engine: one connection pool, token ids in and out."""
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from pellucid.inference.protocol import (
     GenerateManyRequest,
     GenerateRequest,
     Health,
+    ScoreRequest,
+    ScoreResponse,
     UpdateWeightsRequest,
 )
 
@@ -132,6 +135,12 @@ class HttpInferenceClient:
             for call in calls:
                 if not call.answer.done():
                     call.answer.set_exception(reason)
+
+    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
+        body = ScoreRequest(list(token_ids), temperature)
+        answer = await self._request("POST", "/inference/v1/score", body)
+        logprobs = msgspec.json.decode(answer, type=ScoreResponse).logprobs
+        return [math.nan if logprob is None else logprob for logprob in logprobs]
 
     async def update_weights(self, version: int, folder: Path) -> None:
         await self._request("POST", "/update_weights", UpdateWeightsRequest(version, str(folder.resolve())))

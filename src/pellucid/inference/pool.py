@@ -8,8 +8,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,10 +53,20 @@ class ServerPool:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
+        with self._serving(request_id) as server:
+            return await server.client.generate(prompt_ids, params, account, request_id)
+
+    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
+        with self._serving(request_id) as server:
+            return await server.client.score(token_ids, temperature, request_id)
+
+    @contextmanager
+    def _serving(self, request_id: str) -> Iterator[_Server]:
+        """The server of the request's group, while that runs; one that goes away meanwhile is left out."""
         server = self._home(self._group_of(request_id))
         server.running.add(request_id)
         try:
-            return await server.client.generate(prompt_ids, params, account, request_id)
+            yield server
         except UnreachableError as error:
             self._leave_out(server, error)
             raise

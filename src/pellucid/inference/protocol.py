@@ -127,9 +127,26 @@ class GenerateResponse(msgspec.Struct, frozen=True):
     choices: list[Choice]
 
 
+class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /inference/v1/score`: logprobs of these very tokens; nothing is sampled."""
+
+    token_ids: NonEmptyIds
+    temperature: float = 1.0
+    """Logits are divided by it."""
+
+
+class ScoreResponse(msgspec.Struct, frozen=True):
+    logprobs: list[float | None]
+    """One per token; null for the first, which nothing predicts."""
+
+
 class Health(msgspec.Struct, frozen=True):
     status: str
     model: str
+    vocabulary: str
+    """Fingerprint of the tokenizer's vocabulary: equal where the same ids are the same tokens."""
+
+    max_model_len: int
     policy_version: int
     running: int
     waiting: int
@@ -138,6 +155,7 @@ class Health(msgspec.Struct, frozen=True):
     cancelled_tokens: int
     prefill_tokens: int
     shared_tokens: int
+    scored_tokens: int
     busy_s: float
 
 

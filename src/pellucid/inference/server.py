@@ -2,6 +2,7 @@
 
     POST /inference/v1/generate_many   the same for many requests, answered line by line as each ends
     POST /inference/v1/generate   token ids in, token ids with logprobs and policy versions out
+    POST /inference/v1/score      token ids in, their logprobs out; nothing is sampled
     POST /v1/chat/completions     OpenAI style, messages in; whole or streamed
     POST /v1/completions          OpenAI style, text or token ids in; whole or streamed
     GET  /v1/models               the served model
@@ -41,6 +42,7 @@ from starlette.types import Receive, Scope, Send
 from pellucid.config import InferenceRunConfig
 from pellucid.data import Completion
 from pellucid.data.tokenizer import end_of_turn_ids, load_tokenizer
+from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.inference.client import Account
 from pellucid.inference.engine import Engine, QueueFullError
@@ -59,6 +61,8 @@ from pellucid.inference.protocol import (
     GenerateRequest,
     GenerateResponse,
     Health,
+    ScoreRequest,
+    ScoreResponse,
     UpdateWeightsRequest,
 )
 from pellucid.ledger import Journal, Stage
@@ -80,6 +84,7 @@ class Server:
         self._engine = engine
         self._thread = thread
         self._served = Served(model, tokenizer, end_of_turn_ids(tokenizer), max_model_len)
+        self._vocabulary = fingerprint(tokenizer)
         self._started = int(time.time())
         self._ids = itertools.count()
 
@@ -90,6 +95,7 @@ class Server:
             routes=[
                 Route("/inference/v1/generate", self.generate, methods=["POST"]),
                 Route("/inference/v1/generate_many", self.generate_many, methods=["POST"]),
+                Route("/inference/v1/score", self.score, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/models", self.models, methods=["GET"]),
@@ -127,6 +133,11 @@ class Server:
                 if isinstance(event, Completion):
                     index = served[number]
                     yield _line(GenerateManyLine(index, _choice(0, event, requests[index].compact)))
+
+    async def score(self, http: HttpRequest) -> Response:
+        body = await _body(http, ScoreRequest)
+        logprobs = await _unless_gone(http, self._thread.score(body.token_ids, body.temperature))
+        return _json(ScoreResponse([None, *logprobs[1:]]))
 
     def _refusal(self, request: GenerateRequest) -> str | None:
         try:
@@ -177,6 +188,8 @@ class Server:
             Health(
                 status="ok",
                 model=self._served.model,
+                vocabulary=self._vocabulary,
+                max_model_len=self._served.max_model_len,
                 policy_version=self._engine.version,
                 running=self._engine.num_running,
                 waiting=self._engine.num_waiting,
@@ -185,6 +198,7 @@ class Server:
                 cancelled_tokens=_total(counts.cancelled),
                 prefill_tokens=counts.prefill_tokens,
                 shared_tokens=counts.shared_tokens,
+                scored_tokens=counts.scored_tokens,
                 busy_s=self._thread.busy_s,
             )
         )
@@ -360,9 +374,9 @@ def run_inference(config: InferenceRunConfig) -> None:
         max_queued=settings.max_queued,
         decode_text=tokenizer.decode,
     )
-    name = f"inference_{settings.replica}" if settings.replica else "inference"
+    name = f"inference_{settings.label}" if settings.label else "inference"
     journal = Journal(config.output_dir / "ledger" / f"{name}.jsonl", Stage.INFERENCE, resume=config.resume)
-    sink = Tee(open_sinks(config, "inference", settings.replica))
+    sink = Tee(open_sinks(config, "inference", settings.label))
     failures: list[BaseException] = []
 
     def go_down(error: BaseException) -> None:

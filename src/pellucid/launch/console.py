@@ -64,6 +64,8 @@ RL_COLUMNS = (
     Column("time", "time/step_s", 9, "{:.2f} s"),
 )
 
+TEACHER_COLUMN = Column("teacher KL", "teacher_kl/all", 10, "{:.4f}")
+
 SFT_COLUMNS = (
     Column("step", "step", 6, "{:d}"),
     Column("loss", "loss", 10, "{:.4f}"),

@@ -5,12 +5,17 @@ check again, with what they really load. A run that is refused here leaves its o
 """
 
 import os
+from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from pellucid.config import CustomAdvantageConfig, CustomLossConfig, RLConfig, SFTConfig
 from pellucid.config.imports import require_package
 from pellucid.data.model_folder import check_model_folder
-from pellucid.errors import DataError
+from pellucid.data.vocabulary import fingerprint
+from pellucid.errors import ConfigError, DataError, ModelError
 from pellucid.orchestrator.environment import check_environment
+from pellucid.orchestrator.teacher import other_vocabulary
 
 
 def is_torchrun() -> bool:
@@ -30,6 +35,20 @@ def check_rl(config: RLConfig) -> None:
         require_package(loss.import_path, "trainer.loss.import_path")
     config.trainer.check_num_processes(config.trainer.num_processes)
     check_model_folder(config.model.name, chats=True)
+    if own.teacher is not None and own.teacher.model is not None:
+        _check_teacher(own.teacher.model, config.model.name)
+
+
+def _check_teacher(teacher: str, model: str) -> None:
+    try:
+        check_model_folder(teacher, chats=False)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.name", "orchestrator.teacher.model")) from error
+    paths = [Path(name) / "tokenizer.json" for name in (teacher, model)]
+    if all(path.exists() for path in paths):
+        prints = {fingerprint(Tokenizer.from_file(str(path))) for path in paths}
+        if len(prints) > 1:
+            raise ConfigError(other_vocabulary(repr(teacher), model))
 
 
 def check_sft(config: SFTConfig) -> None:

@@ -1,9 +1,9 @@
-"""`pellucid rl`: inference, orchestrator and trainer as processes under one supervisor.
+"""`pellucid rl`: inference, orchestrator and trainer as processes under one supervisor; a teacher, too.
 
     check ─> resolve (port, threads) ─> prepare or rewind the folder ─> write configs ─> supervise ─> summary
 
-Trainer and orchestrator end by themselves after `max_steps`; the inference server is told to. The
-processes find each other through their configs and the run folder; the launcher only watches.
+Trainer and orchestrator end by themselves after `max_steps`; the inference server, and that of a teacher, is
+told to. The processes find each other through their configs and the run folder; the launcher only watches.
 """
 
 import os
@@ -29,7 +29,15 @@ from pellucid.config import (
 from pellucid.config.save import save
 from pellucid.data.files import append_whole
 from pellucid.errors import ConfigError, LedgerError
-from pellucid.launch.console import RL_COLUMNS, PlainView, View, make_console, open_view
+from pellucid.launch.console import (
+    RL_COLUMNS,
+    TEACHER_COLUMN,
+    Column,
+    PlainView,
+    View,
+    make_console,
+    open_view,
+)
 from pellucid.launch.follow import JsonlFollower, Record, StepJoin
 from pellucid.launch.preflight import check_rl
 from pellucid.launch.resume import rewind_rl, take_over
@@ -39,11 +47,6 @@ from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
 from pellucid.metrics.evaluation import evaluation_line, evaluations_in
 
-PARTS: Mapping[str, type[RunConfig]] = {
-    "inference": InferenceRunConfig,
-    "orchestrator": OrchestratorRunConfig,
-    "trainer": TrainerRunConfig,
-}
 REPORTERS = ("orchestrator", "trainer")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -62,6 +65,10 @@ def resolve(config: RLConfig, cores: int) -> RLConfig:
     """`config` with the port and the threads that were left open."""
     half = max(1, cores // 2)
     inference, trainer, transport = config.inference, config.trainer, config.transport
+    own = config.orchestrator
+    if own.teacher is not None and own.teacher.model is not None:
+        port = free_port(inference.host, own.teacher.port, "orchestrator.teacher")
+        own = own.model_copy(update={"teacher": own.teacher.model_copy(update={"port": port})})
     if isinstance(transport, ZmqTransportConfig):
         port = free_port(transport.host, transport.port, "transport")
         transport = transport.model_copy(update={"port": port})
@@ -73,6 +80,7 @@ def resolve(config: RLConfig, cores: int) -> RLConfig:
                     "threads": inference.threads or half,
                 }
             ),
+            "orchestrator": own,
             "trainer": trainer.model_copy(update={"threads": trainer.threads or half}),
             "transport": transport,
         }
@@ -104,8 +112,27 @@ def free_port(host: str, port: int, section: str = "inference") -> int:
 def write_configs(config: RLConfig) -> None:
     """The run as resolved, whole and as each of its processes sees it."""
     save(config, config_path(config, "rl"))
-    for name, kind in PARTS.items():
-        save(config.part(kind, clean_output_dir=False), config_path(config, name))
+    for name, part in parts(config).items():
+        save(part, config_path(config, name))
+
+
+def parts(config: RLConfig) -> dict[str, RunConfig]:
+    """What each process of the run is told, by its name."""
+    own: dict[str, RunConfig] = {
+        "inference": config.part(InferenceRunConfig, clean_output_dir=False),
+        "orchestrator": config.part(OrchestratorRunConfig, clean_output_dir=False),
+        "trainer": config.part(TrainerRunConfig, clean_output_dir=False),
+    }
+    teacher = config.orchestrator.teacher
+    if teacher is not None and teacher.model is not None:
+        own["teacher"] = config.part(
+            InferenceRunConfig,
+            clean_output_dir=False,
+            model={**config.model.model_dump(), "name": teacher.model},
+            inference={**config.inference.model_dump(), "port": teacher.port, "role": "teacher"},
+            monitors={},  # a tracker has one page for the inference server, the policy's
+        )
+    return own
 
 
 def config_path(config: RLConfig, name: str) -> Path:
@@ -113,24 +140,33 @@ def config_path(config: RLConfig, name: str) -> Path:
 
 
 def rl_children(config: RLConfig) -> list[Child]:
+    names = parts(config)
+    engine_env = child_env(config.inference.threads or 1)
     num_trainers = config.trainer.num_processes
     trainer_env = child_env(max(1, (config.trainer.threads or 1) // num_trainers))
     return [
-        _child(config, "inference", child_env(config.inference.threads or 1), service=True),
-        _child(config, "orchestrator", child_env(1)),
+        _child(config, "inference", "inference", engine_env, service=True),
+        _child(config, "orchestrator", "orchestrator", child_env(1)),
         *(
-            _child(config, "trainer", {**trainer_env, **place}, number=number)
+            _child(config, "trainer", "trainer", {**trainer_env, **place}, number=number)
             for number, place in enumerate(places(num_trainers))
         ),
+        *([_child(config, "teacher", "inference", engine_env, service=True)] if "teacher" in names else []),
     ]
 
 
 def _child(
-    config: RLConfig, part: str, env: Mapping[str, str], *, number: int = 0, service: bool = False
+    config: RLConfig,
+    part: str,
+    command: str,
+    env: Mapping[str, str],
+    *,
+    number: int = 0,
+    service: bool = False,
 ) -> Child:
     name = f"{part}_{number}" if number else part
-    command = (sys.executable, "-m", "pellucid.cli", part, "@", str(config_path(config, part)))
-    return Child(name, command, config.output_dir / "logs" / f"{name}.log", env, service=service)
+    argv = (sys.executable, "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
+    return Child(name, argv, config.output_dir / "logs" / f"{name}.log", env, service=service)
 
 
 def places(num_processes: int) -> list[dict[str, str]]:
@@ -185,13 +221,21 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         log = stack.enter_context(log_path.open("wb", buffering=0))
-        view = stack.enter_context(closing(open_view(RL_COLUMNS, config.max_steps - start, console)))
-        in_log = PlainView(RL_COLUMNS, partial(_log_line, log))
+        shown = columns(config)
+        view = stack.enter_context(closing(open_view(shown, config.max_steps - start, console)))
+        in_log = PlainView(shown, partial(_log_line, log))
         progress = StepProgress(config.output_dir / "metrics", [view, in_log], start)
         # Whatever ends the run, the steps written until then are shown.
         stack.callback(progress.update)
         supervise(children, on_tick=progress.update, say=console.out)
     return progress
+
+
+def columns(config: RLConfig) -> list[Column]:
+    """What is shown of a step; with a teacher that scores, the distance to it instead of staleness."""
+    teacher = config.orchestrator.teacher
+    scores = teacher is not None and teacher.mode != "sft"
+    return [TEACHER_COLUMN if scores and each.title == "off-policy" else each for each in RL_COLUMNS]
 
 
 def _log_line(log: FileIO, line: str) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from pellucid.config import RunConfig
+from pellucid.config import RLConfig, RunConfig
 from pellucid.errors import ConfigError
 
 LOCK = ".lock"
@@ -67,7 +67,7 @@ def prepare(config: RunConfig) -> bool:
             f"output_dir = {folder} already holds a run ({names}); choose another folder, set resume to go "
             "on with that run, or clean_output_dir to delete what it wrote"
         )
-    _keep_model(config, used)
+    _keep_models(config, used)
     _delete_partials(folder)
     for path in used:
         _delete(path)
@@ -104,15 +104,17 @@ def _make_writable(folder: Path) -> None:
         ) from error
 
 
-def _keep_model(config: RunConfig, doomed: list[Path]) -> None:
-    """The model to train may be what an earlier run left in this very folder."""
-    model = Path(config.model.name).resolve()
-    for path in doomed:
-        if model.is_relative_to(path.resolve()):
-            raise ConfigError(
-                f"clean_output_dir would delete model.name = {config.model.name}, the model to train; "
-                "choose another output_dir"
-            )
+def _keep_models(config: RunConfig, doomed: list[Path]) -> None:
+    """The model to train, or its teacher, may be what an earlier run left in this very folder."""
+    models = {"model.name": (config.model.name, "the model to train")}
+    if isinstance(config, RLConfig) and (teacher := config.orchestrator.teacher) is not None:
+        models["orchestrator.teacher.model"] = (teacher.model or "", "the teacher")
+    for key, (name, what) in models.items():
+        for path in doomed:
+            if name and Path(name).resolve().is_relative_to(path.resolve()):
+                raise ConfigError(
+                    f"clean_output_dir would delete {key} = {name}, {what}; choose another output_dir"
+                )
 
 
 def _exists(path: Path) -> bool:

@@ -13,24 +13,26 @@ Process = Literal["trainer", "orchestrator", "inference", "eval"]
 """Who reports. Evaluations do so apart from the orchestrator: their steps are policy versions."""
 
 
-def open_sinks(config: RunConfig, process: Process, replica: int = 0) -> list[Sink]:
+def open_sinks(config: RunConfig, process: Process, label: str | int = "") -> list[Sink]:
     """`metrics/PROCESS.jsonl`, then the trackers of `[monitors]`; if one cannot be opened, none stays open.
+
+    `label` tells processes of one kind apart: `metrics/PROCESS_LABEL.jsonl`.
 
     What keeps a tracker from opening is the user's to settle before the run starts, and a ConfigError; what
     happens to it later is only a warning.
     """
     with ExitStack() as opened:
         sinks: list[Sink] = []
-        for open_sink in _openers(config, process, replica):
+        for open_sink in _openers(config, process, label):
             sinks.append(open_sink())
             opened.callback(sinks[-1].close)
         opened.pop_all()
     return sinks
 
 
-def _openers(config: RunConfig, process: Process, replica: int) -> Iterator[Callable[[], Sink]]:
+def _openers(config: RunConfig, process: Process, label: str | int) -> Iterator[Callable[[], Sink]]:
     monitors = config.monitors
-    name = f"{process}_{replica}" if replica else process
+    name = f"{process}_{label}" if label else process
     yield lambda: JsonlSink(config.output_dir / "metrics" / f"{name}.jsonl", resume=config.resume)
     if (wandb := monitors.wandb) is not None:
         yield lambda: Guarded(_open_wandb(config, wandb, process), "monitors.wandb")

@@ -20,6 +20,9 @@ from torch.nn.functional import linear
 MAX_LOGITS = 1 << 24
 """Logits that may be there at once."""
 
+_IN_CACHE = 1 << 19
+"""Logits that a core's cache holds: element by element, these are ten times faster than more of them."""
+
 
 class TokenOutput(NamedTuple):
     """Per token of a micro batch. The first token of a sequence has no prediction: log(1/V) and log V.
@@ -79,33 +82,51 @@ class _ChunkedHead(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropy = torch.empty_like(temperatures), torch.empty_like(temperatures)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            predicted = token_logprobs(linear(hidden[rows], weight, bias), temperatures[rows])
-            logprobs[rows] = _chosen(predicted, targets[rows])
-            entropy[rows] = entropy_of(predicted)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, read)
+        for rows in torch.arange(len(hidden), device=hidden.device).split(chunk):
+            logits = linear(hidden[rows], weight, bias).float()
+            for some, part in zip(_blocks(rows, logits), _blocks(logits, logits), strict=True):
+                predicted = token_logprobs(part, temperatures[some])
+                logprobs[some] = _chosen(predicted, targets[some])
+                entropy[some] = entropy_of(predicted)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, read, logprobs)
         ctx.chunk = chunk
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / d logits = (1 at the target − probabilities) / temperature."""
-        hidden, weight, bias, targets, temperatures, read = ctx.saved_tensors
+        hidden, weight, bias, targets, temperatures, read, logprobs = ctx.saved_tensors
         of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
         of_bias = None if bias is None else torch.zeros_like(bias)
         for rows in read.split(ctx.chunk):
             states = hidden[rows]
-            probabilities = token_logprobs(linear(states, weight, bias), temperatures[rows]).exp_()
-            scale = (gradient[rows] / temperatures[rows])[:, None]
-            of_logits = probabilities.mul_(-scale).scatter_add_(1, targets[rows, None], scale)
-            of_logits = of_logits.to(weight.dtype)
+            logits = linear(states, weight, bias).float()
+            for some, part in zip(_blocks(rows, logits), _blocks(logits, logits), strict=True):
+                _differentiate(part, targets[some], temperatures[some], logprobs[some], gradient[some])
+            of_logits = logits.to(weight.dtype)
             of_hidden[rows] = of_logits @ weight
             of_weight.addmm_(of_logits.T, states)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
         return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+def _differentiate(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, logprobs: Tensor, gradient: Tensor
+) -> None:
+    """Logits become their gradient, in place: (1 at the target − probability) · gradient / temperature."""
+    scaled = logits.div_(temperatures[:, None])
+    log_sums = _chosen(scaled, targets) - logprobs
+    scale = (gradient / temperatures)[:, None]
+    scaled.sub_(log_sums[:, None]).exp_().mul_(-scale).scatter_add_(1, targets[:, None], scale)
+
+
+def _blocks(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+    """On a CPU a few rows at a time, as many as its cache holds the logits of; elsewhere all at once."""
+    on_cpu = logits.device.type == "cpu"
+    size = _IN_CACHE // logits.shape[1] if on_cpu else len(rows)
+    blocks: tuple[Tensor, ...] = rows.split(max(1, size))
+    return blocks
 
 
 def unpredicted(num_tokens: int, vocab_size: int, device: torch.device) -> TokenOutput:

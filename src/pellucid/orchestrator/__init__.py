@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pellucid.config import InferenceConfig, OrchestratorRunConfig
+from pellucid.config import OrchestratorRunConfig
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import ConfigError
 from pellucid.inference.client import InferenceClient
@@ -16,6 +16,7 @@ from pellucid.orchestrator.filters import FilterInputs
 from pellucid.orchestrator.loop import Orchestrator
 from pellucid.orchestrator.session import Session, group_of_request
 from pellucid.orchestrator.signals import run_until_signalled
+from pellucid.orchestrator.teacher import check_teacher
 from pellucid.transport import open_sender
 
 __all__ = [
@@ -43,6 +44,12 @@ def run_orchestrator(config: OrchestratorRunConfig) -> None:
             "inference.port = 0 does not say where the server is; set the port that `pellucid inference` "
             "serves on, or start all parts with `pellucid rl`"
         )
+    teacher = config.orchestrator.teacher
+    if teacher is not None and teacher.port == 0 and not teacher.servers:
+        raise ConfigError(
+            "orchestrator.teacher.model is served by `pellucid rl` alone; start `pellucid inference` with "
+            "the teacher, and give its address as orchestrator.teacher.servers"
+        )
     environments = {env.label: load_environment(env, config.seed) for env in config.orchestrator.env}
     evaluations = [load_evaluation(each, config.seed) for each in config.orchestrator.eval]
     tokenizer = load_tokenizer(config.model.name)
@@ -55,22 +62,45 @@ async def _orchestrate(
     evaluations: Sequence[Evaluation],
     tokenizer: Any,
 ) -> None:
-    client = _connect(config.inference)
+    client = _connect(config.inference.servers or (base_url(config.inference.host, config.inference.port),))
+    urls = _teacher_addresses(config)
+    teacher = _connect(urls) if urls else None
     try:
         sender = open_sender(config.transport, config.output_dir, config.run_name)
         # Before the wait: what cannot work is refused at once, not when a server is there.
-        orchestrator = Orchestrator(config, environments, tokenizer, client, sender, evaluations)
+        orchestrator = Orchestrator(config, environments, tokenizer, client, sender, evaluations, teacher)
+        for url in urls:
+            await _examine_teacher(config, tokenizer, url)
         await client.wait_until_ready()
         await orchestrator.run()
         await asyncio.to_thread(sender.close)
     finally:
         await client.close()
+        if teacher is not None:
+            await teacher.close()
 
 
-def _connect(config: InferenceConfig) -> InferenceClient:
+def _teacher_addresses(config: OrchestratorRunConfig) -> Sequence[str]:
+    teacher = config.orchestrator.teacher
+    if teacher is None:
+        return ()
+    return teacher.servers or (base_url(config.inference.host, teacher.port),)
+
+
+async def _examine_teacher(config: OrchestratorRunConfig, tokenizer: Any, url: str) -> None:
     from pellucid.inference.http import HttpInferenceClient
 
-    urls = config.servers or (base_url(config.host, config.port),)
+    client = HttpInferenceClient(url)
+    try:
+        await client.wait_until_ready()
+        check_teacher(config, tokenizer, url, await client.health())
+    finally:
+        await client.close()
+
+
+def _connect(urls: Sequence[str]) -> InferenceClient:
+    from pellucid.inference.http import HttpInferenceClient
+
     if len(urls) == 1:
         return HttpInferenceClient(urls[0])
     return ServerPool({url: HttpInferenceClient(url) for url in urls}, group_of_request)

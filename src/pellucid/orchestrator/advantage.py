@@ -45,7 +45,7 @@ class ScoredRollout:
         spans = rollout.turns[-1].role_spans
         return cls(
             reward=rollout.reward,
-            completion_tokens_per_turn=[len(turn.completion.token_ids) for turn in rollout.turns],
+            completion_tokens_per_turn=[turn.num_tokens for turn in rollout.turns],
             tool_response_tokens=sum(stop - start for role, start, stop in spans if role == "tool"),
             env_name=rollout.env_name,
             example_id=rollout.example.example_id,

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from pellucid.data import Example, Rollout
+from pellucid.data import Example, Rollout, TrainingMode
 from pellucid.errors import RolloutError
 from pellucid.orchestrator.environment import Environment, Score
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
 from pellucid.orchestrator.tasks import within
+from pellucid.orchestrator.teacher import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ class GroupRun:
     prompts: PromptCache
     timeout_s: float
     state_columns: Sequence[str] = ()
+    training_mode: TrainingMode = TrainingMode.RL
+    scorer: Scorer | None = None
+    """Who adds a teacher's logprobs to what was sampled; None: nobody."""
+
     scored: list[Rollout] = field(default_factory=list)
 
     def open_rollout(self, rollout_id: str) -> Rollout:
@@ -47,12 +52,15 @@ class GroupRun:
             self.env_name,
             self.sampler.temperature,
             state=dict.fromkeys(self.state_columns, "null"),
+            training_mode=self.training_mode,
         )
 
     async def attempt(self, rollout: Rollout) -> None:
         """Leaves the rollout scored, or with the reason why it failed."""
         try:
             _apply(rollout, await self._converse(rollout))
+            if self.scorer is not None:
+                await within(self.timeout_s, self.scorer.score(rollout))
             self.scored.append(rollout)
             if self.environment.requires_group_scoring and len(self.scored) == self.size:
                 scores = await self.environment.score_group(self.scored)

@@ -4,6 +4,7 @@ Per run and environment, at every flush: received = the tokens of every state + 
 """
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 
 from pellucid.config import OrchestratorRunConfig
@@ -35,6 +36,7 @@ class Books:
         self._journal = Journal(
             config.output_dir / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR, resume=config.resume
         )
+        self._entering = threading.Lock()
         self._sink = Tee(open_sinks(config, "orchestrator"))
         own = config.orchestrator
         sampling_args = {env.label: own.sampling_of(env).model_dump() for env in own.env}
@@ -60,10 +62,11 @@ class Books:
         add_groups(self._metrics, groups)
 
     def account(self, step: int, verdicts: Sequence[Verdict]) -> None:
-        """Enters the tokens of these verdicts into the journal, and nowhere else."""
-        for verdict in verdicts:
-            self._count(verdict)
-        self._journal.flush(step)
+        """Enters the tokens of these verdicts into the journal, and nowhere else; from any thread."""
+        with self._entering:
+            for verdict in verdicts:
+                self._count(verdict)
+            self._journal.flush(step)
 
     def report(self, step: int, table: TokenTable, own: Mapping[str, float], sample: Rollout) -> None:
         """Metrics of a batch, its log line and one of its rollouts; `own` are numbers that the loop knows."""

@@ -40,6 +40,7 @@ class ChatTemplate:
             raise ModelError(no_chat_template(tokenizer.name_or_path))
         self.tokenizer = tokenizer
         self.end_of_turn_ids = end_of_turn_ids(tokenizer)
+        self._backend = _plain_backend(tokenizer)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Rendered:
         """A conversation from its beginning, ready for a reply."""
@@ -66,7 +67,8 @@ class ChatTemplate:
         return Rendered(token_ids, [(stand_in["role"], reply_stop), *later])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        decoder = self._backend or self.tokenizer
+        text: str = decoder.decode(token_ids, skip_special_tokens=True)
         return text
 
     def _stops(
@@ -97,5 +99,26 @@ class ChatTemplate:
         return text
 
     def _encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        if self._backend is not None:
+            token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        else:
+            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
+
+
+def _plain_backend(tokenizer: Any) -> Any:
+    """What encodes and decodes for this tokenizer, if that is all that does; else None.
+
+    On the way to its backend, transformers looks at the type of every id and encodes one text as a batch for
+    many threads: both take longer than the work itself.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    is_plain = all(
+        getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("encode", "_encode_plus", "decode", "_decode")
+    )
+    if not is_plain or tokenizer.clean_up_tokenization_spaces:
+        return None
+    tokenizer.encode("", add_special_tokens=False)  # leaves the backend set up: no truncation, no padding
+    return tokenizer.backend_tokenizer

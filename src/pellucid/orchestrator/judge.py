@@ -1,14 +1,14 @@
 """The survivors of a final group to verdicts: advantages, filters, samples. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pellucid.data import Rollout
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
 from pellucid.orchestrator.advantage import Advantage
 from pellucid.orchestrator.filters import Filter, FilterInputs
-from pellucid.orchestrator.samples import build_samples
+from pellucid.orchestrator.samples import build_group, build_samples
 from pellucid.orchestrator.verdict import Verdict
 
 
@@ -23,10 +23,12 @@ class Judge:
         """One verdict per rollout; `sent` means that it is fit to be."""
         advantages = self.advantage(rollouts)
         removed_by = self._removed_by(FilterInputs(rollouts, advantages))
-        return [
+        verdicts = [
             self._judge(rollout, advantage, removed)
             for rollout, advantage, removed in zip(rollouts, advantages, removed_by, strict=True)
         ]
+        fit = iter(self._with_samples([verdict for verdict in verdicts if verdict.is_sent]))
+        return [next(fit) if verdict.is_sent else verdict for verdict in verdicts]
 
     def _removed_by(self, inputs: FilterInputs) -> list[str | None]:
         """Of each rollout, the first filter that does not let it through."""
@@ -42,8 +44,21 @@ class Judge:
             return Verdict(rollout, State.FILTERED, f"removed by {removed_by}", advantage)
         if self.filter_zero_advantages and advantage == 0:
             return Verdict(rollout, State.ZERO_ADVANTAGE, "advantage is 0", advantage)
+        return Verdict(rollout, Flow.SENT, "", advantage)
+
+    def _with_samples(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """Or `rejected`, for those whose samples cannot train."""
+        rollouts = [verdict.rollout for verdict in verdicts]
+        advantages = [verdict.advantage or 0.0 for verdict in verdicts]
         try:
-            samples = build_samples(rollout, run_id=self.run_id, advantage=advantage)
+            built = build_group(rollouts, advantages, run_id=self.run_id)
+        except DataError:  # whose, is found one by one
+            return [self._with_own_samples(verdict) for verdict in verdicts]
+        return [replace(verdict, samples=samples) for verdict, samples in zip(verdicts, built, strict=True)]
+
+    def _with_own_samples(self, verdict: Verdict) -> Verdict:
+        try:
+            samples = build_samples(verdict.rollout, run_id=self.run_id, advantage=verdict.advantage or 0.0)
         except DataError as error:
-            return Verdict(rollout, State.REJECTED, str(error), advantage)
-        return Verdict(rollout, Flow.SENT, "", advantage, samples)
+            return Verdict(verdict.rollout, State.REJECTED, str(error), verdict.advantage)
+        return replace(verdict, samples=samples)

@@ -7,7 +7,10 @@
 
     who              waits for                         is woken by
     run              a change                          collect, follow_weights, a dead task
+                     the batch that is being written   the clerk, a thread of its own
+    dispatch         a change                          collect, follow_weights, run
     an attempt       the server                        its completion, or its cancellation at the end
+                     the teacher, where one scores     its logprobs, or the same
     follow_weights   a newer stable weights/step_N     the trainer
                      the evaluation of the last one    the attempts of the evaluation
     the trainer      a batch                           send
@@ -27,27 +30,28 @@ from dataclasses import replace
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
-from pellucid.data import Rollout, TokenTable
+from pellucid.data import Rollout, TrainingMode
 from pellucid.errors import RolloutError
 from pellucid.inference.client import InferenceClient
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.attempt import GroupRun
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.chat import ChatTemplate
+from pellucid.orchestrator.clerk import Clerk
 from pellucid.orchestrator.environment import Environment
 from pellucid.orchestrator.eval_books import EvalBooks
 from pellucid.orchestrator.evaluation import Evaluation, Evaluator
 from pellucid.orchestrator.filters import load_filter
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.pace import Pace, RateLimit
-from pellucid.orchestrator.report import Groups, waiting_line
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
-from pellucid.orchestrator.snapshot import read_snapshot, take_snapshot, write_snapshot
+from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.orchestrator.tasks import cancel, outlast
+from pellucid.orchestrator.teacher import Scorer, TeacherSampler, open_sampler, training_mode
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.orchestrator.weights import follow_weights
-from pellucid.transport import Batch, BatchSender, encode_batch, stable_steps
+from pellucid.transport import BatchSender, stable_steps
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ WIND_DOWN_S = 5.0
 
 _LAST_PATIENCE_S = 3.0
 _CHECK_SENDER_EVERY_S = 1.0
+_STARTS_PER_TURN = 32
 _MAX_UNWRITTEN = 256  # settled rollouts that are kept in memory while no batch forms
 
 
@@ -70,19 +75,30 @@ class Orchestrator:
         client: InferenceClient,
         sender: BatchSender,
         evaluations: Sequence[Evaluation] = (),
+        teacher: InferenceClient | None = None,
     ) -> None:
+        """`teacher`: the servers of `orchestrator.teacher`, where there is one."""
         self._config = config
         self._environments = environments
         self._client = client
         self._sender = sender
         sampler = _sampler(config, ChatTemplate(tokenizer), client)
         self._envs = {env.label: env for env in config.orchestrator.env}
+        self._mode = training_mode(config.orchestrator.teacher)
+        self._scorer: Scorer | None = None
+        self._teacher: TeacherSampler | None = None
+        samples_from = client
+        if teacher is not None and self._mode is TrainingMode.SFT:
+            samples_from = self._teacher = open_sampler(config, teacher)
+        elif teacher is not None:
+            self._scorer = Scorer(teacher, config.run_name)
         self._samplers = {
-            name: replace(sampler, **config.orchestrator.sampling_of(env).model_dump())
+            name: replace(sampler, client=samples_from, **config.orchestrator.sampling_of(env).model_dump())
             for name, env in self._envs.items()
         }
         self._scheduler = _scheduler(config, environments)
         self._books = Books(config)
+        self._clerk = Clerk(config, self._books, sender)
         eval_books = EvalBooks(config, self._books.account)
         self._evaluator = Evaluator(config, evaluations, sampler, eval_books, self._start)
         self._pace = Pace()
@@ -91,6 +107,7 @@ class Orchestrator:
         self._attempts: set[asyncio.Task[None]] = set()
         self._inflight: dict[str, Rollout] = {}
         self._changed = asyncio.Event()
+        self._may_start = asyncio.Event()
         self._dead: BaseException | None = None
         if config.resume and (snapshot := read_snapshot(config.output_dir)) is not None:
             self._scheduler.restore(snapshot.scheduler_state(config.run_name))
@@ -103,12 +120,12 @@ class Orchestrator:
                     await stack.enter_async_context(environment.serving())
                 services.append(self._spawn(self._follow_weights()))
                 services.append(self._spawn(self._watch_sender()))
+                services.append(self._spawn(self._keep_dispatching()))
                 while self._scheduler.batches_sent < self._config.max_steps:
-                    self._dispatch()
                     await self._change()
                     while (batch := self._scheduler.take_batch()) is not None:
-                        self._send(batch)
-                    self._write_down()
+                        await self._send(batch)
+                    await self._write_down()
                     self._check_progress()
                 while self._evaluator.is_due(self._config.max_steps):
                     await self._change()
@@ -121,7 +138,15 @@ class Orchestrator:
             await asyncio.sleep(_CHECK_SENDER_EVERY_S)
             self._sender.check()
 
-    def _dispatch(self) -> None:
+    async def _keep_dispatching(self) -> None:
+        while True:
+            await self._dispatch()
+            await self._may_start.wait()
+            self._may_start.clear()
+
+    async def _dispatch(self) -> None:
+        """All that may start now; the others get their turn every few starts."""
+        num_started = 0
         while not (wait_s := self._limit.wait_s()):
             dispatch = self._scheduler.next_dispatch()
             if dispatch is None:
@@ -131,7 +156,10 @@ class Orchestrator:
             rollout = group.open_rollout(dispatch.rollout_id)
             self._inflight[rollout.rollout_id] = rollout
             self._start(self._attempt(group, rollout, self._pause_before(dispatch.attempt)))
-        asyncio.get_running_loop().call_later(wait_s, self._changed.set)
+            num_started += 1
+            if num_started % _STARTS_PER_TURN == 0:
+                await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(wait_s, self._may_start.set)
 
     def _pause_before(self, attempt: int) -> float:
         return self._config.orchestrator.retry_backoff_s * 2 ** (attempt - 1) if attempt else 0.0
@@ -152,7 +180,7 @@ class Orchestrator:
         self._scheduler.finish(rollout)
         if not self._scheduler.is_open(rollout.group_id):
             del self._groups[rollout.group_id]
-        self._changed.set()
+        self._note_change()
 
     def _check_progress(self) -> None:
         own = self._config.orchestrator
@@ -169,56 +197,38 @@ class Orchestrator:
     async def _update_policy(self, version: int) -> None:
         self._scheduler.update_policy(version)
         self._pace.note(blocked=self._scheduler.waits_for_weights)
-        self._changed.set()
+        self._note_change()
         await self._evaluate(version)
 
     async def _evaluate(self, version: int) -> None:
         if self._evaluator.is_due(version):
             values = await self._evaluator.evaluate(version)
-            self._save()  # before the record: a version that is done for good is in the books for good
+            await self._save()  # before the record: a version that is done for good is in the books for good
             self._evaluator.report(version, values)
             self._changed.set()
 
-    def _send(self, verdicts: Sequence[Verdict]) -> None:
-        step = self._scheduler.batches_sent - 1
-        table = TokenTable.from_samples([sample for verdict in verdicts for sample in verdict.samples])
-        batch = Batch(self._config.run_name, step, table)
-        payload = encode_batch(batch, compression=self._config.transport.compression)
+    async def _send(self, verdicts: Sequence[Verdict]) -> None:
         batch_s, blocked_s = self._pace.lap(blocked=self._scheduler.waits_for_weights)
-        self._books.settle(step, self._scheduler.take_settled())
         own = {
-            "batch_rollouts": len(verdicts),
-            "batch_tokens": table.num_tokens,
-            "batch_bytes": len(payload),
             "policy_version": self._scheduler.policy_version,
             "time/batch_s": batch_s,
             "time/wait_weights_s": blocked_s,
         }
-        self._books.report(step, table, own, sample=verdicts[0].rollout)
-        self._save()
-        self._sender.send(step, payload)
+        self._may_start.set()
+        await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), own)
 
-    def _save(self) -> None:
-        """Where a resumed run goes on; before a batch is sent, so that it knows all that the trainer does."""
-        self._settle_rest()
-        state = self._scheduler.state()
-        snapshot = take_snapshot(
-            state,
-            journal_bytes=self._books.journal_bytes,
-            rollouts_bytes=self._books.rollouts_bytes(state.batches_sent),
-        )
-        write_snapshot(self._config.output_dir, snapshot)
+    async def _save(self) -> None:
+        """What is settled before its batch is in the books of the coming step."""
+        await self._clerk.save(self._scheduler.take_settled(), self._scheduler.state())
 
-    def _write_down(self) -> None:
+    async def _write_down(self) -> None:
         """Settled rollouts do not wait in memory for a batch that may never form."""
         if self._scheduler.num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
-            log.info(waiting_line(self._scheduler.batches_sent, self._settle_rest()))
+            await self._clerk.settle(self._scheduler.batches_sent, self._scheduler.take_settled())
 
-    def _settle_rest(self) -> Groups:
-        """What is settled before its batch is in the books of the coming step."""
-        if groups := self._scheduler.take_settled():
-            self._books.settle(self._scheduler.batches_sent, groups)
-        return groups
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._may_start.set()
 
     async def _change(self) -> None:
         await self._changed.wait()
@@ -236,9 +246,14 @@ class Orchestrator:
                 self._collect(rollout)
             step = self._scheduler.batches_sent
             self._evaluator.close()
-            self._save()
+            try:
+                await self._save()
+            finally:
+                self._clerk.close()
             all_evaluated = not self._evaluator.is_due(self._config.max_steps)
             self._books.close(step, finished=step == self._config.max_steps and all_evaluated)
+            if self._teacher is not None:
+                self._teacher.close_books()
 
     async def _wind_down(self) -> None:
         """Cuts short what is running and waits until it is back, but not for ever."""
@@ -272,6 +287,8 @@ class Orchestrator:
             prompts=PromptCache(sampler.chat),
             timeout_s=self._config.orchestrator.rollout_timeout_s,
             state_columns=self._envs[dispatch.env_name].state_columns,
+            training_mode=self._mode,
+            scorer=self._scorer,
         )
         return self._groups[dispatch.group_id]
 
@@ -326,7 +343,7 @@ def _scheduler(config: OrchestratorRunConfig, environments: Mapping[str, Environ
     judge = Judge(
         config.run_name,
         load_advantage(own.advantage),
-        own.filter_zero_advantages,
+        own.drops_zero_advantages,
         [load_filter(each) for each in own.filter],
     )
     return Scheduler(rules, sources, judge)

@@ -101,10 +101,10 @@ def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]
         "trajectory": [
             {
                 "text": turn.text,
-                "num_prompt_tokens": len(turn.prompt_ids),
-                "num_tokens": len(turn.completion.token_ids),
-                "finish_reason": turn.completion.finish_reason,
-                "policy_versions": turn.completion.policy_versions,
+                "num_prompt_tokens": turn.num_prompt_tokens,
+                "num_tokens": turn.num_tokens,
+                "finish_reason": turn.finish_reason,
+                "policy_versions": turn.policy_versions,
             }
             for turn in rollout.turns
         ],

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pellucid.data import Rollout, TokenTable
+from pellucid.data import NOT_OURS, Rollout, TokenTable
 from pellucid.ledger import State
 from pellucid.metrics import Max, Mean, MetricSet, Sum
 from pellucid.orchestrator.attempt import EMPTY
@@ -46,10 +46,16 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
     num_lost = values["lost_rollouts/all"]
     return (
         f"step {step:4d}  reward {values['reward/all']:.3f}  {values['batch_rollouts']:.0f} rollouts  "
-        f"{values['batch_tokens'] / 1000:.1f}k tokens  off-policy {values['off_policy_level/all/mean']:.1f}  "
+        f"{values['batch_tokens'] / 1000:.1f}k tokens  {_off_policy(values)}"
         f"{values['time/batch_s']:.1f} s, {values['time/wait_weights_s']:.1f} waiting"
         + (f"  {num_lost:.0f} lost" if num_lost else "")
     )
+
+
+def _off_policy(values: Mapping[str, float]) -> str:
+    """Nothing where no token was the policy's."""
+    level = values.get("off_policy_level/all/mean")
+    return "" if level is None else f"off-policy {level:.1f}  "
 
 
 def sample_line(step: int, rollout: Rollout) -> str:
@@ -117,9 +123,14 @@ def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
 
 
 def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
-    levels = step - table["policy_versions"]
-    owners = np.repeat(table["env_name"], np.diff(table.sampled_offsets))
-    for scope in ("all", *np.unique(table["env_name"])):
-        chosen = levels if scope == "all" else levels[owners == scope]
-        metrics.add(f"off_policy_level/{scope}/mean", Mean(float(chosen.sum()), chosen.size))
-        metrics.add(f"off_policy_level/{scope}/max", Max(float(chosen.max())))
+    """Of the tokens that the policy sampled, whichever version."""
+    is_ours = table["policy_versions"] != NOT_OURS
+    levels = (step - table["policy_versions"])[is_ours]
+    # Names are compared once per sequence: sorting those of all tokens would hold up every other thread.
+    names, which = np.unique(table["env_name"], return_inverse=True)
+    owners = np.repeat(which, np.diff(table.sampled_offsets))[is_ours]
+    scopes = [("all", levels), *((name, levels[owners == index]) for index, name in enumerate(names))]
+    for scope, chosen in scopes:
+        if chosen.size:
+            metrics.add(f"off_policy_level/{scope}/mean", Mean(float(chosen.sum()), chosen.size))
+            metrics.add(f"off_policy_level/{scope}/max", Max(float(chosen.max())))

@@ -11,17 +11,36 @@ sampled    . . x x . x                   . . . x                   . . . . . x
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pellucid.data import Rollout, TrainingMode, TrainingSample, Turn
+from pellucid.data import PackedArray, Rollout, TrainingSample, Turn
 
 
 def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[TrainingSample]:
     """Raises DataError where a turn cannot be trained on."""
+    return TrainingSample.build_all(_columns_of(rollout, run_id, advantage))
+
+
+def build_group(
+    rollouts: Sequence[Rollout], advantages: Sequence[float], *, run_id: str
+) -> list[list[TrainingSample]]:
+    """`build_samples` of each; all are judged at once, so that one that cannot train is an error for all."""
+    columns = [
+        _columns_of(rollout, run_id, advantage)
+        for rollout, advantage in zip(rollouts, advantages, strict=True)
+    ]
+    samples = iter(TrainingSample.build_all(list(chain.from_iterable(columns))))
+    return [list(islice(samples, len(each))) for each in columns]
+
+
+def _columns_of(rollout: Rollout, run_id: str, advantage: float) -> list[dict[str, Any]]:
+    """Of each sample."""
     return [
-        _build_sample(
+        _columns(
             turns,
             run_id=run_id,
             group_id=rollout.group_id,
@@ -32,19 +51,32 @@ def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[Tr
             reward=rollout.reward,
             advantage=advantage,
             temperature=rollout.temperature,
-            stop_reason=turns[-1].completion.finish_reason,
+            stop_reason=turns[-1].finish_reason,
             role_spans=turns[-1].role_spans,
-            training_mode=TrainingMode.RL.value,
+            training_mode=rollout.training_mode.value,
+            teacher_logprobs=_teacher_logprobs(rollout, index),
         )
-        for index, turns in enumerate(
-            _branches([turn for turn in rollout.turns if turn.completion.token_ids])
-        )
+        for index, turns in enumerate(_branches(rollout))
     ]
 
 
-def _branches(turns: Sequence[Turn]) -> list[list[Turn]]:
+def token_sequences(rollout: Rollout) -> list[list[int]]:
+    """The token ids of each sample that the rollout gives."""
+    return [_token_ids(turns).tolist() for turns in _branches(rollout)]
+
+
+def _token_ids(turns: Sequence[Turn]) -> NDArray[np.integer[Any]]:
+    last = turns[-1].tokens
+    return np.concatenate([last.prompt_ids, last.token_ids])
+
+
+def _teacher_logprobs(rollout: Rollout, index: int) -> NDArray[np.float32] | None:
+    return np.frombuffer(rollout.teacher_logprobs[index], np.float32) if rollout.teacher_logprobs else None
+
+
+def _branches(rollout: Rollout) -> list[list[Turn]]:
     branches: list[list[Turn]] = []
-    for turn in turns:
+    for turn in (turn for turn in rollout.turns if turn.num_tokens):
         branch = next((branch for branch in reversed(branches) if _extends(branch[-1], turn)), None)
         if branch is None:
             branches.append([turn])
@@ -54,30 +86,23 @@ def _branches(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 
 def _extends(last: Turn, turn: Turn) -> bool:
-    num_prompt, num_known = len(last.prompt_ids), len(last.prompt_ids) + len(last.completion.token_ids)
-    return (
-        list(turn.prompt_ids[:num_prompt]) == list(last.prompt_ids)
-        and list(turn.prompt_ids[num_prompt:num_known]) == last.completion.token_ids
+    prompt_ids = turn.tokens.prompt_ids
+    num_prompt, num_known = last.num_prompt_tokens, last.num_prompt_tokens + last.num_tokens
+    return np.array_equal(prompt_ids[:num_prompt], last.tokens.prompt_ids) and np.array_equal(
+        prompt_ids[num_prompt:num_known], last.tokens.token_ids
     )
 
 
-def _build_sample(turns: Sequence[Turn], **values: object) -> TrainingSample:
-    token_ids = [*turns[-1].prompt_ids, *turns[-1].completion.token_ids]
-    sampled = np.zeros(len(token_ids), np.bool_)
-    loss_mask = np.zeros(len(token_ids), np.bool_)
-    for turn in turns:
-        start = len(turn.prompt_ids)
-        stop = start + len(turn.completion.token_ids)
-        sampled[start:stop] = True
-        loss_mask[start:stop] = turn.trainable
-    runs = np.array([run for turn in turns for run in turn.completion.policy_versions], np.int32).reshape(
-        -1, 2
-    )
-    return TrainingSample.build(
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        sampled=sampled,
-        inference_logprobs=list(chain.from_iterable(turn.completion.logprobs for turn in turns)),
-        policy_versions=np.repeat(runs[:, 0], runs[:, 1]),
+def _columns(turns: Sequence[Turn], **values: object) -> dict[str, Any]:
+    token_ids = _token_ids(turns)
+    spans = [(turn.num_prompt_tokens, turn.num_tokens) for turn in turns]
+    trainable = [span for span, turn in zip(spans, turns, strict=True) if turn.trainable]
+    runs = [run for turn in turns for run in turn.policy_versions]
+    return {
+        "token_ids": token_ids,
+        "loss_mask": PackedArray.of_spans(trainable, len(token_ids)),
+        "sampled": PackedArray.of_spans(spans, len(token_ids)),
+        "inference_logprobs": np.concatenate([turn.tokens.logprobs for turn in turns]),
+        "policy_versions": PackedArray.of_runs(runs, np.int32),
         **values,
-    )
+    }

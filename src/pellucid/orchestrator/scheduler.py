@@ -353,11 +353,17 @@ class Scheduler:
         return group.num_unfinished == 0 and (started_whole or self.stopped)
 
     def _close(self, group: _OpenGroup) -> None:
-        """Judged first: a group that cannot be judged stays open, and is cancelled when the run stops."""
+        """Judged first: a group that cannot be judged stays open, and is cancelled when the run stops.
+
+        From then on the tokens of what trains are in its samples, and nowhere else.
+        """
         if self.stopped:
             self._cancel([Verdict(rollout, Flow.SENT) for rollout in group.returned])
         else:
-            self._admit(self._verdicts(group))
+            verdicts = self._verdicts(group)
+            for rollout in group.returned:
+                rollout.forget_tokens()
+            self._admit(verdicts)
         del self._open[group.group_id]
 
     def _verdicts(self, group: _OpenGroup) -> list[Verdict]:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pellucid.data import Rollout, Turn
 from pellucid.errors import InferenceError, PromptTooLongError, RolloutError
@@ -135,13 +135,13 @@ class Session:
 
     def withdraw(self, turn: Turn) -> None:
         """What was sampled in this turn shall not train after all."""
-        turns = self._rollout.turns
-        turns[:] = [replace(own, trainable=False) if own is turn else own for own in turns]
+        turn.trainable = False
 
     async def close(self) -> None:
         """Nothing is sampled any more, and what was sampled is recorded."""
         self._closed = True
-        await outlast(self._cut_short(list(self._running)))
+        if self._running:
+            await outlast(self._cut_short(list(self._running)))
 
     @property
     def chat(self) -> ChatTemplate:

@@ -8,28 +8,55 @@ told of are booked as lost. Rollouts that were ready for the next batch are in t
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from pellucid.data import Rollout
+from pellucid.data import Example, PackedArray, Rollout, TrainingSample, Turn
 from pellucid.data.files import replace_file
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
-from pellucid.orchestrator.samples import build_samples
 from pellucid.orchestrator.scheduler import SchedulerState
-from pellucid.orchestrator.verdict import Verdict
+from pellucid.orchestrator.verdict import Outcome, Verdict
+
+
+class HeldTurn(msgspec.Struct, frozen=True, array_like=True):
+    text: str
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reason: str
+    policy_versions: list[tuple[int, int]]
+
+
+class HeldSample(msgspec.Struct, frozen=True, array_like=True):
+    arrays: dict[str, PackedArray]
+    values: dict[str, Any]
 
 
 class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A verdict; its samples are built again from the rollout and its advantage."""
+    """A verdict. `Example.info` is left out: it is for the reward, and may be what no file can hold."""
 
-    rollout: Rollout
+    rollout_id: str
+    group_id: str
+    env_name: str
+    example_id: str
+    messages: list[dict[str, Any]]
+    temperature: float
+    turns: list[HeldTurn]
     outcome: str
     reason: str = ""
     advantage: float | None = None
+    samples: list[HeldSample] = []
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    error: str | None = None
+    error_type: str | None = None
+    state: dict[str, str] = {}
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(turn.num_tokens for turn in self.turns)
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -52,7 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         held: Counter[str] = Counter()
         for group in self.ready:
             for each in group:
-                held[each.rollout.env_name] += each.rollout.num_sampled
+                held[each.env_name] += each.num_sampled
         return held
 
     def scheduler_state(self, run_id: str) -> SchedulerState:
@@ -73,7 +100,7 @@ def take_snapshot(state: SchedulerState, *, journal_bytes: int, rollouts_bytes: 
         state.num_groups,
         state.generation,
         list(state.unfinished),
-        [_hold(verdicts) for verdicts in state.ready],
+        [[_hold(verdict) for verdict in verdicts] for verdicts in state.ready],
         journal_bytes,
         rollouts_bytes,
     )
@@ -101,21 +128,59 @@ def snapshot_path(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / "orchestrator.bin"
 
 
-def _hold(verdicts: Sequence[Verdict]) -> list[HeldRollout]:
-    return [
-        HeldRollout(_without_info(verdict.rollout), verdict.outcome.value, verdict.reason, verdict.advantage)
-        for verdict in verdicts
-    ]
-
-
-def _without_info(rollout: Rollout) -> Rollout:
-    """`Example.info` is for the reward, which is known; it may be anything, also what no file can hold."""
-    return replace(rollout, example=replace(rollout.example, info={}))
+def _hold(verdict: Verdict) -> HeldRollout:
+    rollout = verdict.rollout
+    return HeldRollout(
+        rollout_id=rollout.rollout_id,
+        group_id=rollout.group_id,
+        env_name=rollout.env_name,
+        example_id=rollout.example.example_id,
+        messages=[dict(message) for message in rollout.example.messages],
+        temperature=rollout.temperature,
+        turns=[
+            HeldTurn(
+                turn.text, turn.num_prompt_tokens, turn.num_tokens, turn.finish_reason, turn.policy_versions
+            )
+            for turn in rollout.turns
+        ],
+        outcome=verdict.outcome.value,
+        reason=verdict.reason,
+        advantage=verdict.advantage,
+        samples=[HeldSample(dict(sample.arrays), dict(sample.values)) for sample in verdict.samples],
+        reward=rollout.reward,
+        metrics=rollout.metrics,
+        error=rollout.error,
+        error_type=rollout.error_type,
+        state=rollout.state,
+    )
 
 
 def _verdict(held: HeldRollout, run_id: str) -> Verdict:
-    if held.outcome != Flow.SENT.value:
-        return Verdict(held.rollout, State(held.outcome), held.reason, held.advantage)
-    assert held.advantage is not None
-    samples = build_samples(held.rollout, run_id=run_id, advantage=held.advantage)
-    return Verdict(held.rollout, Flow.SENT, held.reason, held.advantage, samples)
+    rollout = Rollout(
+        held.rollout_id,
+        held.group_id,
+        Example(held.example_id, held.messages),
+        held.env_name,
+        held.temperature,
+        [
+            Turn.without_tokens(
+                text=turn.text,
+                num_prompt_tokens=turn.num_prompt_tokens,
+                num_tokens=turn.num_tokens,
+                finish_reason=turn.finish_reason,
+                policy_versions=turn.policy_versions,
+            )
+            for turn in held.turns
+        ],
+        held.reward,
+        held.metrics,
+        held.error,
+        held.error_type,
+        held.state,
+    )
+    samples = [
+        TrainingSample.from_packed(sample.arrays, {**sample.values, "run_id": run_id})
+        for sample in held.samples
+    ]
+    outcome: Outcome = Flow.SENT if held.outcome == Flow.SENT.value else State(held.outcome)
+    return Verdict(rollout, outcome, held.reason, held.advantage, samples)

@@ -26,8 +26,11 @@ class Optimizer:
             self._parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
 
-    def step(self) -> float:
-        """Clips, updates and clears the gradients; returns their norm before clipping."""
+    def step(self, *, lr: float | None = None) -> float:
+        """Clips, updates and clears the gradients; returns their norm before clipping.
+
+        `lr` is used instead of the schedule's.
+        """
         norm = nn.utils.clip_grad_norm_(self._parameters, self._optim.max_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(grad_norm):
@@ -35,7 +38,8 @@ class Optimizer:
                 f"the gradient norm is {grad_norm}; the weights were left as they are. Look at the last "
                 "token export for tokens with a huge ratio, lower trainer.optim.lr, or use float32"
             )
-        self.last_lr = self._optim.lr * lr_factor(self.num_steps, self._scheduler, self._max_steps)
+        scheduled = self._optim.lr * lr_factor(self.num_steps, self._scheduler, self._max_steps)
+        self.last_lr = scheduled if lr is None else lr
         for group in self.adamw.param_groups:
             group["lr"] = self.last_lr
         self.adamw.step()

@@ -1,0 +1,94 @@
+"""The same batch, packed and spread in many ways: its gradient may not change."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pellucid.checks.verify.finding import Finding
+from pellucid.checks.verify.subject import Subject
+from pellucid.data import TokenTable
+from pellucid.packing import pack_batch
+from pellucid.trainer.run import Run
+from pellucid.trainer.step import StepBatch, loss_weights
+
+TOLERANCE = 1e-5
+
+Gradients = dict[str, Tensor]
+
+
+def check_packing(subject: Subject) -> Iterator[Finding]:
+    table, run = subject.table, subject.run
+    longest, total = int(table.lengths.max()), table.num_tokens
+    alone = gradients(run, table, cap=2, share=False)
+    ways = {
+        "all in one": {"cap": total, "share": False},
+        "prompts shared": {"cap": total, "share": True},
+        "half the tokens at a time": {"cap": max(longest, total // 2), "share": False},
+        "a quarter at a time": {"cap": max(longest, total // 4), "share": True},
+        "padded to 16": {"cap": total, "share": False, "multiple": 16},
+    }
+    for way, how in ways.items():
+        yield _compared("packing", way, alone, gradients(run, table, **how), _PACKING)  # type: ignore[arg-type]
+    backwards = table.select(np.arange(table.num_sequences)[::-1])
+    yield _compared("packing", "in reverse order", alone, gradients(run, backwards, cap=total), _PACKING)
+
+
+def check_ranks(subject: Subject) -> Iterator[Finding]:
+    """Ranks one after the other in this process; with unequal numbers of trainable tokens on each."""
+    table, run = subject.table, subject.run
+    cap = int(table.lengths.max())
+    alone = gradients(run, table, cap=cap)
+    for num_ranks in (2, 4, table.num_sequences + 1):
+        together = gradients(run, table, cap=cap, num_ranks=num_ranks)
+        yield _compared("ranks", f"{num_ranks} ranks against 1", alone, together, _RANKS)
+
+
+_PACKING = (
+    "the gradient depends on how sequences are packed. Either a sequence sees its neighbours (look at "
+    "`leakage`), or something is divided per micro batch instead of by the trainable tokens of the step"
+)
+_RANKS = (
+    "the gradient depends on the number of ranks. Every rank has to divide by the trainable tokens of the "
+    "whole batch, not by its own (a per-rank denominator), and gradients are summed over ranks, not averaged"
+)
+
+
+def gradients(
+    run: Run, table: TokenTable, *, cap: int, share: bool = True, multiple: int = 1, num_ranks: int = 1
+) -> Gradients:
+    """The sum over all ranks, as the optimizer would see it."""
+    packed = pack_batch(
+        table,
+        seq_len=run.config.model.seq_len,
+        max_tokens=cap,
+        num_ranks=num_ranks,
+        pad_to_multiple_of=multiple,
+        share_prompts=share,
+    )
+    weights = loss_weights(packed, run.config.loss.reduction)
+    run.policy.zero_grad(set_to_none=True)
+    for rank in range(num_ranks):
+        batch = StepBatch(0, packed, share, run.policy.device, rank, weights)
+        for micro_batch in batch.micro_batches:
+            output = run.forward(micro_batch)
+            run.loss(micro_batch, output, batch.denominator).loss.backward()
+    found = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in run.policy.named_parameters()
+    }
+    run.policy.zero_grad(set_to_none=True)
+    return found
+
+
+def _compared(check: str, way: str, expected: Gradients, found: Gradients, meaning: str) -> Finding:
+    return Finding(
+        check, f"gradient, {way}: relative difference", difference(expected, found), TOLERANCE, meaning
+    )
+
+
+def difference(expected: Gradients, found: Gradients) -> float:
+    """Largest of all, relative to the largest gradient."""
+    scale = max(float(gradient.abs().max()) for gradient in expected.values()) or 1.0
+    return max(float((expected[name] - found[name]).abs().max()) for name in expected) / scale

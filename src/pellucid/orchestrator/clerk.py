@@ -1,0 +1,93 @@
+"""Who writes: a thread beside the event loop, which goes on meanwhile.
+
+- Jobs are done one after the other, in the order in which they are given, and each to its end: a caller that
+  is cancelled is told so only then. What a job writes is the state at the moment it was given.
+- For a batch: books, then snapshot, then the batch itself. Whenever the process dies, the snapshot knows
+  every batch that the trainer can have, and the books tell no less than the snapshot; see `snapshot`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pellucid.config import OrchestratorRunConfig
+from pellucid.data import TokenTable
+from pellucid.orchestrator.books import Books
+from pellucid.orchestrator.report import Groups, waiting_line
+from pellucid.orchestrator.scheduler import SchedulerState
+from pellucid.orchestrator.snapshot import take_snapshot, write_snapshot
+from pellucid.orchestrator.tasks import outlast
+from pellucid.orchestrator.verdict import Verdict
+from pellucid.transport import Batch, BatchSender, encode_batch
+
+log = logging.getLogger(__name__)
+
+
+class Clerk:
+    def __init__(self, config: OrchestratorRunConfig, books: Books, sender: BatchSender) -> None:
+        self._config = config
+        self._books = books
+        self._sender = sender
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="clerk")
+
+    async def send(
+        self, verdicts: Sequence[Verdict], settled: Groups, state: SchedulerState, own: Mapping[str, float]
+    ) -> None:
+        """Writes a batch down and hands it over; `settled` is what goes into the books with it."""
+        step = state.batches_sent - 1
+
+        def job() -> None:
+            table = TokenTable.from_samples([sample for verdict in verdicts for sample in verdict.samples])
+            batch = Batch(self._config.run_name, step, table)
+            payload = encode_batch(batch, compression=self._config.transport.compression)
+            sizes = {
+                "batch_rollouts": len(verdicts),
+                "batch_tokens": table.num_tokens,
+                "batch_bytes": len(payload),
+            }
+            self._books.settle(step, settled)
+            self._books.report(step, table, {**sizes, **own}, sample=verdicts[0].rollout)
+            self._write_snapshot(state)
+            self._sender.send(step, payload)
+
+        await self._do(job)
+
+    async def settle(self, step: int, settled: Groups) -> None:
+        """Of a step that has no batch yet."""
+
+        def job() -> None:
+            self._books.settle(step, settled)
+            log.info(waiting_line(step, settled))
+
+        await self._do(job)
+
+    async def save(self, settled: Groups, state: SchedulerState) -> None:
+        """Where a resumed run goes on."""
+
+        def job() -> None:
+            if settled:
+                self._books.settle(state.batches_sent, settled)
+            self._write_snapshot(state)
+
+        await self._do(job)
+
+    def close(self) -> None:
+        """Every job is done by then, or its caller has been told of the failure."""
+        self._thread.shutdown()
+
+    def _write_snapshot(self, state: SchedulerState) -> None:
+        snapshot = take_snapshot(
+            state,
+            journal_bytes=self._books.journal_bytes,
+            rollouts_bytes=self._books.rollouts_bytes(state.batches_sent),
+        )
+        write_snapshot(self._config.output_dir, snapshot)
+
+    async def _do(self, job: Callable[[], None]) -> None:
+        given = asyncio.wrap_future(self._thread.submit(job))  # at once: the order is that of the calls
+        await outlast(_result(given))
+
+
+async def _result(given: "asyncio.Future[None]") -> None:
+    await given

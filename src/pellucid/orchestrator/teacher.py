@@ -1,0 +1,137 @@
+"""The teacher of a run: a model that scores what the policy samples, or samples in its place.
+
+    mode   who samples   what the teacher adds                       samples train as
+    opd    the policy    a logprob for every token                   opd
+    rl     the policy    the same, for trainer.loss.teacher_tau      rl
+    sft    the teacher   the rollouts                                sft
+
+- A rollout that cannot be scored has failed, and is attempted again like any other.
+- Every sample of a rollout is scored, each as the sequence that the trainer will see, at the temperature at
+  which it was sampled.
+- Tokens of the teacher carry no policy version, so they are never stale.
+- Scoring samples nothing and is in no books. What a teacher samples is: a server that `pellucid rl` started
+  writes the run's ledger itself; of any other server the run knows only what arrived, and books that as
+  sampled.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pellucid.config import OrchestratorRunConfig, TeacherConfig
+from pellucid.data import NOT_OURS, Completion, Rollout, TrainingMode
+from pellucid.data.vocabulary import fingerprint
+from pellucid.errors import ConfigError, InferenceError, TeacherError
+from pellucid.inference.client import Account, InferenceClient, SamplingParams
+from pellucid.inference.protocol import Health
+from pellucid.ledger import Flow, Journal, Stage
+from pellucid.orchestrator.samples import token_sequences
+
+_FLUSH_S = 0.25
+
+
+def training_mode(teacher: TeacherConfig | None) -> TrainingMode:
+    return TrainingMode.RL if teacher is None else TrainingMode(teacher.mode)
+
+
+def check_teacher(config: OrchestratorRunConfig, tokenizer: Any, url: str, health: Health) -> None:
+    """Raises before anything is sampled if the server at `url` cannot teach this model."""
+    if health.vocabulary != fingerprint(tokenizer):
+        raise ConfigError(other_vocabulary(f"{health.model!r} at {url}", config.model.name))
+    if health.max_model_len < config.inference.max_model_len:
+        raise ConfigError(
+            f"the teacher {health.model!r} at {url} takes {health.max_model_len} tokens, less than "
+            f"inference.max_model_len = {config.inference.max_model_len}; start it with a larger "
+            "inference.max_model_len, or lower that of the run"
+        )
+
+
+def other_vocabulary(teacher: str, model: str) -> str:
+    return (
+        f"the teacher {teacher} has another vocabulary than model.name = {model!r}: a token id would not "
+        "mean the same to both; take a teacher with the same tokenizer"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """Adds the teacher's logprobs to finished rollouts."""
+
+    client: InferenceClient
+    run_id: str
+
+    async def score(self, rollout: Rollout) -> None:
+        name = f"{self.run_id}/{rollout.group_id}/{rollout.rollout_id}"
+        rollout.teacher_logprobs = [
+            await self._score(token_ids, rollout.temperature, f"{name}/teacher-{index}")
+            for index, token_ids in enumerate(token_sequences(rollout))
+        ]
+
+    async def _score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> bytes:
+        try:
+            logprobs = await self.client.score(token_ids, temperature, request_id)
+        except InferenceError as error:
+            raise TeacherError(f"the teacher could not score the rollout: {error}") from error
+        if len(logprobs) != len(token_ids):
+            raise TeacherError(f"the teacher gave {len(logprobs)} logprobs for {len(token_ids)} tokens")
+        return np.asarray(logprobs, np.float32).tobytes()
+
+
+class TeacherSampler:
+    """The teacher's servers, in the place of the policy's."""
+
+    def __init__(self, client: InferenceClient, journal: Journal | None = None) -> None:
+        """`journal`: books of what arrives; None if the server keeps them."""
+        self._client = client
+        self._journal = journal
+        self._flushed = time.monotonic()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
+    ) -> Completion:
+        completion = await self._client.generate(prompt_ids, params, account, request_id)
+        num_tokens = len(completion.token_ids)
+        self._book(account, num_tokens)
+        runs = [(NOT_OURS, num_tokens)] if num_tokens else []
+        return msgspec.structs.replace(completion, policy_versions=runs)
+
+    def _book(self, account: Account, num_tokens: int) -> None:
+        if self._journal is None:
+            return
+        for flow in (Flow.SAMPLED, Flow.DELIVERED):
+            self._journal.count(account.run, account.env, flow, num_tokens)
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self._journal.flush(0)
+            self._flushed = time.monotonic()
+
+    def close_books(self) -> None:
+        if self._journal is not None:
+            self._journal.close(0)
+
+    async def wait_until_ready(self) -> None:
+        await self._client.wait_until_ready()
+
+    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
+        return await self._client.score(token_ids, temperature, request_id)
+
+    async def update_weights(self, version: int, folder: Path) -> None:
+        await self._client.update_weights(version, folder)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._client.abort(request_ids)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+def open_sampler(config: OrchestratorRunConfig, client: InferenceClient) -> TeacherSampler:
+    teacher = config.orchestrator.teacher
+    if teacher is None or teacher.model is not None:
+        return TeacherSampler(client)
+    path = config.output_dir / "ledger" / "inference_teacher.jsonl"
+    return TeacherSampler(client, Journal(path, Stage.INFERENCE, resume=config.resume))

@@ -1,0 +1,16 @@
+"""The figures of `pellucid bench orchestrator` that do not depend on the machine."""
+
+from pellucid.bench.orchestrator import FAILURES, GROUP_SIZE, Coin, GroupCoin, share_sent, waiting_bytes
+
+
+def test_a_rollout_that_waits_takes_hardly_more_than_its_sample() -> None:
+    held, sample = waiting_bytes()
+    assert 180_000 < sample < 190_000
+    assert 1.0 < held / sample < 1.2
+
+
+def test_failures_cost_their_own_tokens_alone() -> None:
+    """Dropping a group at any failure keeps a success only if the other seven succeed, too."""
+    assert share_sent(Coin(seed=0, failures=FAILURES)) == 1.0
+    expected = (1 - FAILURES) ** (GROUP_SIZE - 1)  # 0.698
+    assert abs(share_sent(GroupCoin(seed=0, failures=FAILURES)) - expected) < 0.05

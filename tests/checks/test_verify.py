@@ -1,0 +1,163 @@
+"""`pellucid verify`: a sound trainer passes; each planted fault is caught, and named."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pellucid.checks import verify
+from pellucid.checks.verify import agreement, gradients, record, subject
+from pellucid.config import VerifyConfig
+from pellucid.data.rows import FlatRows
+from pellucid.inference import engine
+from pellucid.model import attention, layout
+from pellucid.model.head import TokenOutput
+from pellucid.model.policy import Policy
+from pellucid.trainer.step import StepBatch
+
+
+@pytest.fixture
+def config(tiny_model) -> VerifyConfig:
+    return VerifyConfig.model_validate(
+        {
+            "model": {"name": str(tiny_model)},
+            "seq_len": 512,
+            "trainer": {"threads": 1},
+            "orchestrator": {
+                "env": [{"id": "reverse-text"}],
+                "sampling": {"temperature": 0.6, "max_tokens": 16},
+            },
+        }
+    )
+
+
+def failures(config, check) -> dict[str, str]:
+    """What failed, and what it is said to mean."""
+    with subject.opened(config) as opened:
+        return {finding.check: finding.meaning for finding in check(opened) if not finding.passed}
+
+
+def test_a_sound_trainer_passes_every_check(config) -> None:
+    findings = verify.verify(config)
+    assert [finding.what for finding in findings if not finding.passed] == []
+    assert {finding.check for finding in findings} == {
+        "tokenizer",
+        "columns",
+        "packing",
+        "ranks",
+        "leakage",
+        "record",
+        "agreement",
+        "drift",
+        "weights",
+    }
+
+
+def test_a_denominator_per_rank(config, monkeypatch) -> None:
+    def own_tokens(batch: StepBatch) -> int:
+        return max(1, int(batch.packed.trainable_lengths[batch.packed.sequences_of(batch.rank)].sum()))
+
+    monkeypatch.setattr(StepBatch, "denominator", property(own_tokens))
+    assert "a per-rank denominator" in failures(config, gradients.check_ranks)["ranks"]
+
+
+def test_a_denominator_per_micro_batch(config, monkeypatch) -> None:
+    from pellucid.trainer.run import Run
+
+    loss = Run.loss
+
+    def per_micro_batch(run, micro_batch, output, denominator):
+        return loss(run, micro_batch, output, max(1, micro_batch.packed.counts.loss_tokens))
+
+    monkeypatch.setattr(Run, "loss", per_micro_batch)
+    assert "divided per micro batch" in failures(config, gradients.check_packing)["packing"]
+    assert "does not add up" in failures(config, record.check_record)["record"]
+
+
+def test_a_mask_that_leaks(config, monkeypatch) -> None:
+    def one_sequence(families):
+        total = sum(family.num_tokens for family in families)
+        return attention.SharedAttention([attention.Family(0, [total])])
+
+    monkeypatch.setattr(layout, "SharedAttention", one_sequence)
+    assert "sees the tokens of another" in failures(config, agreement.check_leakage)["leakage"]
+    assert "packing" in failures(config, gradients.check_packing)
+
+
+def test_stale_weights(config, monkeypatch) -> None:
+    def only_the_number(self, version, folder):
+        self.version = version
+
+    monkeypatch.setattr(engine.Engine, "update_weights", only_the_number)
+    found = failures(config, agreement.check_swaps)
+    assert list(found) == ["weights"]
+    assert "it serves stale ones" in found["weights"]
+
+
+def test_a_temperature_that_one_side_forgets(config, monkeypatch) -> None:
+    draw = engine.draw
+    monkeypatch.setattr(
+        engine, "draw", lambda logits, scales, randoms: draw(logits, [1.0] * len(scales), randoms)
+    )
+    found = failures(config, agreement.check_agreement)
+    assert "one side does not divide the logits by the temperature" in found["agreement"]
+
+
+def test_shifted_labels(config, monkeypatch) -> None:
+    forward = Policy.forward
+
+    def shifted(self, *arguments):
+        output = forward(self, *arguments)
+        return TokenOutput(output.logprobs.roll(-1), output.entropy)
+
+    monkeypatch.setattr(Policy, "forward", shifted)
+    assert "its labels are shifted" in failures(config, agreement.check_agreement)["agreement"]
+
+
+def test_swapped_columns(config, monkeypatch) -> None:
+    decode = record.decode_batch
+
+    def swapped(payload, *, sender):
+        batch = decode(payload, sender=sender)
+        columns = batch.table.columns
+        columns["reward"], columns["advantage"] = columns["advantage"], columns["reward"]
+        logprobs = columns["inference_logprobs"]
+        columns["inference_logprobs"] = FlatRows(logprobs.array[::-1], logprobs.lengths)
+        return batch
+
+    monkeypatch.setattr(record, "decode_batch", swapped)
+    meaning = failures(config, record.check_columns)["columns"]
+    assert meaning.startswith("advantage, inference_logprobs, reward arrived with other values")
+
+
+def test_a_tokenizer_of_another_model(config, monkeypatch) -> None:
+    class Shouting:
+        def __init__(self, tokenizer) -> None:
+            self._tokenizer = tokenizer
+            self.chat_template = tokenizer.chat_template
+
+        def __getattr__(self, name):
+            return getattr(self._tokenizer, name)
+
+        def decode(self, *arguments, **keywords):
+            return self._tokenizer.decode(*arguments, **keywords).upper()
+
+    load = subject.load_tokenizer
+    monkeypatch.setattr(subject, "load_tokenizer", lambda name: Shouting(load(name)))
+    assert "not the same to this tokenizer" in failures(config, record.check_tokenizer)["tokenizer"]
+
+
+def test_the_command_prints_and_fails(config, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(verify, "CHECKS", [record.check_columns])
+    assert verify.run_verify(config.model_copy(update={"as_json": True})) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["check"], line["value"], line["limit"], line["passed"]) == ("columns", 0, 0, True)
+    monkeypatch.setattr(record.np, "array_equal", lambda a, b: False)
+    assert verify.run_verify(config) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed and "swapped, shifted or misaligned" in printed
+
+
+def test_a_number_that_is_not_one_fails() -> None:
+    assert not verify.Finding("x", "y", float("nan"), 1.0).passed
+    assert np.isnan(verify.Finding("x", "y", float("nan"), 1.0).as_dict()["value"])
