@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pellucid.config import TrainerConfig
+from pellucid.data.tokenizer import first_line
+from pellucid.errors import ProcessError
 from pellucid.model import ContextParallel, Policy
 from pellucid.model.load import default_device
 from pellucid.trainer.ranks import Ranks
@@ -49,7 +51,14 @@ def joined(config: TrainerConfig) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     ranks = Processes.of(config, dist.new_group(backend="gloo", timeout=_PATIENCE), device)
-    yield ranks
+    try:
+        yield ranks
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise ProcessError(
+            f"another process of the trainer is gone; its log tells why ({first_line(error)})"
+        ) from error
     # Not after an error: the others learn of it as this process ends.
     dist.barrier(ranks.group)
     dist.destroy_process_group()
