@@ -1,7 +1,9 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pellucid.errors import ConfigError
 from pellucid.model import ContextParallel, packed_layout, shared_layout
 
 
@@ -105,3 +107,9 @@ def test_slices_compute_and_predict_everything_once(lengths, num_slices, random)
     for each in slices:
         before = each.computed[each.predecessors] + 1
         assert before.tolist() == each.predicted.tolist()
+
+
+def test_heads_that_cannot_be_divided_are_refused() -> None:
+    ContextParallel(None, 0, 2).check_heads(4)
+    with pytest.raises(ConfigError, match="trainer.model.cp = 3 does not divide the 4 attention heads"):
+        ContextParallel(None, 0, 3).check_heads(4)
