@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.checkpoint import newest_intact
+from pellucid.cli import main
 from pellucid.launch.rl import places
 from pellucid.metrics import read_metrics
 
@@ -72,10 +73,7 @@ def test_sft_in_two_processes(tiny_model, tmp_path) -> None:
     processes = start(tmp_path, *arguments)
     codes = [process.wait(timeout=120) for process in processes]
     assert codes == [0, 0], (tmp_path / "0.log").read_text() + (tmp_path / "1.log").read_text()
-    alone = subprocess.run(
-        [sys.executable, "-m", "pellucid.cli", *arguments, "--output-dir", str(tmp_path / "alone")]
-    )
-    assert alone.returncode == 0
+    assert main([*arguments, "--output-dir", str(tmp_path / "alone")]) == 0
     both = [list(read_metrics(tmp_path / name / "metrics" / "trainer.jsonl")) for name in ("run", "alone")]
     for own, other in zip(*both, strict=True):
         for name in ("loss", "grad_norm", "loss_tokens", "samples"):
