@@ -70,6 +70,25 @@ def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
     assert steps == list(range(STEPS))
 
 
+def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:
+    folder = tmp_path / "demo"
+    flags = ("--trainer.num-processes", "2", "--trainer.ckpt.asynchronous")
+    result = subprocess.run(command(tiny_model, folder, *flags), capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "balanced: every one of the" in result.stdout
+    for metrics in read_metrics(folder / "metrics" / "trainer.jsonl"):
+        where = folder / "token_exports" / f"step_{metrics['step']}"
+        exported = [
+            json.loads(line)
+            for rank in range(2)
+            for line in (where / f"rank_{rank}.jsonl").read_text().splitlines()
+        ]
+        total = sum(value for record in exported for value in record["token_loss"])
+        assert total / exported[0]["denominator"] == pytest.approx(metrics["loss"], rel=1e-6, abs=1e-9)
+        assert len(exported) == metrics["samples"]
+    assert (folder / "logs" / "trainer_1.log").exists()
+
+
 def test_the_exported_losses_add_up_to_the_logged_loss(finished) -> None:
     folder, _ = finished
     for metrics in read_metrics(folder / "metrics" / "trainer.jsonl"):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from pellucid.errors import ConfigError, LedgerError, ProcessError
+from pellucid.launch.preflight import check_rl
 from pellucid.launch.rl import free_port, resolve, rl_children, run_processes, write_configs
 from pellucid.launch.supervisor import Child
 
@@ -103,6 +104,25 @@ def test_the_processes_of_a_run(tmp_path):
         "OPENBLAS_NUM_THREADS": "4",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def test_a_trainer_in_several_processes_divides_its_threads(tmp_path):
+    trainer = {"threads": 4, "num_processes": 2, "model": {"cp": 2}}
+    first, second = rl_children(resolve(config(tmp_path, trainer=trainer), 2))[2:]
+
+    assert (first.name, second.name) == ("trainer", "trainer_1")
+    assert first.argv == second.argv
+    assert second.log_path == tmp_path / "logs" / "trainer_1.log"
+    assert first.env["OMP_NUM_THREADS"] == second.env["OMP_NUM_THREADS"] == "2"
+    assert first.env["MASTER_PORT"] == second.env["MASTER_PORT"]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    assert [first.env[name] for name in names] == ["0", "0", "2", "2"]
+    assert [second.env[name] for name in names] == ["1", "1", "2", "2"]
+
+
+def test_processes_that_cannot_share_the_work_are_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match="does not divide the 1 process"):
+        check_rl(config(tmp_path, trainer={"model": {"cp": 2}}))
 
 
 INFERENCE = """

@@ -58,10 +58,12 @@ def test_what_the_trainer_logs(tiny_model, tmp_path, mode):
     channel = MemoryChannel()
     channel.send(0, encode_batch(batch(mode)))
     journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER)
-    run = build_run(config, OrchestratorBatches(channel), journal, [])
+    run = build_run(config, OrchestratorBatches(channel), journal, [], publishes=True)
     if mode == "sft":
         held = [run.pack(0, batch(mode).table)]
-        run.validation = Validation(run.policy, run.forward, held, interval=1, max_steps=1)
+        run.validation = Validation(
+            run.policy, run.forward, held, interval=1, max_steps=1, gather=run.ranks.gather
+        )
     try:
         train(run)
     finally:

@@ -1,8 +1,10 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.model import packed_layout, shared_layout
+from pellucid.errors import ConfigError
+from pellucid.model import ContextParallel, packed_layout, shared_layout
 
 
 def test_the_worked_example() -> None:
@@ -67,3 +69,47 @@ def test_every_token_is_predicted_by_its_own_past(rows) -> None:
             assert before[position + offset] == ids[offset - 1]
         position += len(ids)
     assert len(layout.computed) <= len(flat)
+
+
+def test_pairs_are_those_of_the_attention_matrix() -> None:
+    """a b X Y and a b Z: a sees 1, b 2, X 3, Y 4, and Z sees a, b and itself."""
+    shared = shared_layout([4, 3], np.array([1, 2, 7, 8, 1, 2, 9], np.uint32), ["g", "g"])
+    assert shared.num_pairs == 1 + 2 + 3 + 4 + 3
+    assert packed_layout([4, 3]).num_pairs == (1 + 2 + 3 + 4) + (1 + 2 + 3)
+
+
+def test_slices_of_the_worked_example() -> None:
+    """Computed: a b X Y Z and one token of padding, three per rank; X is predicted by the first rank's b."""
+    layout = shared_layout([4, 3], np.array([1, 2, 7, 8, 1, 2, 9], np.uint32), ["g", "g"])
+    first, second = (layout.slice(ContextParallel(None, rank, 2)) for rank in range(2))
+    assert (first.computed.tolist(), second.computed.tolist()) == ([0, 1, 2], [3, 6, 0])
+    assert (first.predicted.tolist(), second.predicted.tolist()) == ([1, 2, 3, 6], [])
+    assert first.predecessors.tolist() == [0, 1, 2, 1]
+    assert (first.own.rows.tolist(), second.own.rows.tolist()) == ([0, 1, 2, 3], [])
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_slices_compute_and_predict_everything_once(lengths, num_slices, random) -> None:
+    mask = np.array([random.random() < 0.5 for _ in range(sum(lengths))], np.bool_)
+    layout = packed_layout(lengths, mask)
+    slices = [layout.slice(ContextParallel(None, rank, num_slices)) for rank in range(num_slices)]
+    assert {len(each.computed) for each in slices} == {layout.slice_size(num_slices)}
+    computed = [token for each in slices for token in each.computed.tolist()]
+    assert computed[: len(layout.computed)] == layout.computed.tolist()
+    rows = [row for each in slices for row in each.own.rows.tolist()]
+    assert sorted(rows) == list(range(len(layout.predicted)))
+    read = [row for each in slices for row in each.own.rows[each.read].tolist()]
+    assert sorted(read) == layout.read.tolist()
+    for each in slices:
+        before = each.computed[each.predecessors] + 1
+        assert before.tolist() == each.predicted.tolist()
+
+
+def test_heads_that_cannot_be_divided_are_refused() -> None:
+    ContextParallel(None, 0, 2).check_heads(4)
+    with pytest.raises(ConfigError, match="trainer.model.cp = 3 does not divide the 4 attention heads"):
+        ContextParallel(None, 0, 3).check_heads(4)

@@ -1,4 +1,6 @@
 import math
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -65,3 +67,24 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tiny_model) -> None:
     tokenizer.add_tokens(["one more"])
     with pytest.raises(ModelError, match="the tokenizer has 102 tokens, the model only 101"):
         check_tokenizer(policy, tokenizer, "m")
+
+
+def test_checkpointed_activations_are_computed_again_and_give_the_same_gradient(tiny_model) -> None:
+    arguments = (
+        torch.arange(5, 12),
+        torch.tensor([0, 1, 2, 3, 0, 1, 2]),
+        torch.ones(7),
+        packed_layout([4, 3]),
+    )
+    gradients, calls = [], Counter()
+    for checkpointed in (False, True):
+        policy = load_policy(ModelConfig(name=str(tiny_model)), trainable=True)
+        if checkpointed:
+            policy.checkpoint_activations()
+        begun = partial(calls.update, [checkpointed])
+        policy.layers[0].mlp.register_forward_pre_hook(lambda *_, begun=begun: begun())
+        policy(*arguments).logprobs.sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in policy.named_parameters()})
+    assert calls == {False: 1, True: 2}
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name

@@ -3,7 +3,7 @@
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pellucid.model import Policy
-from pellucid.trainer.cost import training_cost
+from pellucid.trainer.cost import ModelShape, training_cost
 
 SHAPE = {
     "vocab_size": 100,
@@ -42,3 +42,11 @@ def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
         **SHAPE,
     )
     assert parity(Qwen3MoeForCausalLM(config)) == round((2 * layer + 100 * 32) / (2 * 4 * 16))
+
+
+def test_operations_of_a_step() -> None:
+    """3 × (2 per weight and token + 4 per pair and column of attention): backward is twice forward."""
+    config = LlamaConfig(intermediate_size=64, tie_word_embeddings=True, **SHAPE)
+    shape = ModelShape.of(Policy(LlamaForCausalLM(config)))
+    weights = 2 * (ATTENTION + 3 * 32 * 64) + 100 * 32
+    assert shape.flops(num_tokens=5, num_pairs=7) == 3 * (2 * weights * 5 + 4 * (2 * 4 * 8) * 7)

@@ -1,5 +1,7 @@
 """`[trainer.data.fake]`: the trainer on its own."""
 
+import json
+
 import numpy as np
 
 from pellucid.cli import main
@@ -55,3 +57,20 @@ def test_the_trainer_trains_without_an_orchestrator(tiny_model, tmp_path) -> Non
         not parameter.equal(before)
         for parameter, before in zip(trained.parameters(), initial.parameters(), strict=True)
     )
+
+
+def test_the_steps_that_are_asked_for_are_profiled(tiny_model, tmp_path) -> None:
+    arguments = [
+        *("trainer", "--model.name", str(tiny_model), "--output-dir", str(tmp_path), "--seq-len", "16"),
+        *("--max-steps", "4", "--trainer.data.fake.batch-size", "1", "--trainer.threads", "1"),
+        *("--trainer.profile.first-step", "1", "--trainer.profile.num-steps", "2"),
+    ]
+    assert main(arguments) == 0
+    traces = sorted((tmp_path / "profiles").iterdir())
+    assert [path.name for path in traces] == ["step_1.rank_0.json", "step_2.rank_0.json"]
+    names = {event["name"] for event in json.loads(traces[0].read_text())["traceEvents"]}
+    assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
+    for record in read_metrics(tmp_path / "metrics" / "trainer.jsonl"):
+        assert record["throughput/model_tflops_per_s"] > 0
+        assert 0.05 < record["memory/peak_gib"] < 100
+        assert "throughput/mfu" not in record

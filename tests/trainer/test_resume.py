@@ -66,11 +66,11 @@ def samples():
     ]
 
 
-def settings(model, folder, **changes):
+def settings(model, folder, *, asynchronous=False, **changes):
     """A checkpoint every 3 steps, a schedule that depends on the step, one export file for all steps."""
     trainer = {
         "threads": 1,
-        "ckpt": {"interval": 3, "keep_last": 2},
+        "ckpt": {"interval": 3, "keep_last": 2, "asynchronous": asynchronous},
         "optim": {"lr": 1e-3},
         "scheduler": {"type": "cosine", "warmup_steps": 2},
         "experimental": {"token_export": {}},
@@ -95,7 +95,9 @@ def send(folder, samples) -> None:
 def run(settings, *sinks, resume=False):
     folder = settings.output_dir
     journal = Journal(folder / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=resume)
-    built = build_run(settings, OrchestratorBatches(FilesystemReceiver(folder)), journal, list(sinks))
+    built = build_run(
+        settings, OrchestratorBatches(FilesystemReceiver(folder)), journal, list(sinks), publishes=True
+    )
     try:
         if resume:
             restore(built)
@@ -107,7 +109,7 @@ def run(settings, *sinks, resume=False):
 
 def metrics(folder):
     return [
-        {key: value for key, value in record.items() if not key.startswith(("time", "throughput"))}
+        {key: value for key, value in record.items() if not key.startswith(("time", "throughput", "memory"))}
         for record in read_metrics(folder / "metrics" / "trainer.jsonl")
     ]
 
@@ -126,17 +128,19 @@ def uninterrupted(tiny_model, samples, tmp_path_factory):
     return folder, run(settings(tiny_model, folder))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at-once", "beside"])
 @pytest.mark.parametrize("crash_at", [0, 2, 4, 6], ids=lambda step: f"after-step-{step}")
 def test_a_resumed_trainer_equals_an_uninterrupted_one(
-    tiny_model, samples, uninterrupted, tmp_path, crash_at
+    tiny_model, samples, uninterrupted, tmp_path, crash_at, asynchronous
 ) -> None:
     send(tmp_path, samples)
+    own = settings(tiny_model, tmp_path, asynchronous=asynchronous)
     with pytest.raises(Crash):
-        run(settings(tiny_model, tmp_path), CrashAt(crash_at))
+        run(own, CrashAt(crash_at))
     torch.rand(100)  # the random state of another process is another
-    point = rewind_rl(settings(tiny_model, tmp_path))
+    point = rewind_rl(own)
     assert (point.checkpoint, point.next_batch) == (crash_at // 3 * 3, NUM_STEPS)
-    resumed = run(settings(tiny_model, tmp_path), resume=True)
+    resumed = run(own, resume=True)
 
     folder, whole = uninterrupted
     for name, parameter in whole.policy.named_parameters():
@@ -319,7 +323,9 @@ def test_told_to_stop_it_finishes_the_step_and_saves(tiny_model, samples, tmp_pa
     send(tmp_path, samples)
     own = settings(tiny_model, tmp_path)
     journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER)
-    built = build_run(own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [Interrupt()])
+    built = build_run(
+        own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [Interrupt()], publishes=True
+    )
     with pytest.raises(Stopped) as stopped, built.stop.listening():
         train(built)
     built.save_checkpoint()

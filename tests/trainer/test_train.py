@@ -69,7 +69,7 @@ def run_steps(settings, tables, journal=None):
     channel = MemoryChannel()
     for step, table in enumerate(tables):
         channel.send(step, encode_batch(Batch("run", step, table)))
-    run = build_run(settings, OrchestratorBatches(channel), journal, [])
+    run = build_run(settings, OrchestratorBatches(channel), journal, [], publishes=True)
     try:
         train(run)
     finally:

@@ -145,7 +145,7 @@ def test_the_policy_is_evaluated_and_goes_on_training(tiny_model, tmp_path) -> N
         return run.forward(micro_batch)
 
     batches = [run.pack(0, table) for table in data.validation_tables()]
-    validation = Validation(run.policy, forward, batches, interval=1, max_steps=1)
+    validation = Validation(run.policy, forward, batches, interval=1, max_steps=1, gather=run.ranks.gather)
     run.policy.train()
     validation.measure()
     run.close()

@@ -6,33 +6,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from pellucid.errors import DataError
 
+State = dict[str, Any]
 
-def write_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+
+def stage_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """A copy in the memory of the machine, which training does not change any more."""
+    staged: State = _copied(_state(model, optimizer, StateDictOptions(cpu_offload=True)))
+    return staged
+
+
+def write_state(
+    model: nn.Module, optimizer: Optimizer, folder: Path, group: ProcessGroup | None = None
+) -> None:
+    """Every process of a sharded model calls it, and returns when all have written."""
+    write_staged(_state(model, optimizer), folder, group)
+
+
+def write_staged(state: State, folder: Path, group: ProcessGroup | None = None) -> None:
     failures: list[BaseException] = []
     try:
-        with _single_process():
-            save(_state(model, optimizer), checkpoint_id=folder, no_dist=True)
+        with _quiet():
+            save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # not even an Exception
         failures = [failure for failure, _ in error.failures.values()]
     if failures:
         raise failures[0]  # out here, where what it came from stays its context
 
 
-def read_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Into the given model and optimizer, in place."""
+def read_state(
+    model: nn.Module, optimizer: Optimizer, folder: Path, group: ProcessGroup | None = None
+) -> None:
+    """Into the given model and optimizer, in place; by how many processes it was written does not matter."""
     state = _state(model, optimizer)
     try:
-        with _single_process():
-            load(state, checkpoint_id=folder, no_dist=True)
+        with _quiet():
+            load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         failure, _ = next(iter(error.failures.values()))
         raise DataError(
@@ -41,13 +59,21 @@ def read_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value]
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> State:
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

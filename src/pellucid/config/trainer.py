@@ -7,11 +7,25 @@ from pydantic import Field, model_validator
 
 from pellucid.config.base import Section
 from pellucid.config.loss import DppoLossConfig, LossConfig
+from pellucid.errors import ConfigError
 
 
 class TrainerModelConfig(Section):
     seq_len: int = Field(default=2048, ge=2)
     """Longest sample in tokens; the rest of a longer one is truncated and counted. Filled by `seq_len`."""
+
+    cp: int = Field(default=1, ge=1)
+    """Processes that share the tokens of each micro batch (Ulysses context parallelism), for sequences that
+    are too long for one. Has to divide the attention heads of the model and, times `dp_replicate`, the number
+    of processes."""
+
+    dp_replicate: int = Field(default=1, ge=1)
+    """Copies of the model (HSDP); each is sharded over its share of the processes. 1: one copy, sharded over
+    all of them."""
+
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass, and compute the rest again: less memory, about
+    a third more time. Values and gradients stay the same."""
 
 
 class OptimConfig(Section):
@@ -45,6 +59,24 @@ class CkptConfig(Section):
 
     keep_last: int = Field(default=2, ge=1)
     """Checkpoints kept on disk; older ones are deleted. A damaged one is passed over for the one before."""
+
+    asynchronous: bool = False
+    """Write checkpoints beside the training that goes on, from a copy of the state in the machine's memory.
+    Batches that one covers stay until it is complete."""
+
+
+class ProfileConfig(Section):
+    """Where the time of a step goes: `profiles/step_N.rank_R.json`, for chrome://tracing or Perfetto."""
+
+    first_step: int = Field(default=1, ge=0)
+    """The first step that is profiled; step 0 has the costs of starting in it."""
+
+    num_steps: int = Field(default=1, ge=1)
+    """Steps that are profiled, each into a file of its own. Profiling slows them down."""
+
+    @property
+    def steps(self) -> range:
+        return range(self.first_step, self.first_step + self.num_steps)
 
 
 class TokenExportConfig(Section):
@@ -105,8 +137,15 @@ class TrainerConfig(Section):
     keep_weights: int = Field(default=4, ge=2)
     """Published weight versions kept on disk; older ones are deleted."""
 
+    num_processes: int = Field(default=1, ge=1)
+    """Processes that `pellucid rl` starts the trainer in. On your own, start them with `torchrun`."""
+
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer; default: all cores for `sft`, half of them for `rl`."""
+    """CPU threads of the trainer, divided among its processes on a machine; default: all cores for `sft`,
+    half of them for `rl`."""
+
+    profile: ProfileConfig | None = None
+    """Present: some steps are profiled."""
 
     experimental: ExperimentalConfig = ExperimentalConfig()
     """Opt-in features."""
@@ -115,6 +154,21 @@ class TrainerConfig(Section):
     def max_tokens(self) -> int:
         """Tokens packed into one micro batch."""
         return self.micro_batch_max_tokens or self.model.seq_len
+
+    def check_num_processes(self, num_processes: int) -> None:
+        """Whether so many processes can share the work in the way that is asked for."""
+        replicate, cp = self.model.dp_replicate, self.model.cp
+        if num_processes % (replicate * cp):
+            raise ConfigError(
+                f"trainer.model.dp_replicate = {replicate} × trainer.model.cp = {cp} does not divide the "
+                f"{num_processes} process(es) of the trainer; lower one of them, or start a multiple of "
+                f"{replicate * cp} (`torchrun --nproc-per-node`; for `pellucid rl`, trainer.num_processes)"
+            )
+        if self.num_processes not in (1, num_processes):
+            raise ConfigError(
+                f"trainer.num_processes = {self.num_processes}, but the trainer runs in {num_processes}; "
+                f"leave it out, or start `torchrun --nproc-per-node {self.num_processes} -m pellucid.cli …`"
+            )
 
     @model_validator(mode="after")
     def _cap_fits_seq_len(self) -> "TrainerConfig":

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -74,6 +75,13 @@ class TokenExporter:
         """These steps will be written again; in a file of their own they are simply replaced then."""
         self._attempt(step, lambda: self._cut_before(step))
 
+    def forget_ranks_from(self, num_ranks: int, step: int) -> None:
+        """Ranks that are no more: these steps will be written again by others."""
+        for rank in self._known_ranks():
+            if rank >= num_ranks:
+                former = TokenExporter(self._run_dir, rank=rank, path=self._path)
+                self._attempt(step, partial(former._delete_from, step))
+
     def close(self) -> None:
         """In the middle of a step, if at all: its file keeps its hidden name (one for all steps stays)."""
         with suppress(OSError):
@@ -129,6 +137,23 @@ class TokenExporter:
         if self._path is not None and (target := self._target(step)).exists():
             kept = [line for line in target.read_bytes().splitlines(keepends=True) if _is_before(step, line)]
             replace_file(target, b"".join(kept))
+
+    def _known_ranks(self) -> set[int]:
+        """Those that have written so far."""
+        folder = self._run_dir / "token_exports"
+        paths = folder.glob("step_*/rank_*.jsonl") if self._path is None else self._rank_files(self._path)
+        numbers = (path.name.removesuffix(path.suffix).rpartition("rank_")[2] for path in paths)
+        return {int(number) for number in numbers if number.isdigit()}
+
+    def _rank_files(self, path: Path) -> Iterator[Path]:
+        return path.parent.glob(f"{path.stem}.rank_*{path.suffix or '.jsonl'}")
+
+    def _delete_from(self, step: int) -> None:
+        self._cut_before(step)
+        if self._path is None:
+            for path in (self._run_dir / "token_exports").glob(f"step_*/rank_{self._rank}.jsonl"):
+                if int(path.parent.name.removeprefix("step_")) >= step:
+                    path.unlink()
 
     def _attempt(self, step: int, work: Callable[[], object]) -> None:
         if self._failed:

@@ -4,6 +4,7 @@ It takes a fraction of a second, loads no torch and runs no code of the user's; 
 check again, with what they really load. A run that is refused here leaves its output folder as it was.
 """
 
+import os
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,6 +18,11 @@ from pellucid.orchestrator.environment import check_environment
 from pellucid.orchestrator.teacher import other_vocabulary
 
 
+def is_torchrun() -> bool:
+    """Whether this is one of several processes that were started together."""
+    return "RANK" in os.environ
+
+
 def check_rl(config: RLConfig) -> None:
     own, loss = config.orchestrator, config.trainer.loss
     for environment in (*own.env, *own.eval):
@@ -27,6 +33,7 @@ def check_rl(config: RLConfig) -> None:
         require_package(own.advantage.import_path, "orchestrator.advantage.import_path")
     if isinstance(loss, CustomLossConfig):
         require_package(loss.import_path, "trainer.loss.import_path")
+    config.trainer.check_num_processes(config.trainer.num_processes)
     check_model_folder(config.model.name, chats=True)
     if own.teacher is not None and own.teacher.model is not None:
         _check_teacher(own.teacher.model, config.model.name)
@@ -45,6 +52,8 @@ def _check_teacher(teacher: str, model: str) -> None:
 
 
 def check_sft(config: SFTConfig) -> None:
+    if not is_torchrun():
+        config.trainer.check_num_processes(1)
     for data in (config.data, config.data.validation):
         if data is not None and data.path is not None and not data.path.exists():
             raise DataError(

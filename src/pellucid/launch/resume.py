@@ -151,7 +151,12 @@ def _write_books(
             progress.step,
         )
         trainer = progress.ledger
-    replace_entries(_journal(folder, Stage.TRAINER), trainer)
+    # The first journal gets the books of all ranks: the next ones may be fewer, or more. The others go first,
+    # so that nothing is ever counted twice; what is missing after an interruption, the checkpoint knows.
+    first, *others = journals_of(folder / "ledger", Stage.TRAINER)
+    for path in others:
+        path.unlink()
+    replace_entries(first, trainer)
     inference = _journal(folder, Stage.INFERENCE)
     replace_entries(inference, [*read_journal(inference), *settlement.inference])
     orchestrator = [entry for entry in entries if entry.stage is Stage.ORCHESTRATOR]

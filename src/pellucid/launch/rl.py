@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from io import FileIO
@@ -140,21 +140,54 @@ def config_path(config: RLConfig, name: str) -> Path:
 
 
 def rl_children(config: RLConfig) -> list[Child]:
-    engine = config.inference.threads
-    threads = {"inference": engine, "teacher": engine, "trainer": config.trainer.threads}
-    commands = {"teacher": "inference"}
+    names = parts(config)
+    engine_env = child_env(config.inference.threads or 1)
+    num_trainers = config.trainer.num_processes
+    trainer_env = child_env(max(1, (config.trainer.threads or 1) // num_trainers))
     return [
-        Child(
-            name,
-            (
-                *(sys.executable, "-m", "pellucid.cli", commands.get(name, name)),
-                *("@", str(config_path(config, name))),
-            ),
-            config.output_dir / "logs" / f"{name}.log",
-            child_env(threads.get(name) or 1),
-            service=name in ("inference", "teacher"),
-        )
-        for name in parts(config)
+        _child(config, "inference", "inference", engine_env, service=True),
+        _child(config, "orchestrator", "orchestrator", child_env(1)),
+        *(
+            _child(config, "trainer", "trainer", {**trainer_env, **place}, number=number)
+            for number, place in enumerate(places(num_trainers))
+        ),
+        *([_child(config, "teacher", "inference", engine_env, service=True)] if "teacher" in names else []),
+    ]
+
+
+def _child(
+    config: RLConfig,
+    part: str,
+    command: str,
+    env: Mapping[str, str],
+    *,
+    number: int = 0,
+    service: bool = False,
+) -> Child:
+    name = f"{part}_{number}" if number else part
+    argv = (sys.executable, "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
+    return Child(name, argv, config.output_dir / "logs" / f"{name}.log", env, service=service)
+
+
+def places(num_processes: int) -> list[dict[str, str]]:
+    """What torchrun tells each of so many processes on this machine; nothing to a single one.
+
+    They are children of the supervisor like all others, so that none outlives the run and the log of the one
+    that failed tells why.
+    """
+    if num_processes == 1:
+        return [{}]
+    port = str(free_port("127.0.0.1", 0))
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank in range(num_processes)
     ]
 
 

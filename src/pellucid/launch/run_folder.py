@@ -32,6 +32,7 @@ WRITTEN_BY_A_RUN = (
     "checkpoints",
     "token_exports",
     "tensorboard",
+    "profiles",
     "model",
     "page.html",
 )

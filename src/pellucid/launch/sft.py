@@ -1,8 +1,11 @@
-"""`pellucid sft`: the trainer in this process, with the console of a run."""
+"""`pellucid sft`: the trainer in this process, with the console of a run.
+
+Under torchrun the main process does all that; the others only train.
+"""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +25,14 @@ from pellucid.launch.console import (
     open_view,
 )
 from pellucid.launch.follow import Record
-from pellucid.launch.preflight import check_sft
+from pellucid.launch.preflight import check_sft, is_torchrun
 from pellucid.launch.resume import rewind_sft, take_over
 from pellucid.launch.run_folder import claimed
 from pellucid.launch.summary import Fact, artefacts, progress, summary_panel
 from pellucid.metrics import read_metrics
 
 if TYPE_CHECKING:
+    from pellucid.trainer.ranks import Ranks
     from pellucid.trainer.sft_data import DataSize, SFTData
     from pellucid.trainer.sft_rows import Row, Rows
 
@@ -51,26 +55,47 @@ class ViewSink:
 
 def run_sft(config: SFTConfig) -> None:
     check_sft(config)
+    if not is_torchrun():
+        _lead(config, None)
+        return
+    from pellucid.trainer import train_on_dataset
+    from pellucid.trainer.parallel import joined
+
+    with joined(config.trainer) as ranks:
+        if ranks.is_main:
+            _lead(config, ranks)
+        else:
+            train_on_dataset(ranks.share(lambda: config), None, [], ranks)
+
+
+def _lead(config: SFTConfig, ranks: "Ranks | None") -> None:
     console = make_console()
-    with claimed(config.output_dir):
-        config, start = take_over(config, rewind_sft, console)
-        _train(config, console, start)
+    started = time.monotonic()
+    prepared: list[tuple[int, SFTData]] = []
+    with ExitStack() as stack:
+
+        def prepare() -> SFTConfig:
+            stack.enter_context(claimed(config.output_dir))
+            own, start = take_over(config, rewind_sft, console)
+            prepared.append((start, _load(own, console)))
+            # Only now: a folder without anything in it can be used again once the data is put right.
+            save(own, own.output_dir / "configs" / "sft.toml")
+            return own
+
+        own = prepare() if ranks is None else ranks.share(prepare)
+        _train(own, console, *prepared[0], ranks)
+        records = list(read_metrics(own.output_dir / "metrics" / "trainer.jsonl"))
+    summary = SFTSummary(own.run_name, time.monotonic() - started, records, own.output_dir)
+    console.print(summary.panel(console.width))
 
 
-def _train(config: SFTConfig, console: Console, start: int) -> None:
+def _train(config: SFTConfig, console: Console, start: int, data: "SFTData", ranks: "Ranks | None") -> None:
     from pellucid.trainer import train_on_dataset
 
-    started = time.monotonic()
-    data = _load(config, console)
-    # Only now: a folder without anything in it can be used again once the data is put right.
-    save(config, config.output_dir / "configs" / "sft.toml")
     console.out(f"{config.run_name}: {config.max_steps:,} steps", highlight=False)
     columns = SFT_COLUMNS if config.data.validation is None else VALIDATED_SFT_COLUMNS
     with closing(open_view(columns, config.max_steps - start, console)) as view:
-        train_on_dataset(config, data, [ViewSink(view)])
-    records = list(read_metrics(config.output_dir / "metrics" / "trainer.jsonl"))
-    summary = SFTSummary(config.run_name, time.monotonic() - started, records, config.output_dir)
-    console.print(summary.panel(console.width))
+        train_on_dataset(config, data, [ViewSink(view)], ranks)
 
 
 def _load(config: SFTConfig, console: Console) -> "SFTData":

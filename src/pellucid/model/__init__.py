@@ -6,9 +6,11 @@ from pellucid.model.layout import Layout, packed_layout, shared_layout
 from pellucid.model.lean_forward import lean_forward
 from pellucid.model.load import load_policy
 from pellucid.model.policy import Policy
+from pellucid.model.ulysses import ContextParallel
 
 __all__ = [
     "AttentionPlan",
+    "ContextParallel",
     "Layout",
     "PackedAttention",
     "Policy",

@@ -35,6 +35,12 @@ class Family:
     def num_tokens(self) -> int:
         return self.prefix + sum(self.own)
 
+    @property
+    def num_pairs(self) -> int:
+        """Of a token and one that it sees, itself included."""
+        own = sum(length * self.prefix + length * (length + 1) // 2 for length in self.own)
+        return self.prefix * (self.prefix + 1) // 2 + own
+
 
 class SharedAttention:
     """Families side by side; a member sees the family's prefix and, causally, itself.

@@ -11,8 +11,7 @@ Where they are small, they are kept instead of being computed twice.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +24,11 @@ _IN_CACHE = 1 << 19
 """Logits that a core's cache holds: element by element, these are ten times faster than more of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """Per token of a micro batch. The first token of a sequence has no prediction: log(1/V) and log V."""
+class TokenOutput(NamedTuple):
+    """Per token of a micro batch. The first token of a sequence has no prediction: log(1/V) and log V.
+
+    A tuple, because FSDP looks for the tensors of an output in tuples only.
+    """
 
     logprobs: Tensor
     entropy: Tensor

@@ -12,7 +12,7 @@ members.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.model.attention import AttentionPlan, Family, SharedAttention
+from pellucid.model.ulysses import ContextParallel, OwnPredictions, UlyssesAttention
 
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -50,6 +51,34 @@ class Layout:
 
     plan: AttentionPlan
 
+    num_pairs: int
+    """Pairs of a computed token and one that it sees: what attention costs."""
+
+    own: OwnPredictions | None = None
+    """In a slice: which of all predicted rows `predicted` are, since `sources` counts in all of them."""
+
+    def slice(self, context: ContextParallel) -> "Layout":
+        """What one rank computes and predicts: as many tokens as every other, the last ones padding.
+
+        The padding is seen by no token and predicts none.
+        """
+        size = self.slice_size(context.size)
+        first, last = context.rank * size, (context.rank + 1) * size
+        num_padding = size * context.size - len(self.computed)
+        rows = ((self.predecessors >= first) & (self.predecessors < last)).nonzero()[:, 0]
+        return replace(
+            self,
+            computed=torch.cat([self.computed, self.computed.new_zeros(num_padding)])[first:last],
+            predicted=self.predicted[rows],
+            predecessors=self.predecessors[rows] - first,
+            read=torch.isin(rows, self.read).nonzero()[:, 0],
+            plan=UlyssesAttention(self.plan, context, len(self.computed)),
+            own=OwnPredictions(context, rows, len(self.predicted)),
+        )
+
+    def slice_size(self, num_slices: int) -> int:
+        return -(-len(self.computed) // num_slices)
+
     def to(self, device: torch.device) -> "Layout":
         return Layout(
             self.computed.to(device),
@@ -59,6 +88,8 @@ class Layout:
             self.told.to(device),
             self.sources.to(device),
             self.plan,
+            self.num_pairs,
+            None if self.own is None else replace(self.own, rows=self.own.rows.to(device)),
         )
 
 
@@ -122,7 +153,7 @@ def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]], loss_ma
     told = np.setdiff1d(np.arange(num_tokens), starts)
     predicted, sources = np.unique(leader[told], return_inverse=True)
     is_read = slice(None) if loss_mask is None else loss_mask[told]
-    plan = SharedAttention([Family(p, [int(lengths[m]) - p for m in members]) for p, members in families])
+    kin = [Family(prefix, [int(lengths[m]) - prefix for m in members]) for prefix, members in families]
     return Layout(
         computed=torch.from_numpy(np.concatenate(computed)),
         predicted=torch.from_numpy(predicted),
@@ -130,7 +161,8 @@ def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]], loss_ma
         read=torch.from_numpy(np.unique(sources[is_read])),
         told=torch.from_numpy(told),
         sources=torch.from_numpy(sources),
-        plan=plan,
+        plan=SharedAttention(kin),
+        num_pairs=sum(family.num_pairs for family in kin),
     )
 
 

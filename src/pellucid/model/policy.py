@@ -1,9 +1,11 @@
 """The policy: an HF causal language model behind the one forward that trainer and engine share."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pellucid.model.attention import AttentionPlan
 from pellucid.model.head import TokenOutput, predict, unpredicted
@@ -20,8 +22,23 @@ class Policy(nn.Module):
         return int(self.hf.get_output_embeddings().weight.shape[0])
 
     @property
+    def num_heads(self) -> int:
+        return int(self.hf.config.get_text_config().num_attention_heads)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        return list(self.hf.base_model.layers)
+
+    @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def checkpoint_activations(self) -> None:
+        """From now on each layer keeps its input alone for the backward pass, and computes the rest again."""
+        for layer in self.layers:
+            # Nothing is drawn at random in evaluation mode, so that there is no state to restore.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Last hidden states; ids and positions are [batch, tokens]."""
@@ -51,6 +68,8 @@ class Policy(nn.Module):
             temperatures[predicted],
             layout.read,
         )
+        if layout.own is not None:
+            output = layout.own.gather(output)
         first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
         return TokenOutput(
             first.logprobs.index_put((layout.told,), output.logprobs[layout.sources]),

@@ -1,13 +1,14 @@
 """Where the trainer's batches come from: an orchestrator, a data set, or nowhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.sft_data import ShuffledBatches
-from pellucid.transport import BatchReceiver
+from pellucid.transport import Batch, BatchReceiver, decode_batch, encode_batch
 
 
 class BatchSource(Protocol):
@@ -16,6 +17,20 @@ class BatchSource(Protocol):
 
     def release_before(self, step: int) -> None:
         """Earlier steps are trained and saved; their batches are no longer needed."""
+
+
+def share_table(ranks: Ranks, make: Callable[[], TokenTable]) -> TokenTable:
+    """A table that the main process makes, in every process: the others get its bytes."""
+    if ranks.group is None:
+        return make()
+    made: list[TokenTable] = []
+
+    def encoded() -> bytes:
+        made.append(make())
+        return encode_batch(Batch("", 0, made[0]))
+
+    payload = ranks.share(encoded)
+    return made[0] if made else decode_batch(payload, sender="the main process").table
 
 
 class OrchestratorBatches:
@@ -27,6 +42,16 @@ class OrchestratorBatches:
 
     def release_before(self, step: int) -> None:
         self._receiver.release_before(step)
+
+
+class NoBatches:
+    """Of a process that gets what the main one received."""
+
+    def next(self, step: int) -> TokenTable:
+        raise AssertionError(f"the batch of step {step} is received by the main process")
+
+    def release_before(self, step: int) -> None:
+        """The main process holds them."""
 
 
 class DatasetBatches:

@@ -5,17 +5,41 @@ of the tokens before it: in a sequence of L tokens L/2 of them on average, as wi
 parts are equal at L = active weights ÷ (layers · heads · head width). The backward pass doubles both.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from pellucid.model import Policy
 from pellucid.packing import Cost
 
 
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    num_active: float
+    """Weights that a token meets."""
+
+    attended: int
+    """Width of all heads of all layers together."""
+
+    @classmethod
+    def of(cls, policy: Policy) -> "ModelShape":
+        config = policy.hf.config.get_text_config()
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attended = config.num_hidden_layers * config.num_attention_heads * head_width
+        return cls(_num_active(policy.hf, config), attended)
+
+    def cost(self) -> Cost:
+        return Cost(parity=max(1, round(self.num_active / self.attended)))
+
+    def flops(self, num_tokens: float, num_pairs: float) -> float:
+        """Of forward and backward, without anything computed twice to save memory.
+
+        A multiplication and an addition per weight and token; per pair, both with the key and with the value.
+        """
+        return 3 * (2 * self.num_active * num_tokens + 4 * self.attended * num_pairs)
+
+
 def training_cost(policy: Policy) -> Cost:
-    config = policy.hf.config.get_text_config()
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attended = config.num_hidden_layers * config.num_attention_heads * head_width
-    return Cost(parity=max(1, round(_num_active(policy.hf, config) / attended)))
+    return ModelShape.of(policy).cost()
 
 
 def _num_active(model: Any, config: Any) -> float:

@@ -53,6 +53,9 @@ class StepObserver:
         self._books = {name: np.zeros(len(self._accounts), np.int64) for name in _BOOKED}
         self._counts: Counter[str] = Counter()
         self._max_micro_batch_tokens = 0
+        self.num_pairs = 0
+        """Of tokens and tokens that they attend to, on this rank."""
+
         self._stats = LossStats([env for _, env in self._accounts])
 
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
@@ -79,6 +82,7 @@ class StepObserver:
         table, is_computed = micro_batch.table, micro_batch.is_computed
         self._counts.update(asdict(micro_batch.packed.counts))
         self._counts.update(micro_batches=1, computed_tokens=int(is_computed.sum()))
+        self.num_pairs += micro_batch.layout.num_pairs
         self._max_micro_batch_tokens = max(self._max_micro_batch_tokens, table.num_tokens)
         masks = {
             "packed": np.ones(table.num_tokens, np.bool_),
@@ -88,6 +92,10 @@ class StepObserver:
         }
         for name, mask in masks.items():
             self._books[name] += np.bincount(account[mask], minlength=len(self._accounts))
+        if filled := micro_batch.num_filled:
+            self._counts.update(tokens=filled, padding_tokens=filled, computed_tokens=filled)
+            for name in ("packed", "computed"):
+                self._books[name][self._numbers[micro_batch.packed.kind.run_id, _PADDING]] += filled
 
     def metrics(self) -> MetricSet:
         """Of this rank: its share of the optimised loss, statistics, and the accounting of what it packed."""

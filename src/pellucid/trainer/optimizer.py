@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from pellucid.config import OptimConfig, SchedulerConfig
 from pellucid.errors import DataError
@@ -30,7 +31,8 @@ class Optimizer:
 
         `lr` is used instead of the schedule's.
         """
-        grad_norm = float(nn.utils.clip_grad_norm_(self._parameters, self._optim.max_norm))
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._optim.max_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(grad_norm):
             raise DataError(
                 f"the gradient norm is {grad_norm}; the weights were left as they are. Look at the last "

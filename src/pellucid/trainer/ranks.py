@@ -1,19 +1,74 @@
-"""The processes that train one model together."""
+"""The processes that train one model together, as the rest of the trainer sees them.
+
+    process     0  1  2  3  4  5  6  7      of 8, with dp_replicate = 2 and cp = 2
+    rank        0  0  1  1  2  2  3  3      trains micro batches of its own, and keeps books of its own
+    cp rank     0  1  0  1  0  1  0  1      has a slice of the tokens of each
+    replica     0  0  0  0  1  1  1  1      has the whole model, sharded over its processes
+
+Only the main process receives batches, reports metrics, and writes weights and checkpoints' books; of each
+rank, only the first cp rank exports tokens and writes a journal.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from pellucid.model import ContextParallel, Policy
+
+T = TypeVar("T")
 
 
-def _alone(value: Any) -> list[Any]:
-    return [value]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ranks:
-    """Which of them this is, and how each gets to know what all of them counted."""
+    """One process alone; `pellucid.trainer.parallel` has the others. Every process calls the same methods in
+    the same order."""
 
     rank: int = 0
     num_ranks: int = 1
-    gather: Callable[[Any], list[Any]] = _alone
-    """From a value of this rank to those of all ranks, in order. Every rank calls it, at the same point."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def keeps_books(self) -> bool:
+        """Whether this process speaks for its rank."""
+        return True
+
+    @property
+    def num_processes(self) -> int:
+        """On all machines."""
+        return 1
+
+    @property
+    def num_local(self) -> int:
+        """Processes on this machine."""
+        return 1
+
+    @property
+    def group(self) -> "ProcessGroup | None":
+        """What all processes talk through; None: there is nobody to talk to."""
+        return None
+
+    @property
+    def context(self) -> "ContextParallel | None":
+        """Those that share the micro batches of this rank; None: there are no others."""
+        return None
+
+    def apart(self) -> "Ranks":
+        """The same processes, on a line of their own: a thread may use it while others use this one."""
+        return self
+
+    def gather(self, value: Any) -> list[Any]:
+        """From a value of this rank to those of all ranks, in order."""
+        return [value]
+
+    def share(self, make: Callable[[], T]) -> T:
+        """What `make` returns or raises in the main process, in every process; the others do not call it."""
+        return make()
+
+    def shard(self, policy: "Policy") -> None:
+        """Leaves this process its part of the model."""

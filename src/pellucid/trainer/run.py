@@ -2,35 +2,55 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
-from pellucid.checkpoint import Progress, publish_checkpoint
-from pellucid.checkpoint.state import write_state
+from pellucid.checkpoint import Progress
 from pellucid.config import TrainerConfig
 from pellucid.data import TokenTable
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
-from pellucid.ledger import Journal
+from pellucid.ledger import Journal, sum_entries
 from pellucid.loss import LossInputs, TokenLoss
-from pellucid.metrics import Sink, Stopwatch
+from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
 from pellucid.model import Policy, TokenOutput
 from pellucid.packing import pack_batch
-from pellucid.trainer.batches import BatchSource
-from pellucid.trainer.cost import training_cost
+from pellucid.trainer.batches import BatchSource, share_table
+from pellucid.trainer.cost import ModelShape
+from pellucid.trainer.machine import peak_flops, peak_memory_gib
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.saver import CheckpointSaver
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_weights
 from pellucid.trainer.stop import StopRequest
 from pellucid.trainer.validation import Validation
 from pellucid.transport import is_stable, publish_folder
-from pellucid.transport.weights import publish_weights, published_versions, weights_folder
+from pellucid.transport.weights import (
+    offer_weights,
+    publish_weights,
+    published_versions,
+    weights_folder,
+    write_weights,
+)
 
-_SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
+_LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
+
+
+class Told(NamedTuple):
+    """What a rank tells the others after a step."""
+
+    metrics: MetricSet
+    left_out: tuple[int, ...]
+    """Sequences so far, by the names of `_LEFT_OUT`; empty without an export."""
+
+    num_pairs: int
 
 
 @dataclass
@@ -59,32 +79,56 @@ class Run:
         self.start = self._num_trained = self._num_saved = 0
         self._totals: Counter[str] = Counter()
         self._watch = Stopwatch()
-        self._cost = training_cost(self.policy)
+        self._shape = ModelShape.of(self.policy)
+        self._cost = self._shape.cost()
+        self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
 
     def go_on_from(self, progress: Progress) -> None:
         """Its steps are trained, and the weights are what they were after them."""
         self.start = self._num_trained = self._num_saved = progress.step
         self._totals = Counter(progress.totals)
         self.optimizer.num_steps = progress.step
-        if self.exporter is not None:
+        if self.exporter is not None and self.ranks.is_main:  # the others begin at 0: the sum is the same
             self.exporter.num_skipped, self.exporter.num_lost = self._totals[_SKIPPED], self._totals[_LOST]
-        if self.publishes and progress.step > max(published_versions(self.output_dir), default=0):
+        if self.publishes and self.ranks.share(lambda: self._is_newer(progress.step)):
             self.publish(progress.step - 1)
+
+    def _is_newer(self, version: int) -> bool:
+        return version > max(published_versions(self.output_dir), default=0)
 
     def steps(self) -> Iterator[int]:
         if self.validation is not None and self.start == 0:
             with self._watch("validate"):
                 self.validation.begin()
         for step in range(self.start, self.max_steps):
-            self.stop.check()
-            yield step
+            with self._profiled(step):
+                yield step
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """`profiles/step_N.rank_R.json`, which chrome://tracing and Perfetto show."""
+        wanted = self.config.profile
+        if wanted is None or not self.ranks.keeps_books or step not in wanted.steps:
+            yield
+            return
+        with torch.profiler.profile() as profile:
+            yield
+        path = self.output_dir / "profiles" / f"step_{step}.rank_{self.ranks.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
 
     def next_batch(self, step: int) -> StepBatch:
-        with self._watch("wait"), self.stop.interruptible():
+        """Also where a run is stopped: all processes before the same step, when the main one says so."""
+        with self._watch("wait"):
+            table = share_table(self.ranks, lambda: self._receive(step))
+        return self.pack(step, table)
+
+    def _receive(self, step: int) -> TokenTable:
+        with self.stop.interruptible():
             table = self.batches.next(step)
         if table.num_sequences == 0:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
-        return self.pack(step, table)
+        return table
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
         packed = pack_batch(
@@ -103,6 +147,7 @@ class Run:
             self.policy.device,
             self.ranks.rank,
             loss_weights(packed, self.config.loss.reduction),
+            self.ranks.context,
         )
 
     def observer(self, batch: StepBatch) -> StepObserver:
@@ -122,62 +167,88 @@ class Run:
 
     def publish(self, step: int) -> None:
         """Step n makes policy version n + 1; one that is there was made before the run was resumed."""
-        if self.publishes and not is_stable(weights_folder(self.output_dir, step + 1)):
+        folder = weights_folder(self.output_dir, step + 1)
+        if self.publishes and not self.ranks.share(lambda: is_stable(folder)):
             with self._watch("publish"):
-                publish_weights(self.policy.hf, self.output_dir, step + 1, keep=self.config.keep_weights)
+                if self.ranks.is_main:
+                    publish_weights(self.policy.hf, self.output_dir, step + 1, keep=self.config.keep_weights)
+                else:
+                    offer_weights(self.policy.hf)
 
     def finish(self, step: int, observer: StepObserver, grad_norm: float) -> None:
         """Books, export and metrics of a trained step; a checkpoint when one is due."""
         with self._watch("observe"):
-            report = observer.report(self.ranks.gather(observer.metrics()))
             if self.journal is not None:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
                 self.exporter.finish(step)
-                self.exporter.mark_stable(step)
-                self._totals[_SKIPPED], self._totals[_LOST] = (
-                    self.exporter.num_skipped,
-                    self.exporter.num_lost,
-                )
+            ranks: list[Told] = self.ranks.gather(self._told(observer))
+            report = observer.report([told.metrics for told in ranks])
+            if self.exporter is not None:
+                for name, counts in zip(
+                    _LEFT_OUT, zip(*(told.left_out for told in ranks), strict=True), strict=True
+                ):
+                    self._totals[name] = sum(counts)
+                if self.ranks.is_main:  # every rank has written, or it would not have told its metrics
+                    self.exporter.mark_stable(step)
         if self.validation is not None:
             with self._watch("validate"):
                 report |= self.validation.report(step)
         counted = [*COUNTED, *(f"local/{name}" for name in COUNTED)]
         self._totals.update({f"total/{name}": report[name] for name in counted})
         report |= {"grad_norm": grad_norm, "lr": self.optimizer.last_lr, **self._totals}
-        report |= self._times(report)
+        report |= self._times(report, sum(told.num_pairs for told in ranks))
         for sink in self.sinks:
             sink.log(step, report)
         self._num_trained = step + 1
+        self._settle(wait=False)
         if self._num_trained % self.config.ckpt.interval == 0 or self._num_trained == self.max_steps:
             self.save_checkpoint()
+
+    def _told(self, observer: StepObserver) -> Told:
+        metrics = observer.metrics()
+        metrics.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
+        exporter = self.exporter
+        left_out = () if exporter is None else (exporter.num_skipped, exporter.num_lost)
+        return Told(metrics, left_out, observer.num_pairs)
 
     def save_checkpoint(self) -> None:
         """Of the steps trained so far, unless there is one; batches that it covers are let go."""
         if self._num_trained == self._num_saved:
             return
+        booked = self.ranks.gather(self.journal.totals() if self.journal is not None else [])
         progress = Progress(
             step=self._num_trained,
             totals=dict(self._totals),
             random_state=torch.get_rng_state().numpy().tobytes(),
-            ledger=self.journal.totals() if self.journal is not None else [],
+            ledger=sum_entries(chain.from_iterable(booked)),
         )
         with self._watch("checkpoint"):
-            needed_from = publish_checkpoint(
-                self.output_dir,
-                progress,
-                lambda folder: write_state(self.policy, self.optimizer.adamw, folder),
-                keep_last=self.config.ckpt.keep_last,
-            )
-            self.batches.release_before(needed_from)
+            self._settle(wait=True)
+            self._saver.save(progress, self.policy, self.optimizer.adamw)
+            self._settle(wait=False)
         self._num_saved = self._num_trained
 
-    def _times(self, report: Mapping[str, float]) -> dict[str, float]:
+    def _settle(self, *, wait: bool) -> None:
+        needed_from = self._saver.settle(wait=wait)
+        if needed_from is not None and self.ranks.is_main:
+            self.batches.release_before(needed_from)
+
+    def finish_checkpoint(self) -> None:
+        """One that is still being written is complete after this."""
+        self._settle(wait=True)
+
+    def _times(self, report: Mapping[str, float], num_pairs: int) -> dict[str, float]:
         times = self._watch.lap()
         step_s = times["time/step_s"] - times.get("time/validate_s", 0.0)
+        num_computed = report["computed_tokens"] - report["padding_tokens"]
+        flops_per_s = self._shape.flops(num_computed, num_pairs) / step_s
+        peak = peak_flops(self.policy.device)
         return {
             **times,
+            **({} if peak is None else {"throughput/mfu": flops_per_s / (peak * self.ranks.num_processes)}),
             "time/train_s": step_s - times["time/wait_s"],
+            "throughput/model_tflops_per_s": flops_per_s / 1e12,
             "throughput/tokens_per_s": (report["tokens"] - report["padding_tokens"]) / step_s,
             "throughput/computed_tokens_per_s": report["computed_tokens"] / step_s,
             "throughput/trained_tokens_per_s": report["trained_tokens"] / step_s,
@@ -186,20 +257,32 @@ class Run:
 
     def save_model(self) -> None:
         """The result: a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+        self.finish_checkpoint()
 
         def write(folder: Path) -> None:
-            self.policy.hf.save_pretrained(folder)
+            if self.ranks.group is None:
+                self.policy.hf.save_pretrained(folder)
+            else:
+                whole = folder / "whole.safetensors"
+                write_weights(self.policy.hf, whole)
+                self.policy.hf.save_pretrained(folder, state_dict=load_file(whole))  # mapped, not read
+                whole.unlink()
             self.tokenizer.save_pretrained(folder)
 
-        publish_folder(self.output_dir / "model", write)
+        if self.ranks.is_main:
+            publish_folder(self.output_dir / "model", write)
+        else:
+            offer_weights(self.policy.hf)
 
     def close_books(self) -> None:
         """Only a run that came to its end: the journal of any other stays open, and its batches stay."""
-        self.batches.release_before(self.max_steps)
+        if self.ranks.is_main:
+            self.batches.release_before(self.max_steps)
         if self.journal is not None:
             self.journal.close(self.max_steps)
 
     def close(self) -> None:
+        self._saver.close()
         if self.exporter is not None:
             self.exporter.close()
         for sink in self.sinks:

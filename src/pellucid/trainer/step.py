@@ -11,7 +11,7 @@ from pellucid.config import Reduction
 from pellucid.data import TokenTable, TrainingMode
 from pellucid.data.tensors import TokenTensors, to_tensors
 from pellucid.loss import LossInputs, LossRecord, sequence_weights
-from pellucid.model import Layout, packed_layout, shared_layout
+from pellucid.model import ContextParallel, Layout, packed_layout, shared_layout
 from pellucid.packing import MicroBatch, PackedBatch
 
 
@@ -28,6 +28,9 @@ class LoadedMicroBatch:
 
     weights: torch.Tensor | None
     """Of each token's loss in the step's mean; None: all weigh 1."""
+
+    num_filled: int = 0
+    """Tokens of padding, not in the table, that make the slices of context parallelism equally long."""
 
     @property
     def table(self) -> TokenTable:
@@ -54,6 +57,9 @@ class StepBatch:
     rank: int = 0
     weights: NDArray[np.float32] | None = None
     """Of each sequence of the batch; None: all weigh 1."""
+
+    context: ContextParallel | None = None
+    """The ranks that share each micro batch; None: this one computes all of it."""
 
     @property
     def table(self) -> TokenTable:
@@ -85,6 +91,10 @@ class StepBatch:
         )
         is_computed = np.zeros(table.num_tokens, np.bool_)
         is_computed[layout.computed.numpy()] = True
+        num_filled = 0
+        if (context := self.context) is not None:
+            num_filled = layout.slice_size(context.size) * context.size - len(layout.computed)
+            layout = layout.slice(context)
         return LoadedMicroBatch(
             index,
             micro_batch,
@@ -92,6 +102,7 @@ class StepBatch:
             layout.to(self.device),
             is_computed,
             self._weights(micro_batch),
+            num_filled,
         )
 
     def _weights(self, micro_batch: MicroBatch) -> torch.Tensor | None:

@@ -20,8 +20,11 @@ class Stopped(BaseException):
     """Training was told to stop. Not an error: nothing but the entry may catch it."""
 
     def __init__(self, number: Signals) -> None:
-        super().__init__(number.name)
+        super().__init__(number)
         self.signal = number
+
+    def __str__(self) -> str:
+        return self.signal.name
 
 
 class StopRequest:

@@ -20,6 +20,7 @@ from pellucid.model import TokenOutput
 from pellucid.trainer.step import LoadedMicroBatch, StepBatch
 
 Forward = Callable[[LoadedMicroBatch], TokenOutput]
+Gather = Callable[[float], list[float]]
 
 LOSS = "validation/loss"
 
@@ -33,7 +34,9 @@ class Validation:
         *,
         interval: int,
         max_steps: int,
+        gather: Gather,
     ) -> None:
+        self._gather = gather
         self._policy = policy
         self._forward = forward
         self._batches = batches
@@ -62,10 +65,10 @@ class Validation:
                 for micro_batch in batch.micro_batches:
                     logprobs = self._forward(micro_batch).logprobs
                     total -= logprobs[micro_batch.tokens["loss_mask"]].double().sum().cpu()
-        loss = total / num_tokens
+        loss = sum(self._gather(float(total))) / num_tokens
         return {
-            LOSS: float(loss),
-            "validation/perplexity": float(loss.exp()),
+            LOSS: loss,
+            "validation/perplexity": float(torch.tensor(loss).exp()),
             "validation/tokens": num_tokens,
         }
 

@@ -1,19 +1,22 @@
 """Weights from trainer to engine: `weights/step_N/model.safetensors` + `STABLE`, N the policy version.
 
-Tied weights are written once. Loading checks every name and shape before it changes any.
+Tied weights are written once, and a sharded parameter is whole only while it is written. Loading checks every
+name and shape before it changes any.
 """
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from pellucid.errors import TransportError
 from pellucid.transport.stable import publish_folder, retract_folder, stable_steps
 
 _FILE = "model.safetensors"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 def weights_folder(run_dir: Path, version: int) -> Path:
@@ -26,12 +29,46 @@ def published_versions(run_dir: Path) -> list[int]:
 
 
 def publish_weights(model: nn.Module, run_dir: Path, version: int, *, keep: int) -> None:
-    """Makes policy version `version` visible, and deletes the oldest beyond `keep`."""
-    tensors = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    publish_folder(weights_folder(run_dir, version), lambda folder: save_file(tensors, folder / _FILE))
+    """Makes policy version `version` visible, and deletes the oldest beyond `keep`.
+
+    Of a sharded model, one process calls it, and all others `offer_weights` meanwhile.
+    """
+    publish_folder(weights_folder(run_dir, version), lambda folder: write_weights(model, folder / _FILE))
     for old in published_versions(run_dir):
         if old <= version - keep:
             retract_folder(weights_folder(run_dir, old))
+
+
+def offer_weights(model: nn.Module) -> None:
+    """Takes part while another process writes."""
+    for _ in _whole_parameters(model):
+        pass
+
+
+def write_weights(model: nn.Module, path: Path) -> None:
+    """A safetensors file of all parameters, one at a time."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, parameter in model.named_parameters():
+        start, end = end, end + parameter.numel() * parameter.element_size()
+        header[name] = {
+            "dtype": _DTYPES[parameter.dtype],
+            "shape": list(parameter.shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in _whole_parameters(model):
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+
+
+def _whole_parameters(model: nn.Module) -> Iterator[Tensor]:
+    for parameter in model.parameters():
+        tensor = parameter.detach()
+        whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        yield whole.cpu().contiguous()
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

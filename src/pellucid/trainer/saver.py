@@ -1,0 +1,90 @@
+"""Writes checkpoints, at once or beside the training that goes on.
+
+    save ──> copy of the state ──> [ thread: write, publish ] ──> settle: batches that it covers are let go
+                  │
+                  └──> the next steps train meanwhile
+
+At most one is being written: the next one, and the end of a run, wait for it. It is published only once it is
+complete, as any other, and what went wrong with it is raised by `settle`, where training is.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pellucid.checkpoint import Progress, publish_checkpoint
+from pellucid.checkpoint.state import stage_state, write_staged, write_state
+from pellucid.config.trainer import CkptConfig
+from pellucid.trainer.ranks import Ranks
+
+
+class CheckpointSaver:
+    """Every process has one, and calls it at the same steps."""
+
+    def __init__(self, run_dir: Path, config: CkptConfig, ranks: Ranks) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        # What a thread says to other processes must not get among what the training says.
+        self._ranks = ranks.apart() if config.asynchronous else ranks
+        self._job: _Job | None = None
+
+    def save(self, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
+        group = self._ranks.group
+        if not self._config.asynchronous:
+            self._job = _Job(
+                lambda: self._publish(progress, lambda to: write_state(model, optimizer, to, group))
+            )
+            self._job.run()
+            return
+        state = stage_state(model, optimizer)
+        self._job = _Job(lambda: self._publish(progress, lambda to: write_staged(state, to, group)))
+        Thread(target=self._job.run, name="checkpoint", daemon=True).start()
+
+    def settle(self, *, wait: bool) -> int | None:
+        """The step from which on batches may be needed again, once a checkpoint has been published."""
+        if self._job is None or not (wait or self._job.done.is_set()):
+            return None
+        job, self._job = self._job, None
+        return job.result()
+
+    def close(self) -> None:
+        """Whatever ended the run, a checkpoint that depends on this process alone is completed."""
+        if self._job is not None and self._ranks.group is None:
+            self._job.done.wait()
+
+    def _publish(self, progress: Progress, write: Callable[[Path], None]) -> int:
+        def write_together(folder: Path | None) -> None:
+            """All processes write into the folder of the main one."""
+            shared = self._ranks.share(lambda: folder)
+            assert shared is not None
+            write(shared)
+
+        if self._ranks.is_main:
+            return publish_checkpoint(
+                self._run_dir, progress, write_together, keep_last=self._config.keep_last
+            )
+        write_together(None)
+        return 0
+
+
+class _Job:
+    def __init__(self, work: Callable[[], int]) -> None:
+        self._work = work
+        self._outcome: int | BaseException = 0
+        self.done = Event()
+
+    def run(self) -> None:
+        try:
+            self._outcome = self._work()
+        except BaseException as error:  # raised where it is waited for
+            self._outcome = error
+        self.done.set()
+
+    def result(self) -> int:
+        self.done.wait()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome

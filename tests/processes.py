@@ -1,0 +1,317 @@
+"""What the processes of tests/trainer/test_parallel.py do.
+
+    python processes.py FOLDER NUMBER     does FOLDER/jobs.json in NUMBER processes; writes results.json
+
+Starting them costs seconds, so that one start does all jobs of a number of processes.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig
+from pellucid.data import TokenTable, TrainingSample
+from pellucid.errors import DataError
+from pellucid.launch.rl import places
+from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
+from pellucid.model.head import MAX_LOGITS, predict
+from pellucid.model.load import default_device
+from pellucid.trainer.entry import build_run, run_with
+from pellucid.trainer.parallel import BF16, Processes, shard_module
+from pellucid.trainer.run import Run
+
+SEQ_LEN = 48
+IMPORTED = (AutoModelForCausalLM, Qwen3ForCausalLM)
+"""Before the processes are forked, and not by each of them."""
+LOSSES = ("dppo", "ppo_clip", "cispo", "gspo", "icepop", "tis", "custom")
+
+
+def sample(index: int, *, mode="rl", env="a", prompt=3, completion=4, group="") -> TrainingSample:
+    """Deterministic tokens; the logprobs of some are far from the model's, so that they are masked."""
+    size = prompt + completion
+    return TrainingSample.from_turn(
+        [5 + (len(group) + position) % 90 for position in range(prompt)],
+        [5 + (7 * index + 3 * position) % 90 for position in range(completion)],
+        [-0.1 if position % 3 == 0 else -4.5 for position in range(completion)],
+        completion_mask=[position % 4 != 3 for position in range(completion)],
+        env_name=env,
+        run_id="run",
+        group_id=group,
+        sample_id=str(index),
+        rollout_id=f"r{index}",
+        training_mode=mode,
+        advantage=1.0 if index % 2 else -0.5,
+        temperatures=[0.7 + 0.1 * (index % 4)] * completion,
+        teacher_logprobs=[-2.0] * size if mode == "opd" else None,
+    )
+
+
+def mixed_batch(first: int = 0) -> TokenTable:
+    """Three modes, a group with a shared prompt, a truncated sample; lengths of 5 to 48 tokens."""
+    return TokenTable.from_samples(
+        [
+            *(sample(first + index, completion=2 + 3 * index) for index in range(4)),
+            *(sample(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(3)),
+            *(sample(40 + index, mode="opd", env="c", completion=6) for index in range(2)),
+            *(sample(60 + index, mode="sft", env="d", completion=5 + index) for index in range(2)),
+            sample(first + 50, env="b", completion=60),
+        ]
+    )
+
+
+BATCHES = {
+    "mixed": mixed_batch(),
+    "unequal": TokenTable.from_samples([sample(0, completion=40), sample(1, prompt=1, completion=1)]),
+    "one sample": TokenTable.from_samples([sample(0, completion=3)]),
+    "one opd sample": TokenTable.from_samples([sample(0, mode="opd", prompt=1, completion=1)]),
+}
+"""With fewer samples than ranks, some ranks have a dummy only; the last has fewer tokens than 4 slices."""
+
+
+def square_loss(inputs: LossInputs):
+    """A custom loss without ratios."""
+    return LossRecord(torch.where(inputs.loss_mask, inputs.trainer_logprobs.square(), 0.0), ratios=None)
+
+
+def settings(weights: Path, folder: Path, **trainer) -> TrainerRunConfig:
+    return TrainerRunConfig.model_validate(
+        {
+            "output_dir": folder,
+            "run_id": "run",
+            "seq_len": SEQ_LEN,
+            "max_steps": 6,
+            "model": {"name": str(weights)},
+            "trainer": {"threads": 1, **trainer},
+        }
+    )
+
+
+def loss_settings(name: str) -> dict:
+    if name != "custom":
+        return {"type": name}
+    return {"type": "custom", "import_path": "processes:square_loss"}
+
+
+def packings(*, thorough: bool) -> Iterator[tuple[str, str, dict]]:
+    """(name, batch, settings): every loss under each cap and each reduction, and every batch in several ways.
+
+    Not thorough: every loss under some cap and reduction, and every batch.
+    """
+    caps, reductions = (SEQ_LEN, SEQ_LEN // 2, SEQ_LEN // 4), ("token", "sequence", "group")
+    for number, loss in enumerate(LOSSES):
+        pairs = list(zip(caps, reductions, strict=True))
+        for cap, reduction in pairs if thorough else [pairs[number % 3]]:
+            own = {"loss": {**loss_settings(loss), "reduction": reduction}, "micro_batch_max_tokens": cap}
+            yield f"{loss}, cap {cap}, mean over {reduction}", "mixed", own
+    for batch in BATCHES:
+        yield f"{batch}, one sequence each", batch, {"micro_batch_max_tokens": 2}
+        if thorough:
+            yield f"{batch}, padded", batch, {"pad_to_multiple_of": 8}
+            yield f"{batch}, no sharing", batch, {"share_prompts": False}
+
+
+def gradients(run: Run, batch: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Whole, of one step; and the step's metrics."""
+    step = run.pack(0, BATCHES[batch])
+    observer = run.observer(step)
+    for micro_batch in step.micro_batches:
+        output = run.forward(micro_batch)
+        result = run.loss(micro_batch, output, step.denominator)
+        result.loss.backward()
+        observer.add(micro_batch, output, result)
+    found = {}
+    for name, parameter in run.policy.named_parameters():
+        gradient = parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        parameter.grad = None
+    return found, observer.report(run.ranks.gather(observer.metrics()))
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of the largest element, relative to the largest."""
+    assert found.keys() == expected.keys()
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    assert scale > 0
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items()) / scale
+
+
+PACKING = ("tokens", "computed_tokens", "padding_tokens", "micro_batches", "oversized_samples")
+PACKING += ("max_micro_batch_tokens", "micro_batch_max_tokens")
+
+
+def metric_difference(found: dict[str, float], expected: dict[str, float]) -> float:
+    """Of all but those that say how it was packed, relative to each."""
+    names = {name for name in expected if name not in PACKING and not name.startswith("local/")}
+    assert names <= found.keys()
+    return max(abs(found[name] - expected[name]) / max(abs(expected[name]), 1e-2) for name in names)
+
+
+class Jobs:
+    def __init__(self, folder: Path) -> None:
+        dist.init_process_group("gloo")
+        self.folder = folder
+        self.control = dist.new_group(backend="gloo")
+        self.tied = folder / "models" / "tied"
+        self.num_runs = 0
+        self.runs: dict[str, Run] = {}
+        self.known: dict[str, tuple[dict[str, torch.Tensor], dict[str, float]]] = {}
+
+    def ranks(self, config: TrainerConfig) -> Processes:
+        return Processes.of(config, self.control, default_device())
+
+    def build(self, weights: Path, *, alone: bool = False, **trainer) -> Run:
+        self.num_runs += 1
+        folder = self.folder / "scratch" / f"{dist.get_rank()}_{self.num_runs}"
+        config = settings(weights, folder, **trainer)
+        return build_run(config, None, None, [], None if alone else self.ranks(config.trainer))
+
+    def parity(
+        self, mesh: dict, model: str, thorough: bool, max_logits: int = MAX_LOGITS
+    ) -> dict[str, list[float]]:
+        """Differences of (gradient, metrics) from one process, by packing."""
+        weights = self.folder / "models" / model
+        together = self.build(weights, model=mesh)
+        found = {}
+        for name, batch, own in packings(thorough=thorough):
+            together.config = TrainerConfig.model_validate({"model": {"seq_len": SEQ_LEN, **mesh}, **own})
+            together.losses = loss_for(together.config.loss)
+            expected, expected_report = self.alone(weights, batch, own.get("loss", {"type": "dppo"}))
+            predict.__kwdefaults__["max_logits"] = max_logits
+            got, report = gradients(together, batch)
+            predict.__kwdefaults__["max_logits"] = MAX_LOGITS
+            found[name] = [difference(got, expected), metric_difference(report, expected_report)]
+        return found
+
+    def alone(
+        self, weights: Path, batch: str, loss: dict
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """The same in one process, in as few micro batches as possible."""
+        key = json.dumps([weights.name, batch, loss])
+        if key not in self.known:
+            if weights.name not in self.runs:
+                self.runs[weights.name] = self.build(weights, alone=True)
+            run = self.runs[weights.name]
+            run.config = TrainerConfig.model_validate({"model": {"seq_len": SEQ_LEN}, "loss": loss})
+            run.losses = loss_for(run.config.loss)
+            self.known[key] = gradients(run, batch)
+        return self.known[key]
+
+    def precision(self, mesh: dict) -> list[float]:
+        """Difference of the gradient in bfloat16 from that of one process in float32."""
+        config = settings(self.tied, self.folder / "scratch" / f"bf16_{dist.get_rank()}", model=mesh)
+        ranks = replace(self.ranks(config.trainer), precision=BF16)
+        run = build_run(config, None, None, [], ranks)
+        found, _ = gradients(run, "mixed")
+        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+        expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
+        return ranks.gather(difference(found, expected))
+
+    def clipping(self, mesh: dict) -> list[list[float]]:
+        """(norm, learning rate) of each process and of one alone, after a step with clipping."""
+        norms = []
+        for alone in (True, False):
+            run = self.build(self.tied, alone=alone, model=mesh if not alone else {})
+            batch = run.pack(0, BATCHES["mixed"])
+            for micro_batch in batch.micro_batches:
+                run.loss(micro_batch, run.forward(micro_batch), batch.denominator).loss.backward()
+            run.optimizer._optim = run.optimizer._optim.model_copy(update={"max_norm": 1e-3})
+            norms.append(run.ranks.gather(run.optimizer.step()))
+        return norms
+
+    def golden(self, path: str) -> list[list[float]]:
+        """The gradient of each case, with a denominator of all ranks and FSDP's sum."""
+        found = []
+        for case in json.loads(Path(path).read_text())["cases"]:
+            inputs = case["inputs"]
+            config = DppoLossConfig(**inputs["config"])
+            model = torch.nn.Linear(len(inputs["weights"]), 1, bias=False)
+            model.weight.data = torch.tensor([inputs["weights"]])
+            shard_module(model, [], self.ranks(TrainerConfig()).model_mesh)
+            own = inputs["ranks"][dist.get_rank()]
+            denominator = sum(sum(rank["loss_mask"]) for rank in inputs["ranks"])
+            logprobs = -torch.nn.functional.softplus(model(torch.tensor(own["features"]))[:, 0])
+            inference = torch.tensor(own["inference_logprobs"])
+            record = dppo_loss(
+                LossInputs(
+                    trainer_logprobs=logprobs,
+                    inference_logprobs=inference,
+                    advantages=torch.full_like(inference, own["advantage"]),
+                    loss_mask=torch.tensor(own["loss_mask"]),
+                    teacher_logprobs=None,
+                    ratios=Ratios.of(logprobs, inference),
+                    lengths=[len(inference)],
+                ),
+                config,
+            )
+            (record.token_loss.sum() / denominator).backward()
+            found.append(model.weight.grad.full_tensor()[0].tolist())
+        return found
+
+    def sharing(self) -> list[str]:
+        """What the main process raises is raised in all."""
+        ranks = self.ranks(TrainerConfig())
+
+        def fail() -> None:
+            raise DataError("of the main process")
+
+        try:
+            ranks.share(fail)
+        except DataError as error:
+            return ranks.gather(str(error))
+        return []
+
+    def train(self, folder: str, mesh: dict, resume: bool = False) -> None:
+        """A run on the batches that are in its folder."""
+        config = settings(self.tied, Path(folder), **training(mesh))
+        config = config.model_copy(update={"resume": resume})
+        run_with(config, self.ranks(config.trainer))
+
+
+def training(mesh: dict) -> dict:
+    return {
+        "model": mesh,
+        "micro_batch_max_tokens": 24,
+        "ckpt": {"interval": 3, "keep_last": 3, "asynchronous": bool(mesh)},
+        "optim": {"lr": 1e-3},
+        "scheduler": {"type": "cosine", "warmup_steps": 2},
+        "experimental": {"token_export": {}},
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    jobs = Jobs(folder)
+    results = {}
+    for name, (method, *arguments) in json.loads((folder / "jobs.json").read_text()).items():
+        results[name] = getattr(jobs, method)(*arguments)
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fork(folder: Path, place: dict[str, str]) -> int:
+    """A process of its own that has imported everything already; returns its number."""
+    if (number := os.fork()) != 0:
+        return number
+    os.environ.update(place)
+    try:
+        main(folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    numbers = [fork(Path(sys.argv[1]), place) for place in places(int(sys.argv[2]))]
+    sys.exit(any(os.waitpid(number, 0)[1] for number in numbers))

@@ -1,0 +1,83 @@
+"""How several processes end: told to stop, all after the same step; if one dies, the others do not wait."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pellucid.checkpoint import newest_intact
+from pellucid.cli import main
+from pellucid.launch.rl import places
+from pellucid.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+def start(folder: Path, *arguments: str) -> list[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "pellucid.cli", *arguments]
+    started = []
+    for place in places(2):
+        with (folder / f"{place['RANK']}.log").open("ab") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **place}
+            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    return started
+
+
+def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[bytes]]) -> None:
+    path = folder / "run" / "metrics" / "trainer.jsonl"
+    while not path.exists() or step not in {record["step"] for record in read_metrics(path)}:
+        assert all(process.poll() is None for process in processes), (folder / "0.log").read_text()[-2000:]
+        time.sleep(0.05)
+
+
+def test_all_stop_after_the_same_step_and_go_on_from_there(tiny_model, tmp_path) -> None:
+    arguments = [
+        *("trainer", "--model.name", str(tiny_model), "--output-dir", str(tmp_path / "run")),
+        *("--seq-len", "16", "--max-steps", "1000000"),
+        *("--trainer.data.fake.batch-size", "3", "--trainer.threads", "2"),
+    ]
+    processes = start(tmp_path, *arguments)
+    wait_for_step(tmp_path, 2, processes)
+    for process in reversed(processes):
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(timeout=60) for process in processes] == [128 + signal.SIGTERM] * 2
+    progress = newest_intact(tmp_path / "run")
+    assert progress is not None
+    steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics" / "trainer.jsonl")]
+    assert steps == list(range(progress.step))
+
+    processes = start(tmp_path, *arguments, "--resume")
+    wait_for_step(tmp_path, progress.step + 1, processes)
+    processes[1].kill()
+    assert processes[0].wait(timeout=60) == 1
+    last = (tmp_path / "0.log").read_text().splitlines()[-1]
+    assert last.startswith("error: another process of the trainer is gone; its log tells why (")
+    assert processes[1].wait() == -signal.SIGKILL
+
+
+def test_sft_in_two_processes(tiny_model, tmp_path) -> None:
+    for name, words in (("data", ("abc", "xyz", "hello", "tomato")), ("held_out", ("potato", "world"))):
+        chats = [[("user", word), ("assistant", word[::-1])] for word in words]
+        rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = [
+        *("sft", "--model.name", str(tiny_model), "--output-dir", str(tmp_path / "run"), "--seq-len", "64"),
+        *("--max-steps", "3", "--data.path", str(tmp_path / "data.jsonl"), "--data.batch-size", "3"),
+        *("--data.validation.path", str(tmp_path / "held_out.jsonl"), "--trainer.threads", "2"),
+    ]
+    processes = start(tmp_path, *arguments)
+    codes = [process.wait(timeout=120) for process in processes]
+    assert codes == [0, 0], (tmp_path / "0.log").read_text() + (tmp_path / "1.log").read_text()
+    assert main([*arguments, "--output-dir", str(tmp_path / "alone")]) == 0
+    both = [list(read_metrics(tmp_path / name / "metrics" / "trainer.jsonl")) for name in ("run", "alone")]
+    for own, other in zip(*both, strict=True):
+        for name in ("loss", "grad_norm", "loss_tokens", "samples"):
+            assert own[name] == pytest.approx(other[name], rel=1e-4), name
+    assert both[0][2]["validation/loss"] == pytest.approx(both[1][2]["validation/loss"], rel=1e-4)
+    assert "3 steps" in (tmp_path / "0.log").read_text()
+    assert "3 steps" not in (tmp_path / "1.log").read_text()

@@ -1,0 +1,298 @@
+"""Several real processes on gloo: together they train what one does, to the last digits of float32.
+
+What the processes do is in tests/processes.py; here they are started, and what they found is judged.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import processes
+from pellucid.config import TrainerConfig
+from pellucid.errors import ConfigError
+from pellucid.launch.resume import rewind_rl
+from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
+from pellucid.metrics import read_metrics
+from pellucid.model.tiny import make_tiny_model
+from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
+from pellucid.trainer.entry import run_with
+from pellucid.trainer.ranks import Ranks
+from pellucid.transport import Batch, FilesystemSender, encode_batch, retract_folder, stable_steps
+from processes import LOSSES, mixed_batch, packings, settings, training
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 6
+WORKER = Path(processes.__file__)
+GOLDEN = WORKER.parent / "golden"
+
+
+def start(folder: Path, num_processes: int, jobs: dict) -> dict:
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    ended = subprocess.run(
+        [sys.executable, str(WORKER), str(folder), str(num_processes)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    models = folder / "models"
+    make_tiny_model(models / "tied", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
+    make_tiny_model(models / "few_kv_heads", hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=1)
+    untie(models / "tied", models / "untied")
+    return folder
+
+
+def untie(source: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.flip(0).clone())
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+def send_batches(folder: Path) -> Path:
+    """Of all steps; with the books of an engine and an orchestrator that lost nothing."""
+    for step in range(NUM_STEPS):
+        table = mixed_batch(first=step)
+        FilesystemSender(folder).send(step, encode_batch(Batch("run", step, table)))
+    write_snapshot(folder, Snapshot(batches_sent=NUM_STEPS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> Path:
+    """The run of one process."""
+    run_folder = send_batches(folder / "runs" / "alone")
+    run_with(settings(folder / "models" / "tied", run_folder, **training({})), Ranks())
+    return run_folder
+
+
+@pytest.fixture(scope="module")
+def two(folder) -> dict:
+    """What two processes found."""
+    runs = {name: str(send_batches(folder / "runs" / name)) for name in ("dp2", "cp2", "hsdp2")}
+    jobs = {
+        "dp2": ["parity", {}, "tied", True],
+        "cp2": ["parity", {"cp": 2}, "tied", True],
+        "hsdp2": ["parity", {"dp_replicate": 2}, "tied", False],
+        "dp2, checkpointing": ["parity", {"activation_checkpointing": True}, "tied", False],
+        "cp2, checkpointing": ["parity", {"cp": 2, "activation_checkpointing": True}, "tied", False],
+        "dp2, untied": ["parity", {}, "untied", False],
+        "cp2, untied head in chunks": ["parity", {"cp": 2}, "untied", False, 500],
+        "dp2, head in chunks": ["parity", {}, "tied", False, 500],
+        "cp2, one kv head": ["parity", {"cp": 2}, "few_kv_heads", False],
+        "dp2, bf16": ["precision", {}],
+        "cp2, bf16": ["precision", {"cp": 2}],
+        "dp2, norms": ["clipping", {}],
+        "cp2, norms": ["clipping", {"cp": 2}],
+        "hsdp2, norms": ["clipping", {"dp_replicate": 2}],
+        "golden": ["golden", str(GOLDEN / "loss_normalisation.json")],
+        "sharing": ["sharing"],
+        "train dp2": ["train", runs["dp2"], {}],
+        "train cp2": ["train", runs["cp2"], {"cp": 2}],
+        "train hsdp2": ["train", runs["hsdp2"], {"dp_replicate": 2}],
+    }
+    return start(folder, 2, jobs)
+
+
+def stopped_at_3(source: Path, target: Path, model: Path) -> Path:
+    """A run as if it had been stopped after its checkpoint of step 3."""
+    shutil.copytree(source, target)
+    send_batches(target)
+    retract_folder(target / "checkpoints" / "step_6")
+    shutil.rmtree(target / "model")
+    point = rewind_rl(settings(model, target, **training({})))
+    assert (point.checkpoint, point.next_batch) == (3, 6)
+    return target
+
+
+@pytest.fixture(scope="module")
+def four(folder, two) -> dict:
+    """What four processes found."""
+    fresh = send_batches(folder / "runs" / "dp2cp2")
+    resumed = stopped_at_3(folder / "runs" / "dp2", folder / "runs" / "2 to 4", folder / "models" / "tied")
+    jobs = {
+        "dp2cp2": ["parity", {"cp": 2}, "tied", False],
+        "hsdp 2×2": ["parity", {"dp_replicate": 2}, "tied", False],
+        "hsdp 2×cp2": ["parity", {"dp_replicate": 2, "cp": 2}, "tied", False],
+        "cp4, one kv head": ["parity", {"cp": 4}, "few_kv_heads", False],
+        "dp2cp2, norms": ["clipping", {"cp": 2}],
+        "train dp2cp2": ["train", str(fresh), {"cp": 2}],
+        "resume": ["train", str(resumed), {}, True],
+    }
+    return start(folder, 4, jobs)
+
+
+TWO = ("dp2", "cp2", "hsdp2", "dp2, untied", "cp2, untied head in chunks", "dp2, head in chunks")
+TWO += ("cp2, one kv head", "dp2, checkpointing", "cp2, checkpointing")
+FOUR = ("dp2cp2", "hsdp 2×2", "hsdp 2×cp2", "cp4, one kv head")
+
+
+def check_parity(found: dict[str, list[float]], *, thorough: bool) -> None:
+    assert found.keys() == {name for name, _, _ in packings(thorough=thorough)}
+    assert all(any(name.startswith(loss) for name in found) for loss in LOSSES)
+    for name, (gradient, metrics) in found.items():
+        assert gradient <= 1e-5, name
+        assert metrics <= 1e-4, name
+
+
+@pytest.mark.parametrize("mesh", TWO)
+def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, mesh) -> None:
+    check_parity(two[mesh], thorough=mesh in ("dp2", "cp2"))
+
+
+@pytest.mark.parametrize("mesh", FOUR)
+def test_four_processes_have_the_gradient_and_the_metrics_of_one(four, mesh) -> None:
+    check_parity(four[mesh], thorough=False)
+
+
+def test_a_rank_with_fewer_tokens_does_not_weigh_more(two) -> None:
+    cases = json.loads((GOLDEN / "loss_normalisation.json").read_text())["cases"]
+    for found, case in zip(two["golden"], cases, strict=True):
+        expected = case["outputs"]["single_process_reference"]
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7), case["name"]
+
+
+def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(two, four) -> None:
+    for norms in (two["dp2, norms"], two["cp2, norms"], two["hsdp2, norms"], four["dp2cp2, norms"]):
+        (alone,), together = norms
+        assert together == [together[0]] * len(together)
+        assert together[0] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "cp2"])
+def test_bfloat16_with_a_float32_reduction_comes_close(two, mesh) -> None:
+    """As it is meant for GPUs; on a CPU only to see that it does what it says."""
+    assert all(1e-4 < difference < 3e-2 for difference in two[f"{mesh}, bf16"]), two[f"{mesh}, bf16"]
+
+
+def test_what_the_main_process_raises_is_raised_in_all(two) -> None:
+    assert two["sharing"] == ["of the main process"] * 2
+
+
+def result_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+RUNS = ("dp2", "cp2", "hsdp2", "dp2cp2", "2 to 4")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_several_processes_ends_with_the_weights_of_one(folder, alone, two, four, name) -> None:
+    run = folder / "runs" / name
+    initial = load_file(folder / "models" / "tied" / "model.safetensors")
+    assert largest_difference(result_of(alone), initial) > 3e-3
+    assert largest_difference(result_of(run), result_of(alone)) < 1e-6
+    for version in stable_steps(alone / "weights"):
+        files = [where / "weights" / f"step_{version}" / "model.safetensors" for where in (run, alone)]
+        assert largest_difference(*map(load_file, files)) < 1e-6
+    assert stable_steps(run / "weights") == stable_steps(alone / "weights") == [3, 4, 5, 6]
+    assert stable_steps(run / "checkpoints") == [3, 6]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_its_metrics_are_those_of_one(folder, alone, two, four, name) -> None:
+    found, expected = (
+        list(read_metrics(where / "metrics" / "trainer.jsonl")) for where in (folder / "runs" / name, alone)
+    )
+    packing = {"tokens", "computed_tokens", "padding_tokens", "micro_batches", "oversized_samples"}
+    packing |= {"max_micro_batch_tokens", "micro_batch_max_tokens"}
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    for own, other in zip(found, expected, strict=True):
+        for key, value in other.items():
+            name = key.removeprefix("total/")
+            if name in packing or name.startswith(("local/", "time", "throughput", "memory")):
+                continue
+            assert own[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_rank_exports_what_it_trained(folder, alone, two, four, name) -> None:
+    run, num_ranks = folder / "runs" / name, {"cp2": 1, "2 to 4": 4}.get(name, 2)
+    for step in range(NUM_STEPS):
+        where = run / "token_exports" / f"step_{step}"
+        ranks = num_ranks if step >= 3 or name != "2 to 4" else 2
+        files = [f"rank_{rank}.jsonl" for rank in range(ranks)]
+        assert sorted(path.name for path in where.iterdir()) == ["STABLE", *files]
+        found = {key: record for file in files for key, record in records(where / file).items()}
+        assert sum(len(records(where / file)) for file in files) == len(found)
+        expected = records(alone / "token_exports" / f"step_{step}" / "rank_0.jsonl")
+        assert found.keys() == expected.keys()
+        for key, record in found.items():
+            assert record["token_ids"] == expected[key]["token_ids"]
+            assert record["denominator"] == expected[key]["denominator"]
+            for column in ("trainer_logprobs", "entropy", "token_loss"):
+                assert record[column] == pytest.approx(expected[key][column], rel=1e-3, abs=1e-4)
+
+
+def records(path: Path) -> dict[str, dict]:
+    return {record["rollout_id"]: record for record in map(orjson.loads, path.read_bytes().splitlines())}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_its_ledger_balances(folder, alone, two, four, name, tmp_path) -> None:
+    ledger = shutil.copytree(folder / "runs" / name / "ledger", tmp_path / "ledger")
+    num_journals = {"cp2": 1, "2 to 4": 4}.get(name, 2)
+    assert len(list(ledger.glob("trainer*.jsonl"))) == num_journals
+    engine = Journal(ledger / "inference.jsonl", Stage.INFERENCE, resume=True)
+    orchestrator = Journal(ledger / "orchestrator.jsonl", Stage.ORCHESTRATOR, resume=True)
+    for entry in read_journal(alone / "ledger" / "trainer.jsonl"):
+        for journal, flows in ((engine, ("sampled", "delivered")), (orchestrator, ("received", "sent"))):
+            for flow in flows:
+                journal.count(entry.run, entry.env, Flow(flow), entry.counts.get("received", 0))
+    engine.close(NUM_STEPS)
+    orchestrator.close(NUM_STEPS)
+    report = reconcile(ledger)
+    assert report.balanced and not report.running, report.verdict()
+
+
+def test_a_checkpoint_of_two_processes_is_one_for_one(folder, alone, two, tmp_path) -> None:
+    model = folder / "models" / "tied"
+    run = stopped_at_3(folder / "runs" / "dp2", tmp_path / "run", model)
+    config = settings(model, run, **training({})).model_copy(update={"resume": True})
+    run_with(config, Ranks())
+    assert largest_difference(result_of(run), result_of(alone)) < 1e-6
+    assert [path.name for path in (run / "ledger").glob("trainer*")] == ["trainer.jsonl"]
+    for step in range(NUM_STEPS):
+        files = sorted(path.name for path in (run / "token_exports" / f"step_{step}").glob("*.jsonl"))
+        assert files == (["rank_0.jsonl", "rank_1.jsonl"] if step < 3 else ["rank_0.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_processes", "message"),
+    [
+        (
+            {"model": {"cp": 2}},
+            1,
+            "trainer.model.dp_replicate = 1 × trainer.model.cp = 2 does not divide the 1 ",
+        ),
+        ({"model": {"cp": 2, "dp_replicate": 2}}, 6, "start a multiple of 4"),
+        ({"num_processes": 4}, 2, "trainer.num_processes = 4, but the trainer runs in 2"),
+    ],
+)
+def test_processes_that_cannot_share_the_work_are_refused(trainer, num_processes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig.model_validate(trainer).check_num_processes(num_processes)

@@ -1,0 +1,73 @@
+"""A checkpoint that is written beside the training has the state of its step, and is whole or not there."""
+
+from threading import Event
+
+import pytest
+import torch
+
+from pellucid.checkpoint import Progress
+from pellucid.checkpoint.files import STATE
+from pellucid.checkpoint.state import read_state
+from pellucid.config.trainer import CkptConfig
+from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.saver import CheckpointSaver
+from pellucid.transport import stable_steps
+
+
+class Gated(Ranks):
+    """Nothing is written before the gate opens."""
+
+    gate = Event()
+
+    def share(self, make):
+        assert self.gate.wait(30)
+        return make()
+
+
+class Failing(Ranks):
+    def share(self, make):
+        raise OSError(28, "No space left on device")
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 1, bias=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def progress(number: int) -> Progress:
+    return Progress(number, {}, b"", [])
+
+
+def test_training_goes_on_meanwhile(tmp_path) -> None:
+    ranks = Gated()
+    saver = CheckpointSaver(tmp_path, CkptConfig(asynchronous=True, keep_last=1), ranks)
+    model, optimizer = trained()
+    step(model, optimizer)
+    weight, moment = model.weight.detach().clone(), optimizer.state[model.weight]["exp_avg"].clone()
+    saver.save(progress(1), model, optimizer)
+    assert saver.settle(wait=False) is None
+    step(model, optimizer)
+    assert stable_steps(tmp_path / "checkpoints") == []
+    ranks.gate.set()
+    assert saver.settle(wait=True) == 1
+    assert saver.settle(wait=True) is None
+    assert stable_steps(tmp_path / "checkpoints") == [1]
+    assert not torch.equal(model.weight, weight)
+    read_state(model, optimizer, tmp_path / "checkpoints" / "step_1" / STATE)
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_went_wrong_is_raised_where_training_is(tmp_path, asynchronous) -> None:
+    saver = CheckpointSaver(tmp_path, CkptConfig(asynchronous=asynchronous), Failing())
+    saver.save(progress(1), *trained())
+    with pytest.raises(OSError, match="No space left"):
+        saver.settle(wait=True)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
