@@ -107,7 +107,8 @@ def distill(student: Path, teacher: Path, run_dir: Path, mode: str, **trainer: A
     )
     channel = MemoryChannel()
     journal = Journal(run_dir / "ledger" / "trainer.jsonl", Stage.TRAINER)
-    run = build_run(config.part(TrainerRunConfig), OrchestratorBatches(channel), journal, [])
+    part, batches = config.part(TrainerRunConfig), OrchestratorBatches(channel)
+    run = build_run(part, batches, journal, [], publishes=True)
     training = threading.Thread(target=train, args=[run], daemon=True)
     with ExitStack() as stack:
         policy = stack.enter_context(closing(EngineClient(student, run_dir, "inference")))

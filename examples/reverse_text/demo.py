@@ -52,8 +52,9 @@ def main() -> None:
     seed = str(parser.parse_args().seed)
     started = time.monotonic()
     run("python", str(HERE / "prepare.py"), str(OUTPUTS), "--seed", seed)
-    run("pellucid", "sft", "@", str(HERE / "sft.toml"), "--seed", seed)
-    run("pellucid", "rl", "@", str(HERE / "rl.toml"), "--seed", seed)
+    # The demo may be run again.
+    run("pellucid", "sft", "@", str(HERE / "sft.toml"), "--seed", seed, "--clean-output-dir")
+    run("pellucid", "rl", "@", str(HERE / "rl.toml"), "--seed", seed, "--clean-output-dir")
     metrics = read_metrics(OUTPUTS / "rl" / "metrics" / "orchestrator.jsonl")
     rewards = [record["reward/all"] for record in metrics]
     show_rollouts("Before: rollouts of the first step", 0)

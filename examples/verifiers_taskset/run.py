@@ -19,7 +19,7 @@ OUTPUTS = Path("outputs/verifiers_taskset")
 
 
 def run(*arguments: str) -> None:
-    print(f"\n$ {' '.join(arguments)}", flush=True)
+    print(f"\n$ python {' '.join(arguments)}", flush=True)
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     finished = subprocess.run(
         [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False
@@ -36,8 +36,9 @@ def main() -> None:
         "--data.path": OUTPUTS / "warmup.jsonl",
     }
     flags = [word for flag, path in places.items() for word in (flag, str(path))]
-    run("-m", "pellucid.cli", "sft", "@", str(REVERSE_TEXT / "sft.toml"), *flags)
-    run("-m", "pellucid.cli", "rl", "@", str(HERE / "rl.toml"), *sys.argv[1:])
+    # The example may be run again.
+    run("-m", "pellucid.cli", "sft", "@", str(REVERSE_TEXT / "sft.toml"), *flags, "--clean-output-dir")
+    run("-m", "pellucid.cli", "rl", "@", str(HERE / "rl.toml"), "--clean-output-dir", *sys.argv[1:])
     run("-m", "pellucid.cli", "ledger", str(OUTPUTS / "rl"))
     rewards = [each["reward/all"] for each in read_metrics(OUTPUTS / "rl" / "metrics" / "orchestrator.jsonl")]
     first, last = (sum(part) / len(part) for part in (rewards[:10], rewards[-10:]))

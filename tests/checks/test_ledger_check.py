@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_has_tokens_in_flight(tmp_path, capsys):
     assert cells(output)["in_flight"] == ["1", "0.1%", "0", "0.0%", "1", "0.1%"]
     assert output.splitlines()[-2:] == [
         "balanced: every one of the 1,200 sampled tokens is accounted for",
-        "not closed: trainer (still running, or killed)",
+        "not closed: trainer (still running, stopped or killed; a resume goes on with them)",
     ]
 
 

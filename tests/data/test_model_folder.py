@@ -87,6 +87,15 @@ def test_a_larger_vocabulary_is_padding(folder: Path) -> None:
     check_model_folder(str(folder), chats=True)
 
 
+def test_a_name_beside_a_folder_that_is_there_means_a_folder(tmp_path, monkeypatch) -> None:
+    """`outputs/modle` could be on a hub, but where there is a folder `outputs` it is a slip."""
+    monkeypatch.chdir(tmp_path)
+    check_model_folder("outputs/modle", chats=True)
+    (tmp_path / "outputs").mkdir()
+    with pytest.raises(ModelError, match="model.name = 'outputs/modle': no such folder"):
+        check_model_folder("outputs/modle", chats=True)
+
+
 def test_a_hub_name_is_left_to_whoever_loads_it_and_a_path_is_not() -> None:
     check_model_folder("some/model", chats=True)
     with pytest.raises(

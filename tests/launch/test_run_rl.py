@@ -179,7 +179,7 @@ journal.count("demo", "reverse-text", State.TRAINED, trained)
 journal.count("demo", "reverse-text", Flow.COMPUTED, trained)
 metrics = JsonlSink(folder / "metrics/trainer.jsonl")
 for step in range(3):
-    metrics.log(step, {"loss": 0.5})
+    metrics.log(step, {"loss": 0.5, "tokens": 12, "padding_tokens": 2})
 metrics.close()
 if trained == 0:
     while not (folder / "sent").exists():
@@ -214,6 +214,7 @@ def test_a_run_ends_with_its_steps_and_a_balanced_ledger(tmp_path):
     assert "reward    0.0000 (first 1) → 0.5000 (last 1)" in text
     assert "balanced: every one of the 30 sampled tokens is accounted for" in text
     assert "eval      held-out avg@1 0.0000 (version 0) → 0.7500 (version 3)" in text
+    assert "through the trainer, prompts included, over the whole run" in text
     lines = (tmp_path / "logs" / "rl.log").read_text().splitlines()
     _, *rows = [line for line in lines if not line.startswith("eval")]
     assert [line for line in lines if line.startswith("eval")] == [

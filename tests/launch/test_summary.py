@@ -82,7 +82,8 @@ def test_the_panel_says_what_changed():
     out = io.StringIO()
     rewards = [0.5] * 10 + [0.75] * 80 + [1.0] * 10
 
-    panel = Summary("demo", 165.0, 100, rewards, report(), Path("/does/not/exist")).panel(120)
+    summary = Summary("demo", 165.0, 100, rewards, report(), Path("/does/not/exist"), num_packed=3300)
+    panel = summary.panel(120)
     Console(file=out, width=120).print(panel)
 
     text = out.getvalue()
@@ -115,25 +116,34 @@ def test_only_what_was_sampled_to_train_on_can_be_wasted():
     states = {ACCOUNT: Counter(trained=60, eval=500, in_flight=7), other: Counter(masked=15, stale=25)}
     use = TokenUse.of(Report(states, {}, {ACCOUNT: Counter(computed=80), other: Counter(saved=9)}, [], []))
 
-    assert use == TokenUse(trained=60, wasted=40, computed=80, saved=9, padding=0)
+    assert use == TokenUse(trained=60, wasted=40, evaluated=500, computed=80, saved=9, padding=0)
+    assert ("", "500 sampled for evaluation") in use.lines()
 
 
-def test_padding_is_computed_but_is_no_throughput():
+def test_a_resumed_run_tells_its_own_time_and_speed():
+    out = io.StringIO()
+    summary = Summary("demo", 20.0, 62, [], report(), Path("/no"), num_packed=1000, is_resumed=True)
+    Console(file=out, width=100).print(summary.panel(100))
+
+    assert "duration  20.0 s since the resume" in out.getvalue()
+    assert "tokens/s  50 through the trainer, prompts included, since the resume" in out.getvalue()
+
+
+def test_padding_is_told():
     padding = {("demo", ""): Counter(padding=10, computed=10), ACCOUNT: Counter(computed=60, saved=30)}
-    lines = TokenUse.of(Report({}, {}, padding, [], [])).lines(2.0)
+    lines = TokenUse.of(Report({}, {}, padding, [], [])).lines()
 
     assert [text for _, text in lines[1:]] == [
         "70 computed, 30 saved by sharing prompts",
         "10 of the computed ones only fill up",
-        "45 through the trainer, prompts included, over the whole run",
     ]
 
 
 def test_the_token_lines_of_a_large_run_fit():
-    use = TokenUse(trained=10**13, wasted=10**12, computed=10**14, saved=10**13, padding=10**13)
+    use = TokenUse(10**13, wasted=10**12, evaluated=10**12, computed=10**14, saved=10**13, padding=10**13)
 
-    assert max(len(text) for _, text in use.lines(1e5)) <= 84
-    assert TokenUse(0, 0, 0, 0, 0).lines(1.0)[0][1].startswith("0 trained, 0 wasted (0.0%")
+    assert max(len(text) for _, text in use.lines()) <= 84
+    assert TokenUse(0, 0, 0, 0, 0, 0).lines()[0][1].startswith("0 trained, 0 wasted (0.0%")
 
 
 @pytest.mark.parametrize(

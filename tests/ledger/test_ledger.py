@@ -132,7 +132,7 @@ def test_the_verdict_is_one_line_or_one_per_problem(tmp_path) -> None:
     write(broken, changed(Stage.TRAINER, State.TRUNCATED, 1), closed=(Stage.ORCHESTRATOR, Stage.TRAINER))
     assert reconcile(broken).verdict() == [
         "trainer: 1 token counted twice (run 'run', environment 'env')",
-        "not closed: inference (still running, or killed)",
+        "not closed: inference (still running, stopped or killed; a resume goes on with them)",
     ]
 
 

@@ -288,7 +288,7 @@ def test_a_folder_can_be_rewound_on_its_own(tiny_model, samples, tmp_path, capsy
     with pytest.raises(Crash):
         run(settings(tiny_model, tmp_path / "run"), CrashAt(4))
     assert main(["rewind", *arguments]) == 0
-    assert capsys.readouterr().out == "resuming at step 3; 4 steps are trained again from disk\n"
+    assert capsys.readouterr().out == "resuming at step 3; 4 batches are trained from disk first\n"
     assert [record["step"] for record in metrics(tmp_path / "run")] == [0, 1, 2]
 
 

@@ -38,9 +38,13 @@ def _require_vocabulary(name: str, files: Collection[str]) -> None:
 
 
 def require_folder(name: str) -> None:
-    """A name that can only be a folder has to exist; asking a hub for it would take half a minute to fail."""
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if is_path and not Path(name).is_dir():
+    """A name that must mean a folder has to exist; asking a hub for it would take half a minute to fail.
+
+    `outputs/modle` is as good a hub name as any, but not beside a folder `outputs`.
+    """
+    folder, parts = Path(name), name.count("/")
+    is_path = name.startswith(("/", ".", "~")) or parts > 1 or (parts == 1 and folder.parent.is_dir())
+    if is_path and not folder.is_dir():
         raise ModelError(f"model.name = {name!r}: no such folder; give a local model folder or a hub name")
 
 

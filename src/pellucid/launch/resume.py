@@ -54,10 +54,12 @@ class ResumePoint:
     """Tokens that were trained in steps that are discarded."""
 
     def __str__(self) -> str:
-        """`resuming at step 50; 7 steps are trained again from their batches; 312 tokens were lost`."""
+        """`resuming at step 50; 7 batches are trained from disk first; 312 sampled tokens were lost`."""
         parts = [f"resuming at step {self.checkpoint}"]
         if replayed := self.next_batch - self.checkpoint:
-            parts.append(f"{replayed} {'steps are' if replayed > 1 else 'step is'} trained again from disk")
+            parts.append(
+                f"{replayed} {'batches are' if replayed > 1 else 'batch is'} trained from disk first"
+            )
         if self.num_lost:
             parts.append(f"{self.num_lost:,} sampled tokens were lost")
         if self.num_rolled_back:

@@ -211,6 +211,8 @@ def run_processes(config: RLConfig, children: Sequence[Child], console: Console,
         report,
         folder,
         progress.evaluations,
+        num_packed=progress.num_packed,
+        is_resumed=start > 0,
     )
     console.print(summary.panel(console.width))
     _require_balance(report, folder)
@@ -227,7 +229,11 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
         progress = StepProgress(config.output_dir / "metrics", [view, in_log], start)
         # Whatever ends the run, the steps written until then are shown.
         stack.callback(progress.update)
-        supervise(children, on_tick=progress.update, say=console.out)
+        try:
+            supervise(children, on_tick=progress.update, say=console.out)
+        except SystemExit:  # told to stop
+            stack.callback(console.out, "stopped; go on with the same command and --resume")
+            raise
     return progress
 
 
@@ -257,6 +263,9 @@ class StepProgress:
         self._views = views
         self._start = start
         self.num_steps = 0
+        self.num_packed = 0
+        """Tokens that the trainer took in from `start` on."""
+
         self.rewards: list[float] = []
         self.evaluations = self._evaluated.read()
 
@@ -267,13 +276,18 @@ class StepProgress:
             self.num_steps += 1
             if (reward := record.get("reward/all")) is not None:
                 self.rewards.append(reward)
-            for view in self._views if record["step"] >= self._start else ():
-                view.show(record)
+            if record["step"] >= self._start:
+                self._show(record)
         for record in self._evaluated.read():
             self.evaluations.append(record)
             self._note(record)
         for view in self._views:
             view.refresh()
+
+    def _show(self, record: Record) -> None:
+        self.num_packed += record["tokens"] - record["padding_tokens"]
+        for view in self._views:
+            view.show(record)
 
     def _note(self, record: Record) -> None:
         for name, measures in evaluations_in(record).items():

@@ -5,6 +5,7 @@ and cleaning one deletes by name what a run writes: a file of anybody else survi
 """
 
 import fcntl
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from pellucid.config import RLConfig, RunConfig
 from pellucid.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 """Held while a run goes on; the system lets go of it however the run ends."""
@@ -71,6 +74,8 @@ def prepare(config: RunConfig) -> bool:
     _delete_partials(folder)
     for path in used:
         _delete(path)
+    if used:
+        logger.warning("deleted the earlier run in %s (clean_output_dir)", folder)
     return False
 
 

@@ -84,6 +84,7 @@ class TokenUse:
     wasted: int
     """Sampled to train on, but not trained; neither eval nor what is still in flight."""
 
+    evaluated: int
     computed: int
     saved: int
     padding: int
@@ -91,15 +92,14 @@ class TokenUse:
     @classmethod
     def of(cls, ledger: Report) -> "TokenUse":
         states, beside = _total(ledger.states.values()), _total(ledger.beside.values())
-        trained = states[State.TRAINED.value]
-        kept = trained + states[State.EVAL.value] + states[State.IN_FLIGHT.value]
-        wasted = states.total() - kept
+        trained, evaluated = states[State.TRAINED.value], states[State.EVAL.value]
+        wasted = states.total() - trained - evaluated - states[State.IN_FLIGHT.value]
         computed, saved, padding = (beside[flow.value] for flow in (Flow.COMPUTED, Flow.SAVED, Flow.PADDING))
-        return cls(trained, wasted, computed, saved, padding)
+        return cls(trained, wasted, evaluated, computed, saved, padding)
 
-    def lines(self, duration_s: float) -> list[Fact]:
+    def lines(self) -> list[Fact]:
         share = self.wasted / max(self.trained + self.wasted, 1)
-        packed = self.computed + self.saved - self.padding
+        evaluated = [("", f"{self.evaluated:,} sampled for evaluation")] if self.evaluated else []
         padded = [("", f"{self.padding:,} of the computed ones only fill up")] if self.padding else []
         return [
             (
@@ -108,10 +108,7 @@ class TokenUse:
             ),
             ("", f"{self.computed:,} computed, {self.saved:,} saved by sharing prompts"),
             *padded,
-            (
-                "tokens/s",
-                f"{packed / duration_s:,.0f} through the trainer, prompts included, over the whole run",
-            ),
+            *evaluated,
         ]
 
 
@@ -130,15 +127,27 @@ class Summary:
     evaluations: Sequence[Record] = ()
     """Of `metrics/eval.jsonl`, those before the run was resumed included."""
 
+    num_packed: int = 0
+    """Tokens that went through the trainer, prompts included, while this process watched."""
+
+    is_resumed: bool = False
+
     def panel(self, width: int) -> Panel:
         facts = [
-            *progress(self.duration_s, self.num_steps, "reward", self.rewards),
+            *progress(self.duration_s, self.num_steps, "reward", self.rewards, is_resumed=self.is_resumed),
             *evaluated(self.evaluations),
-            *TokenUse.of(self.ledger).lines(self.duration_s),
+            *TokenUse.of(self.ledger).lines(),
+            *self._speed(),
             *(("ledger", line) for line in self.ledger.verdict()),
             *artefacts(self.output_dir),
         ]
         return summary_panel(self.run_name, self.rewards, facts, width)
+
+    def _speed(self) -> list[Fact]:
+        if not self.num_packed:
+            return []
+        rate = f"{self.num_packed / self.duration_s:,.0f} through the trainer, prompts included"
+        return [("tokens/s", f"{rate}, {'since the resume' if self.is_resumed else 'over the whole run'}")]
 
 
 def summary_panel(title: str, values: Sequence[float], facts: Iterable[Fact], width: int) -> Panel:
@@ -153,8 +162,11 @@ def summary_panel(title: str, values: Sequence[float], facts: Iterable[Fact], wi
     return Panel(Group(bars, "", table), title=title, width=width)
 
 
-def progress(duration_s: float, num_steps: int, what: str, values: Sequence[float]) -> list[Fact]:
-    facts = [("duration", format_duration(duration_s)), ("steps", f"{num_steps:,}")]
+def progress(
+    duration_s: float, num_steps: int, what: str, values: Sequence[float], *, is_resumed: bool = False
+) -> list[Fact]:
+    since = " since the resume" if is_resumed else ""
+    facts = [("duration", f"{format_duration(duration_s)}{since}"), ("steps", f"{num_steps:,}")]
     if values:
         num = min(NUM_AVERAGED, max(1, len(values) // 2))
         first, last = mean(values[:num]), mean(values[-num:])

@@ -58,7 +58,9 @@ class Report:
             lines = [f"balanced: every one of the {sampled:,} sampled tokens is accounted for"]
         if self.running:
             names = ", ".join(stage.value for stage in self.running)
-            lines.append(f"not closed: {names} (still running, or killed)")
+            lines.append(
+                f"not closed: {names} (still running, stopped or killed; a resume goes on with them)"
+            )
         return lines
 
 

@@ -38,15 +38,24 @@ CHECKS: Sequence[Callable[[Subject], Iterator[Finding]]] = [
 
 def run_verify(config: VerifyConfig) -> int:
     """0 if every check passes, 1 if one fails."""
-    findings = verify(config)
+    console = make_console()
+    with console.status("loading the model, twice, and sampling") as status:
+        findings = verify(config, say=lambda check: status.update(f"checking {check}"))
+    failed = sum(not finding.passed for finding in findings)
     if config.as_json:
         for finding in findings:
             print(json.dumps(finding.as_dict()))
     else:
-        make_console().print(findings_table(findings))
-    return 0 if all(finding.passed for finding in findings) else 1
+        console.print(findings_table(findings))
+        console.out(f"{len(findings) - failed} of {len(findings)} findings are within their limits")
+    return 1 if failed else 0
 
 
-def verify(config: VerifyConfig) -> list[Finding]:
+def verify(config: VerifyConfig, say: Callable[[str], object] = lambda check: None) -> list[Finding]:
+    """`say` is told which check comes next."""
+    findings: list[Finding] = []
     with opened(config) as subject:
-        return [finding for check in CHECKS for finding in check(subject)]
+        for check in CHECKS:
+            say(check.__name__.removeprefix("check_"))
+            findings += check(subject)
+    return findings
