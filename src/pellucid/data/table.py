@@ -15,7 +15,7 @@ own, with no loss and no owner (`env_name` is empty).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -141,8 +141,9 @@ class TokenTable:
 
     def positions(self) -> NDArray[np.int32]:
         """The position of each token in its sequence."""
-        longest = np.arange(self.lengths.max(initial=0), dtype=np.int32)
-        return np.concatenate([longest[:0], *(longest[:length] for length in self.lengths.tolist())])
+        lengths = self.lengths.tolist()
+        longest = _counted(1 << max(lengths, default=0).bit_length())
+        return np.concatenate([longest[:0], *(longest[:length] for length in lengths)])
 
     def select(self, indices: Sequence[int] | Integers) -> "TokenTable":
         """These sequences, in this order."""
@@ -166,6 +167,12 @@ class TokenTable:
         mask = self.columns[name]
         assert isinstance(mask, MaskRows)
         return mask
+
+
+@lru_cache(maxsize=2)
+def _counted(size: int) -> NDArray[np.int32]:
+    """0, 1, 2, …; for the micro batches of a step it is the same few times over."""
+    return np.arange(size, dtype=np.int32)
 
 
 class _Selection(Mapping[str, Rows]):
