@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
+from pellucid.checks.verify.gradients import difference
 from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
@@ -26,6 +27,7 @@ from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
 from pellucid.trainer.entry import build_run, run_with
+from pellucid.trainer.loop import accumulate
 from pellucid.trainer.parallel import BF16, Processes, shard_module
 from pellucid.trainer.run import Run
 
@@ -121,27 +123,13 @@ def packings(*, thorough: bool) -> Iterator[tuple[str, str, dict]]:
 
 def gradients(run: Run, batch: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Whole, of one step; and the step's metrics."""
-    step = run.pack(0, BATCHES[batch])
-    observer = run.observer(step)
-    for micro_batch in step.micro_batches:
-        output = run.forward(micro_batch)
-        result = run.loss(micro_batch, output, step.denominator)
-        result.loss.backward()
-        observer.add(micro_batch, output, result)
+    observer = accumulate(run, run.pack(0, BATCHES[batch]))
     found = {}
     for name, parameter in run.policy.named_parameters():
         gradient = parameter.grad
         found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         parameter.grad = None
     return found, observer.report(run.ranks.gather(observer.metrics()))
-
-
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of the largest element, relative to the largest."""
-    assert found.keys() == expected.keys()
-    scale = max(float(tensor.abs().max()) for tensor in expected.values())
-    assert scale > 0
-    return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items()) / scale
 
 
 PACKING = ("tokens", "computed_tokens", "padding_tokens", "micro_batches", "oversized_samples")
@@ -188,7 +176,7 @@ class Jobs:
             predict.__kwdefaults__["max_logits"] = max_logits
             got, report = gradients(together, batch)
             predict.__kwdefaults__["max_logits"] = MAX_LOGITS
-            found[name] = [difference(got, expected), metric_difference(report, expected_report)]
+            found[name] = [difference(expected, got), metric_difference(report, expected_report)]
         return found
 
     def alone(
@@ -213,7 +201,7 @@ class Jobs:
         found, _ = gradients(run, "mixed")
         assert {gradient.dtype for gradient in found.values()} == {torch.float32}
         expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
-        return ranks.gather(difference(found, expected))
+        return ranks.gather(difference(expected, found))
 
     def clipping(self, mesh: dict) -> list[list[float]]:
         """(norm, learning rate) of each process and of one alone, after a step with clipping."""

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pellucid.bench.transport import size_in_process
+from pellucid.bench.workload import long_sample
 from pellucid.data import COLUMNS, PackedArray, TrainingSample
 from pellucid.data.columns import Encoding
 from pellucid.errors import DataError
@@ -86,15 +87,7 @@ def test_sft_samples_may_train_on_what_nobody_sampled() -> None:
 
 def test_a_sample_is_small_and_stays_packed() -> None:
     """15,000 + 15,000 tokens: ids and logprobs are 180,000 bytes, and everything else is next to nothing."""
-    sample = TrainingSample.from_turn(
-        100_000 + np.arange(15_000),
-        120_000 + np.arange(15_000),
-        -0.1 - np.arange(15_000) * 1e-6,
-        env_name="synthetic-env",
-        advantage=1.0,
-        reward=1.0,
-        temperature=1.0,
-    )
+    sample = long_sample()
     assert {name: len(array.data) for name, array in sample.arrays.items()} == {
         "token_ids": 120_000,
         "loss_mask": 8,

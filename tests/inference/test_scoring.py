@@ -13,7 +13,6 @@ import torch
 from pellucid.config import ModelConfig
 from pellucid.errors import InferenceError
 from pellucid.inference import engine as engine_module
-from pellucid.inference import scoring as scoring_module
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, QueueFullError, Request, run_to_end
 from pellucid.inference.http import HttpInferenceClient
@@ -21,6 +20,7 @@ from pellucid.inference.scoring import Scoring
 from pellucid.ledger import read_journal
 from pellucid.metrics import read_metrics
 from pellucid.model import load_policy, packed_layout
+from pellucid.model import policy as policy_module
 
 ENV = Account("run", "env")
 
@@ -57,8 +57,8 @@ def submitted(engine, all_ids, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_are_the_trainers(policy, temperature, monkeypatch) -> None:
     """Of ragged sequences, one of a single token among them, with logits in chunks of 7 tokens."""
-    in_chunks = partial(scoring_module.predict, max_logits=7 * policy.vocab_size)
-    monkeypatch.setattr(scoring_module, "predict", in_chunks)
+    in_chunks = partial(policy_module.predict, max_logits=7 * policy.vocab_size)
+    monkeypatch.setattr(policy_module, "predict", in_chunks)
     engine = Engine(policy, num_slots=2, max_length=64)
     asked = [[9], *sequences(12)]
     answers = submitted(engine, asked, temperature)

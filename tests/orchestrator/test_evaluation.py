@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import orjson
 import pytest
 
+from engine_books import close_engine_books
 from pellucid.config import EnvConfig, EvalConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout
 from pellucid.errors import ConfigError
@@ -177,16 +178,6 @@ def run(
     for account, states in report.states.items():
         assert states.total() == report.sampled[account] > 0
     return batches
-
-
-def close_engine_books(run_dir: Path, client: FakeInferenceClient) -> None:
-    journal = Journal(run_dir / "ledger" / "inference.jsonl", Stage.INFERENCE)
-    for account, num_sampled in client.sampled.items():
-        num_delivered = client.delivered[account]
-        journal.count(account.run, account.env, Flow.SAMPLED, num_sampled)
-        journal.count(account.run, account.env, Flow.DELIVERED, num_delivered)
-        journal.count(account.run, account.env, State.CANCELLED, num_sampled - num_delivered)
-    journal.close(0)
 
 
 def eval_records(run_dir: Path) -> dict[int, dict[str, dict[str, float]]]:

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
+from engine_books import close_engine_books
 from pellucid.config import FilterConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.errors import ConfigError, InferenceError, RolloutError
@@ -186,16 +187,6 @@ class Trainer:
                 journal.count(batch.run_id, env, State.TRAINED, num_sampled)
                 journal.count(batch.run_id, env, Flow.COMPUTED, num_sampled)
         journal.close(len(self.batches))
-
-
-def close_engine_books(run_dir: Path, client: FakeInferenceClient) -> None:
-    journal = Journal(run_dir / "ledger" / "inference.jsonl", Stage.INFERENCE)
-    for account, num_sampled in client.sampled.items():
-        num_delivered = client.delivered[account]
-        journal.count(account.run, account.env, Flow.SAMPLED, num_sampled)
-        journal.count(account.run, account.env, Flow.DELIVERED, num_delivered)
-        journal.count(account.run, account.env, State.CANCELLED, num_sampled - num_delivered)
-    journal.close(0)
 
 
 def sampled_by_env(table: TokenTable) -> Counter[str]:

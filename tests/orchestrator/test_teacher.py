@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
+from engine_books import close_engine_books
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import NOT_OURS, Completion, Example, Rollout, TokenTable, Turn
 from pellucid.data.vocabulary import fingerprint
@@ -117,13 +118,7 @@ def close_books(config: OrchestratorRunConfig, batches: Sequence[Batch], **engin
     """Those of the trainer, and of the engines that keep their own."""
     ledger = config.output_dir / "ledger"
     for name, client in engines.items():
-        journal = Journal(ledger / f"{name}.jsonl", Stage.INFERENCE)
-        for account, num_sampled in client.sampled.items():
-            num_delivered = client.delivered[account]
-            journal.count(account.run, account.env, Flow.SAMPLED, num_sampled)
-            journal.count(account.run, account.env, Flow.DELIVERED, num_delivered)
-            journal.count(account.run, account.env, State.CANCELLED, num_sampled - num_delivered)
-        journal.close(0)
+        close_engine_books(config.output_dir, client, name)
     journal = Journal(ledger / "trainer.jsonl", Stage.TRAINER)
     for batch in batches:
         for what in (Flow.RECEIVED, State.TRAINED, Flow.COMPUTED):

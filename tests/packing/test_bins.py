@@ -5,25 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pellucid.bench.packing import plain_first_fit_decreasing
 from pellucid.packing.arrange import deal, level
 from pellucid.packing.bins import Bins, Packer, first_fit_decreasing
 from pellucid.packing.cost import Cost
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
-
-
-def plain_first_fit_decreasing(lengths, capacity) -> list[list[int]]:
-    bins, room = [], []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        for number, free in enumerate(room):
-            if lengths[index] <= free:
-                bins[number].append(index)
-                room[number] -= lengths[index]
-                break
-        else:
-            bins.append([index])
-            room.append(capacity - lengths[index])
-    return bins
 
 
 def test_first_fit_decreasing_by_hand() -> None:

@@ -3,7 +3,7 @@
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pellucid.model import Policy
-from pellucid.trainer.cost import ModelShape, training_cost
+from pellucid.trainer.cost import ModelShape
 
 SHAPE = {
     "vocab_size": 100,
@@ -19,7 +19,7 @@ ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 
 
 def parity(model) -> int:
-    return training_cost(Policy(model)).parity
+    return ModelShape.of(Policy(model)).cost().parity
 
 
 def test_a_dense_model_whether_its_head_is_tied_or_not() -> None:

@@ -9,6 +9,7 @@ from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
 from pellucid.trainer.entry import build_run
+from pellucid.trainer.loop import accumulate
 from pellucid.trainer.ranks import Ranks
 
 
@@ -74,13 +75,8 @@ class Trained:
         for rank in range(num_ranks):
             run.ranks = Ranks(rank, num_ranks)
             batch = run.pack(0, table)
-            observer = run.observer(batch)
-            for micro_batch in batch.micro_batches:
-                output = run.forward(micro_batch)
-                result = run.loss(micro_batch, output, batch.denominator)
-                result.loss.backward()
-                observer.add(micro_batch, output, result)
-                self.micro_batches.append(micro_batch.packed)
+            observer = accumulate(run, batch)
+            self.micro_batches += batch.packed.micro_batches(rank)
             observers.append(observer)
             metrics.append(observer.metrics())
         self.gradients = {name: parameter.grad for name, parameter in run.policy.named_parameters()}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pellucid.bench.workload import long_sample
 from pellucid.checks.fuzz_codec import check_slowly, differing_column, fuzz, make_batches
 from pellucid.data import COLUMNS, TokenTable, TrainingSample
 from pellucid.data.rows import BitRows, SpanRows
@@ -181,16 +182,7 @@ def test_masks_travel_as_spans_or_as_bits() -> None:
 
 
 def test_the_30k_sample_on_the_wire() -> None:
-    sample = TrainingSample.from_turn(
-        100_000 + np.arange(15_000),
-        120_000 + np.arange(15_000),
-        -0.1 - np.arange(15_000) * 1e-6,
-        env_name="synthetic-env",
-        advantage=1.0,
-        reward=1.0,
-        temperature=1.0,
-    )
-    assert len(encode_batch(Batch("run", 0, TokenTable.from_samples([sample])))) <= 184_000
+    assert len(encode_batch(Batch("run", 0, TokenTable.from_samples([long_sample()])))) <= 184_000
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import numpy as np
 
 from pellucid.bench.lists import as_lists
 from pellucid.bench.result import Result, fastest_each_s
-from pellucid.bench.workload import draw_samples
+from pellucid.bench.workload import draw_samples, long_sample
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.transport import Batch, decode_batch, encode_batch
 from pellucid.transport.wire import Compression
@@ -38,12 +38,7 @@ def run() -> list[Result]:
 
 
 def _sizes_of_one() -> list[Result]:
-    """15,000 + 15,000 tokens at one temperature."""
-    ids = 100_000 + np.arange(15_000), 120_000 + np.arange(15_000)
-    logprobs = (-0.1 - np.arange(15_000) * 1e-6).astype(np.float32)
-    sample = TrainingSample.from_turn(
-        *ids, logprobs, env_name="synthetic-env", group_id="g", advantage=1.0, reward=1.0, temperature=1.0
-    )
+    sample = long_sample()
     lists = as_lists(sample)
     wire, process = len(_encode([sample])), size_in_process(sample)
     list_wire, list_process = len(msgspec.msgpack.encode(lists)), size_in_process(lists)

@@ -20,6 +20,20 @@ MAX_LENGTH = 30_000
 VOCAB_SIZE = 151_936
 
 
+def long_sample() -> TrainingSample:
+    """15,000 + 15,000 tokens at one temperature."""
+    return TrainingSample.from_turn(
+        100_000 + np.arange(15_000),
+        120_000 + np.arange(15_000),
+        -0.1 - np.arange(15_000) * 1e-6,
+        env_name="synthetic-env",
+        group_id="g",
+        advantage=1.0,
+        reward=1.0,
+        temperature=1.0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """Tokens of each sample: its group's prompt, and its own completion."""

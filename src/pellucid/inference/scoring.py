@@ -16,7 +16,6 @@ import torch
 
 from pellucid.errors import InferenceError
 from pellucid.model import Policy, packed_layout
-from pellucid.model.head import predict
 from pellucid.model.lean_forward import HiddenStates
 
 
@@ -53,15 +52,6 @@ def score(policy: Policy, hidden_states: HiddenStates, scorings: Sequence[Scorin
     )
     token_ids, temperatures = token_ids.to(device), temperatures.to(device)
     hidden = hidden_states(token_ids, positions.to(device), layout.plan)
-    predicted, head = layout.predicted, policy.hf.get_output_embeddings()
-    output = predict(
-        hidden[layout.predecessors],
-        head.weight,
-        getattr(head, "bias", None),
-        token_ids[predicted],
-        temperatures[predicted],
-        layout.read[:0],
-    )
     logprobs = torch.full((len(token_ids),), torch.nan, device=device)
-    logprobs[predicted] = output.logprobs
+    logprobs[layout.predicted] = policy.predict(hidden, token_ids, temperatures, layout).logprobs
     return [part.tolist() for part in logprobs.split(lengths)]

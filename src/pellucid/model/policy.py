@@ -50,17 +50,10 @@ class Policy(nn.Module):
         logits: Tensor = self.hf.get_output_embeddings()(hidden)
         return logits
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, temperatures: Tensor, layout: Layout
-    ) -> TokenOutput:
-        """Logprob and entropy of every token of packed sequences; all arguments are one row of tokens.
-
-        A token is predicted by the hidden state of the token before it, at its own temperature.
-        """
-        computed, predicted = layout.computed, layout.predicted
-        hidden = self.hidden(token_ids[computed][None], positions[computed][None], layout.plan)[0]
-        head = self.hf.get_output_embeddings()
-        output = predict(
+    def predict(self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, layout: Layout) -> TokenOutput:
+        """Of the rows of `layout.predicted`, given the hidden states of `layout.computed`."""
+        head, predicted = self.hf.get_output_embeddings(), layout.predicted
+        return predict(
             hidden[layout.predecessors],
             head.weight,
             getattr(head, "bias", None),
@@ -68,6 +61,17 @@ class Policy(nn.Module):
             temperatures[predicted],
             layout.read,
         )
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, temperatures: Tensor, layout: Layout
+    ) -> TokenOutput:
+        """Logprob and entropy of every token of packed sequences; all arguments are one row of tokens.
+
+        A token is predicted by the hidden state of the token before it, at its own temperature.
+        """
+        computed = layout.computed
+        hidden = self.hidden(token_ids[computed][None], positions[computed][None], layout.plan)[0]
+        output = self.predict(hidden, token_ids, temperatures, layout)
         if layout.own is not None:
             output = layout.own.gather(output)
         first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)

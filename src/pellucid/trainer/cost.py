@@ -38,10 +38,6 @@ class ModelShape:
         return 3 * (2 * self.num_active * num_tokens + 4 * self.attended * num_pairs)
 
 
-def training_cost(policy: Policy) -> Cost:
-    return ModelShape.of(policy).cost()
-
-
 def _num_active(model: Any, config: Any) -> float:
     """Weights that a token meets: the head's, but not the embedding's; of experts, those it is sent to."""
     num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)

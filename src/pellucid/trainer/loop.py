@@ -9,19 +9,26 @@ The denominator is the number of trainable tokens of the whole step, known befor
 so that packing and the token cap cannot change the gradient.
 """
 
+from pellucid.trainer.observer import StepObserver
 from pellucid.trainer.run import Run
+from pellucid.trainer.step import StepBatch
 
 
 def train(run: Run) -> None:
     for step in run.steps():
-        batch = run.next_batch(step)
-        observer = run.observer(batch)
-        for micro_batch in batch.micro_batches:
-            output = run.forward(micro_batch)
-            result = run.loss(micro_batch, output, batch.denominator)
-            result.loss.backward()
-            observer.add(micro_batch, output, result)
+        observer = accumulate(run, run.next_batch(step))
         grad_norm = run.optimizer.step()
         run.publish(step)
         run.finish(step, observer, grad_norm)
     run.save_model()
+
+
+def accumulate(run: Run, batch: StepBatch) -> StepObserver:
+    """Leaves the gradient of a step; returns what became of its tokens."""
+    observer = run.observer(batch)
+    for micro_batch in batch.micro_batches:
+        output = run.forward(micro_batch)
+        result = run.loss(micro_batch, output, batch.denominator)
+        result.loss.backward()
+        observer.add(micro_batch, output, result)
+    return observer

@@ -77,18 +77,7 @@ class StepBatch:
 
     def _load(self, index: int, micro_batch: MicroBatch) -> LoadedMicroBatch:
         table = micro_batch.table
-        lengths = table.lengths.tolist()
-        layout = (
-            shared_layout(
-                lengths,
-                table["token_ids"],
-                table["group_id"].tolist(),
-                table.dense("temperatures"),
-                table["loss_mask"],
-            )
-            if self.share_prompts
-            else packed_layout(lengths, table["loss_mask"])
-        )
+        layout = layout_of(table, share_prompts=self.share_prompts)
         is_computed = np.zeros(table.num_tokens, np.bool_)
         is_computed[layout.computed.numpy()] = True
         num_filled = 0
@@ -111,6 +100,14 @@ class StepBatch:
         per_sequence = np.zeros(micro_batch.table.num_sequences, np.float32)  # padding comes last
         per_sequence[: len(micro_batch.indices)] = self.weights[micro_batch.indices]
         return torch.from_numpy(np.repeat(per_sequence, micro_batch.table.lengths)).to(self.device)
+
+
+def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:
+    lengths, loss_mask = table.lengths.tolist(), table["loss_mask"]
+    if not share_prompts:
+        return packed_layout(lengths, loss_mask)
+    groups = table["group_id"].tolist()
+    return shared_layout(lengths, table["token_ids"], groups, table.dense("temperatures"), loss_mask)
 
 
 def loss_weights(packed: PackedBatch, reduction: Reduction) -> NDArray[np.float32] | None:

@@ -12,8 +12,8 @@ from pellucid.checks.verify.gradients import gradients
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tensors import to_tensors
-from pellucid.model import packed_layout, shared_layout
 from pellucid.trainer.run import Run
+from pellucid.trainer.step import layout_of
 from pellucid.transport.weights import publish_weights, weights_folder
 
 LOGPROB = {torch.float32: 1e-4, torch.bfloat16: 0.5}
@@ -157,12 +157,7 @@ def _explain(subject: Subject, table: TokenTable, engine: NDArray[np.float64]) -
 
 def logprobs_of(run: Run, table: TokenTable, *, share: bool = True) -> Floats:
     """The trainer's, of every token, all sequences packed into one row."""
-    lengths = table.lengths.tolist()
-    layout = (
-        shared_layout(lengths, table["token_ids"], table["group_id"].tolist(), table.dense("temperatures"))
-        if share
-        else packed_layout(lengths)
-    )
+    layout = layout_of(table, share_prompts=share)
     tokens = to_tensors(table, run.policy.device)
     with torch.no_grad():
         output = run.policy(

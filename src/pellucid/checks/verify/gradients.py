@@ -1,6 +1,8 @@
 """The same batch, packed and spread in many ways: its gradient may not change."""
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +12,7 @@ from pellucid.checks.verify.finding import Finding
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import TokenTable
 from pellucid.packing import pack_batch
+from pellucid.trainer.loop import accumulate
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import StepBatch, loss_weights
 
@@ -22,7 +25,7 @@ def check_packing(subject: Subject) -> Iterator[Finding]:
     table, run = subject.table, subject.run
     longest, total = int(table.lengths.max()), table.num_tokens
     alone = gradients(run, table, cap=2, share=False)
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "all in one": {"cap": total, "share": False},
         "prompts shared": {"cap": total, "share": True},
         "half the tokens at a time": {"cap": max(longest, total // 2), "share": False},
@@ -30,7 +33,7 @@ def check_packing(subject: Subject) -> Iterator[Finding]:
         "padded to 16": {"cap": total, "share": False, "multiple": 16},
     }
     for way, how in ways.items():
-        yield _compared("packing", way, alone, gradients(run, table, **how), _PACKING)  # type: ignore[arg-type]
+        yield _compared("packing", way, alone, gradients(run, table, **how), _PACKING)
     backwards = table.select(np.arange(table.num_sequences)[::-1])
     yield _compared("packing", "in reverse order", alone, gradients(run, backwards, cap=total), _PACKING)
 
@@ -55,10 +58,10 @@ _RANKS = (
 )
 
 
-def gradients(
+def batches_of(
     run: Run, table: TokenTable, *, cap: int, share: bool = True, multiple: int = 1, num_ranks: int = 1
-) -> Gradients:
-    """The sum over all ranks, as the optimizer would see it."""
+) -> list[StepBatch]:
+    """One step, as each rank would train it."""
     packed = pack_batch(
         table,
         seq_len=run.config.model.seq_len,
@@ -68,12 +71,15 @@ def gradients(
         share_prompts=share,
     )
     weights = loss_weights(packed, run.config.loss.reduction)
+    device = run.policy.device
+    return [StepBatch(0, packed, share, device, rank, weights) for rank in range(num_ranks)]
+
+
+def gradients(run: Run, table: TokenTable, **how: Any) -> Gradients:
+    """The sum over all ranks, as the optimizer would see it; `how` as for `batches_of`."""
     run.policy.zero_grad(set_to_none=True)
-    for rank in range(num_ranks):
-        batch = StepBatch(0, packed, share, run.policy.device, rank, weights)
-        for micro_batch in batch.micro_batches:
-            output = run.forward(micro_batch)
-            run.loss(micro_batch, output, batch.denominator).loss.backward()
+    for batch in batches_of(run, table, **how):
+        accumulate(run, batch)
     found = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in run.policy.named_parameters()
@@ -89,6 +95,8 @@ def _compared(check: str, way: str, expected: Gradients, found: Gradients, meani
 
 
 def difference(expected: Gradients, found: Gradients) -> float:
-    """Largest of all, relative to the largest gradient."""
-    scale = max(float(gradient.abs().max()) for gradient in expected.values()) or 1.0
+    """Largest of all, relative to the largest gradient; NaN where there is nothing to compare."""
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    if scale == 0 or expected.keys() != found.keys():
+        return math.nan
     return max(float((expected[name] - found[name]).abs().max()) for name in expected) / scale

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.checks.verify.finding import Finding
+from pellucid.checks.verify.gradients import batches_of
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import COLUMNS, Stored
 from pellucid.packing import pack_batch
-from pellucid.trainer.step import StepBatch, loss_weights
 from pellucid.transport import Batch, decode_batch, encode_batch
 
 
@@ -74,8 +74,7 @@ def _on_axis(dense: NDArray[Any], name: str, is_sampled: NDArray[np.bool_]) -> N
 def check_record(subject: Subject) -> Iterator[Finding]:
     """The sum of the recorded token losses over the denominator is the loss that is optimised."""
     run, table = subject.run, subject.table
-    packed = pack_batch(table, seq_len=run.config.model.seq_len, max_tokens=int(table.lengths.max()))
-    batch = StepBatch(0, packed, True, run.policy.device, 0, loss_weights(packed, run.config.loss.reduction))
+    [batch] = batches_of(run, table, cap=int(table.lengths.max()))
     recorded = optimised = 0.0
     for micro_batch in batch.micro_batches:
         result = run.loss(micro_batch, run.forward(micro_batch), batch.denominator)
