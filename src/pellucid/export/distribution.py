@@ -70,7 +70,7 @@ class Distribution:
             return None
         wanted = share * self.count
         reached = np.cumsum(self.bins)
-        place = min(int(np.searchsorted(reached, wanted)), len(self.bins) - 1)
+        place = int(np.searchsorted(reached, max(wanted, 0.5)))  # never a bin before the first
         inside = (wanted - (reached[place] - self.bins[place])) / max(1, int(self.bins[place]))
         low, high = (float(edge[0]) for edge in edges(np.array([place])))
         return float(np.clip(low + inside * (high - low), self.min, self.max))
