@@ -119,9 +119,10 @@ def test_a_step_is_invisible_until_it_is_whole(tmp_path) -> None:
     table = samples()
     folder = tmp_path / "token_exports" / "step_3"
     exporter.add(table, observed(table.num_tokens), step=3, micro_step=0, denominator=1)
+    exporter.flush()
     assert list(folder.glob("*")) == [folder / ".rank_0.jsonl.partial"]
     exporter.finish(3)
-    assert [path.name for path in folder.iterdir()] == ["rank_0.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == ["rank_0.jsonl", "summary.rank_0.json"]
     exporter.mark_stable(3)
     assert (folder / "STABLE").exists()
 
@@ -152,7 +153,8 @@ def exported(tmp_path):
     return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
 
 
-WHOLE_STEPS = [f"token_exports/step_{step}/{name}" for step in (0, 1) for name in ("STABLE", "rank_0.jsonl")]
+NAMES = ("STABLE", "rank_0.jsonl", "summary.rank_0.json")
+WHOLE_STEPS = [f"token_exports/step_{step}/{name}" for step in (0, 1) for name in NAMES]
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
@@ -178,6 +180,7 @@ def test_a_folder_that_vanishes_ends_the_export(tmp_path, caplog) -> None:
     table = samples()
     write_steps(exporter, range(2))
     exporter.add(table, observed(table.num_tokens), step=2, micro_step=0, denominator=1)
+    exporter.flush()
     shutil.rmtree(tmp_path / "token_exports")
     exporter.add(table, observed(table.num_tokens), step=2, micro_step=1, denominator=1)
     exporter.finish(2)

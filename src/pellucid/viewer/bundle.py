@@ -17,7 +17,9 @@ from pellucid.errors import DataError
 ENTRY = "main.js"
 
 _IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"([^"]+)";?\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export\s+((?:async\s+)?function\*?|class|const|let)\s+([A-Za-z_$][\w$]*)", re.MULTILINE)
+_EXPORT = re.compile(
+    r"^export\s+((?:async\s+)?function\*?|class|const|let)\s+([A-Za-z_$][\w$]*)", re.MULTILINE
+)
 
 
 def asset(name: str) -> str:

@@ -1,22 +1,22 @@
 """A step as the browser takes it: an index with one row per record, and chunks with their tokens.
 
-    step      rows, summary, histograms, where each chunk begins       one blob
-    chunk k   the columns of a few short records, or of one long one   inflated when a record of it is opened
+step      rows, summary, histograms, where each chunk begins       one blob
+chunk k   the columns of a few short records, or of one long one   inflated when a record of it is opened
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.viewer.access import Record
+from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary
 from pellucid.viewer.blob import BlobWriter
 from pellucid.viewer.derive import FORMULAS, follows
 from pellucid.viewer.roles import RoleFinder, Segment
 from pellucid.viewer.rows import Rows
-from pellucid.viewer.summary import StepSummary
+from pellucid.viewer.summary import histograms, summarise
 
 CHUNK_TOKENS = 8192
 
@@ -53,30 +53,47 @@ class EncodedStep:
     """The distinct ones."""
 
 
-def encode_step(step: int, records: Iterable[Record], roles: RoleFinder, *, level: int = 6) -> EncodedStep:
-    rows, summary, chunks, starts = Rows(), StepSummary(), [], []
+def encode_step(
+    step: int, exports: Exports, records: Records, roles: RoleFinder, *, level: int = 6
+) -> EncodedStep:
+    rows, chunks, starts = Rows(), [], []
     seen: NDArray[np.int64] = np.empty(0, np.int64)
-    for chunk in _in_chunks(records):
-        starts.append(len(rows))
-        for record in chunk:
-            rows.add(record)
-            summary.add(record)
-        chunks.append(encode_chunk(chunk, [roles.segments(record) for record in chunk], level=level))
-        seen = np.union1d(seen, np.concatenate([record.columns["token_ids"] for record in chunk]))
+    is_whole = len(records) == len(exports.records(step))
+    summary = exports.summary(step) if is_whole else StepSummary()
+    for batch in exports.batches(records):
+        for first, last in chunk_spans(batch.lengths):
+            starts.append(len(rows) + first)
+            chunk = batch.take(np.arange(first, last))
+            chunks.append(encode_chunk(chunk, roles.segments(chunk), level=level))
+        rows.add(batch)
+        if not is_whole:
+            summary.add(batch)
+        seen = np.union1d(seen, batch.columns["token_ids"])
     blob = BlobWriter()
     words = rows.write(blob)
     blob.add("chunk_starts", np.array(starts, np.int32))
-    point = summary.finish(step, rows)
-    meta = {"step": step, "records": len(rows), "words": words, "histograms": summary.histograms(), **point}
+    point = summarise(step, summary, rows.words["stop"], rows.words["env"])
+    meta = {"records": len(rows), "words": words, "histograms": histograms(summary), **point}
     return EncodedStep(blob.finish(meta, level=level), chunks, point, seen)
 
 
-def encode_chunk(records: Sequence[Record], segments: Sequence[list[Segment]], *, level: int) -> bytes:
+def chunk_spans(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """[first, last) records of each chunk: as many as fit, at least one."""
+    first = num_tokens = 0
+    for index, length in enumerate(lengths.tolist()):
+        if index > first and num_tokens + length > CHUNK_TOKENS:
+            yield first, index
+            first, num_tokens = index, 0
+        num_tokens += length
+    if len(lengths):
+        yield first, len(lengths)
+
+
+def encode_chunk(batch: ColumnBatch, segments: Sequence[list[Segment]], *, level: int) -> bytes:
     blob = BlobWriter()
-    lengths = np.array([record.num_tokens for record in records], np.int32)
+    lengths = batch.lengths
     blob.add("lengths", lengths)
-    columns = {name: _concatenate(records, name) for name in SHOWN}
-    present = {name: values for name, values in columns.items() if values is not None}
+    present = {name: _as_numbers(batch.columns[name]) for name in SHOWN if name in batch.columns}
     derived = []
     for name, values in present.items():
         if name in FORMULAS and follows(name, values, present):
@@ -92,34 +109,16 @@ def encode_chunk(records: Sequence[Record], segments: Sequence[list[Segment]], *
     return blob.finish({"derived": derived, "segments": segments}, level=level)
 
 
-def _in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    chunk: list[Record] = []
-    num_tokens = 0
-    for record in records:
-        if chunk and num_tokens + record.num_tokens > CHUNK_TOKENS:
-            yield chunk
-            chunk, num_tokens = [], 0
-        chunk.append(record)
-        num_tokens += record.num_tokens
-    if chunk:
-        yield chunk
+def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
+    return values.astype(np.uint8) if values.dtype == np.bool_ else values
 
 
-def _concatenate(records: Sequence[Record], name: str) -> NDArray[Any] | None:
-    """NaN where one record lacks the column; None where all do."""
-    if all(name not in record.columns for record in records):
-        return None
-    return np.concatenate(
-        [record.columns.get(name, np.full(record.num_tokens, np.nan)) for record in records]
-    )
-
-
-def _ramp(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+def _ramp(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.arange(int(lengths.sum())) - starts
 
 
-def _per_record(values: NDArray[Any], lengths: NDArray[np.int32]) -> NDArray[Any] | None:
+def _per_record(values: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any] | None:
     """One value per record where a column is constant in each of several."""
     if len(lengths) < 2 or not lengths.all():
         return None

@@ -1,6 +1,5 @@
 """What every view needs at once: the run's name, its steps in a few numbers each, ledger, metrics, notes."""
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any
 import orjson
 
 from pellucid.viewer.run_folder import RunFolder
-
-DEEPEST_AT_LEAST = 0.05
-"""A mismatch KL that deserves the deepest colour even in a run that never reaches it."""
+from pellucid.viewer.summary import kl_domain
 
 API_VERSION = 1
 
@@ -54,8 +51,7 @@ def kl_limits(summaries: Sequence[Mapping[str, Any]], highest: float | None = No
     known = [(point["kl_p95"], point["trainable"]) for point in points if point["kl_p95"] is not None]
     total = sum(weight for _, weight in known)
     mean = sum(value * weight for value, weight in known) / total if total else 0.0
-    high = highest if highest is not None else max(mean, DEEPEST_AT_LEAST)
-    return [10.0 ** math.floor(math.log10(high) - 3), high]
+    return kl_domain(mean) if highest is None else [highest * 1e-3, highest]
 
 
 def deflate_json(value: Any) -> bytes:

@@ -11,13 +11,12 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
-from pellucid.viewer.access import Exports, Record
+from pellucid.viewer.access import Exports, Records
 from pellucid.viewer.bundle import asset, bundle
 from pellucid.viewer.encode import EncodedStep, encode_step
 from pellucid.viewer.head import deflate_json, make_head
@@ -80,7 +79,7 @@ def _write(
     seen = np.empty(0, np.int64)
     encoded: dict[int, EncodedStep] = {}
     for step in exports.steps():
-        made = encode_step(step, exports.records(step), roles)
+        made = encode_step(step, exports, exports.records(step), roles)
         summaries.append(made.summary)
         point = made.summary["points"]["all"]
         sizes[step] = Size(point["records"], point["tokens"])
@@ -91,7 +90,7 @@ def _write(
         made = encoded.get(step)
         if made is None or spread.tokens_per_step is not None:
             records = _first_tokens(exports.records(step), spread.tokens_per_step)
-            made = encode_step(step, records, roles)
+            made = encode_step(step, exports, records, roles)
         held.append(step)
         kept += made.summary["points"]["all"]["records"]
         seen = np.union1d(seen, made.token_ids)
@@ -113,14 +112,12 @@ def _write(
     file.write(after)
 
 
-def _first_tokens(records: Iterator[Record], limit: int | None) -> Iterator[Record]:
+def _first_tokens(records: Records, limit: int | None) -> Records:
     """Whole records, at least one, up to so many tokens."""
-    num_tokens = 0
-    for record in records:
-        if limit is not None and num_tokens and num_tokens + record.num_tokens > limit:
-            return
-        num_tokens += record.num_tokens
-        yield record
+    if limit is None:
+        return records
+    fitting = int(np.searchsorted(np.cumsum(records.lengths), limit, side="right"))
+    return records[: max(1, fitting)]
 
 
 def frame() -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.viewer.access import Record
+from pellucid.viewer.access import ColumnBatch, trainable
 from pellucid.viewer.blob import BlobWriter
 
 SPARK_CELLS = 32
@@ -58,27 +58,31 @@ _FIELDS = {
 
 @dataclass
 class Rows:
-    numbers: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in NUMBERS})
+    numbers: dict[str, list[NDArray[np.float64]]] = field(
+        default_factory=lambda: {name: [] for name in NUMBERS}
+    )
     words: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in WORDS})
     sparks: list[NDArray[np.uint8]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.sparks)
+        return len(self.words["env"])
 
-    def add(self, record: Record) -> None:
-        row = _row(record)
+    def add(self, batch: ColumnBatch) -> None:
+        measured = _measure(batch)
         for name in NUMBERS:
-            self.numbers[name].append(row[name])
+            values = measured[name] if name in measured else _numbers(batch, _FIELDS[name])
+            self.numbers[name].append(np.asarray(values, np.float64))
         for name in WORDS:
-            value = record.fields.get(_FIELDS[name])
-            self.words[name].append("" if value is None else str(value))
-        self.sparks.append(_spark(record))
+            values = batch.columns.get(_FIELDS[name])
+            found = [""] * batch.num_sequences if values is None else [_word(value) for value in values]
+            self.words[name] += found
+        self.sparks.append(_sparks(batch))
 
     def write(self, blob: BlobWriter) -> dict[str, list[str]]:
         """The columns; words as codes. Returns the words by code."""
         codes = {}
-        for name, values in self.numbers.items():
-            blob.add(name, np.array(values, np.float64))
+        for name in NUMBERS:
+            blob.add(name, self.number(name))
         for name, words in self.words.items():
             distinct = list(dict.fromkeys(words))
             code_of = {word: code for code, word in enumerate(distinct)}
@@ -87,64 +91,103 @@ class Rows:
         blob.add("sparks", np.concatenate(self.sparks) if self.sparks else np.zeros(0, np.uint8))
         return codes
 
+    def number(self, name: str) -> NDArray[np.float64]:
+        return np.concatenate(self.numbers[name]) if self.numbers[name] else np.empty(0)
 
-def _row(record: Record) -> dict[str, float]:
-    columns, trainable = record.columns, record.trainable
-    row = {name: _number(record.fields.get(field_name)) for name, field_name in _FIELDS.items()}
-    kl = known_values(record, "mismatch_kl")
-    entropy = known_values(record, "entropy")
+
+def _measure(batch: ColumnBatch) -> dict[str, NDArray[Any]]:
+    columns, chosen = batch.columns, trainable(batch)
+    nothing = np.full(batch.num_sequences, np.nan)
     versions = columns.get("policy_versions")
-    seen = versions[np.isfinite(versions) & (versions >= 0)] if versions is not None else np.empty(0)
-    sampled = columns.get("sampled")
-    return row | {
-        "tokens": record.num_tokens,
-        "trainable": int(trainable.sum()) if "loss_mask" in columns else np.nan,
-        "sampled": int((sampled == 1).sum()) if sampled is not None else np.nan,
-        "reward": record.overall("reward", "rewards"),
-        "advantage": record.overall("advantage", "advantages"),
-        "kl_mean": float(kl.mean()) if len(kl) else np.nan,
-        "kl_max": float(kl.max()) if len(kl) else np.nan,
-        "entropy": float(entropy.mean()) if len(entropy) else np.nan,
-        "masked": _num_masked(record, "is_masked"),
-        "masked_high": _num_masked(record, "is_masked_high"),
-        "masked_low": _num_masked(record, "is_masked_low"),
-        "loss": float(np.nansum(columns["token_loss"])) if "token_loss" in columns else np.nan,
-        "version_low": float(seen.min()) if len(seen) else np.nan,
-        "version_high": float(seen.max()) if len(seen) else np.nan,
-        "staleness": float(record.step - seen.mean()) if len(seen) else np.nan,
+    seen = None if versions is None else np.isfinite(versions) & (versions >= 0)
+    step = _numbers(batch, "step")
+    found = {
+        "tokens": batch.lengths,
+        "trainable": _sum(batch, chosen) if "loss_mask" in columns else nothing,
+        "sampled": _sum(batch, columns["sampled"] == 1) if "sampled" in columns else nothing,
+        "kl_mean": _mean(batch, "mismatch_kl", chosen),
+        "kl_max": _largest(batch, "mismatch_kl", chosen),
+        "entropy": _mean(batch, "entropy", chosen),
+        "loss": _sum(batch, np.nan_to_num(columns["token_loss"].astype(np.float64)))
+        if "token_loss" in columns
+        else nothing,
+        "version_low": nothing if seen is None else -_largest(batch, -versions, seen),
+        "version_high": nothing if seen is None else _largest(batch, versions, seen),
+        "staleness": nothing if seen is None else step - _mean(batch, versions, seen),
     }
+    for row, column in (
+        ("masked", "is_masked"),
+        ("masked_high", "is_masked_high"),
+        ("masked_low", "is_masked_low"),
+    ):
+        found[row] = _num_masked(batch, columns.get(column), chosen)
+    for row, column in (("reward", "rewards"), ("advantage", "advantages")):
+        own = _numbers(batch, row)
+        found[row] = np.where(np.isfinite(own), own, _mean(batch, column, chosen))
+    return found
 
 
-def known_values(record: Record, name: str) -> NDArray[Any]:
-    """The recorded values of the trainable tokens."""
-    values = record.columns.get(name)
+def _num_masked(batch: ColumnBatch, values: NDArray[Any] | None, chosen: NDArray[np.bool_]) -> NDArray[Any]:
+    """None where the loss has no such mask."""
     if values is None:
-        return np.empty(0)
-    known: NDArray[Any] = values[record.trainable & np.isfinite(values)]
-    return known
+        return np.full(batch.num_sequences, np.nan)
+    counts = _sum(batch, (values == 1) & chosen)
+    decided = _sum(batch, np.isfinite(values)) if values.dtype.kind == "f" else np.ones_like(counts)
+    return np.where(decided > 0, counts, np.nan)
 
 
-def _num_masked(record: Record, name: str) -> float:
-    values = record.columns.get(name)
-    if values is None or not np.isfinite(values).any():
-        return np.nan
-    return float(((values == 1) & record.trainable).sum())
+def _sum(batch: ColumnBatch, values: NDArray[Any]) -> NDArray[np.float64]:
+    return np.bincount(batch.owners, values, batch.num_sequences).astype(np.float64)
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
+def _mean(batch: ColumnBatch, column: str | NDArray[Any], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+    values = batch.columns.get(column) if isinstance(column, str) else column
+    if values is None:
+        return np.full(batch.num_sequences, np.nan)
+    known = chosen & np.isfinite(values)
+    with np.errstate(invalid="ignore"):
+        mean: NDArray[np.float64] = _sum(batch, np.where(known, values, 0.0)) / _sum(batch, known)
+    return mean
 
 
-def _spark(record: Record) -> NDArray[np.uint8]:
-    """The largest KL (or, without one, entropy) in each of 32 equal stretches of the trainable tokens."""
-    values = known_values(record, "mismatch_kl")
-    if not len(values):
-        return np.zeros(SPARK_CELLS, np.uint8)
-    cells = np.arange(len(values)) * SPARK_CELLS // len(values)
-    largest = np.zeros(SPARK_CELLS)
-    np.maximum.at(largest, cells, values)
-    if len(values) < SPARK_CELLS:  # each value fills the cells up to the next one
-        largest = values[np.arange(SPARK_CELLS) * len(values) // SPARK_CELLS]
+def _largest(
+    batch: ColumnBatch, column: str | NDArray[Any], chosen: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    values = batch.columns.get(column) if isinstance(column, str) else column
+    found = np.full(batch.num_sequences, -np.inf)
+    if values is not None:
+        known = np.flatnonzero(chosen & np.isfinite(values))
+        np.maximum.at(found, batch.owners[known], values[known])
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+def _numbers(batch: ColumnBatch, name: str) -> NDArray[np.float64]:
+    values = batch.columns.get(name)
+    if values is None:
+        return np.full(batch.num_sequences, np.nan)
+    if values.dtype.kind in "iufb":
+        return values.astype(np.float64)
+    return np.array([value if isinstance(value, int | float) else np.nan for value in values], np.float64)
+
+
+def _word(value: Any) -> str:
+    return "" if value is None or value != value else str(value)
+
+
+def _sparks(batch: ColumnBatch) -> NDArray[np.uint8]:
+    """The largest KL in each of 32 equal stretches of a record's trainable tokens; short ones repeat."""
+    cells = np.zeros((batch.num_sequences, SPARK_CELLS))
+    values = batch.columns.get("mismatch_kl")
+    if values is not None:
+        known = np.flatnonzero(trainable(batch) & np.isfinite(values))
+        owners = batch.owners[known]
+        counts = np.bincount(owners, minlength=batch.num_sequences)
+        firsts = np.cumsum(counts) - counts
+        places = (np.arange(len(known)) - firsts[owners]) * SPARK_CELLS // np.maximum(1, counts[owners])
+        np.maximum.at(cells, (owners, places), values[known])
+        for row in np.flatnonzero((counts > 0) & (counts < SPARK_CELLS)).tolist():
+            own = values[known[firsts[row] : firsts[row] + counts[row]]]
+            cells[row] = own[np.arange(SPARK_CELLS) * counts[row] // SPARK_CELLS]
     with np.errstate(divide="ignore"):
-        level = (np.log10(largest) + SPARK_DECADES) / SPARK_DECADES
-    return (np.clip(level, 0, 1) * 255).astype(np.uint8)
+        level = (np.log10(cells) + SPARK_DECADES) / SPARK_DECADES
+    return (np.clip(level, 0, 1) * 255).astype(np.uint8).ravel()

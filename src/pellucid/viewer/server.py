@@ -141,7 +141,9 @@ def _listen(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             listener.close()
             if port is not None or candidate == 0:
-                raise ConfigError(f"port = {candidate}: {host} cannot listen there ({error.strerror})") from error
+                raise ConfigError(
+                    f"port = {candidate}: {host} cannot listen there ({error.strerror})"
+                ) from error
     raise AssertionError("port 0 binds or fails")
 
 
@@ -152,7 +154,11 @@ def _blob(data: bytes) -> Response:
 def _refusal(request: Request, host: str, token: str | None) -> Response | None:
     """Other sites' pages reach a local server through the visitor's browser: by name, or by a forged request."""
     named = request.headers.get("host", "")
-    name = named.rpartition(":")[0].strip("[]") if ":" in named and not named.endswith("]") else named.strip("[]")
+    name = (
+        named.rpartition(":")[0].strip("[]")
+        if ":" in named and not named.endswith("]")
+        else named.strip("[]")
+    )
     if host in LOOPBACK and name not in LOOPBACK:
         return PlainTextResponse(f"this viewer does not answer to {named!r}", 403)
     origin = request.headers.get("origin")

@@ -15,11 +15,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from pellucid.errors import DataError
-from pellucid.viewer.access import Exports
+from pellucid.viewer.access import Exports, StepSummary
 from pellucid.viewer.encode import EncodedStep, encode_step
 from pellucid.viewer.head import deflate_json, make_head
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.run_folder import RunFolder
+from pellucid.viewer.summary import summarise
 from pellucid.viewer.vocabulary import open_vocabulary
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ class ServedRun:
             with self._lock:
                 if number in self._steps:
                     return self._steps[number]
-            made = encode_step(number, self._exports.records(number), self._roles, level=DEFLATE_LEVEL)
+            records = self._exports.records(number)
+            made = encode_step(number, self._exports, records, self._roles, level=DEFLATE_LEVEL)
             with self._lock:
                 self._steps[number] = made
                 self._summaries[number] = made.summary
@@ -128,7 +130,4 @@ def _num_bytes(step: EncodedStep) -> int:
 
 
 def _nothing(step: int) -> dict[str, Any]:
-    from pellucid.viewer.rows import Rows
-    from pellucid.viewer.summary import StepSummary
-
-    return StepSummary().finish(step, Rows())
+    return summarise(step, StepSummary())

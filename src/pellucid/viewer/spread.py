@@ -63,7 +63,9 @@ def choose_spread(sizes: Mapping[int, Size], budget: Size = PAGE_BUDGET) -> Spre
         chosen = evenly(steps, count)
         excess = sum((sizes[step] for step in chosen), Size()).over(budget)
         if excess <= 1 or count <= 2:
-            return Spread(sizes, budget, frozenset(chosen), None if excess <= 1 else budget.tokens // len(chosen))
+            return Spread(
+                sizes, budget, frozenset(chosen), None if excess <= 1 else budget.tokens // len(chosen)
+            )
         count -= 1
 
 

@@ -1,8 +1,8 @@
 """The text of token ids: each distinct id is looked up once, and no byte of it is lost.
 
-    " two"          a token that is text on its own
-    [240, 159]      the bytes of one that is not: part of a character that several tokens spell
-    "#123"          an id that no tokenizer knows
+" two"          a token that is text on its own
+[240, 159]      the bytes of one that is not: part of a character that several tokens spell
+"#123"          an id that no tokenizer knows
 """
 
 import re

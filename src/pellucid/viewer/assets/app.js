@@ -9,12 +9,24 @@ import { byId, element, notice } from "./draw/dom.js";
 import { picture } from "./draw/picture.js";
 import { currentTheme, domainOf } from "./draw/scale.js";
 import { BINDINGS } from "./state/keys.js";
+import { AcrossView } from "./views/across.js";
+import { GroupView } from "./views/group.js";
 import { RecordView } from "./views/record.js";
+import { RunView } from "./views/run.js";
+import { StepView } from "./views/step.js";
 import { TopBar } from "./views/top_bar.js";
+import { WhatIfView } from "./views/what_if.js";
+import { WorstView } from "./views/worst.js";
 
 /** @type {Record<string, {title: string, View: any, about: string}>} */
 export const VIEWS = {
+  run: { title: "Run", View: RunView, about: "the whole run over its steps, and where its tokens went" },
+  step: { title: "Step", View: StepView, about: "the records of one step" },
   record: { title: "Record", View: RecordView, about: "one sequence, token by token" },
+  group: { title: "Group", View: GroupView, about: "all rollouts of one example" },
+  across: { title: "Across steps", View: AcrossView, about: "the same example over the steps" },
+  worst: { title: "Worst tokens", View: WorstView, about: "the tokens that stand out" },
+  whatif: { title: "What if", View: WhatIfView, about: "other bounds of the trust region" },
 };
 
 const PULSE_MS = 1500;
@@ -54,7 +66,7 @@ export class App {
     const { state } = this.store;
     const steps = this.run.steps;
     const step = state.step < 0 ? steps[steps.length - 1] : steps.includes(state.step) ? state.step : this.run.nearestStep(state.step);
-    return { ...state, step, view: state.view in VIEWS ? state.view : "record" };
+    return { ...state, step, view: state.view in VIEWS ? state.view : "run" };
   }
 
   /** @param {Set<string>} changed */

@@ -1,14 +1,14 @@
 // Lines over steps or positions, by uPlot, in the page's colours.
 
 /// <reference path="../vendor/uPlot.d.ts" />
-import { short } from "./format.js";
+import { percent, short } from "./format.js";
 import { themeColour } from "./dom.js";
 
 /**
  * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, dash?: number[], fill?: boolean, width?: number}} Line
  * @typedef {{height: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
  *   points?: boolean, marker?: () => number | null, onClick?: (x: number) => void, onBrush?: (low: number, high: number) => void,
- *   onHover?: (index: number | null) => void, xLabel?: string, bars?: boolean}} ChartOptions
+ *   onHover?: (index: number | null) => void, percent?: boolean}} ChartOptions
  */
 
 /** @param {HTMLElement} root @param {ChartOptions} options @returns {any} */
@@ -21,14 +21,15 @@ export function lineChart(root, options) {
   const chart = new /** @type {any} */ (window).uPlot({
     width: Math.max(120, root.clientWidth),
     height,
+    padding: [8, 10, 0, 0],
     legend: { show: false },
     cursor: { y: false, drag: { x: Boolean(options.onBrush), y: false, setScale: false },
       sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 } },
     scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-      y: log ? { distr: 3 } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
+      y: log ? { distr: 3, range: logRange } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
       { ...axis, size: 24, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")), grid: { show: false } },
-      { ...axis, size: 52, space: 26, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : tidy(tick, log))) },
+      { ...axis, size: 52, space: 26, ...(log ? { splits: decades } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick) : tidy(tick, log))) },
     ],
     series: [{}, ...lines.map((line) => ({
       label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, dash: line.dash, spanGaps: true,
@@ -53,6 +54,22 @@ export function lineChart(root, options) {
   });
   observer.observe(root);
   return chart;
+}
+
+/** At most six decades, up to the highest value. @param {any} _plot @param {number} low @param {number} high */
+function logRange(_plot, low, high) {
+  if (!(high > 0)) return [0.1, 1];
+  const top = high * 1.3;
+  return [Math.max(low > 0 ? low / 1.3 : top * 1e-6, top * 1e-6), top];
+}
+
+/** Powers of ten, every one or every few. @param {any} _plot @param {number} _axis @param {number} low @param {number} high */
+function decades(_plot, _axis, low, high) {
+  const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
+  const stride = Math.max(1, Math.ceil((last - first + 1) / 5));
+  const powers = [];
+  for (let power = first; power <= last; power += stride) powers.push(10 ** power);
+  return powers;
 }
 
 /** @param {any} plot @param {ChartOptions} options */

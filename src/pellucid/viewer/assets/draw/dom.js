@@ -15,6 +15,11 @@ export function element(tag, attributes = {}, ...children) {
   return node;
 }
 
+/** Replaces what an element holds; what is null or false is left out. @param {Element} node @param {...(Node | string | null | undefined | false)} children */
+export function refill(node, ...children) {
+  node.replaceChildren(...children.filter((child) => child !== null && child !== undefined && child !== false).map((child) => /** @type {any} */ (child)));
+}
+
 const SVG = "http://www.w3.org/2000/svg";
 
 /** @param {string} tag @param {Record<string, any>} [attributes] @param {...(Node | string)} children @returns {any} */

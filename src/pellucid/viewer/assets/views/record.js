@@ -3,7 +3,7 @@
 import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
 import { maskSide } from "../data/reason.js";
 import { lineChart } from "../draw/chart.js";
-import { choice, element, notice, toggle } from "../draw/dom.js";
+import { choice, element, notice, refill, toggle } from "../draw/dom.js";
 import { count, plural, short, signed } from "../draw/format.js";
 import { legend } from "../draw/legend.js";
 import { Minimap } from "../draw/minimap.js";
@@ -73,7 +73,7 @@ export class RecordView {
     ].filter(([, text]) => text && text !== "–");
     const ids = [["rollout", value("rollout")], ["group", value("group")], ["example", value("example")], ["rank", value("rank")],
       ["micro batch", value("micro_step")], ["mode", value("mode")]].filter(([, text]) => text !== null);
-    this.head.replaceChildren(
+    refill(this.head,
       element("div", { class: "record-title" },
         element("h2", {}, `Record ${record.record}`, element("small", {}, ` of ${count(index.length)} in step ${record.step}${value("env") ? ` · ${value("env")}` : ""}`)),
         element("span", { class: "record-buttons" },
@@ -122,7 +122,7 @@ export class RecordView {
   drawLook(state) {
     const { app } = this;
     const none = this.values ? null : element("span", { class: "look-none" }, `${this.metric.label} is ${this.values === null && this.record.column(this.metric.column) === null ? "without meaning here" : "not recorded"}`);
-    this.look.replaceChildren(
+    refill(this.look,
       choice("Colour", METRICS.map(({ key, label }, i) => [key, `${i + 1}  ${label}`]), state.fill, (fill) => app.go({ fill })),
       element("span", { class: "formula" }, this.metric.formula),
       none ?? legend(this.scale, state.scope),
