@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.testable
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install demo test browser check bench chaos clean
+.PHONY: help install demo test browser check check-js bench chaos clean
 
 help:
 	@echo "make install   virtual environment in $(VENV), with everything"
@@ -56,6 +56,18 @@ check: $(TESTABLE)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory check-js
+
+# The viewer's modules need no build step; their JSDoc types are checked where there is npm.
+TSC := $(VENV)/typescript/node_modules/.bin/tsc
+check-js: $(INSTALLED)
+	@if ! command -v npm >/dev/null; then \
+		echo "NOTE: no npm found; the types of the viewer's JavaScript are NOT CHECKED. Install Node.js to check them"; \
+	else \
+		test -x $(TSC) || npm install --silent --no-save --prefix $(VENV)/typescript typescript@5.9.3 && \
+		echo "$(TSC) -p src/pellucid/viewer/assets/tsconfig.json" && \
+		$(TSC) -p src/pellucid/viewer/assets/tsconfig.json; \
+	fi
 
 bench: $(INSTALLED)
 	$(BIN)/pellucid bench all

@@ -57,7 +57,7 @@ class Exports:
     _steps: tuple[int, ...] = ()
 
     def steps(self) -> list[int]:
-        """The finished steps that there are now; an open run is looked at again, which reads folder names only."""
+        """The finished steps that there are now: looking again reads folder names only."""
         fresh = open_export(self.path, report=self.warnings.setdefault)
         if self._export is None or fresh.steps != self._steps:
             self._export, self._steps = fresh, fresh.steps
@@ -79,7 +79,7 @@ class Exports:
             yield batch
 
     def summary(self, step: int) -> StepSummary:
-        """As written beside the export; made from the records where it is not, or where only some are shown."""
+        """As written beside the export; made from the records where there is none, or not of these alone."""
         if self._export is None:
             self.steps()
         assert self._export is not None

@@ -12,8 +12,8 @@ A column of `length` values is one of
 
 and may say further
 
-    "split": true                          the first byte of every value, then the second, … : floats deflate better
-    "against": "inference_logprobs"        stored as a difference of bit patterns to a column that is nearly equal
+    "split": true                          the first byte of every value, then the second, …: deflates better
+    "against": "inference_logprobs"        a difference of bit patterns to a column that is nearly equal
     "per": "record"                        one value per record instead of one per token
 
 No number changes on the way: a float is stored as float32 only where that gives the recorded value back.

@@ -19,8 +19,7 @@ FORMULAS: Mapping[str, Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]] = {
     "prob_delta": lambda trainer, inference: np.exp(trainer) - np.exp(inference),
 }
 ABSOLUTE, RELATIVE = 1e-6, 1e-5
-"""A record in float32 differs from its formula by rounding: a KL near 0 by 1e-7 where r − ℓ − 1 is taken as it
-stands."""
+"""A record in float32 differs from its formula by rounding: a KL near 0 by 1e-7 if taken as r − ℓ − 1."""
 
 
 def follows(name: str, recorded: NDArray[Any], columns: Mapping[str, NDArray[Any]]) -> bool:

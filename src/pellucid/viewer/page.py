@@ -1,10 +1,10 @@
-"""The self-contained page: our script and style inlined, the data as inert blocks, a policy that allows nothing else.
+"""The self-contained page: our script and style inlined, data as inert blocks, a policy that allows no more.
 
     <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-…'; …">
     <script type="text/plain" id="chunk/7/0">eNqt…</script>
 
-Only the scripts and the style whose hashes are in the policy run or apply; nothing is ever loaded. Every block
-holds base64 of what the server would answer under the same name, so no byte of a run is parsed as HTML.
+Only the scripts and the style whose hashes are in the policy run or apply; nothing is ever loaded. A block is
+base64 of what the server would answer under the same name, so no byte of a run is parsed as HTML.
 """
 
 import base64
@@ -27,7 +27,7 @@ from pellucid.viewer.vocabulary import open_vocabulary
 
 SCRIPTS = ("vendor/uPlot.iife.min.js",)
 KEEP_BUDGETS = 4
-"""Encoded steps are kept in memory up to so many times a page's budget; of a longer run they are made again."""
+"""Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
 
 STYLES = ("vendor/uPlot.min.css", "page.css")
 
@@ -87,8 +87,9 @@ def _write(
             encoded[step] = made
     spread = choose_spread(sizes, budget)
     for step in sorted(spread.steps):
-        made = encoded.get(step)
-        if made is None or spread.tokens_per_step is not None:
+        if step in encoded and spread.tokens_per_step is None:
+            made = encoded[step]
+        else:
             records = _first_tokens(exports.records(step), spread.tokens_per_step)
             made = encode_step(step, exports, records, roles)
         held.append(step)

@@ -73,9 +73,8 @@ class Rows:
             values = measured[name] if name in measured else _numbers(batch, _FIELDS[name])
             self.numbers[name].append(np.asarray(values, np.float64))
         for name in WORDS:
-            values = batch.columns.get(_FIELDS[name])
-            found = [""] * batch.num_sequences if values is None else [_word(value) for value in values]
-            self.words[name] += found
+            words = batch.columns.get(_FIELDS[name])
+            self.words[name] += [""] * batch.num_sequences if words is None else map(_word, words)
         self.sparks.append(_sparks(batch))
 
     def write(self, blob: BlobWriter) -> dict[str, list[str]]:
@@ -98,8 +97,8 @@ class Rows:
 def _measure(batch: ColumnBatch) -> dict[str, NDArray[Any]]:
     columns, chosen = batch.columns, trainable(batch)
     nothing = np.full(batch.num_sequences, np.nan)
-    versions = columns.get("policy_versions")
-    seen = None if versions is None else np.isfinite(versions) & (versions >= 0)
+    versions = columns.get("policy_versions", np.full(batch.num_tokens, np.nan))
+    seen = np.isfinite(versions) & (versions >= 0)
     step = _numbers(batch, "step")
     found = {
         "tokens": batch.lengths,
@@ -111,9 +110,9 @@ def _measure(batch: ColumnBatch) -> dict[str, NDArray[Any]]:
         "loss": _sum(batch, np.nan_to_num(columns["token_loss"].astype(np.float64)))
         if "token_loss" in columns
         else nothing,
-        "version_low": nothing if seen is None else -_largest(batch, -versions, seen),
-        "version_high": nothing if seen is None else _largest(batch, versions, seen),
-        "staleness": nothing if seen is None else step - _mean(batch, versions, seen),
+        "version_low": -_largest(batch, -versions, seen),
+        "version_high": _largest(batch, versions, seen),
+        "staleness": step - _mean(batch, versions, seen),
     }
     for row, column in (
         ("masked", "is_masked"),

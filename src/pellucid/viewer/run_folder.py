@@ -1,4 +1,4 @@
-"""What a run folder says beside its exports: metrics per step, the ledger, the loss, the model's tokenizer."""
+"""What a run folder says beside its exports: metrics per step, ledger, loss, the model's tokenizer."""
 
 import tomllib
 from collections.abc import Iterator

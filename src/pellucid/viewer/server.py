@@ -152,7 +152,7 @@ def _blob(data: bytes) -> Response:
 
 
 def _refusal(request: Request, host: str, token: str | None) -> Response | None:
-    """Other sites' pages reach a local server through the visitor's browser: by name, or by a forged request."""
+    """Other sites' pages reach a local server through the browser: by a name of theirs, or by forgery."""
     named = request.headers.get("host", "")
     name = (
         named.rpartition(":")[0].strip("[]")

@@ -2,7 +2,7 @@
 
     300 steps of 128 records, at most 4,000 -> 31 steps: 0, 10, 20, …, 299
 
-Only where the first and the last step alone are too many are they cut short, after as many tokens each as fit.
+Only where the first and the last step alone are too many are they cut short, after as many tokens as fit.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Spread:
             f"This page shows {num_kept:,} of {self.total.records:,} records, "
             f"from {len(self.steps):,} of {len(self.sizes):,} steps: {which}. "
             f"A page is kept to about {self.budget.records:,} records and {self.budget.tokens:,} tokens; "
-            "`pellucid view` without `-o` serves all of them, and a step folder alone makes a page of its own."
+            "`pellucid view` without `-o` serves all of them; a step folder alone makes a page of its own."
         )
 
 

@@ -91,8 +91,8 @@ def kl_domain(p95: float) -> list[float]:
 
 def _ends(middles: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float, float]:
     reached = np.cumsum(counts) / counts.sum()
-    low = float(middles[np.searchsorted(reached, 0.001)])
-    high = float(middles[min(len(middles) - 1, np.searchsorted(reached, 0.999))])
+    places = np.minimum(np.searchsorted(reached, [0.001, 0.999]), len(middles) - 1)
+    low, high = (float(end) for end in middles[places])
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 

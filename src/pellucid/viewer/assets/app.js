@@ -32,6 +32,15 @@ export const VIEWS = {
 const PULSE_MS = 1500;
 
 export class App {
+  /** @type {Run} */
+  run;
+
+  /** @type {TopBar | null} */
+  topBar = null;
+
+  /** @type {{step: number, records: number[]} | null} the order of a step's records in its table, which j and k follow */
+  order = null;
+
   /** @param {import("./state/store.js").Store} store @param {import("./data/source.js").Source} source */
   constructor(store, source) {
     this.store = store;

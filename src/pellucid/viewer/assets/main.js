@@ -5,6 +5,6 @@ import { openSource } from "./data/source.js";
 import { listenForKeys } from "./state/keys.js";
 import { Store } from "./state/store.js";
 
-const app = new App(new Store(), openSource());
+export const app = new App(new Store(), openSource());
 listenForKeys(app);
 app.start();

@@ -7,13 +7,17 @@ const GLYPHS = /** @type {Record<string, string>} */ ({ " ": "·", "\n": "⏎", 
 // Controls, format characters (bidi marks among them), unusual spaces, unassigned and private ones.
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Zs}\p{Co}\p{Cn}\p{Cs}]/gu;
 const ATTACHES = /^[\p{M}\u200d\ufe0f\u{1f3fb}-\u{1f3ff}]/u;
+const JOINER = "\u200d"; // between two pictures it makes one of them
+const JOINABLE = /[\p{Extended_Pictographic}\ufe0f\u{1f3fb}-\u{1f3ff}]/u;
 const CONTINUES = "‥";
 const LONGEST_CHARACTER = 12;
 
 /** @param {string} text */
 export function visible(text) {
-  return text.replace(UNSEEN, (character) =>
-    GLYPHS[character] ?? `⟨U+${/** @type {number} */ (character.codePointAt(0)).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+  return text.replace(UNSEEN, (character, at) => {
+    if (character === JOINER && JOINABLE.test([...text.slice(0, at)].at(-1) ?? "")) return character;
+    return GLYPHS[character] ?? `⟨U+${/** @type {number} */ (character.codePointAt(0)).toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  });
 }
 
 export class Vocabulary {

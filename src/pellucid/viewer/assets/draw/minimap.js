@@ -11,6 +11,9 @@ const ROLE_COLOURS = /** @type {Record<string, string>} */ ({ system: "role-syst
  */
 
 export class Minimap {
+  /** @type {Strip} */
+  strip;
+
   /** @param {{onSeek(token: number): void}} handlers */
   constructor(handlers) {
     this.canvas = element("canvas", { "aria-hidden": "true" });

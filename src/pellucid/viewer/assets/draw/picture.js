@@ -21,7 +21,7 @@ export function picture(view) {
   context.fillStyle = themeColour("muted");
   context.fillText(`${metric.label}, ${metric.formula}: ${short(scale.low, 2)}`, MARGIN, 42);
   const from = MARGIN + context.measureText(`${metric.label}, ${metric.formula}: ${short(scale.low, 2)}`).width + 8;
-  scale.colours.forEach(([colour], /** @type {number} */ i) => { context.fillStyle = colour; context.fillRect(from + i * 6, 33, 6, 10); });
+  scale.colours.forEach((/** @type {[string, string]} */ [colour], /** @type {number} */ i) => { context.fillStyle = colour; context.fillRect(from + i * 6, 33, 6, 10); });
   context.fillStyle = themeColour("muted");
   context.fillText(short(scale.high, 2), from + scale.colours.length * 6 + 8, 42);
   const frame = text.root.getBoundingClientRect();

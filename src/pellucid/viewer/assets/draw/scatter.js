@@ -11,6 +11,9 @@ const MOST = 40_000;
 /** @typedef {import("../data/metrics.js").Metric} Metric @typedef {{metric: Metric, values: ArrayLike<number> | null, low: number, high: number}} Axis */
 
 export class Scatter {
+  /** @type {[number, number, number][]} left, top, token */
+  points = [];
+
   /** @param {(token: number) => void} onChoose */
   constructor(onChoose) {
     this.canvas = element("canvas", { role: "img", "aria-label": "scatter of two metrics" });

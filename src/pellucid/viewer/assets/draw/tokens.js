@@ -35,6 +35,27 @@ function widthOf(shown) {
  */
 
 export class TokenText {
+  /** @type {import("../data/run.js").TokenRecord} */
+  record;
+
+  /** @type {import("../data/texts.js").Vocabulary} */
+  vocabulary;
+
+  /** @type {Look} */
+  look;
+
+  /** @type {ArrayLike<number>} */
+  ids;
+
+  /** @type {Int32Array} the first token of each line, and the number of tokens at the end */
+  starts;
+
+  /** @type {Float64Array} */
+  tops;
+
+  /** @type {Int32Array} the segment of each line */
+  owners;
+
   /** @param {{onPin(token: number): void, onHover(token: number): void, onScroll?: () => void}} handlers */
   constructor(handlers) {
     this.handlers = handlers;
@@ -79,8 +100,11 @@ export class TokenText {
   layOut() {
     const room = Math.max(160, this.root.clientWidth - GUTTER - 2 * PADDING);
     this.laidOutFor = this.root.clientWidth;
+    /** @type {number[]} */
     const starts = [];
+    /** @type {number[]} */
     const tops = [];
+    /** @type {number[]} */
     const owners = [];
     let top = PADDING;
     const { ids, vocabulary, record } = this;
@@ -188,7 +212,7 @@ export class TokenText {
     return low;
   }
 
-  /** The tokens in sight: [first, last). */
+  /** The tokens in sight: [first, last). @returns {[number, number]} */
   window() {
     const first = this.lineAtHeight(this.root.scrollTop);
     const last = this.lineAtHeight(this.root.scrollTop + this.root.clientHeight);

@@ -15,6 +15,27 @@ import { spokenToken, tokenDetails } from "./token.js";
 const CHART_HEIGHT = 118;
 
 export class RecordView {
+  /** @type {import("../data/run.js").TokenRecord} */
+  record;
+
+  /** @type {import("../data/metrics.js").Metric} */
+  metric;
+
+  /** @type {ArrayLike<number> | null} of the metric, by token */
+  values = null;
+
+  /** @type {ColourScale} */
+  scale;
+
+  /** @type {number[] | null} */
+  outliers = null;
+
+  /** @type {any} */
+  chart = null;
+
+  /** @type {TokenTable | null} */
+  table = null;
+
   /** @param {any} app */
   constructor(app) {
     this.app = app;

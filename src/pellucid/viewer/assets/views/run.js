@@ -89,7 +89,7 @@ export class RunView {
     const steps = head.steps.map((/** @type {any} */ summary) => summary.step);
     const metrics = head.metrics;
     const names = Object.keys(metrics);
-    const all = [...new Set([...steps, ...names.flatMap((name) => (name.startsWith("reward/") ? metrics[name].map(([step]) => step) : []))])].sort((a, b) => a - b);
+    const all = [...new Set([...steps, ...names.flatMap((name) => (name.startsWith("reward/") ? metrics[name].map((/** @type {number[]} */ [step]) => step) : []))])].sort((a, b) => a - b);
     const place = new Map(all.map((step, i) => [step, i]));
     const series = (/** @type {string} */ name) => {
       if (!metrics[name]) return null;

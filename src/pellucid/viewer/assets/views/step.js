@@ -16,6 +16,9 @@ const HISTOGRAMS = ["kl", "ratio", "entropy", "surprise", "delta", "adv", "loss"
 const POSITIONS = 160;
 
 export class StepView {
+  /** @type {import("../data/run.js").StepTokens} */
+  all;
+
   /** @param {any} app */
   constructor(app) {
     this.app = app;
@@ -79,7 +82,7 @@ export class StepView {
   drawHead(index) {
     const point = index.summary.points.all;
     const metrics = this.app.run.head.metrics;
-    const at = (/** @type {string} */ name) => metrics[name]?.find(([step]) => step === index.step)?.[1];
+    const at = (/** @type {string} */ name) => metrics[name]?.find((/** @type {number[]} */ [step]) => step === index.step)?.[1];
     const facts = [["records", count(point.records)], ["tokens", `${count(point.tokens)}, ${count(point.trainable)} trainable`],
       ["reward", `${short(at("reward/all") ?? point.reward, 4)}${at("reward/all") === undefined ? "" : " over all rollouts"}`],
       ["mismatch KL", point.kl_mean === null ? null : `mean ${short(point.kl_mean)}, p99 ${short(point.kl_p99, 2)}, max ${short(point.kl_max)}`],

@@ -94,8 +94,9 @@ export function disagreements(record, token) {
   }
   const [masked, high, low] = ["is_masked", "is_masked_high", "is_masked_low"].map((name) => record.value(name, token));
   if (masked === 0 && (high || low)) found.push("Recorded as masked on one side, and as not masked.");
-  if (record.value("loss_mask", token) === 0 && Math.abs(record.value("token_loss", token) ?? 0) > 1e-12) {
-    found.push(`Not trainable, but its loss was recorded as ${precise(record.value("token_loss", token))}.`);
+  const loss = record.value("token_loss", token) ?? 0;
+  if (record.value("loss_mask", token) === 0 && Math.abs(loss) > 1e-12) {
+    found.push(`Not trainable, but its loss was recorded as ${precise(loss)}.`);
   }
   return found;
 }

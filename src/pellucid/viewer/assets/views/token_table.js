@@ -7,6 +7,12 @@ import { short } from "../draw/format.js";
 import { VirtualTable } from "../draw/table.js";
 
 export class TokenTable {
+  /** @type {import("../data/run.js").TokenRecord} */
+  record;
+
+  /** @type {(ArrayLike<number> | null)[]} by metric */
+  values = [];
+
   /** @param {any} app @param {HTMLElement} root */
   constructor(app, root) {
     this.app = app;

@@ -13,6 +13,19 @@ import { VirtualTable } from "../draw/table.js";
 const CURVE_POINTS = 50;
 
 export class WhatIfView {
+  /** @type {import("../data/run.js").StepTokens} */
+  all;
+
+  /** @type {ColourScale} */
+  scale;
+
+  type = "dppo";
+
+  controlsFor = "";
+
+  /** @type {Map<string, {slider: any, number: any}> | null} */
+  inputs = null;
+
   /** @param {any} app */
   constructor(app) {
     this.app = app;
@@ -154,6 +167,7 @@ export class WhatIfView {
     const shown = loss.bounds.filter(({ key }) => key !== "kl_tau");
     const { all } = this;
     const [A, delta, ratio] = ["advantages", "prob_delta", "importance_ratio"].map((name) => /** @type {any} */ (all.column(name)));
+    /** @type {{A: number, delta: number, ratio: number, logRatio: number, logProb: number}[]} */
     const tokens = [];
     const envCode = env ? all.index.words.env.indexOf(env) : -1;
     const stride = Math.max(1, Math.floor(all.length / 60_000));

@@ -14,6 +14,9 @@ const LIMIT = 200;
 const CONTEXT = 12;
 
 export class WorstView {
+  /** @type {ColourScale} */
+  scale;
+
   /** @param {any} app */
   constructor(app) {
     this.app = app;
