@@ -296,3 +296,13 @@ def served() -> Iterator[Callable[[Path], str]]:
         run.close()
         server.should_exit = True
         thread.join(5)
+
+
+@pytest.fixture(scope="session")
+def study_page(browser: Any, study: str) -> Iterator[Any]:
+    """An open page whose modules can be called; its state is nobody's."""
+    page = browser.new_page()
+    page.goto(study)
+    page.wait_for_selector(".view")
+    yield page
+    page.close()

@@ -66,6 +66,7 @@ export class App {
     this.topBar = new TopBar(this);
     this.showNotes();
     this.store.subscribe((_, changed) => this.update(changed));
+    if (!location.hash && head.start_record) this.store.set({ view: "record", record: head.start_record }, { replace: true });
     await this.update(new Set(["view"]));
     if (head.live) this.listen();
   }
@@ -88,6 +89,7 @@ export class App {
     if (state.view !== this.viewName || !this.view) {
       this.viewName = state.view;
       this.view = new VIEWS[state.view].View(this);
+      this.main.dataset.view = state.view;
       this.main.replaceChildren(this.view.root);
       this.main.scrollTop = 0;
       changed = new Set(Object.keys(state));
@@ -271,15 +273,13 @@ export class App {
 
   /** Follows a running job: asks for a pulse, one request at a time, and reads what is new. */
   async listen() {
-    let seen = "";
     for (;;) {
       await new Promise((resolve) => { setTimeout(resolve, PULSE_MS); });
       if (document.hidden) continue;
       try {
-        const pulse = JSON.stringify(await this.source.pulse());
-        if (seen && pulse !== seen) await this.refresh();
-        if (!seen && this.run.head.pending) await this.refresh();
-        seen = pulse;
+        const { steps, last, summarised } = await this.source.pulse();
+        const { held, steps: known } = this.run.head;
+        if (steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) await this.refresh();
         this.topBar?.connected(true);
       } catch {
         this.topBar?.connected(false);

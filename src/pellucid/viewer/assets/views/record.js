@@ -49,7 +49,7 @@ export class RecordView {
       onScroll: () => this.minimap.mark(...this.text.window()),
     });
     this.tableRoot = element("div", { class: "token-table" });
-    this.details = element("aside", { class: "details", "aria-label": "Token" });
+    this.details = element("aside", { class: "details", "aria-label": "Token", tabindex: 0 });
     this.body = element("div", { class: "record-body" },
       element("div", { class: "record-main" }, this.text.root, this.tableRoot), this.details);
     this.overview = element("div", { class: "overview" }, this.minimap.root, this.chartRoot);

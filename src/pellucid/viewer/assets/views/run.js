@@ -81,7 +81,7 @@ export class RunView {
     refill(this.ledger, element("header", {}, element("h3", {}, "Where every sampled token went"),
       element("small", { class: ledger.balanced ? "good" : "bad" }, ...ledger.verdict.map((/** @type {string} */ line) => element("span", {}, `${ledger.balanced ? "✓ " : "✗ "}${line}`))),
       context ? element("small", {}, `${compact(context)} context tokens beside them`) : null),
-    element("div", { class: "flow-frame" }, sankey(states, sampled, width, (state) => this.app.go({ view: "worst", kind: state === "masked" ? "masked" : "all" }))));
+    element("div", { class: "flow-frame", tabindex: 0, role: "region", "aria-label": "ledger" }, sankey(states, sampled, width, (state) => this.app.go({ view: "worst", kind: state === "masked" ? "masked" : "all" }))));
   }
 
   drawStrips() {
