@@ -33,7 +33,7 @@ from pellucid.inference.sampling import draw
 from pellucid.inference.scoring import Scoring, score
 from pellucid.inference.step_attention import Prompt, StepAttention
 from pellucid.model import Policy, lean_forward
-from pellucid.transport.weights import load_weights
+from pellucid.transport.adapter import ServedWeights
 
 MAX_PREFILL_TOKENS = 8192
 
@@ -122,6 +122,7 @@ class Engine:
         self.counts = EngineCounts()
         self.version = 0
         self._policy = policy
+        self._weights = ServedWeights(policy.hf)
         self._hidden = lean_forward(policy)
         self._num_slots = num_slots
         self._max_length = max_length
@@ -230,7 +231,7 @@ class Engine:
 
         On any error the engine goes on with what it has.
         """
-        load_weights(self._policy.hf, folder)
+        self._weights.load(folder)
         self.version = version
 
     @torch.inference_mode()

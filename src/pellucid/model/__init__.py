@@ -1,5 +1,6 @@
 """One loading and one forward for trainer and engine, so that their logprobs can be compared at all."""
 
+from pellucid.model.adapter import Adapter, Adapters
 from pellucid.model.attention import AttentionPlan, PackedAttention
 from pellucid.model.head import TokenOutput, token_logprobs
 from pellucid.model.layout import Layout, packed_layout, shared_layout
@@ -9,6 +10,8 @@ from pellucid.model.policy import Policy
 from pellucid.model.ulysses import ContextParallel
 
 __all__ = [
+    "Adapter",
+    "Adapters",
     "AttentionPlan",
     "ContextParallel",
     "Layout",

@@ -1,7 +1,6 @@
 """What `pellucid trainer` and `pellucid sft` call: builds a run from its configuration and trains."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
@@ -14,12 +13,8 @@ from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerRunConfig
 from pellucid.data import TokenTable
 from pellucid.data.tokenizer import load_tokenizer
-from pellucid.export import TokenExporter
-from pellucid.ledger import Journal, Stage
-from pellucid.loss import loss_for
-from pellucid.metrics import Sink, open_sinks
-from pellucid.model import load_policy
-from pellucid.model.load import check_tokenizer, vocab_size
+from pellucid.metrics import Sink
+from pellucid.model.load import vocab_size
 from pellucid.trainer.batches import (
     BatchSource,
     DatasetBatches,
@@ -28,8 +23,8 @@ from pellucid.trainer.batches import (
     OrchestratorBatches,
     share_table,
 )
+from pellucid.trainer.build import build_run, open_journal
 from pellucid.trainer.loop import train
-from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.parallel import joined
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
@@ -87,14 +82,6 @@ def run_with(config: TrainerRunConfig, ranks: Ranks) -> None:
         _train(config, build_run(config, batches, journal, [LogSink()], ranks, publishes=True))
 
 
-def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:
-    """`trainer.jsonl`, `trainer_1.jsonl`, …: one per rank."""
-    if not ranks.keeps_books:
-        return None
-    name = f"trainer_{ranks.rank}.jsonl" if ranks.rank else "trainer.jsonl"
-    return Journal(config.output_dir / "ledger" / name, Stage.TRAINER, resume=config.resume)
-
-
 def train_on_dataset(
     config: SFTConfig, data: SFTData | None, sinks: list[Sink], ranks: Ranks | None = None
 ) -> None:
@@ -144,7 +131,7 @@ def restore(run: Run) -> None:
     if steps:
         folder = run.output_dir / "checkpoints" / f"step_{steps[-1]}"
         progress = read_progress(folder)
-        read_state(run.policy, run.optimizer.adamw, folder / STATE, run.ranks.group)
+        read_state(run.trained.module, run.optimizer.adamw, folder / STATE, run.ranks.group)
         torch.set_rng_state(torch.frombuffer(bytearray(progress.random_state), dtype=torch.uint8))
         run.go_on_from(progress)
     if run.exporter is not None:
@@ -152,40 +139,3 @@ def restore(run: Run) -> None:
         if run.ranks.is_main:
             run.exporter.forget_ranks_from(run.ranks.num_ranks, run.start)
     logger.info("resumed at step %d", run.start)
-
-
-def build_run(
-    config: TrainerRunConfig,
-    batches: BatchSource,
-    journal: Journal | None,
-    sinks: list[Sink],
-    ranks: Ranks | None = None,
-    *,
-    publishes: bool = False,
-) -> Run:
-    """`sinks` are those of the main process, besides the ones that the configuration asks for."""
-    settings, ranks = config.trainer, ranks or Ranks()
-    torch.set_num_threads(max(1, (settings.threads or os.cpu_count() or 1) // ranks.num_local))
-    torch.manual_seed(config.seed)
-    policy = load_policy(config.model, trainable=True)
-    tokenizer = load_tokenizer(config.model.name)
-    check_tokenizer(policy, tokenizer, config.model.name)
-    if settings.model.activation_checkpointing:
-        policy.checkpoint_activations()
-    ranks.shard(policy)
-    export = settings.experimental.token_export if ranks.keeps_books else None
-    return Run(
-        config=settings,
-        output_dir=config.output_dir,
-        max_steps=config.max_steps,
-        policy=policy,
-        tokenizer=tokenizer,
-        losses=loss_for(settings.loss),
-        optimizer=Optimizer(policy, settings.optim, settings.scheduler, max_steps=config.max_steps),
-        batches=batches,
-        sinks=[*open_sinks(config, "trainer"), *sinks] if ranks.is_main else [],
-        journal=journal,
-        exporter=TokenExporter(config.output_dir, rank=ranks.rank, path=export.path) if export else None,
-        publishes=publishes,
-        ranks=ranks,
-    )

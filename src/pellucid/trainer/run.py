@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from pellucid.checkpoint import Progress
 from pellucid.config import TrainerConfig
@@ -30,15 +30,10 @@ from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.saver import CheckpointSaver
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_weights
 from pellucid.trainer.stop import StopRequest
+from pellucid.trainer.trained import Trained
 from pellucid.trainer.validation import Validation
 from pellucid.transport import is_stable, publish_folder
-from pellucid.transport.weights import (
-    offer_weights,
-    publish_weights,
-    published_versions,
-    weights_folder,
-    write_weights,
-)
+from pellucid.transport.weights import publish_version, published_versions, weights_folder
 
 _LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
@@ -59,7 +54,9 @@ class Run:
     output_dir: Path
     max_steps: int
     policy: Policy
-    tokenizer: Any
+    trained: Trained
+    """Of the policy."""
+
     losses: dict[str, TokenLoss]
     optimizer: Optimizer
     batches: BatchSource
@@ -150,10 +147,17 @@ class Run:
             self.ranks.context,
         )
 
+    def part(self, batch: StepBatch, start: int, stop: int, num_before: int) -> StepBatch:
+        """Some of its samples, packed on their own; what they weigh is decided by the whole."""
+        part = self.pack(batch.step, batch.table.select(np.arange(start, stop)))
+        weights = None if batch.weights is None else batch.weights[start:stop]
+        return replace(part, weights=weights, whole=batch, num_before=num_before)
+
     def observer(self, batch: StepBatch) -> StepObserver:
         return StepObserver(batch, self.exporter)
 
     def forward(self, micro_batch: LoadedMicroBatch) -> TokenOutput:
+        self.trained.activate()
         tokens = micro_batch.tokens
         output: TokenOutput = self.policy(
             tokens["token_ids"], tokens.positions, tokens["temperatures"], micro_batch.layout
@@ -171,9 +175,10 @@ class Run:
         if self.publishes and not self.ranks.share(lambda: is_stable(folder)):
             with self._watch("publish"):
                 if self.ranks.is_main:
-                    publish_weights(self.policy.hf, self.output_dir, step + 1, keep=self.config.keep_weights)
+                    keep = self.config.keep_weights
+                    publish_version(self.output_dir, step + 1, self.trained.write, keep=keep)
                 else:
-                    offer_weights(self.policy.hf)
+                    self.trained.offer()
 
     def finish(self, step: int, observer: StepObserver, grad_norm: float) -> None:
         """Books, export and metrics of a trained step; a checkpoint when one is due."""
@@ -225,7 +230,7 @@ class Run:
         )
         with self._watch("checkpoint"):
             self._settle(wait=True)
-            self._saver.save(progress, self.policy, self.optimizer.adamw)
+            self._saver.save(progress, self.trained.module, self.optimizer.adamw)
             self._settle(wait=False)
         self._num_saved = self._num_trained
 
@@ -258,21 +263,10 @@ class Run:
     def save_model(self) -> None:
         """The result: a folder that `AutoModelForCausalLM.from_pretrained` loads."""
         self.finish_checkpoint()
-
-        def write(folder: Path) -> None:
-            if self.ranks.group is None:
-                self.policy.hf.save_pretrained(folder)
-            else:
-                whole = folder / "whole.safetensors"
-                write_weights(self.policy.hf, whole)
-                self.policy.hf.save_pretrained(folder, state_dict=load_file(whole))  # mapped, not read
-                whole.unlink()
-            self.tokenizer.save_pretrained(folder)
-
         if self.ranks.is_main:
-            publish_folder(self.output_dir / "model", write)
+            publish_folder(self.output_dir / "model", self.trained.save)
         else:
-            offer_weights(self.policy.hf)
+            self.trained.offer()
 
     def close_books(self) -> None:
         """Only a run that came to its end: the journal of any other stays open, and its batches stay."""
