@@ -9,6 +9,7 @@ resets it. An adapter's parameters have the names that PEFT gives them in its fi
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,17 +68,16 @@ class Adapters:
         self.config = config
         self._policy = policy
         self._slots = [f"slot_{number}" for number in range(num_slots)]
-        for slot in self._slots:
-            inject_adapter_in_model(
-                PeftConfig(
-                    r=config.rank,
-                    lora_alpha=config.alpha,  # type: ignore[arg-type]
-                    lora_dropout=config.dropout,
-                    target_modules=_targets(policy, config),
-                ),
-                policy.hf,
-                adapter_name=slot,
-            )
+        described = PeftConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]
+            lora_dropout=config.dropout,
+            target_modules=_targets(policy, config),
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+            for slot in self._slots:
+                inject_adapter_in_model(described, policy.hf, adapter_name=slot)
         for name, parameter in policy.named_parameters():
             parameter.requires_grad_(".lora_" in name)
         if config.dropout:
@@ -111,20 +111,18 @@ class _TrainingDropout(nn.Module):
 
 def _targets(policy: Policy, config: LoraConfig) -> list[str]:
     """Full names, so that nothing outside the decoder layers is meant."""
-    linear = {
+    inside = {
         name
         for name, module in policy.hf.named_modules()
-        if isinstance(module, nn.Linear) or hasattr(module, "lora_A")
+        if isinstance(module, nn.Linear) and ".layers." in f".{name}"
     }
-    inside = {name for name in linear if ".layers." in f".{name}" and ".lora_" not in name}
-    found = {name for name in inside if name.rsplit(".", 1)[-1] in config.targets}
-    there = {name.rsplit(".", 1)[-1] for name in inside if not name.endswith("base_layer")}
+    there = {name.rsplit(".", 1)[-1] for name in inside}
     if unknown := sorted(set(config.targets) - there):
         raise ConfigError(
             f"model.lora.targets: {', '.join(unknown)} are no linear layers of this model's decoder; it has "
             f"{', '.join(sorted(there))}"
         )
-    return sorted(found)
+    return sorted(name for name in inside if name.rsplit(".", 1)[-1] in config.targets)
 
 
 def _like(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -1,15 +1,10 @@
 """What `pellucid trainer` and `pellucid sft` call: builds a run from its configuration and trains."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 
-import torch
-
-from pellucid.checkpoint import read_progress
-from pellucid.checkpoint.files import STATE
-from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerRunConfig
 from pellucid.data import TokenTable
 from pellucid.data.tokenizer import load_tokenizer
@@ -24,43 +19,39 @@ from pellucid.trainer.batches import (
     share_table,
 )
 from pellucid.trainer.build import build_run, open_journal
+from pellucid.trainer.log_sink import LogSink
 from pellucid.trainer.loop import train
+from pellucid.trainer.many.join import join_trainer
+from pellucid.trainer.many.serve import serve_runs
 from pellucid.trainer.parallel import joined
 from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.resume import restore
 from pellucid.trainer.run import Run
 from pellucid.trainer.sft_data import SFTData
 from pellucid.trainer.stop import Stopped
 from pellucid.trainer.validation import Validation
-from pellucid.transport import open_receiver, stable_steps
+from pellucid.transport import open_receiver
 
 logger = logging.getLogger(__name__)
 
 
-class LogSink:
-    """One line per step in the trainer's log."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        logger.info(
-            "step %d  loss %.4g  grad norm %.3g  %d tokens, %d with loss, %d padding in %d micro batches  "
-            "%.0f tok/s",
-            step,
-            *(values[name] for name in ("loss", "grad_norm", "tokens", "loss_tokens", "padding_tokens")),
-            values["micro_batches"],
-            values["throughput/tokens_per_s"],
-        )
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 def run_trainer(config: TrainerRunConfig) -> None:
-    """Trains on the batches that an orchestrator sends, or on fake ones."""
+    """Trains on the batches that an orchestrator sends, or on fake ones.
+
+    With `trainer.many_runs`, those of all runs that join; with `trainer.join`, it is such a run.
+    """
+    if config.trainer.join is not None:
+        join_trainer(config)
+        return
     with joined(config.trainer) as ranks:
         run_with(config, ranks)
 
 
 def run_with(config: TrainerRunConfig, ranks: Ranks) -> None:
     """The same, in processes that have found each other."""
+    if config.trainer.many_runs is not None:
+        serve_runs(config, ranks)
+        return
     if (fake := config.trainer.data.fake) is not None:
         fakes = FakeBatches(
             fake.batch_size,
@@ -123,19 +114,3 @@ def _train(config: TrainerRunConfig, run: Run) -> None:
         raise SystemExit(128 + stopped.signal) from None
     finally:
         run.close()
-
-
-def restore(run: Run) -> None:
-    """Takes a new run to where its newest checkpoint was, bit by bit; without one it starts at step 0."""
-    steps = run.ranks.share(lambda: stable_steps(run.output_dir / "checkpoints"))
-    if steps:
-        folder = run.output_dir / "checkpoints" / f"step_{steps[-1]}"
-        progress = read_progress(folder)
-        read_state(run.trained.module, run.optimizer.adamw, folder / STATE, run.ranks.group)
-        torch.set_rng_state(torch.frombuffer(bytearray(progress.random_state), dtype=torch.uint8))
-        run.go_on_from(progress)
-    if run.exporter is not None:
-        run.exporter.forget_from(run.start)
-        if run.ranks.is_main:
-            run.exporter.forget_ranks_from(run.ranks.num_ranks, run.start)
-    logger.info("resumed at step %d", run.start)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -116,7 +116,7 @@ class Run:
 
     def next_batch(self, step: int) -> StepBatch:
         """Also where a run is stopped: all processes before the same step, when the main one says so."""
-        with self._watch("wait"):
+        with self.waiting():
             table = share_table(self.ranks, lambda: self._receive(step))
         return self.pack(step, table)
 
@@ -152,6 +152,10 @@ class Run:
         part = self.pack(batch.step, batch.table.select(np.arange(start, stop)))
         weights = None if batch.weights is None else batch.weights[start:stop]
         return replace(part, weights=weights, whole=batch, num_before=num_before)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around what is not this run's own time."""
+        return self._watch("wait")
 
     def observer(self, batch: StepBatch) -> StepObserver:
         return StepObserver(batch, self.exporter)
@@ -246,13 +250,14 @@ class Run:
     def _times(self, report: Mapping[str, float], num_pairs: int) -> dict[str, float]:
         times = self._watch.lap()
         step_s = times["time/step_s"] - times.get("time/validate_s", 0.0)
+        wait_s = times.get("time/wait_s", 0.0)
         num_computed = report["computed_tokens"] - report["padding_tokens"]
         flops_per_s = self._shape.flops(num_computed, num_pairs) / step_s
         peak = peak_flops(self.policy.device)
         return {
             **times,
             **({} if peak is None else {"throughput/mfu": flops_per_s / (peak * self.ranks.num_processes)}),
-            "time/train_s": step_s - times["time/wait_s"],
+            "time/train_s": step_s - wait_s,
             "throughput/model_tflops_per_s": flops_per_s / 1e12,
             "throughput/tokens_per_s": (report["tokens"] - report["padding_tokens"]) / step_s,
             "throughput/computed_tokens_per_s": report["computed_tokens"] / step_s,

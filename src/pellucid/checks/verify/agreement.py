@@ -60,9 +60,7 @@ def check_swaps(subject: Subject) -> Iterator[Finding]:
         _train(subject, lr=0.0)
         _hand_over(subject)
     with torch.no_grad():
-        moved = max(
-            float((own - weights[name]).abs().max()) for name, own in run.trained.module.named_parameters()
-        )
+        moved = max(float((own - weights[name]).abs().max()) for name, own in module.named_parameters())
     yield Finding(
         "drift",
         f"weights after {NUM_SWAPS} steps and swaps at learning rate 0: largest change",
