@@ -67,7 +67,7 @@ def test_one_missing_token_is_named_and_fails(tmp_path, capsys):
     assert run_ledger(LedgerSettings(run=write_run(tmp_path, trained=599))) == 1
 
     output = capsys.readouterr().out
-    assert output.splitlines()[-1] == "trainer: 1 token missing (run 'demo', environment 'reverse')"
+    assert output.splitlines()[-1] == "trainer, step 0: 1 token missing (run 'demo', environment 'reverse')"
     assert "balanced" not in output
 
 
@@ -95,7 +95,7 @@ def test_json_has_the_same_numbers(tmp_path, capsys):
             {"run": "demo", "env": "reverse", "sampled": 1000, "states": reverse, "beside": beside},
             {"run": "demo", "env": "sort", "sampled": 200, "states": {"cancelled": 200}, "beside": {}},
         ],
-        "differences": [{"run": "demo", "env": "reverse", "where": "trainer", "tokens": 1}],
+        "differences": [{"run": "demo", "env": "reverse", "where": "trainer, step 0", "tokens": 1}],
     }
 
 
