@@ -32,7 +32,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # What only tests and checks need: the tools, and the optional packages that are tested for real.
 $(TESTABLE): $(INSTALLED)
-	$(PIP) -e '.[dev,datasets,tensorboard,verifiers,wandb]'
+	$(PIP) -e '.[dev,datasets,export,tensorboard,verifiers,wandb]'
 	@touch $@
 
 demo: $(INSTALLED)

@@ -133,8 +133,8 @@ def test_what_cannot_be_an_export_is_refused(tmp_path: Path) -> None:
         list(read_records(tmp_path / "nothing"))
     with pytest.raises(DataError, match=r"expected rank_R.jsonl, found nothing"):
         list(read_records(tmp_path))
-    (tmp_path / "rank_0.parquet").touch()
-    with pytest.raises(DataError, match=r"expected rank_R.jsonl, found rank_0.parquet"):
+    (tmp_path / "rank_0.csv").touch()
+    with pytest.raises(DataError, match=r"expected rank_R.jsonl, found rank_0.csv"):
         list(read_records(tmp_path))
-    with pytest.raises(DataError, match=r"expected a .jsonl file, got .parquet"):
-        list(read_records(tmp_path / "rank_0.parquet"))
+    with pytest.raises(DataError, match=r"expected a .jsonl or .parquet file, got .csv"):
+        list(read_records(tmp_path / "rank_0.csv"))

@@ -277,7 +277,8 @@ def test_every_rank_exports_what_it_trained(folder, alone, two, four, name) -> N
         where = run / "token_exports" / f"step_{step}"
         ranks = num_ranks if step >= 3 or name != "2 to 4" else 2
         files = [f"rank_{rank}.jsonl" for rank in range(ranks)]
-        assert sorted(path.name for path in where.iterdir()) == ["STABLE", *files]
+        summaries = [f"summary.rank_{rank}.json" for rank in range(ranks)]
+        assert sorted(path.name for path in where.iterdir()) == ["STABLE", *files, *summaries]
         found = {key: record for file in files for key, record in records(where / file).items()}
         assert sum(len(records(where / file)) for file in files) == len(found)
         expected = records(alone / "token_exports" / f"step_{step}" / "rank_0.jsonl")

@@ -186,5 +186,5 @@ def test_no_records_give_an_error_and_no_page(settings: Any, tmp_path: Path) -> 
 def test_a_column_of_words_is_an_error_that_names_the_record(settings: Any, tmp_path: Path) -> None:
     file = tmp_path / "rank_0.jsonl"
     file.write_text(json.dumps({"step": 3, "token_ids": [1, 2], "entropy": ["a", "b"]}) + "\n")
-    with pytest.raises(DataError, match="record 0 of step 3, rank 0: entropy is not a list of numbers"):
+    with pytest.raises(DataError, match="rank_0.jsonl:1: entropy is not a list of numbers"):
         run_view(settings(file))

@@ -42,7 +42,14 @@ from pellucid.config.orchestrator import (
     SamplingConfig,
     TeacherConfig,
 )
-from pellucid.config.trainer import OptimConfig, SchedulerConfig, TokenExportConfig, TrainerConfig
+from pellucid.config.trainer import (
+    ExportColumns,
+    ExportFormat,
+    OptimConfig,
+    SchedulerConfig,
+    TokenExportConfig,
+    TrainerConfig,
+)
 from pellucid.config.transport import FilesystemTransportConfig, TransportConfig, ZmqTransportConfig
 
 __all__ = [
@@ -56,6 +63,8 @@ __all__ = [
     "EnvConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "ExportColumns",
+    "ExportFormat",
     "FilesystemTransportConfig",
     "FilterConfig",
     "GroupAdvantageConfig",

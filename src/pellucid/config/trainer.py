@@ -79,12 +79,22 @@ class ProfileConfig(Section):
         return range(self.first_step, self.first_step + self.num_steps)
 
 
+ExportFormat = Literal["jsonl", "parquet"]
+ExportColumns = Literal["all", "essential"]
+
+
 class TokenExportConfig(Section):
     path: Path | None = None
-    """One file for all steps, with the rank in its name; default: `token_exports/step_N/rank_R.jsonl`."""
+    """One file for all steps, with the rank in its name (Parquet, which cannot be appended to: one per step,
+    with the step in its name, too); default: `token_exports/step_N/rank_R.jsonl`, or `.parquet`."""
 
-    format: Literal["jsonl"] = "jsonl"
-    """One JSON record per sequence and line."""
+    format: ExportFormat = "jsonl"
+    """`jsonl`: one JSON record per sequence and line. `parquet`: the same in columns, about a fifth of the
+    size and read much faster; needs `pip install 'pellucid[export]'`."""
+
+    columns: ExportColumns = "all"
+    """`essential` leaves out what follows from other columns (ratios, mismatch KL, positions, rewards per
+    token): half the size. `pellucid` derives them when it reads; tools of others do not."""
 
 
 class ExperimentalConfig(Section):

@@ -1,7 +1,25 @@
-"""Token exports: what the loss did with every token, one record per sequence."""
+"""Token exports: what the loss did with every token, one record per sequence.
 
-from pellucid.export.reader import read_records
+export = pellucid.export.open("outputs/reverse_text/rl")
+export.steps                                       (0, 1, 2, …)
+export.step(3)[0]["mismatch_kl"]                   one record's column, as an array
+export.step(3).column("mismatch_kl")               all of the step's, end to end
+export.records(env_name="math").arrow()            a view for other tools
+"""
+
+from pellucid.export.reader import Export, open, read_records
+from pellucid.export.record import Record, Records
 from pellucid.export.schema import FIELDS, SCHEMA_VERSION, Field
 from pellucid.export.writer import TokenExporter
 
-__all__ = ["FIELDS", "SCHEMA_VERSION", "Field", "TokenExporter", "read_records"]
+__all__ = [
+    "FIELDS",
+    "SCHEMA_VERSION",
+    "Export",
+    "Field",
+    "Record",
+    "Records",
+    "TokenExporter",
+    "open",
+    "read_records",
+]

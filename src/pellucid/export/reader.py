@@ -3,44 +3,105 @@
     outputs/demo/                       a run folder            finished steps only
     outputs/demo/token_exports/         its exports             finished steps only
     outputs/demo/token_exports/step_7/  one step                read even without its STABLE marker
-    any/where/rank_0.jsonl              one file
+    any/where/rank_0.jsonl              one file, or .parquet
 
 Records carry the columns of the export format, fewer where the writer had fewer. The older form, a list of
 objects under `tokens`, comes out in the same columns. A shape that is neither is an error with file and
-line; so is an input without records.
+line; so is an input without records. What is torn or damaged is reported and left out.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from pellucid.errors import DataError
-from pellucid.export.schema import FIELDS
+from pellucid.export.jsonl_source import JsonlSource
+from pellucid.export.parquet_source import ParquetSource
+from pellucid.export.record import Records, Wanted, read_columns
+from pellucid.export.source import Source
+from pellucid.export.summary import NEEDED, StepSummary
 
 log = logging.getLogger(__name__)
 
 MARKER = "STABLE"
+SUFFIXES = (".jsonl", ".parquet")
+_STEPS_KEPT_OPEN = 64
 
-TOKEN_COLUMNS = tuple(field.name for field in FIELDS if field.per_token)
-"""A record may lack any of them but `token_ids`."""
 
-ORDER = ("step", "rank", "export_sequence_idx")
+def open(path: Path | str, *, report: Callable[[str], object] = log.warning) -> "Export":
+    """The exports below `path`. What is left out, and why, goes to `report` once and stays in `problems`."""
+    return Export(Path(path), report)
 
-OLDER_NAMES = {
-    "id": "token_ids",
-    "position": "position_ids",
-    "advantage": "advantages",
-    "reward": "rewards",
-    "inference_logprob": "inference_logprobs",
-    "trainer_logprob": "trainer_logprobs",
-    "teacher_logprob": "teacher_logprobs",
-    "temperature": "temperatures",
-    "policy_version": "policy_versions",
-}
-"""Key of a per-token object -> column; a key that is not here keeps its name."""
+
+class Export:
+    """What lies below a path; files are opened when their step is first asked for.
+
+    A run that goes on is opened again to see its new steps: that reads nothing but folder names.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], object] = log.warning) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        """What was torn or damaged in the files opened so far, and left out."""
+
+        self._report = report
+        self._folders = _step_folders(path)
+        self._sources = lru_cache(_STEPS_KEPT_OPEN)(self._open_step)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that can be read, ascending."""
+        if self._folders is not None:
+            return tuple(self._folders)
+        return tuple(sorted({key[0] for source in self._sources(None) for key in source.keys}))
+
+    def step(self, number: int) -> Records:
+        return self.records({number})
+
+    def records(self, steps: Collection[int] | None = None, **wanted: Wanted) -> Records:
+        """All records, or those of some steps; `wanted` as in `Records.where`."""
+        entries: list[tuple[Source, int]] = []
+        for step in self._folders if self._folders is not None else (None,):
+            if step is None or steps is None or step in steps:
+                found = [
+                    (key, number, row, source)
+                    for number, source in enumerate(self._sources(step))
+                    for row, key in enumerate(source.keys)
+                    if steps is None or key[0] in steps
+                ]
+                entries += [(source, row) for *_, row, source in sorted(found, key=lambda entry: entry[:3])]
+        records = Records(entries)
+        return records.where(**wanted) if wanted else records
+
+    def summary(self, step: int) -> StepSummary:
+        """What the step's tokens look like; made from the records where the writer left no summary."""
+        total = StepSummary()
+        folder = None if self._folders is None else self._folders.get(step)
+        written = [] if folder is None else [_summary_of(file) for file in _rank_files(folder)]
+        if written and all(path.exists() for path in written):
+            for path in written:
+                total.merge(StepSummary.from_dict(orjson.loads(path.read_bytes())))
+        else:
+            for source, rows in self.step(step).files():
+                total.add(read_columns(source, rows, NEEDED))
+        return total
+
+    def _open_step(self, step: int | None) -> list[Source]:
+        if step is None:
+            files = [self.path] if self.path.is_file() else _rank_files(self.path)
+        else:
+            assert self._folders is not None
+            files = _rank_files(self._folders[step])
+        return [_open_source(file, self._note) for file in files]
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+            self._report(problem)
 
 
 def read_records(
@@ -49,56 +110,49 @@ def read_records(
     *,
     report: Callable[[str], object] = log.warning,
 ) -> Iterator[dict[str, Any]]:
-    """The records below `path`; with `steps`, those of these steps only. A torn line goes to `report`."""
-    found = False
-    for files in _files_by_step(path, steps):
-        records = [record for file in files for record in _read_file(file, report)]
-        for record in sorted(records, key=_order):
-            if steps is None or record.get("step", 0) in steps:
-                found = True
-                yield record
-    if not found:
+    """The records below `path` as plain lists and numbers, one by one; at least one."""
+    records = open(path, report=report).records(steps)
+    if not records:
         which = "" if steps is None else f" of the steps {sorted(steps)}"
         raise DataError(f"{path} holds no token-export records{which}")
+    for record in records:
+        yield record.as_dict()
 
 
-def read_json_lines(path: Path, report: Callable[[str], object] = log.warning) -> Iterator[tuple[int, Any]]:
-    """(line number, value) of every line; a torn last line is reported and left out."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                if line.endswith(b"\n"):
-                    raise DataError(f"{path}:{number} is not JSON: {error}") from error
-                report(f"{path}:{number} is cut short (still being written, or its writer died); skipped")
+def _summary_of(file: Path) -> Path:
+    return file.with_name(f"summary.{file.stem}.json")
 
 
-def _files_by_step(path: Path, steps: Collection[int] | None) -> Iterator[list[Path]]:
-    """The files of each step, steps in order. Sorting within a step is then enough."""
+def _open_source(path: Path, report: Callable[[str], object]) -> Source:
+    return ParquetSource(path, report) if path.suffix == ".parquet" else JsonlSource(path, report)
+
+
+def _step_folders(path: Path) -> dict[int, Path] | None:
+    """The finished steps of a folder, in order; None for a step folder or a file."""
     if path.is_file():
-        if path.suffix != ".jsonl":
-            raise DataError(f"{path}: expected a .jsonl file, got {path.suffix or 'no suffix'}")
-        yield [path]
-        return
+        if path.suffix not in SUFFIXES:
+            raise DataError(f"{path}: expected a .jsonl or .parquet file, got {path.suffix or 'no suffix'}")
+        return None
     if not path.is_dir():
-        raise DataError(f"{path} does not exist; give a run, token_exports or step folder, or a .jsonl file")
+        raise DataError(
+            f"{path} does not exist; give a run, token_exports or step folder, or a .jsonl or .parquet file"
+        )
     exports = path / "token_exports" if (path / "token_exports").is_dir() else path
     numbers = sorted(_step_numbers(exports))
-    if numbers:
-        finished = [number for number in numbers if (exports / f"step_{number}" / MARKER).exists()]
-        if not finished:
-            raise DataError(
-                f"{exports} has {len(numbers)} steps, none of them finished (no {MARKER} marker); "
-                f"name a step folder such as {exports / f'step_{numbers[0]}'} to read it as it is"
-            )
-        yield from (
-            _rank_files(exports / f"step_{number}") for number in finished if steps is None or number in steps
+    if not numbers:
+        _rank_files(path)
+        return None
+    finished = {
+        number: exports / f"step_{number}"
+        for number in numbers
+        if (exports / f"step_{number}" / MARKER).exists()
+    }
+    if not finished:
+        raise DataError(
+            f"{exports} has {len(numbers)} steps, none of them finished (no {MARKER} marker); "
+            f"name a step folder such as {exports / f'step_{numbers[0]}'} to read it as it is"
         )
-    else:
-        yield _rank_files(exports)
+    return finished
 
 
 def _step_numbers(exports: Path) -> Iterator[int]:
@@ -109,59 +163,10 @@ def _step_numbers(exports: Path) -> Iterator[int]:
 
 
 def _rank_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.jsonl"))
+    files = sorted(path for suffix in SUFFIXES for path in folder.glob(f"*{suffix}"))
     if not files:
         present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
-        raise DataError(f"{folder} holds no .jsonl token export; expected rank_R.jsonl, found {present}")
-    return files
-
-
-def _read_file(path: Path, report: Callable[[str], object]) -> Iterator[dict[str, Any]]:
-    for number, value in read_json_lines(path, report):
-        try:
-            yield _as_record(value)
-        except DataError as error:
-            raise DataError(f"{path}:{number}: {error}") from error
-
-
-def _as_record(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(f"expected one JSON object per line, got {type(value).__name__}")
-    record: dict[str, Any] = value if "token_ids" in value else _from_token_objects(value)
-    ids = record["token_ids"]
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise DataError(f"expected token_ids to be a list of integers, got {_preview(ids)}")
-    for name in TOKEN_COLUMNS:
-        column = record.get(name)
-        if column is not None and (not isinstance(column, list) or len(column) != len(ids)):
-            got = f"{len(column)} entries" if isinstance(column, list) else type(column).__name__
-            raise DataError(f"expected {name} to be a list of {len(ids)} entries, one per token, got {got}")
-    for name in ORDER:
-        if not isinstance(record.get(name, 0), int):
-            raise DataError(f"expected {name} to be an integer, got {_preview(record[name])}")
-    return record
-
-
-def _from_token_objects(value: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = value.get("tokens")
-    if not isinstance(tokens, list):
         raise DataError(
-            "expected a record with token_ids (or, in the older form, a list of objects under tokens), "
-            f"got the keys {sorted(value)[:8]}"
+            f"{folder} holds no .jsonl or .parquet token export; expected rank_R.jsonl, found {present}"
         )
-    for index, token in enumerate(tokens):
-        if not isinstance(token, dict) or "id" not in token:
-            raise DataError(f"expected an object with an id at tokens[{index}], got {_preview(token)}")
-    keys = dict.fromkeys(key for token in tokens for key in token)
-    columns = {OLDER_NAMES.get(key, key): [token.get(key) for token in tokens] for key in keys}
-    rest = {key: entry for key, entry in value.items() if key != "tokens"}
-    return {"token_ids": [], **columns, **rest}
-
-
-def _order(record: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(record.get(name, 0) for name in ORDER)
-
-
-def _preview(value: Any) -> str:
-    text = orjson.dumps(value).decode()
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return files

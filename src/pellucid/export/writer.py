@@ -1,7 +1,10 @@
-"""Writes what the loss did with every token, as JSONL, one record per sequence with a trainable token.
+"""Writes what the loss did with every token: one record per sequence with a trainable token.
 
 Values come from the loss's own record and are never derived again here. A step's file appears under its
 final name when the step is complete, and `STABLE` beside it once every rank has written.
+
+Encoding and writing are done by a thread, one micro batch at a time: training waits for it only when the next
+micro batch is there already, so an export never holds more than one beyond what training holds.
 
 An export never stops training: on a full disk, or when its folder vanishes, it ends with one warning, takes
 back what it had of the step, and counts what it leaves out from then on.
@@ -9,42 +12,55 @@ back what it had of the step, and counts what it leaves out from then on.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
-from pellucid.data import COLUMNS, Stored, TokenTable
+from pellucid.config import ExportColumns, ExportFormat
+from pellucid.data import TokenTable
 from pellucid.data.files import replace_file
-from pellucid.export.schema import FIELDS, SCHEMA_VERSION
+from pellucid.export.batch import micro_batch_columns
+from pellucid.export.optional import require
+from pellucid.export.paths import ExportPaths, partial_of
+from pellucid.export.schema import ESSENTIAL, FIELDS
+from pellucid.export.sink import JsonlSink, ParquetSink, RecordSink
+from pellucid.export.summary import StepSummary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-_STORED_AS = {"rewards": "reward"}
-"""Fields that are a table's column under another name."""
-
 
 class TokenExporter:
-    def __init__(self, run_dir: Path, *, rank: int = 0, path: Path | None = None) -> None:
-        self._run_dir = run_dir
+    """The export of one run by one rank."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        rank: int = 0,
+        path: Path | None = None,
+        format: ExportFormat = "jsonl",
+        columns: ExportColumns = "all",
+    ) -> None:
+        if format == "parquet":
+            require("pyarrow", 'trainer.experimental.token_export.format = "parquet"')
+        self._paths = ExportPaths(run_dir, f".{format}", path)
+        self._fields = FIELDS if columns == "all" else ESSENTIAL
         self._rank = rank
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._start: int | None = None
-        """Length of the file when the step that is being written began."""
+        self._sink: RecordSink | None = None
+        self._summary = StepSummary()
         self._num_written = 0
         self._num_due = 0
         """Sequences of this step, whether they could be written or not."""
         self._failed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
+        self._job: Future[None] | None = None
         self.num_skipped = 0
         """Sequences without a trainable token so far: not exported, but counted."""
         self.num_lost = 0
@@ -60,100 +76,98 @@ class TokenExporter:
         denominator: int,
     ) -> None:
         """One micro batch; `observed` are the per-token values of forward and loss, None where absent."""
-        spans = list(self._exported(table))
-        self._num_due += len(spans)
-        records = self._records(table, observed, spans, step, micro_step, denominator)
-        self._attempt(step, lambda: self._write(step, records))
+        self.flush()
+        held = {name: None if values is None else values.detach().cpu() for name, values in observed.items()}
+        self._job = self._thread.submit(self._export, table, held, step, micro_step, denominator)
 
     def finish(self, step: int) -> None:
         """The step is complete: its file gets its name."""
+        self.flush()
         self._attempt(step, lambda: self._complete(step))
         self.num_lost += self._num_due if self._failed else 0
-        self._num_due = 0
+        self._num_due = self._num_written = 0
+        self._summary = StepSummary()
 
     def forget_from(self, step: int) -> None:
-        """These steps will be written again; in a file of their own they are simply replaced then."""
-        self._attempt(step, lambda: self._cut_before(step))
+        """These steps will be written again by this rank."""
+        self._attempt(step, lambda: self._delete_from(step, lambda rank: rank == self._rank))
 
     def forget_ranks_from(self, num_ranks: int, step: int) -> None:
         """Ranks that are no more: these steps will be written again by others."""
-        for rank in self._known_ranks():
-            if rank >= num_ranks:
-                former = TokenExporter(self._run_dir, rank=rank, path=self._path)
-                self._attempt(step, partial(former._delete_from, step))
+        self._attempt(step, lambda: self._delete_from(step, lambda rank: rank >= num_ranks))
 
     def close(self) -> None:
         """In the middle of a step, if at all: its file keeps its hidden name (one for all steps stays)."""
-        with suppress(OSError):
-            self._close_file()
+        self._thread.shutdown()
+        if self._sink is not None:
+            self._sink.abandon()
+            self._sink = None
 
     def mark_stable(self, step: int) -> None:
         """Called once, when every rank has finished the step."""
-        if self._path is None:
-            self._attempt(step, (self._target(step).parent / "STABLE").touch)
+        if (marker := self._paths.marker(step)) is not None:
+            self._attempt(step, marker.touch)
 
-    def _records(
+    def flush(self) -> None:
+        """What was added so far has been written."""
+        if self._job is not None:
+            job, self._job = self._job, None
+            job.result()
+
+    def _export(
         self,
         table: TokenTable,
         observed: "Mapping[str, Tensor | None]",
-        spans: Sequence[tuple[int, int, int]],
         step: int,
         micro_step: int,
         denominator: int,
-    ) -> Iterator[dict[str, Any]]:
-        columns = {**_table_columns(table), **_observed_columns(observed, table.num_tokens)}
-        shared = {
-            "schema_version": SCHEMA_VERSION,
-            "step": step,
-            "rank": self._rank,
-            "micro_step": micro_step,
-            "denominator": denominator,
-        }
-        for index, start, stop in spans:
-            values = {
-                **shared,
-                "micro_sequence_idx": index,
-                "export_sequence_idx": self._num_written,
-                **_sequence_values(table, index),
-                **{name: column[start:stop] for name, column in columns.items()},
-            }
-            yield {field.name: values[field.name] for field in FIELDS}
+    ) -> None:
+        batch, num_skipped = micro_batch_columns(
+            table,
+            observed,
+            step=step,
+            rank=self._rank,
+            micro_step=micro_step,
+            denominator=denominator,
+            num_written=self._num_written,
+        )
+        self.num_skipped += num_skipped
+        self._num_due += batch.num_sequences
+        self._num_written += batch.num_sequences
+        if not self._failed:
+            self._summary.add(batch)
+            self._attempt(step, lambda: self._open(step).write(batch))
 
-    def _write(self, step: int, records: Iterator[dict[str, Any]]) -> None:
-        file = self._file or self._open(step)
-        for record in records:
-            file.write(orjson.dumps(record, option=_OPTIONS))
-            self._num_written += 1
+    def _open(self, step: int) -> RecordSink:
+        if self._sink is None:
+            target, shared = self._paths.file(step, self._rank), self._paths.is_shared
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path = target if shared else partial_of(target)
+            if self._paths.suffix == ".jsonl":
+                self._sink = JsonlSink(path, self._fields, append=shared)
+            else:
+                self._sink = ParquetSink(path, self._fields)
+        return self._sink
 
     def _complete(self, step: int) -> None:
-        if self._file is None:
-            self._open(step)
-        self._close_file()
-        if self._path is None:
-            _partial(self._target(step)).rename(self._target(step))
-        self._start = None
+        self._open(step).close()
+        if not self._paths.is_shared:
+            target = self._paths.file(step, self._rank)
+            partial_of(target).rename(target)
+        if (summary := self._paths.summary(step, self._rank)) is not None:
+            replace_file(summary, orjson.dumps(self._summary.as_dict(), option=orjson.OPT_SERIALIZE_NUMPY))
+        self._sink = None
 
-    def _cut_before(self, step: int) -> None:
-        if self._path is not None and (target := self._target(step)).exists():
-            kept = [line for line in target.read_bytes().splitlines(keepends=True) if _is_before(step, line)]
-            replace_file(target, b"".join(kept))
-
-    def _known_ranks(self) -> set[int]:
-        """Those that have written so far."""
-        folder = self._run_dir / "token_exports"
-        paths = folder.glob("step_*/rank_*.jsonl") if self._path is None else self._rank_files(self._path)
-        numbers = (path.name.removesuffix(path.suffix).rpartition("rank_")[2] for path in paths)
-        return {int(number) for number in numbers if number.isdigit()}
-
-    def _rank_files(self, path: Path) -> Iterator[Path]:
-        return path.parent.glob(f"{path.stem}.rank_*{path.suffix or '.jsonl'}")
-
-    def _delete_from(self, step: int) -> None:
-        self._cut_before(step)
-        if self._path is None:
-            for path in (self._run_dir / "token_exports").glob(f"step_*/rank_{self._rank}.jsonl"):
-                if int(path.parent.name.removeprefix("step_")) >= step:
-                    path.unlink()
+    def _delete_from(self, step: int, is_meant: Callable[[int], bool]) -> None:
+        for number, rank, path in self._paths.known():
+            if not is_meant(rank):
+                continue
+            if number is None:
+                _cut_before(step, path)
+            elif number >= step:
+                if (marker := self._paths.marker(number)) is not None:
+                    marker.unlink(missing_ok=True)  # first: killed in between, the step is not trusted
+                path.unlink(missing_ok=True)
 
     def _attempt(self, step: int, work: Callable[[], object]) -> None:
         if self._failed:
@@ -172,72 +186,24 @@ class TokenExporter:
 
     def _take_back(self, step: int) -> None:
         """Half a step is of no use, and its space may be needed."""
-        self.close()
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        sink.abandon()
+        target = self._paths.file(step, self._rank)
         with suppress(OSError):
-            if self._path is None:
-                _partial(self._target(step)).unlink()
-            elif self._start is not None:
-                os.truncate(self._target(step), self._start)
+            if self._paths.is_shared:
+                os.truncate(target, sink.start)
+            else:
+                partial_of(target).unlink(missing_ok=True)
+                target.unlink(missing_ok=True)
 
-    def _close_file(self) -> None:
-        if self._file is not None:
-            file, self._file = self._file, None
-            file.close()
 
-    def _exported(self, table: TokenTable) -> Iterator[tuple[int, int, int]]:
-        offsets = table.token_offsets
-        for index in range(table.num_sequences):
-            start, stop = int(offsets[index]), int(offsets[index + 1])
-            if table["loss_mask"][start:stop].any():
-                yield index, start, stop
-            elif table["env_name"][index]:
-                self.num_skipped += 1
-
-    def _open(self, step: int) -> BinaryIO:
-        target = self._target(step)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._file = target.open("ab") if self._path is not None else _partial(target).open("wb")
-        self._start = self._file.tell()
-        self._num_written = 0
-        return self._file
-
-    def _target(self, step: int) -> Path:
-        if self._path is not None:
-            return self._path.with_name(f"{self._path.stem}.rank_{self._rank}{self._path.suffix or '.jsonl'}")
-        return self._run_dir / "token_exports" / f"step_{step}" / f"rank_{self._rank}.jsonl"
+def _cut_before(step: int, path: Path) -> None:
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _is_before(step, line)]
+    replace_file(path, b"".join(kept))
 
 
 def _is_before(step: int, line: bytes) -> bool:
     """False for a torn line, too."""
     return line.endswith(b"\n") and orjson.loads(line)["step"] < step
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
-
-
-def _table_columns(table: TokenTable) -> dict[str, NDArray[Any]]:
-    columns = {"position_ids": table.positions()}
-    for field in FIELDS:
-        name = _STORED_AS.get(field.name, field.name)
-        if field.per_token and name in COLUMNS:
-            columns[field.name] = np.ascontiguousarray(table.dense(name))
-    return columns
-
-
-def _observed_columns(observed: "Mapping[str, Tensor | None]", num_tokens: int) -> dict[str, NDArray[Any]]:
-    absent = np.full(num_tokens, np.nan, np.float32)
-    return {
-        name: absent if values is None else values.detach().cpu().numpy() for name, values in observed.items()
-    }
-
-
-def _sequence_values(table: TokenTable, index: int) -> dict[str, Any]:
-    values = {
-        field.name: table[field.name][index]
-        for field in FIELDS
-        if not field.per_token and field.name in COLUMNS and COLUMNS[field.name].stored is Stored.SEQUENCES
-    }
-    if table.has("advantages"):
-        values["advantage"] = None
-    return values

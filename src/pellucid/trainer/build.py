@@ -83,7 +83,7 @@ def assemble_run(
         batches=batches,
         sinks=[*open_sinks(config, "trainer"), *sinks] if ranks.is_main else [],
         journal=journal,
-        exporter=TokenExporter(config.output_dir, rank=ranks.rank, path=export.path) if export else None,
+        exporter=TokenExporter(config.output_dir, rank=ranks.rank, **dict(export)) if export else None,
         publishes=publishes,
         ranks=ranks,
     )

@@ -194,11 +194,13 @@ class Run:
             ranks: list[Told] = self.ranks.gather(self._told(observer))
             report = observer.report([told.metrics for told in ranks])
             if self.exporter is not None:
+                num_lost = self._totals[_LOST]
                 for name, counts in zip(
                     _LEFT_OUT, zip(*(told.left_out for told in ranks), strict=True), strict=True
                 ):
                     self._totals[name] = sum(counts)
-                if self.ranks.is_main:  # every rank has written, or it would not have told its metrics
+                # Every rank has written, or it would not have told its metrics; and nothing was left out.
+                if self.ranks.is_main and self._totals[_LOST] == num_lost:
                     self.exporter.mark_stable(step)
         if self.validation is not None:
             with self._watch("validate"):

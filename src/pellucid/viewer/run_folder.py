@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.errors import LedgerError
-from pellucid.export.reader import read_json_lines
+from pellucid.export.jsonl_source import read_json_lines
 from pellucid.ledger import Report, State, reconcile
 
 REWARD = "reward/all"

@@ -1,0 +1,143 @@
+"""Some sequences in columns: what writers encode, readers decode and summaries count.
+
+    lengths      [3, 2]
+    token_ids    [5 6 9 | 5 8]                     one entry per token, sequences end to end
+    entropy      [2.3 0.1 nan | 2.3 0.7]           NaN is null
+    reward       [1.0, 0.0]                        one entry per sequence
+
+A mask that is null somewhere (sft has no trust region) is float32 with NaN there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pellucid.data import TokenTable
+from pellucid.export.schema import BY_NAME, FIELDS, SCHEMA_VERSION, Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Integers = NDArray[np.int64]
+Values = NDArray[Any]
+
+_STORED_AS = {"rewards": "reward"}
+"""Fields that are a table's column under another name."""
+
+
+@dataclass(frozen=True)
+class ColumnBatch:
+    lengths: Integers
+    columns: Mapping[str, Values]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @cached_property
+    def offsets(self) -> Integers:
+        """Where each sequence starts, and the number of tokens at the end."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @cached_property
+    def owners(self) -> Integers:
+        """The sequence of each token."""
+        return np.repeat(np.arange(self.num_sequences), self.lengths)
+
+    def spread(self, name: str) -> Values:
+        """A per-sequence column with one entry per token."""
+        return self.columns[name][self.owners]
+
+    def take(self, rows: Sequence[int] | Integers) -> "ColumnBatch":
+        """These sequences, in this order."""
+        chosen = np.asarray(rows, np.int64)
+        if len(chosen) == self.num_sequences and (chosen == np.arange(len(chosen))).all():
+            return self
+        lengths, starts = self.lengths[chosen], self.offsets[chosen]
+        ends = np.cumsum(lengths)
+        tokens = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
+        return ColumnBatch(
+            lengths,
+            {
+                name: values[tokens if is_per_token(name, values, self) else chosen]
+                for name, values in self.columns.items()
+            },
+        )
+
+    @classmethod
+    def concat(cls, batches: Sequence["ColumnBatch"]) -> "ColumnBatch":
+        """Columns that all of them have."""
+        if len(batches) == 1:
+            return batches[0]
+        names = [name for name in batches[0].columns if all(name in batch.columns for batch in batches)]
+        return cls(
+            np.concatenate([batch.lengths for batch in batches]),
+            {name: np.concatenate([batch.columns[name] for batch in batches]) for name in names},
+        )
+
+
+def is_per_token(name: str, values: Values, batch: ColumnBatch) -> bool:
+    """Foreign columns are told by their length."""
+    if name in BY_NAME:
+        return BY_NAME[name].per_token
+    return len(values) == batch.num_tokens != batch.num_sequences
+
+
+def micro_batch_columns(
+    table: TokenTable,
+    observed: "Mapping[str, Tensor | None]",
+    *,
+    step: int,
+    rank: int,
+    micro_step: int,
+    denominator: int,
+    num_written: int,
+) -> tuple[ColumnBatch, int]:
+    """What is exported of a micro batch, and how many sequences are not: those without a trainable token.
+
+    `observed` are the per-token values of forward and loss, None where the loss has none. Padding, the
+    sequence without an environment, is neither exported nor counted.
+    """
+    is_due = table.trainable_lengths > 0
+    num_skipped = int(sum(bool(env) for env in table["env_name"][~is_due]))
+    rows = np.flatnonzero(is_due)
+    constant = {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "rank": rank,
+        "micro_step": micro_step,
+        "denominator": denominator,
+    }
+    known: dict[str, Values] = {
+        **{name: np.full(table.num_sequences, value, np.int64) for name, value in constant.items()},
+        **{name: _observed(values, table.num_tokens) for name, values in observed.items()},
+        "micro_sequence_idx": np.arange(table.num_sequences),
+        "export_sequence_idx": num_written + np.cumsum(is_due) - 1,
+        "position_ids": table.positions(),
+    }
+    if table.has("advantages"):
+        known["advantage"] = np.full(table.num_sequences, np.nan, np.float32)
+    columns = {
+        field.name: known[field.name] if field.name in known else _stored(table, field) for field in FIELDS
+    }
+    return ColumnBatch(table.lengths, columns).take(rows), num_skipped
+
+
+def _observed(values: "Tensor | None", num_tokens: int) -> Values:
+    if values is None:
+        return np.full(num_tokens, np.nan, np.float32)
+    array: Values = values.detach().cpu().numpy()
+    return array
+
+
+def _stored(table: TokenTable, field: Field) -> Values:
+    name = _STORED_AS.get(field.name, field.name)
+    return np.ascontiguousarray(table.dense(name) if field.per_token else table[name])

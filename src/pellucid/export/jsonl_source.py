@@ -1,0 +1,144 @@
+"""A JSONL export: finds the lines, reads the heads of the records, parses a line when it is asked for."""
+
+import logging
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pellucid.errors import DataError
+from pellucid.export.batch import ColumnBatch, Values
+from pellucid.export.schema import BY_NAME, KEY
+from pellucid.export.shapes import as_record, key_of, token_values
+from pellucid.export.source import Key, Report
+
+log = logging.getLogger(__name__)
+
+_HEAD_BYTES = 4096
+"""The fields before `token_ids` fit into this; where they do not, the whole line is parsed."""
+
+_KEPT_LINES = 4
+
+
+def read_json_lines(path: Path, report: Report = log.warning) -> Iterator[tuple[int, Any]]:
+    """(line number, value) of every line; a torn last line is reported and left out."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                value = parse_line(path, number, line, report)
+                if value is not _TORN:
+                    yield number, value
+
+
+_TORN = object()
+
+
+def parse_line(path: Path, number: int, line: bytes, report: Report) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        if line.endswith(b"\n"):
+            raise DataError(f"{path}:{number} is not JSON: {error}") from error
+        report(f"{path}:{number} is cut short (still being written, or its writer died); skipped")
+        return _TORN
+
+
+class JsonlSource:
+    def __init__(self, path: Path, report: Report) -> None:
+        self.path = path
+        self._report = report
+        self._spans: list[tuple[int, int, int]] = []
+        """Line number, start and stop of each record."""
+
+        self.keys: list[Key] = []
+        self._find_lines()
+        self._record = lru_cache(_KEPT_LINES)(self._parse)
+
+    def _find_lines(self) -> None:
+        if self.path.stat().st_size == 0:
+            return
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            start, number = 0, 1
+            while start < len(text):
+                stop = text.find(b"\n", start) + 1 or len(text)
+                if text[start : start + 1] != b"\n" and (key := self._key(text, number, start, stop)):
+                    self._spans.append((number, start, stop))
+                    self.keys.append(key)
+                start, number = stop, number + 1
+
+    def _key(self, text: mmap.mmap, number: int, start: int, stop: int) -> Key | None:
+        """From the head of the record, if it has one; None for a line without a record."""
+        cut = text.find(b'"token_ids"', start, min(stop, start + _HEAD_BYTES))
+        if cut > 0 and text[stop - 1 : stop] == b"\n":
+            try:
+                head = orjson.loads(text[start:cut].rstrip(b", \t") + b"}")
+                if all(isinstance(head.get(name), int) for name in KEY):
+                    return key_of(head)
+            except orjson.JSONDecodeError:
+                pass  # the whole line tells
+        line = text[start:stop]
+        if not line.strip():
+            return None
+        value = parse_line(self.path, number, line, self._report)
+        return None if value is _TORN else key_of(self._checked(number, value))
+
+    def _checked(self, number: int, value: Any) -> dict[str, Any]:
+        with self._located(number):
+            return as_record(value)
+
+    @contextmanager
+    def _located(self, number: int) -> Iterator[None]:
+        try:
+            yield
+        except DataError as error:
+            raise DataError(f"{self.path}:{number}: {error}") from error
+
+    def _parse(self, row: int) -> dict[str, Any]:
+        number, start, stop = self._spans[row]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            line = file.read(stop - start)
+        return self._checked(number, parse_line(self.path, number, line, self._report))
+
+    def names(self, row: int) -> Sequence[str]:
+        return [name for name, value in self._record(row).items() if value is not None]
+
+    def batch(self, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
+        parts = [self._row(row, names) for row in rows]
+        return ColumnBatch.concat(parts) if parts else ColumnBatch(np.zeros(0, np.int64), {})
+
+    def _row(self, row: int, names: Sequence[str]) -> ColumnBatch:
+        record, columns = self._record(row), {}
+        num_tokens = len(record["token_ids"])
+        with self._located(self._spans[row][0]):
+            for name in names:
+                if _is_per_token(name, record):
+                    if record.get(name) is not None:
+                        columns[name] = token_values(record, name)
+                elif name in record:
+                    columns[name] = _one(name, record[name])
+        return ColumnBatch(np.array([num_tokens], np.int64), columns)
+
+
+def _is_per_token(name: str, record: Mapping[str, Any]) -> bool:
+    if name in BY_NAME:
+        return BY_NAME[name].per_token
+    value = record.get(name)
+    return isinstance(value, list) and len(value) == len(record["token_ids"])
+
+
+def _one(name: str, value: Any) -> Values:
+    """A per-sequence value as a column of one."""
+    kind = np.dtype(BY_NAME[name].dtype) if name in BY_NAME and BY_NAME[name].dtype is not str else None
+    if kind is not None and kind.kind in "iuf" and isinstance(value, int | float):
+        return np.array([value], kind)
+    if value is None and kind is not None and kind.kind in "iuf":
+        return np.array([np.nan], np.float32)
+    column = np.empty(1, object)
+    column[0] = value
+    return column

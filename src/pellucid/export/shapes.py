@@ -1,0 +1,91 @@
+"""One parsed JSON record in the columns of the schema, whatever trainer wrote it.
+
+Fewer columns are fine, and so is the older form, a list of objects under `tokens`. Anything else is an error
+that says what was expected and what was found.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pellucid.errors import DataError
+from pellucid.export.batch import Values
+from pellucid.export.schema import BY_NAME, FIELDS, KEY
+
+TOKEN_COLUMNS = tuple(field.name for field in FIELDS if field.per_token)
+"""A record may lack any of them but `token_ids`."""
+
+OLDER_NAMES = {
+    "id": "token_ids",
+    "position": "position_ids",
+    "advantage": "advantages",
+    "reward": "rewards",
+    "inference_logprob": "inference_logprobs",
+    "trainer_logprob": "trainer_logprobs",
+    "teacher_logprob": "teacher_logprobs",
+    "temperature": "temperatures",
+    "policy_version": "policy_versions",
+}
+"""Key of a per-token object -> column; a key that is not here keeps its name."""
+
+
+def as_record(value: Any) -> dict[str, Any]:
+    """The record with its columns as lists."""
+    if not isinstance(value, dict):
+        raise DataError(f"expected one JSON object per line, got {type(value).__name__}")
+    record: dict[str, Any] = value if "token_ids" in value else _from_token_objects(value)
+    ids = record["token_ids"]
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise DataError(f"expected token_ids to be a list of integers, got {_preview(ids)}")
+    for name in TOKEN_COLUMNS:
+        column = record.get(name)
+        if column is not None and (not isinstance(column, list) or len(column) != len(ids)):
+            got = f"{len(column)} entries" if isinstance(column, list) else type(column).__name__
+            raise DataError(f"expected {name} to be a list of {len(ids)} entries, one per token, got {got}")
+    key_of(record)
+    return record
+
+
+def key_of(record: Mapping[str, Any]) -> tuple[int, ...]:
+    """What records are ordered by; 0 for a part that is not there."""
+    for name in KEY:
+        if not isinstance(record.get(name, 0), int):
+            raise DataError(f"expected {name} to be an integer, got {_preview(record[name])}")
+    return tuple(record.get(name, 0) for name in KEY)
+
+
+def token_values(record: Mapping[str, Any], name: str) -> Values:
+    """A per-token column as an array; null is NaN, and a mask with nulls is float32."""
+    values = record[name]
+    dtype = np.dtype(BY_NAME[name].dtype) if name in BY_NAME else np.dtype(np.float64)
+    try:
+        if dtype.kind == "f":
+            return np.array(values, dtype)
+        if None in values:
+            return np.array(values, np.float32 if dtype.kind == "b" else np.float64)
+        return np.array(values).astype(dtype, casting="same_kind" if dtype.kind == "b" else "unsafe")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{name} is not a list of numbers: {error}") from error
+
+
+def _from_token_objects(value: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = value.get("tokens")
+    if not isinstance(tokens, list):
+        raise DataError(
+            "expected a record with token_ids (or, in the older form, a list of objects under tokens), "
+            f"got the keys {sorted(value)[:8]}"
+        )
+    for index, token in enumerate(tokens):
+        if not isinstance(token, dict) or "id" not in token:
+            raise DataError(f"expected an object with an id at tokens[{index}], got {_preview(token)}")
+    keys = dict.fromkeys(key for token in tokens for key in token)
+    columns = {OLDER_NAMES.get(key, key): [token.get(key) for token in tokens] for key in keys}
+    rest = {key: entry for key, entry in value.items() if key != "tokens"}
+    return {"token_ids": [], **columns, **rest}
+
+
+def _preview(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 60 else f"{text[:57]}..."

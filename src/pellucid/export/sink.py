@@ -1,0 +1,68 @@
+"""What writes batches of records into a file that is open, and leaves it as it should be read."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from pellucid.export.arrow import open_writer, to_arrow
+from pellucid.export.batch import ColumnBatch
+from pellucid.export.jsonl import encode_lines
+from pellucid.export.schema import Field
+
+
+class RecordSink(Protocol):
+    start: int
+    """Bytes that were in the file before."""
+
+    def write(self, batch: ColumnBatch) -> None: ...
+
+    def close(self) -> None:
+        """The file is whole after this."""
+
+    def abandon(self) -> None:
+        """Lets go of a file that is not."""
+
+
+class JsonlSink:
+    def __init__(self, path: Path, fields: Sequence[Field], *, append: bool) -> None:
+        self._fields = fields
+        self._file = path.open("ab" if append else "wb")
+        self.start = self._file.tell()
+
+    def write(self, batch: ColumnBatch) -> None:
+        for line in encode_lines(batch, self._fields):
+            self._file.write(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+class ParquetSink:
+    """A row group per batch."""
+
+    start = 0
+
+    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
+        self._fields = fields
+        self._file = path.open("wb")
+        self._writer = open_writer(self._file, fields)
+
+    def write(self, batch: ColumnBatch) -> None:
+        if batch.num_sequences:
+            self._writer.write_table(to_arrow(batch, self._fields))
+
+    def close(self) -> None:
+        self._writer.close()
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Without a footer, so that it cannot be taken for a whole file."""
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError, ValueError):
+            self._writer.close()

@@ -1,0 +1,124 @@
+"""Summaries: distributions that add up, quantiles that are close, worst tokens that are the worst."""
+
+import hypothesis.strategies as st
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+
+import pellucid.export
+from pellucid.export.batch import ColumnBatch
+from pellucid.export.distribution import Distribution, edges
+from pellucid.export.summary import MAX_BLOCKS, NUM_WORST, PerPosition, StepSummary
+from token_exports import write_run
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(finite, min_size=1, max_size=50), st.integers(0, 50))
+def test_parts_add_up_to_the_whole(values, cut) -> None:
+    whole, left, right = Distribution(), Distribution(), Distribution()
+    whole.add(np.array(values, np.float32))
+    left.add(np.array(values[:cut], np.float32))
+    right.add(np.array(values[cut:], np.float32))
+    left.merge(Distribution.from_dict(orjson.loads(orjson.dumps(right.as_dict([])))))
+    assert (left.count, left.min, left.max) == (whole.count, whole.min, whole.max)
+    assert (left.bins == whole.bins).all() and whole.bins.sum() == len(values)
+    assert left.sum == pytest.approx(whole.sum, rel=1e-12, abs=1e-12 * np.abs(values).max())
+
+
+@given(st.floats(-(2.0**126), 2.0**126, width=32).filter(lambda value: abs(value) > 1e-37))
+def test_a_value_lies_in_its_bin(value) -> None:
+    distribution = Distribution()
+    distribution.add(np.array([value], np.float32))
+    (place,) = np.flatnonzero(distribution.bins)
+    low, high = (float(edge[0]) for edge in edges(np.array([place])))
+    assert low <= value <= high and high - low <= abs(value) / 16
+
+
+def test_bins_of_the_worked_example() -> None:
+    low, high = edges(np.array([2063, 6128]))
+    assert low.tolist() == [-1.0625, 1.0] and high.tolist() == [-1.0, 1.0625]
+
+
+def test_quantiles_are_close_and_nothing_else_is_lost() -> None:
+    values = np.random.default_rng(0).lognormal(-5, 2, 20_000).astype(np.float32)
+    distribution = Distribution()
+    distribution.add(np.concatenate([values, [np.nan, np.inf]]))
+    for share in (0.01, 0.25, 0.5, 0.75, 0.99):
+        assert distribution.quantile(share) == pytest.approx(np.quantile(values, share), rel=0.01)
+    assert (distribution.quantile(0.0), distribution.quantile(1.0)) == (values.min(), values.max())
+    assert distribution.mean == pytest.approx(values.mean(dtype=np.float64))
+    assert distribution.std == pytest.approx(values.std(dtype=np.float64))
+    assert Distribution().quantile(0.5) is None
+
+
+def test_blocks_of_positions_grow() -> None:
+    positions = PerPosition()
+    positions.add("entropy", np.array([0, 1, 1]), np.array([1.0, 2.0, 4.0]))
+    assert positions.means("entropy").tolist() == [1.0, 3.0]
+    other = PerPosition()
+    other.add("entropy", np.array([0, 2 * MAX_BLOCKS]), np.array([3.0, 5.0]))
+    assert other.block == 4 and len(other.sums["entropy"]) == MAX_BLOCKS // 2 + 1
+    positions.merge(other)
+    assert positions.means("entropy")[[0, -1]].tolist() == [10 / 4, 5.0]
+    assert other.counts["entropy"].sum() == 2
+
+
+def batch_of(num_tokens: int, start: int = 0, env: str = "a") -> ColumnBatch:
+    """One sequence, its entropies counting up."""
+    text = {"env_name": env, "training_mode": "rl", "group_id": "g", "rollout_id": f"r{start}"}
+    numbers = {"step": 0, "rank": 0, "export_sequence_idx": start}
+    return ColumnBatch(
+        np.array([num_tokens]),
+        {
+            **{name: np.array([value], object) for name, value in text.items()},
+            **{name: np.array([value]) for name, value in numbers.items()},
+            "token_ids": np.arange(num_tokens, dtype=np.uint32),
+            "position_ids": np.arange(num_tokens),
+            "loss_mask": np.arange(num_tokens) > 0,
+            "entropy": np.arange(start, start + num_tokens).astype(np.float32),
+            "is_masked": np.arange(num_tokens) == 2,
+            "reward": np.array([0.5], np.float32),
+        },
+    )
+
+
+def test_worst_tokens_are_the_worst_of_all_parts() -> None:
+    summary, other = StepSummary(), StepSummary()
+    summary.add(batch_of(100))
+    other.add(batch_of(10, start=90))
+    summary.merge(StepSummary.from_dict(orjson.loads(orjson.dumps(other.as_dict()))))
+    (part,) = summary.parts
+    assert len(part.worst["entropy"]) == NUM_WORST
+    assert [token["value"] for token in part.worst["entropy"]][:4] == [99.0, 99.0, 98.0, 98.0]
+    assert part.worst["entropy"][1] == {
+        "value": 99.0,
+        "step": 0,
+        "rank": 0,
+        "export_sequence_idx": 90,
+        "env_name": "a",
+        "group_id": "g",
+        "rollout_id": "r90",
+        "token": 9,
+        "token_id": 9,
+    }
+    assert part.counts == {
+        "sequences": 2, "tokens": 110, "trainable": 108, "masked": 2, "masked_high": 0, "masked_low": 0
+    }  # fmt: skip
+    assert set(part.metrics) == {"entropy"}
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_what_the_writer_leaves_is_what_the_records_give(tmp_path, format) -> None:
+    export = pellucid.export.open(write_run(tmp_path, format=format))
+    written = export.summary(1)
+    (tmp_path / "token_exports" / "step_1" / "summary.rank_0.json").unlink()
+    assert orjson.dumps(written.as_dict()) == orjson.dumps(export.summary(1).as_dict())
+    envs = [(part.env_name, part.training_mode, part.counts["masked"]) for part in written.parts]
+    assert envs == [("a", "rl", 0), ("a", "sft", 0), ("b", "rl", 1), ("b", "sft", 0)]
+    total = written.total()
+    assert (total.counts["sequences"], total.counts["trainable"]) == (4, 6)
+    assert total.metrics["entropy"].count == 6 and total.metrics["mismatch_kl"].count == 3
+    assert total.worst["mismatch_kl"][0]["value"] == pytest.approx(np.exp(1.5) - 2.5)
+    assert total.reward.mean == 0.5
