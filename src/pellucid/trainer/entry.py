@@ -170,6 +170,8 @@ def build_run(
     policy = load_policy(config.model, trainable=True)
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
+    if settings.enable_router_replay:
+        policy.replay_experts()
     if settings.model.activation_checkpointing:
         policy.checkpoint_activations()
     ranks.shard(policy)
