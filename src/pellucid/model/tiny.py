@@ -70,7 +70,10 @@ def make_tiny_moe_model(
     max_length: int = 4096,
     seed: int = 0,
 ) -> None:
-    """A Qwen3-MoE model, whose layers have routers and experts; `dense_layers` have neither."""
+    """A Qwen3-MoE model; its layers have routers and experts, but for `dense_layers`.
+
+    Its weights are larger than usual, so that even untrained it matters to which experts a token is sent.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = character_tokenizer()
@@ -83,7 +86,17 @@ def make_tiny_moe_model(
         norm_topk_prob=True,
         mlp_only_layers=list(dense_layers),
     )
-    _save(folder, tokenizer, seed, lambda: Qwen3MoeForCausalLM(config))
+
+    def make() -> Any:
+        model = Qwen3MoeForCausalLM(config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                for part, scale in (("embed_tokens", 4), ("mlp.gate.", 5), ("mlp.experts.", 8)):
+                    if part in name:
+                        weight *= scale
+        return model
+
+    _save(folder, tokenizer, seed, make)
 
 
 def _shape(
