@@ -62,6 +62,6 @@ def test_settings_that_contradict_it_are_refused() -> None:
 def test_a_model_without_experts_is_refused_before_anything_is_started(tiny_model, tiny_moe) -> None:
     check_rl(rl_config(replay=True, model=str(tiny_moe)))
     check_rl(rl_config(replay=False, model=str(tiny_model)))
-    reason = f"but model.name = '{tiny_model}' has no num_experts in its config.json"
+    reason = f"but model.name = '{tiny_model}' has no experts in its config.json"
     with pytest.raises(ModelError, match=re.escape(reason)):
         check_rl(rl_config(replay=True, model=str(tiny_model)))

@@ -25,9 +25,9 @@ def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
     if not folder.is_dir():
         return  # a hub name
     config = _read_config(name)
-    if routes and not config.get("num_experts"):
+    if routes and not (config.get("num_experts") or config.get("num_local_experts")):
         raise ModelError(
-            f"trainer.enable_router_replay = true, but model.name = {name!r} has no num_experts in its "
+            f"trainer.enable_router_replay = true, but model.name = {name!r} has no experts in its "
             "config.json; leave it out, or choose a model with experts"
         )
     _check_weights(name)
