@@ -27,7 +27,8 @@ from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
-from pellucid.trainer.entry import build_run, run_with
+from pellucid.trainer.build import build_run
+from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.parallel import BF16, Processes, shard_module
 from pellucid.trainer.run import Run

@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from pellucid.inference.protocol import Choice, GenerateResponse
 from pellucid.inference.scoring import Scoring
 from pellucid.inference.server import _choice
 from pellucid.model import ExpertRecorder, load_policy, packed_layout
-from pellucid.transport.weights import publish_weights, weights_folder
+from pellucid.transport.weights import publish_version, weights_folder, write_version
 
 ENV = Account("run", "env")
 
@@ -97,7 +98,7 @@ def test_tokens_keep_the_experts_of_the_weights_that_computed_them(policy, tiny_
         for name, weight in other.hf.named_parameters():
             if "mlp.gate." in name:
                 weight.neg_()
-    publish_weights(other.hf, tmp_path, 1, keep=2)
+    publish_version(tmp_path, 1, partial(write_version, other.hf), keep=2)
     before, _ = forward(policy, prompt)
     after, _ = forward(other, prompt)
     assert (before[:24] != after[:24]).mean() > 0.5

@@ -17,7 +17,7 @@ from pellucid.inference.engine import Engine, Request, run_to_end
 from pellucid.metrics import read_metrics
 from pellucid.model import RouterShape, load_policy
 from pellucid.trainer.batches import OrchestratorBatches
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.experts import check_experts
 from pellucid.trainer.loop import accumulate, train
 from pellucid.trainer.step import layout_of

@@ -106,6 +106,19 @@ class TrainerRunConfig(RunConfig):
     transport: TransportConfig = FilesystemTransportConfig()
     """How batches arrive."""
 
+    @model_validator(mode="after")
+    def _shares_by_adapters(self) -> "TrainerRunConfig":
+        shares = [key for key in ("many_runs", "join") if getattr(self.trainer, key) is not None]
+        if shares and self.model.lora is None:
+            raise ValueError(
+                f"trainer.{shares[0]} needs [model.lora]: runs that share a model have an adapter each"
+            )
+        if shares and self.trainer.data.fake is not None:
+            raise ValueError(
+                f"trainer.{shares[0]} with trainer.data.fake: fake data are of no run; leave one out"
+            )
+        return self
+
 
 class OrchestratorRunConfig(RunConfig):
     """`pellucid orchestrator`: sample rollouts, score them, send batches."""
@@ -186,6 +199,11 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
     @model_validator(mode="after")
     def _trains_on_what_is_sampled(self) -> "RLConfig":
         _refuse_fake_data(self.trainer, "rl trains on what its orchestrator sends")
+        if self.trainer.many_runs is not None:
+            raise ValueError(
+                "trainer.many_runs is for `pellucid trainer`, which runs join with trainer.join; leave it "
+                "out of a run's own configuration"
+            )
         return self
 
     @model_validator(mode="after")
@@ -276,6 +294,9 @@ class SFTConfig(TrainerRunConfig):
                 "trainer.enable_router_replay = true has nothing to replay in sft, whose tokens no engine "
                 "sent to experts; leave it out"
             )
+        for key in ("many_runs", "join"):
+            if getattr(self.trainer, key) is not None:
+                raise ValueError(f"trainer.{key} is for rl; sft has the model to itself: leave it out")
         return self
 
 

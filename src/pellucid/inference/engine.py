@@ -37,7 +37,7 @@ from pellucid.inference.sampling import draw
 from pellucid.inference.scoring import Scoring, score
 from pellucid.inference.step_attention import Prompt, StepAttention
 from pellucid.model import ExpertRecorder, Policy, lean_forward
-from pellucid.transport.weights import load_weights
+from pellucid.transport.adapter import ServedWeights
 
 MAX_PREFILL_TOKENS = 8192
 
@@ -130,6 +130,7 @@ class Engine:
         self.counts = EngineCounts()
         self.version = 0
         self._policy = policy
+        self._weights = ServedWeights(policy.hf)
         self._hidden = lean_forward(policy)
         self._recorder = ExpertRecorder(policy.hf) if record_experts else None
         self._num_slots = num_slots
@@ -239,7 +240,7 @@ class Engine:
 
         On any error the engine goes on with what it has.
         """
-        load_weights(self._policy.hf, folder)
+        self._weights.load(folder)
         self.version = version
 
     @torch.inference_mode()

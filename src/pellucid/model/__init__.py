@@ -1,5 +1,6 @@
 """One loading and one forward for trainer and engine, so that their logprobs can be compared at all."""
 
+from pellucid.model.adapter import Adapter, Adapters
 from pellucid.model.attention import AttentionPlan, PackedAttention
 from pellucid.model.head import TokenOutput, token_logprobs
 from pellucid.model.layout import Layout, packed_layout, shared_layout
@@ -10,6 +11,8 @@ from pellucid.model.routing import ExpertRecorder, RouterShape
 from pellucid.model.ulysses import ContextParallel
 
 __all__ = [
+    "Adapter",
+    "Adapters",
     "AttentionPlan",
     "ContextParallel",
     "ExpertRecorder",

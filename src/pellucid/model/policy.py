@@ -38,15 +38,17 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def checkpoint_activations(self) -> None:
-        """From now on each layer keeps its input alone for the backward pass, and computes the rest again."""
+    def checkpoint_activations(self, *, is_random: bool = False) -> None:
+        """From now on each layer keeps its input alone for the backward pass, and computes the rest again.
+
+        `is_random`: something is drawn in a forward, which has to be drawn again as it was.
+        """
         for layer in self.layers:
-            # Nothing is drawn at random in evaluation mode, so that there is no state to restore.
             layer.forward = partial(
                 checkpoint,
                 layer.forward,
                 use_reentrant=False,
-                preserve_rng_state=False,
+                preserve_rng_state=is_random,
                 context_fn=self._recomputing,
             )
 

@@ -21,7 +21,7 @@ from pellucid.model import Policy, load_policy
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import load_environment
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.run import Run
 
 NUM_GROUPS, GROUP_SIZE = 4, 3
