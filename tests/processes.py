@@ -10,7 +10,9 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCaus
 
 from pellucid.checks.verify.gradients import difference
 from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig
+from pellucid.config.save import to_toml
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
 from pellucid.launch.rl import places
@@ -30,6 +33,7 @@ from pellucid.model.load import default_device
 from pellucid.trainer.build import build_run
 from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import accumulate
+from pellucid.trainer.many.roster import Roster
 from pellucid.trainer.parallel import BF16, Processes, shard_module
 from pellucid.trainer.run import Run
 
@@ -40,7 +44,7 @@ LOSSES = ("dppo", "ppo_clip", "cispo", "gspo", "icepop", "tis", "custom")
 
 
 def sample(
-    index: int, *, mode="rl", env="a", prompt=3, completion=4, group="", experts=None
+    index: int, *, mode="rl", env="a", prompt=3, completion=4, group="", run="run", experts=None
 ) -> TrainingSample:
     """Deterministic tokens; the logprobs of some are far from the model's, so that they are masked."""
     size = prompt + completion
@@ -50,7 +54,7 @@ def sample(
         [-0.1 if position % 3 == 0 else -4.5 for position in range(completion)],
         completion_mask=[position % 4 != 3 for position in range(completion)],
         env_name=env,
-        run_id="run",
+        run_id=run,
         group_id=group,
         sample_id=str(index),
         rollout_id=f"r{index}",
@@ -81,15 +85,16 @@ def routes(num_tokens: int) -> np.ndarray:
     return (np.arange(num_tokens)[:, None, None] + np.array([[0, 3], [5, 1]])) % 8
 
 
-def mixed_batch(first: int = 0) -> TokenTable:
+def mixed_batch(first: int = 0, run: str = "run") -> TokenTable:
     """Three modes, a group with a shared prompt, a truncated sample; lengths of 5 to 48 tokens."""
+    own = partial(sample, run=run)
     return TokenTable.from_samples(
         [
-            *(sample(first + index, completion=2 + 3 * index) for index in range(4)),
-            *(sample(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(3)),
-            *(sample(40 + index, mode="opd", env="c", completion=6) for index in range(2)),
-            *(sample(60 + index, mode="sft", env="d", completion=5 + index) for index in range(2)),
-            sample(first + 50, env="b", completion=60),
+            *(own(first + index, completion=2 + 3 * index) for index in range(4)),
+            *(own(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(3)),
+            *(own(40 + index, mode="opd", env="c", completion=6) for index in range(2)),
+            *(own(60 + index, mode="sft", env="d", completion=5 + index) for index in range(2)),
+            own(first + 50, env="b", completion=60),
         ]
     )
 
@@ -255,6 +260,18 @@ class Jobs:
             norms.append(run.ranks.gather(run.optimizer.step()))
         return norms
 
+    def adapter(self, mesh: dict) -> list[float]:
+        """Difference of an adapter's gradient from that of one process."""
+        found = []
+        for own, ranks in (({}, None), (mesh, self.ranks(TrainerConfig.model_validate({"model": mesh})))):
+            folder = self.folder / "scratch" / f"lora_{dist.get_rank()}"
+            run = build_run(adapter_settings(self.tied, folder, model=own), None, None, [], ranks)
+            found.append(gradients(run, BATCHES["mixed"])[0])
+        names = [name for name, gradient in found[0].items() if gradient is not None]
+        alone, together = ({name: each[name] for name in names} for each in found)
+        assert names == [name for name, gradient in found[1].items() if gradient is not None]
+        return [difference(alone, together), len(names)]
+
     def golden(self, path: str) -> list[list[float]]:
         """The gradient of each case, with a denominator of all ranks and FSDP's sum."""
         found = []
@@ -302,6 +319,38 @@ class Jobs:
         config = settings(self.tied, Path(folder), **training(mesh))
         config = config.model_copy(update={"resume": resume})
         run_with(config, self.ranks(config.trainer))
+
+    def resume_many(self, folder: str, mesh: dict) -> None:
+        self.many(folder, mesh, resume=True)
+
+    def many(self, folder: str, mesh: dict, *, resume: bool = False) -> None:
+        """The runs whose batches are below the folder, in one trainer."""
+        shared = adapter_settings(self.tied, Path(folder), many_runs={"stay": False}, model=mesh)
+        with ExitStack() as stack:
+            if dist.get_rank() == 0:
+                roster = Roster(shared.output_dir)
+                for name in MANY:
+                    config = joining(self.tied, Path(folder), name)
+                    config = config.model_copy(update={"resume": resume, "max_steps": 2 if resume else 1})
+                    stack.enter_context(roster.joined(name, to_toml(config)))
+            run_with(shared, self.ranks(shared.trainer))
+
+
+MANY = ("one", "two")
+
+
+def joining(weights: Path, folder: Path, name: str) -> TrainerRunConfig:
+    """One of the runs that share a trainer; each has another learning rate."""
+    config = adapter_settings(weights, folder / name, join=folder, optim={"lr": 1e-3 * len(name)})
+    return config.model_copy(update={"run_id": name, "max_steps": 2})
+
+
+def adapter_settings(weights: Path, folder: Path, **trainer) -> TrainerRunConfig:
+    config = settings(weights, folder).model_dump()
+    config["model"]["lora"] = {"rank": 4}
+    own = {"ckpt": {"interval": 1}, "experimental": {"token_export": {}}, **trainer}
+    model = {"seq_len": SEQ_LEN, **own.pop("model", {})}
+    return TrainerRunConfig.model_validate({**config, "trainer": {"threads": 1, "model": model, **own}})
 
 
 def training(mesh: dict) -> dict:

@@ -26,7 +26,7 @@ from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer.entry import run_with
 from pellucid.trainer.ranks import Ranks
 from pellucid.transport import Batch, FilesystemSender, encode_batch, retract_folder, stable_steps
-from processes import LOSSES, mixed_batch, packings, settings, training
+from processes import LOSSES, MANY, joining, mixed_batch, packings, settings, training
 
 pytestmark = pytest.mark.slow
 
@@ -109,11 +109,23 @@ def two(folder) -> dict:
         "hsdp2, norms": ["clipping", {"dp_replicate": 2}],
         "golden": ["golden", str(GOLDEN / "loss_normalisation.json")],
         "sharing": ["sharing"],
+        "dp2, adapter": ["adapter", {}],
+        "cp2, adapter": ["adapter", {"cp": 2}],
+        "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
+        "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
         "train dp2": ["train", runs["dp2"], {}],
         "train cp2": ["train", runs["cp2"], {"cp": 2}],
         "train hsdp2": ["train", runs["hsdp2"], {"dp_replicate": 2}],
     }
     return start(folder, 2, jobs)
+
+
+def send_for_many(folder: Path) -> Path:
+    for name in MANY:
+        for step in range(2):
+            table = mixed_batch(first=step + len(name), run=name)
+            FilesystemSender(folder / name).send(step, encode_batch(Batch(name, step, table)))
+    return folder
 
 
 def stopped_at_3(source: Path, target: Path, model: Path) -> Path:
@@ -193,6 +205,35 @@ def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(two, four) -> None:
 def test_bfloat16_with_a_float32_reduction_comes_close(two, mesh) -> None:
     """As it is meant for GPUs; on a CPU only to see that it does what it says."""
     assert all(1e-4 < difference < 3e-2 for difference in two[f"{mesh}, bf16"]), two[f"{mesh}, bf16"]
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "cp2"])
+def test_an_adapter_has_the_gradient_of_one_process(two, mesh) -> None:
+    difference, num_parameters = two[f"{mesh}, adapter"]
+    assert difference <= 1e-5 and num_parameters == 2 * 7
+
+
+def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(folder, two, tmp_path) -> None:
+    """Resumed after the first step, by both processes."""
+    for name in MANY:
+        config = joining(folder / "models" / "tied", folder / "runs" / "many", name)
+        alone = config.model_copy(
+            update={
+                "output_dir": tmp_path / name,
+                "trainer": config.trainer.model_copy(update={"join": None}),
+            }
+        )
+        send_for_many(tmp_path)
+        run_with(alone, Ranks())
+        files = [
+            where / "model" / "adapter_model.safetensors" for where in (config.output_dir, tmp_path / name)
+        ]
+        assert largest_difference(*map(load_file, files)) < 1e-6
+        assert {path.name for path in (config.output_dir / "token_exports" / "step_1").iterdir()} >= {
+            "STABLE",
+            "rank_0.jsonl",
+            "rank_1.jsonl",
+        }
 
 
 def test_what_the_main_process_raises_is_raised_in_all(two) -> None:

@@ -261,13 +261,19 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         return kind.model_validate({**own, **changes})
 
 
+class VerifyModelConfig(ModelConfig):
+    DEMO: ClassVar[str] = "demo"
+
+    name: str = DEMO
+    """Hub name or local folder of a causal language model with its tokenizer; by default a tiny one that is
+    made on the spot."""
+
+
 class VerifyConfig(RLConfig):
     """`pellucid verify`: check the trainer's promises on a run's own configuration and model."""
 
-    DEMO: ClassVar[str] = "demo"
-
-    model: ModelConfig = ModelConfig(name=DEMO)
-    """The model; by default a tiny one that is made on the spot."""
+    model: VerifyModelConfig = VerifyModelConfig()
+    """The model."""
 
     orchestrator: OrchestratorConfig = OrchestratorConfig(env=(EnvConfig(id="reverse-text"),))
     """Its environments give the prompts, and `sampling` the temperature."""

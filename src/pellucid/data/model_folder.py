@@ -38,6 +38,11 @@ def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
 
 def _read_config(name: str) -> dict[str, Any]:
     path = Path(name) / "config.json"
+    if not path.exists() and path.with_name("adapter_config.json").exists():
+        raise ModelError(
+            f"model.name = {name!r}: this folder holds a LoRA adapter, not a whole model; merge it into its "
+            "model first (`merge_and_unload` of PEFT; docs/adapters.md shows how)"
+        )
     if not path.exists():
         raise ModelError(
             f"model.name = {name!r}: no config.json in this folder; give one that `save_pretrained` wrote, "

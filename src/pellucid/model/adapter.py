@@ -70,7 +70,7 @@ class Adapters:
         self._slots = [f"slot_{number}" for number in range(num_slots)]
         described = PeftConfig(
             r=config.rank,
-            lora_alpha=config.alpha,  # type: ignore[arg-type]
+            lora_alpha=config.alpha,
             lora_dropout=config.dropout,
             target_modules=_targets(policy, config),
         )

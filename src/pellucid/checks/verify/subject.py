@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.config import ModelConfig, TrainerRunConfig, VerifyConfig
+from pellucid.config import TrainerRunConfig, VerifyConfig
 from pellucid.data import Completion, TokenTable, TrainingSample, join_experts
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import DataError
@@ -106,9 +106,12 @@ class Subject:
 def opened(config: VerifyConfig) -> Iterator[Subject]:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        if config.model.name == VerifyConfig.DEMO:
+        if config.model.name == config.model.DEMO:
             make_tiny_model(folder / "demo", num_kv_heads=2)
-            model = ModelConfig(name=str(folder / "demo"), dtype=config.model.dtype)
+            model = config.model.model_copy(update={"name": str(folder / "demo")})
+            config = config.model_copy(update={"model": model})
+        if (lora := config.model.lora) is not None:  # what is drawn at random cannot be compared
+            model = config.model.model_copy(update={"lora": lora.model_copy(update={"dropout": 0.0})})
             config = config.model_copy(update={"model": model})
         trainer = config.trainer.model_copy(
             update={"experimental": config.trainer.experimental.model_copy(update={"token_export": None})}
