@@ -21,7 +21,7 @@ from pellucid.errors import ConfigError
 from pellucid.launch.resume import rewind_rl
 from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
 from pellucid.metrics import read_metrics
-from pellucid.model.tiny import make_tiny_model
+from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer.entry import run_with
 from pellucid.trainer.ranks import Ranks
@@ -54,6 +54,7 @@ def folder(tmp_path_factory) -> Path:
     models = folder / "models"
     make_tiny_model(models / "tied", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
     make_tiny_model(models / "few_kv_heads", hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=1)
+    make_tiny_moe_model(models / "moe", hidden_size=32, num_layers=2)
     untie(models / "tied", models / "untied")
     return folder
 
@@ -99,6 +100,8 @@ def two(folder) -> dict:
         "cp2, untied head in chunks": ["parity", {"cp": 2}, "untied", False, 500],
         "dp2, head in chunks": ["parity", {}, "tied", False, 500],
         "cp2, one kv head": ["parity", {"cp": 2}, "few_kv_heads", False],
+        "dp2, experts": ["replay", {}],
+        "cp2, experts": ["replay", {"cp": 2, "activation_checkpointing": True}],
         "dp2, bf16": ["precision", {}],
         "cp2, bf16": ["precision", {"cp": 2}],
         "dp2, norms": ["clipping", {}],
@@ -169,6 +172,14 @@ def check_parity(found: dict[str, list[float]], *, thorough: bool) -> None:
 @pytest.mark.parametrize("mesh", TWO)
 def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, mesh) -> None:
     check_parity(two[mesh], thorough=mesh in ("dp2", "cp2"))
+
+
+@pytest.mark.parametrize("mesh", ["dp2, experts", "cp2, experts"])
+def test_two_processes_replay_the_experts_of_one(two, mesh) -> None:
+    assert len(two[mesh]) == 4
+    for name, (gradient, metrics) in two[mesh].items():
+        assert gradient <= 1e-5, name
+        assert metrics <= 1e-4, name
 
 
 @pytest.mark.parametrize("mesh", FOUR)

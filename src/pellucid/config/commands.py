@@ -238,6 +238,23 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _replays_what_is_recorded(self) -> "RLConfig":
+        if not self.trainer.enable_router_replay:
+            return self
+        if self.inference.record_experts is False:
+            raise ValueError(
+                "inference.record_experts = false contradicts trainer.enable_router_replay = true, which "
+                "needs the record; leave out one of them"
+            )
+        teacher = self.orchestrator.teacher
+        if teacher is not None and teacher.mode == "sft":
+            raise ValueError(
+                'trainer.enable_router_replay = true with orchestrator.teacher.mode = "sft": the tokens were '
+                "sent to the experts of the teacher, not of the policy; leave one of them out"
+            )
+        return self
+
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
         """This run as one of its processes sees it."""
         own = {name: _plain(getattr(self, name)) for name in kind.model_fields}
@@ -278,6 +295,11 @@ class SFTConfig(TrainerRunConfig):
     @model_validator(mode="after")
     def _trains_on_its_data_set(self) -> "SFTConfig":
         _refuse_fake_data(self.trainer, "sft trains on its data set")
+        if self.trainer.enable_router_replay:
+            raise ValueError(
+                "trainer.enable_router_replay = true has nothing to replay in sft, whose tokens no engine "
+                "sent to experts; leave it out"
+            )
         for key in ("many_runs", "join"):
             if getattr(self.trainer, key) is not None:
                 raise ValueError(f"trainer.{key} is for rl; sft has the model to itself: leave it out")

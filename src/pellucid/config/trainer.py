@@ -155,6 +155,10 @@ class TrainerConfig(Section):
     share_prompts: bool = True
     """Compute the common prompt of a group's members once; values and gradients stay the same."""
 
+    enable_router_replay: bool = False
+    """For models with experts: send each token to those that the engine sent it to, weighed by the trainer's
+    own router. Fills `inference.record_experts` of `rl`. Samples without routed experts are refused."""
+
     many_runs: ManyRunsConfig | None = None
     """Present: `pellucid trainer` serves the runs that join it, instead of one of its own."""
 
@@ -214,6 +218,15 @@ class TrainerConfig(Section):
                 f"trainer.micro_batch_max_tokens = {self.micro_batch_max_tokens} has no effect on fake data, "
                 "whose samples are micro batches of their own; leave it out, and set "
                 "trainer.data.fake.batch_size and trainer.model.seq_len"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fake_data_has_no_experts(self) -> "TrainerConfig":
+        if self.data.fake is not None and self.enable_router_replay:
+            raise ValueError(
+                "trainer.enable_router_replay = true has nothing to replay on trainer.data.fake: no engine "
+                "sent these tokens to experts; leave one of them out"
             )
         return self
 

@@ -15,13 +15,21 @@ from pellucid.data.tokenizer import check_vocabulary, first_line, no_chat_templa
 from pellucid.errors import ModelError
 
 
-def check_model_folder(name: str, *, chats: bool) -> None:
-    """`chats`: conversations are to be rendered, so there has to be a chat template."""
+def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
+    """`chats`: conversations are to be rendered, so there has to be a chat template.
+
+    `routes`: experts are to be replayed, so there have to be some.
+    """
     require_folder(name)
     folder = Path(name)
     if not folder.is_dir():
         return  # a hub name
     config = _read_config(name)
+    if routes and not (config.get("num_experts") or config.get("num_local_experts")):
+        raise ModelError(
+            f"trainer.enable_router_replay = true, but model.name = {name!r} has no experts in its "
+            "config.json; leave it out, or choose a model with experts"
+        )
     _check_weights(name)
     _check_tokenizer(name, config.get("vocab_size"))
     if chats and not _has_chat_template(folder):

@@ -7,6 +7,7 @@ from pellucid.model.layout import Layout, packed_layout, shared_layout
 from pellucid.model.lean_forward import lean_forward
 from pellucid.model.load import load_policy
 from pellucid.model.policy import Policy
+from pellucid.model.routing import ExpertRecorder, RouterShape
 from pellucid.model.ulysses import ContextParallel
 
 __all__ = [
@@ -14,9 +15,11 @@ __all__ = [
     "Adapters",
     "AttentionPlan",
     "ContextParallel",
+    "ExpertRecorder",
     "Layout",
     "PackedAttention",
     "Policy",
+    "RouterShape",
     "TokenOutput",
     "lean_forward",
     "load_policy",

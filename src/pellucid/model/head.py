@@ -34,6 +34,10 @@ class TokenOutput(NamedTuple):
     entropy: Tensor
     """Without gradient: it is observed, not optimised."""
 
+    replaced: Tensor | None = None
+    """With router replay: of the experts of the token that predicts this one, over all layers, the share that
+    the routers would not have chosen. Without gradient."""
+
 
 def token_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
     """log softmax(logits / temperature) over the vocabulary; trainer and engine both come through here."""

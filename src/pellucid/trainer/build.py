@@ -48,6 +48,8 @@ def load_trained(
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
+    if settings.enable_router_replay:
+        policy.replay_experts()
     if settings.model.activation_checkpointing:
         policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)
     ranks.shard(policy)

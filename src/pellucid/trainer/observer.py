@@ -67,6 +67,8 @@ class StepObserver:
         self._stats.add_loss(result.loss.detach())
         on_device = torch.from_numpy(account).to(output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
+        if output.replaced is not None:
+            self._stats.add("router_replace_rate", output.replaced, result.inputs.loss_mask, on_device)
         if self._exporter is not None:
             self._exporter.add(
                 micro_batch.table,

@@ -14,15 +14,17 @@ import torch
 from pellucid.checkpoint import Progress
 from pellucid.config import TrainerConfig
 from pellucid.data import TokenTable
+from pellucid.data.tensors import TokenTensors
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, sum_entries
 from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
-from pellucid.model import Policy, TokenOutput
+from pellucid.model import Layout, Policy, TokenOutput
 from pellucid.packing import pack_batch
 from pellucid.trainer.batches import BatchSource, share_table
 from pellucid.trainer.cost import ModelShape
+from pellucid.trainer.experts import check_experts
 from pellucid.trainer.machine import peak_flops, peak_memory_gib
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
@@ -125,7 +127,13 @@ class Run:
             table = self.batches.next(step)
         if table.num_sequences == 0:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
+        self.check(table)
         return table
+
+    def check(self, table: TokenTable) -> None:
+        """Raises DataError if the model cannot train on these samples."""
+        if self.policy.replay is not None:
+            check_experts(table, self.policy.replay.shape)
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
         packed = pack_batch(
@@ -161,10 +169,16 @@ class Run:
         return StepObserver(batch, self.exporter)
 
     def forward(self, micro_batch: LoadedMicroBatch) -> TokenOutput:
+        return self.predict(micro_batch.tokens, micro_batch.layout)
+
+    def predict(self, tokens: TokenTensors, layout: Layout) -> TokenOutput:
         self.trained.activate()
-        tokens = micro_batch.tokens
         output: TokenOutput = self.policy(
-            tokens["token_ids"], tokens.positions, tokens["temperatures"], micro_batch.layout
+            tokens["token_ids"],
+            tokens.positions,
+            tokens["temperatures"],
+            layout,
+            tokens.get("routed_experts"),
         )
         return output
 

@@ -114,7 +114,8 @@ def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:
     if not share_prompts:
         return packed_layout(lengths, loss_mask)
     groups = table["group_id"].tolist()
-    return shared_layout(lengths, table["token_ids"], groups, table.dense("temperatures"), loss_mask)
+    experts = table["routed_experts"] if table.has("routed_experts") else None
+    return shared_layout(lengths, table["token_ids"], groups, table.dense("temperatures"), loss_mask, experts)
 
 
 def loss_weights(packed: PackedBatch, reduction: Reduction) -> NDArray[np.float32] | None:

@@ -242,6 +242,10 @@ def test_a_run_whose_gradient_is_not_finite_leaves_nothing_behind(tiny_model, tm
     [
         ({"seq_len": 128}, "trainer.model.seq_len = 128 exceeds the 64 of the trainer that it joins"),
         ({"model": {"name": "MODEL", "lora": {"rank": 8}}}, "model.lora = .* the trainer that it joins has"),
+        (
+            {"trainer": {"enable_router_replay": True}},
+            "trainer.enable_router_replay = True; the trainer that it joins has False",
+        ),
     ],
 )
 def test_a_run_that_does_not_fit_is_told_so(tiny_model, tmp_path, changes, reason) -> None:

@@ -160,9 +160,7 @@ def logprobs_of(run: Run, table: TokenTable, *, share: bool = True) -> Floats:
     layout = layout_of(table, share_prompts=share)
     tokens = to_tensors(table, run.policy.device)
     with torch.no_grad():
-        output = run.policy(
-            tokens["token_ids"], tokens.positions, tokens["temperatures"], layout.to(run.policy.device)
-        )
+        output = run.predict(tokens, layout.to(run.policy.device))
     values: Floats = output.logprobs.cpu().numpy()
     return values
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pellucid.config import TrainerRunConfig, VerifyConfig
-from pellucid.data import Completion, TokenTable, TrainingSample
+from pellucid.data import Completion, TokenTable, TrainingSample, join_experts
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import DataError
 from pellucid.inference.client import Account, SamplingParams
@@ -98,6 +98,7 @@ class Subject:
             temperature=np.float32(self.temperature),
             reward=np.float32(advantage + 1),
             advantage=np.float32(advantage),
+            routed_experts=join_experts([completion.routed_experts]),
         )
 
 
@@ -123,7 +124,8 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS
         served = load_policy(config.model)
-        engine = Engine(served, num_slots=8, max_length=longest)
+        recorded = config.trainer.enable_router_replay
+        engine = Engine(served, num_slots=8, max_length=longest, record_experts=recorded)
         subject = Subject(config, folder, run, engine, served, tokenizer, prompts, [])
         try:
             subject.samples = subject.sample()

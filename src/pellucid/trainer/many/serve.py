@@ -254,6 +254,11 @@ def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:
     for key, wanted, given in (
         ("model.name", _resolved(config.model.name), _resolved(own.model.name)),
         ("model.lora", config.model.lora, own.model.lora),
+        (
+            "trainer.enable_router_replay",
+            config.trainer.enable_router_replay,
+            own.trainer.enable_router_replay,
+        ),
     ):
         if wanted != given:
             raise ConfigError(f"{key} = {wanted}; the trainer that it joins has {given}: set the same")
@@ -275,4 +280,5 @@ def _checked(batch: Batch, member: Member) -> Batch:
         raise DataError(f"the batch of step {batch.step} is empty")
     if strangers := sorted(set(batch.table["run_id"].tolist()) - {member.name}):
         raise DataError(f"the batch of step {batch.step} has samples of another run: {strangers[0]!r}")
+    member.run.check(batch.table)
     return batch
