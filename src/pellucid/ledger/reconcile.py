@@ -6,6 +6,7 @@ orchestrator and trainer it names the step as well, and as soon as both are past
 step is what was received up to it, so that two mistakes of different steps cannot make up for each other.
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class Report:
     differences: list[Difference]
     running: list[Stage]
     """Stages whose journal is not closed."""
+
+    stages: dict[Stage, Counter[str]]
+    """All that a stage counted, of all accounts together."""
 
     steps: dict[int, Counter[str]]
     """States of the tokens that were settled with the batch of each step; not those of the engine, which
@@ -90,7 +94,7 @@ def reconcile_journals(journals: Sequence[Sequence[LedgerEntry]]) -> Report:
         if journal:
             closed[journal[-1].stage] = closed.get(journal[-1].stage, True) and journal[-1].closed
     running = [stage for stage in Stage if not closed.get(stage, False)]
-    report = Report({}, {}, {}, [], running, {})
+    report = Report({}, {}, {}, [], running, {stage: Counter() for stage in Stage}, {})
     past = _steps_past(journals, running)
     for account, own in sorted(books.items()):
         _settle(account, own, past, report)
@@ -152,6 +156,7 @@ class _Gap(NamedTuple):
 def _settle(account: Account, books: _Books, past: Sequence[int], report: Report) -> None:
     states: Counter[str] = Counter()
     for stage in Stage:
+        report.stages[stage].update(books.total(stage))
         for step, counts in books.steps(stage).items():
             found = Counter({state.value: counts[state.value] for state in State if counts[state.value]})
             states.update(found)
@@ -196,16 +201,14 @@ def _gaps(books: _Books, past: Sequence[int]) -> Iterator[_Gap]:
 def _steps_past(journals: Sequence[Sequence[LedgerEntry]], running: Sequence[Stage]) -> list[int]:
     """Steps that the trainer booked, as far as neither it nor the orchestrator will write more about them.
 
-    What a checkpoint knew of earlier steps may be one entry: then only the last of them is among these.
+    They begin a step only after all processes of the trainer have booked the one before. What a checkpoint
+    knew of earlier steps may be one entry: then only the last of them is among these.
     """
-    booked, ends = set(), []
+    booked, past = set(), math.inf
     for journal in journals:
         steps = [entry.step for entry in journal if entry.counts]
         if steps and journal[0].stage is Stage.TRAINER:
             booked |= set(steps)
-            ends.append(max(steps))
-        elif steps and journal[0].stage is Stage.ORCHESTRATOR:
-            ends.append(max(steps) - 1 if Stage.ORCHESTRATOR in running else max(steps))
-    if Stage.TRAINER not in running and Stage.ORCHESTRATOR not in running:
-        return sorted(booked)
-    return sorted(step for step in booked if step <= min(ends))
+        if steps and journal[0].stage is not Stage.INFERENCE and journal[0].stage in running:
+            past = min(past, max(steps))
+    return sorted(step for step in booked if step < past)
