@@ -1,16 +1,19 @@
 """What is exported is what the loss did: golden records, order, and files that appear when they are whole."""
 
+import gc
 import json
 import math
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import pellucid.export
 from pellucid.config import DppoLossConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tensors import to_tensors
@@ -188,6 +191,52 @@ def test_a_folder_that_vanishes_ends_the_export(tmp_path, caplog) -> None:
     assert exporter.num_lost == 3 and exported(tmp_path) == []
     (warning,) = caplog.records
     assert "the token export ends with step 2: [Errno 2] No such file or directory" in warning.getMessage()
+
+
+def test_a_full_disk_leaves_no_half_of_a_parquet_file(tmp_path, caplog) -> None:
+    def fill() -> None:
+        (tmp_path / "token_exports" / "step_2").mkdir()
+        (tmp_path / "token_exports" / "step_2" / ".rank_0.parquet.partial").symlink_to("/dev/full")
+
+    exporter = TokenExporter(tmp_path, format="parquet")
+    write_steps(exporter, range(4), fill)
+    exporter.close()
+    assert exported(tmp_path) == [name.replace("jsonl", "parquet") for name in WHOLE_STEPS]
+    assert exporter.num_lost == 2 and len(caplog.records) == 1
+
+
+def test_an_export_holds_one_micro_batch_at_most(tmp_path) -> None:
+    exporter = TokenExporter(tmp_path, format="parquet")
+    alive: list[weakref.ref[TokenTable]] = []
+    for micro_step in range(6):
+        table = samples()
+        exporter.add(table, observed(table.num_tokens), step=0, micro_step=micro_step, denominator=1)
+        alive.append(weakref.ref(table))
+        del table
+        gc.collect()
+        assert all(gone() is None for gone in alive[:-1])
+    exporter.finish(0)
+    exporter.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"format": "parquet"}, {"path": "mine.jsonl"}, {"path": "mine.parquet"}]
+)
+def test_steps_that_are_written_again_replace_the_first_try(tmp_path, options) -> None:
+    if path := options.get("path"):
+        options = {"path": tmp_path / "files" / path, "format": Path(path).suffix[1:]}
+    for rank in range(2):
+        write_steps(TokenExporter(tmp_path, rank=rank, **options), range(4))
+    again = TokenExporter(tmp_path, **options)
+    again.forget_from(2)
+    again.forget_ranks_from(1, 2)
+    where = tmp_path / "files" if path else tmp_path
+    kept = pellucid.export.open(where).records()
+    assert [record.key[:2] for record in kept] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert not path or list(tmp_path.rglob("STABLE")) == []
+    write_steps(again, [2])
+    again.close()
+    assert [record.key[:2] for record in pellucid.export.open(where).records({2, 3})] == [(2, 0)]
 
 
 FILLS_UP = """
