@@ -15,13 +15,15 @@ from pellucid.errors import DataError
 from pellucid.export import Export, Records
 from pellucid.export import open as open_export
 from pellucid.export.batch import ColumnBatch
+from pellucid.export.parquet_source import ParquetSource
 from pellucid.export.schema import FIELDS
 from pellucid.export.summary import StepSummary
 
 __all__ = ["ColumnBatch", "Exports", "Records", "Selection", "StepSummary", "trainable"]
 
-READ_AT_ONCE = 512
-"""Records whose columns are in memory together, before they are cut into chunks."""
+FIRST_RECORDS, MOST_RECORDS = 16, 512
+TOKENS_AT_ONCE = 500_000
+"""Records whose columns are in memory together: a few at first, then as many as have about so many tokens."""
 
 ALL_FIELDS = tuple(field.name for field in FIELDS)
 
@@ -71,24 +73,45 @@ class Exports:
         return self._export.records({step}, **self.selection.wanted)
 
     def batches(self, records: Records) -> Iterator[ColumnBatch]:
-        """The records in columns, some hundred at a time."""
-        for start in range(0, len(records), READ_AT_ONCE):
-            batch = records[start : start + READ_AT_ONCE].batch(ALL_FIELDS)
+        """The records in columns, some at a time."""
+        start, size = 0, FIRST_RECORDS
+        while start < len(records):
+            batch = records[start : start + size].batch(ALL_FIELDS)
             if "token_ids" not in batch.columns:
                 raise DataError(f"{self.path}: a record has no token_ids")
             yield batch
+            start += size
+            mean_length = max(1, batch.num_tokens // max(1, batch.num_sequences))
+            size = min(MOST_RECORDS, max(1, TOKENS_AT_ONCE // mean_length))
 
-    def summary(self, step: int) -> StepSummary:
-        """As written beside the export; made from the records where there is none, or not of these alone."""
+    def is_columnar(self, records: Records) -> bool:
+        """Whether some columns or records can be read without the others."""
+        return all(isinstance(source, ParquetSource) for source, _ in records.files())
+
+    def written_summary(self, step: int) -> StepSummary | None:
+        """What lies beside the export; None where nothing does, or where only some records are shown."""
+        is_written = any(self._folder.glob(f"step_{step}/summary.rank_*.json"))
+        if self.selection.wanted or not is_written:
+            return None
         if self._export is None:
             self.steps()
         assert self._export is not None
-        if not self.selection.wanted:
-            return self._export.summary(step)
-        total = StepSummary()
-        for batch in self.batches(self.records(step)):
-            total.add(batch)
+        return self._export.summary(step)
+
+    def summary(self, step: int) -> StepSummary:
+        """As written beside the export, else made from the records."""
+        total = self.written_summary(step)
+        if total is None:
+            total = StepSummary()
+            for batch in self.batches(self.records(step)):
+                total.add(batch)
         return total
+
+    @property
+    def _folder(self) -> Path:
+        """Of the steps."""
+        exports = self.path / "token_exports"
+        return exports if exports.is_dir() else self.path
 
 
 def trainable(batch: ColumnBatch) -> NDArray[np.bool_]:

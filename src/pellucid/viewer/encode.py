@@ -1,7 +1,8 @@
-"""A step as the browser takes it: an index with one row per record, and chunks with their tokens.
+"""A step as the browser takes it: an index, measures, and chunks with the tokens.
 
-step      rows, summary, histograms, where each chunk begins       one blob
-chunk k   the columns of a few short records, or of one long one   inflated when a record of it is opened
+step      what the records say of themselves, points, histograms, where each chunk begins
+rows      what their tokens add up to, one row per record
+chunk k   the columns of a few short records, or of one long one: inflated when a record of it is opened
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary
 from pellucid.viewer.blob import BlobWriter
 from pellucid.viewer.derive import FORMULAS, follows
-from pellucid.viewer.roles import RoleFinder, Segment
-from pellucid.viewer.rows import Rows
+from pellucid.viewer.roles import RoleFinder
+from pellucid.viewer.rows import Identity, Measures
 from pellucid.viewer.summary import histograms, summarise
 
 CHUNK_TOKENS = 8192
@@ -47,6 +48,7 @@ SHOWN = (
 @dataclass(frozen=True)
 class EncodedStep:
     index: bytes
+    rows: bytes
     chunks: list[bytes]
     summary: dict[str, Any]
     token_ids: NDArray[np.int64]
@@ -56,25 +58,36 @@ class EncodedStep:
 def encode_step(
     step: int, exports: Exports, records: Records, roles: RoleFinder, *, level: int = 6
 ) -> EncodedStep:
-    rows, chunks, starts = Rows(), [], []
+    """All of it in one pass over the records."""
+    identity, measures, chunks, starts = Identity(), Measures(), [], []
     seen: NDArray[np.int64] = np.empty(0, np.int64)
     is_whole = len(records) == len(exports.records(step))
-    summary = exports.summary(step) if is_whole else StepSummary()
+    written = exports.written_summary(step) if is_whole else None
+    summary = written or StepSummary()
     for batch in exports.batches(records):
         for first, last in chunk_spans(batch.lengths):
-            starts.append(len(rows) + first)
+            starts.append(len(identity) + first)
             chunk = batch.take(np.arange(first, last))
-            chunks.append(encode_chunk(chunk, roles.segments(chunk), level=level))
-        rows.add(batch)
-        if not is_whole:
+            chunks.append(encode_chunk(chunk, roles, level=level))
+        identity.add(batch)
+        measures.add(batch)
+        if written is None:
             summary.add(batch)
         seen = np.union1d(seen, batch.columns["token_ids"])
+    index, point = encode_index(step, identity, summary, starts, level=level)
+    return EncodedStep(index, measures.encode(level=level), chunks, point, seen)
+
+
+def encode_index(
+    step: int, identity: Identity, summary: StepSummary, starts: Sequence[int], *, level: int
+) -> tuple[bytes, dict[str, Any]]:
+    """The index, and the step's points."""
     blob = BlobWriter()
-    words = rows.write(blob)
+    words = identity.write(blob)
     blob.add("chunk_starts", np.array(starts, np.int32))
-    point = summarise(step, summary, rows.words["stop"], rows.words["env"])
-    meta = {"records": len(rows), "words": words, "histograms": histograms(summary), **point}
-    return EncodedStep(blob.finish(meta, level=level), chunks, point, seen)
+    point = summarise(step, summary, identity.words["stop"], identity.words["env"])
+    meta = {"records": len(identity), "words": words, "histograms": histograms(summary), **point}
+    return blob.finish(meta, level=level), point
 
 
 def chunk_spans(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
@@ -89,7 +102,7 @@ def chunk_spans(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         yield first, len(lengths)
 
 
-def encode_chunk(batch: ColumnBatch, segments: Sequence[list[Segment]], *, level: int) -> bytes:
+def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int) -> bytes:
     blob = BlobWriter()
     lengths = batch.lengths
     blob.add("lengths", lengths)
@@ -106,7 +119,7 @@ def encode_chunk(batch: ColumnBatch, segments: Sequence[list[Segment]], *, level
             blob.add(name, per_record, per="record")
         else:
             blob.add(name, values)
-    return blob.finish({"derived": derived, "segments": segments}, level=level)
+    return blob.finish({"derived": derived, "segments": roles.segments(batch)}, level=level)
 
 
 def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:

@@ -96,6 +96,7 @@ def _write(
         kept += made.summary["points"]["all"]["records"]
         seen = np.union1d(seen, made.token_ids)
         file.write(_block(f"step/{step}", made.index))
+        file.write(_block(f"rows/{step}", made.rows))
         for index, chunk in enumerate(made.chunks):
             file.write(_block(f"chunk/{step}/{index}", chunk))
     notes = [note for note in (spread.note(kept), vocabulary_note, *exports.warnings) if note]

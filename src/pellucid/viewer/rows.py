@@ -1,8 +1,12 @@
 """One row per record of a step: what its table, its groups and its summaries are made of.
 
-Means and maxima are over trainable tokens. None where the record does not say.
+    Identity    what the record says of itself: environment, group, reward, length; cheap to read
+    Measures    what its tokens add up to: means and maxima over trainable tokens, a sparkline
+
+NaN, or an empty word, where the record does not say.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,30 +20,7 @@ SPARK_CELLS = 32
 SPARK_DECADES = 6
 """A sparkline's cell holds the largest KL of its stretch, as 0 to 255 over 1e-6 … 1 on a log scale."""
 
-NUMBERS = (
-    "rank",
-    "tokens",
-    "trainable",
-    "sampled",
-    "reward",
-    "advantage",
-    "kl_mean",
-    "kl_max",
-    "entropy",
-    "masked",
-    "masked_high",
-    "masked_low",
-    "loss",
-    "denominator",
-    "version_low",
-    "version_high",
-    "staleness",
-    "micro_step",
-    "micro_sequence",
-    "export_index",
-)
-WORDS = ("env", "mode", "example", "group", "rollout", "sample", "run", "stop")
-_FIELDS = {
+WORDS = {
     "env": "env_name",
     "mode": "training_mode",
     "example": "example_id",
@@ -48,50 +29,85 @@ _FIELDS = {
     "sample": "sample_id",
     "run": "run_id",
     "stop": "stop_reason",
+}
+NUMBERS = {
     "rank": "rank",
     "denominator": "denominator",
     "micro_step": "micro_step",
     "micro_sequence": "micro_sequence_idx",
     "export_index": "export_sequence_idx",
+    "reward": "reward",
+    "advantage": "advantage",
 }
+IDENTITY_FIELDS = (*WORDS.values(), *NUMBERS.values())
+MEASURED_FIELDS = (
+    "step",
+    "reward",
+    "advantage",
+    "loss_mask",
+    "sampled",
+    "mismatch_kl",
+    "entropy",
+    "is_masked",
+    "is_masked_high",
+    "is_masked_low",
+    "token_loss",
+    "policy_versions",
+    "rewards",
+    "advantages",
+)
 
 
 @dataclass
-class Rows:
-    numbers: dict[str, list[NDArray[np.float64]]] = field(
-        default_factory=lambda: {name: [] for name in NUMBERS}
-    )
+class Identity:
     words: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in WORDS})
-    sparks: list[NDArray[np.uint8]] = field(default_factory=list)
+    numbers: dict[str, list[NDArray[np.float64]]] = field(
+        default_factory=lambda: {name: [] for name in ("tokens", *NUMBERS)}
+    )
 
     def __len__(self) -> int:
         return len(self.words["env"])
 
     def add(self, batch: ColumnBatch) -> None:
-        measured = _measure(batch)
-        for name in NUMBERS:
-            values = measured[name] if name in measured else _numbers(batch, _FIELDS[name])
-            self.numbers[name].append(np.asarray(values, np.float64))
-        for name in WORDS:
-            words = batch.columns.get(_FIELDS[name])
+        for name, column in WORDS.items():
+            words = batch.columns.get(column)
             self.words[name] += [""] * batch.num_sequences if words is None else map(_word, words)
-        self.sparks.append(_sparks(batch))
+        for name, column in NUMBERS.items():
+            self.numbers[name].append(_numbers(batch, column))
+        self.numbers["tokens"].append(batch.lengths.astype(np.float64))
 
     def write(self, blob: BlobWriter) -> dict[str, list[str]]:
         """The columns; words as codes. Returns the words by code."""
         codes = {}
-        for name in NUMBERS:
-            blob.add(name, self.number(name))
+        for name, parts in self.numbers.items():
+            blob.add(name, np.concatenate(parts) if parts else np.empty(0))
         for name, words in self.words.items():
             distinct = list(dict.fromkeys(words))
             code_of = {word: code for code, word in enumerate(distinct)}
             blob.add(name, np.array([code_of[word] for word in words], np.int32))
             codes[name] = distinct
-        blob.add("sparks", np.concatenate(self.sparks) if self.sparks else np.zeros(0, np.uint8))
         return codes
 
-    def number(self, name: str) -> NDArray[np.float64]:
-        return np.concatenate(self.numbers[name]) if self.numbers[name] else np.empty(0)
+
+@dataclass
+class Measures:
+    parts: list[dict[str, NDArray[Any]]] = field(default_factory=list)
+
+    def add(self, batch: ColumnBatch) -> None:
+        self.parts.append(_measure(batch) | {"sparks": _sparks(batch)})
+
+    def encode(self, *, level: int) -> bytes:
+        blob = BlobWriter()
+        for name in self.parts[0] if self.parts else ():
+            blob.add(name, np.concatenate([part[name] for part in self.parts]))
+        return blob.finish({}, level=level)
+
+
+def measure(batches: Iterable[ColumnBatch]) -> Measures:
+    measures = Measures()
+    for batch in batches:
+        measures.add(batch)
+    return measures
 
 
 def _measure(batch: ColumnBatch) -> dict[str, NDArray[Any]]:
@@ -101,7 +117,6 @@ def _measure(batch: ColumnBatch) -> dict[str, NDArray[Any]]:
     seen = np.isfinite(versions) & (versions >= 0)
     step = _numbers(batch, "step")
     found = {
-        "tokens": batch.lengths,
         "trainable": _sum(batch, chosen) if "loss_mask" in columns else nothing,
         "sampled": _sum(batch, columns["sampled"] == 1) if "sampled" in columns else nothing,
         "kl_mean": _mean(batch, "mismatch_kl", chosen),
@@ -136,7 +151,12 @@ def _num_masked(batch: ColumnBatch, values: NDArray[Any] | None, chosen: NDArray
 
 
 def _sum(batch: ColumnBatch, values: NDArray[Any]) -> NDArray[np.float64]:
-    return np.bincount(batch.owners, values, batch.num_sequences).astype(np.float64)
+    """Per record, in float64."""
+    total = np.zeros(batch.num_sequences)
+    filled = np.flatnonzero(batch.lengths)
+    if len(filled):
+        total[filled] = np.add.reduceat(values.astype(np.float64), batch.offsets[filled])
+    return total
 
 
 def _mean(batch: ColumnBatch, column: str | NDArray[Any], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -154,9 +174,10 @@ def _largest(
 ) -> NDArray[np.float64]:
     values = batch.columns.get(column) if isinstance(column, str) else column
     found = np.full(batch.num_sequences, -np.inf)
-    if values is not None:
-        known = np.flatnonzero(chosen & np.isfinite(values))
-        np.maximum.at(found, batch.owners[known], values[known])
+    filled = np.flatnonzero(batch.lengths)
+    if values is not None and len(filled):
+        known = np.where(chosen & np.isfinite(values), values, -np.inf)
+        found[filled] = np.maximum.reduceat(known, batch.offsets[filled])
     return np.where(np.isfinite(found), found, np.nan)
 
 
@@ -178,15 +199,14 @@ def _sparks(batch: ColumnBatch) -> NDArray[np.uint8]:
     cells = np.zeros((batch.num_sequences, SPARK_CELLS))
     values = batch.columns.get("mismatch_kl")
     if values is not None:
-        known = np.flatnonzero(trainable(batch) & np.isfinite(values))
-        owners = batch.owners[known]
-        counts = np.bincount(owners, minlength=batch.num_sequences)
+        chosen = trainable(batch) & np.isfinite(values)
+        known = values[chosen]
+        counts = _sum(batch, chosen).astype(np.int64)
         firsts = np.cumsum(counts) - counts
-        places = (np.arange(len(known)) - firsts[owners]) * SPARK_CELLS // np.maximum(1, counts[owners])
-        np.maximum.at(cells, (owners, places), values[known])
-        for row in np.flatnonzero((counts > 0) & (counts < SPARK_CELLS)).tolist():
-            own = values[known[firsts[row] : firsts[row] + counts[row]]]
-            cells[row] = own[np.arange(SPARK_CELLS) * counts[row] // SPARK_CELLS]
+        filled = np.flatnonzero(counts)
+        edges = firsts[filled, None] + np.arange(SPARK_CELLS) * counts[filled, None] // SPARK_CELLS
+        if len(filled):
+            cells[filled] = np.maximum.reduceat(known, edges.ravel()).reshape(-1, SPARK_CELLS)
     with np.errstate(divide="ignore"):
         level = (np.log10(cells) + SPARK_DECADES) / SPARK_DECADES
     return (np.clip(level, 0, 1) * 255).astype(np.uint8).ravel()

@@ -4,6 +4,7 @@
     GET  /assets/…         its modules, styles, licences
     GET  /api/run          head of the run                   deflated JSON
     GET  /api/step/N       index of a step                   deflated blob, see `blob`
+    GET  /api/rows/N       measures of its records           deflated blob
     GET  /api/chunk/N/K    tokens of some of its records     deflated blob
     POST /api/texts        [id, …] -> texts of token ids     deflated JSON
     GET  /api/pulse        {"steps": …, "last": …, "summarised": …}
@@ -74,6 +75,9 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
     async def step(request: Request) -> Response:
         return _blob(await run_in_threadpool(run.step, request.path_params["step"]))
 
+    async def rows(request: Request) -> Response:
+        return _blob(await run_in_threadpool(run.rows, request.path_params["step"]))
+
     async def chunk(request: Request) -> Response:
         path = request.path_params
         return _blob(await run_in_threadpool(run.chunk, path["step"], path["index"]))
@@ -101,6 +105,7 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
             Route("/assets/{name:path}", file),
             Route("/api/run", head),
             Route("/api/step/{step:int}", step),
+            Route("/api/rows/{step:int}", rows),
             Route("/api/chunk/{step:int}/{index:int}", chunk),
             Route("/api/texts", texts, methods=["POST"]),
             Route("/api/pulse", pulse),

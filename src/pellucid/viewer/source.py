@@ -2,32 +2,36 @@
 
     run               the head: see `head.make_head`
     step/N            the index of a step
+    rows/N            what its records' tokens add up to
     chunk/N/K         tokens of some of its records
     texts             texts of token ids
 
-A step is read once for its summary; its blobs are kept, least recently used out first.
+Of a Parquet export only what an answer needs is read. A JSONL export has to be parsed whole: it is once, and
+all answers of the step are kept. Least recently used answers are dropped first.
 """
 
-import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from pellucid.errors import DataError
-from pellucid.viewer.access import Exports, StepSummary
-from pellucid.viewer.encode import EncodedStep, encode_step
+from pellucid.viewer.access import ALL_FIELDS, Exports, Records, StepSummary
+from pellucid.viewer.encode import chunk_spans, encode_chunk, encode_index, encode_step
 from pellucid.viewer.head import deflate_json, make_head
 from pellucid.viewer.roles import RoleFinder
+from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, measure
 from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.summary import summarise
 from pellucid.viewer.vocabulary import open_vocabulary
 
-log = logging.getLogger(__name__)
-
 CACHE_BYTES = 512 * 2**20
 DEFLATE_LEVEL = 1
 """Over loopback, less work is faster than fewer bytes."""
+
+LOOK_AGAIN_S = 1.0
 
 
 class ServedRun:
@@ -46,16 +50,14 @@ class ServedRun:
         self._start_record = start_record
         self._max_mismatch = max_mismatch
         self._summaries: dict[int, dict[str, Any]] = {}
-        self._steps: OrderedDict[int, EncodedStep] = OrderedDict()
-        self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._answers = Answers(CACHE_BYTES)
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         exports.steps()  # a path that holds no export is an error now, not in the browser
 
     def run(self) -> bytes:
         steps = self._exports.steps()
-        with self._lock:
-            known = [self._summaries[step] for step in steps if step in self._summaries]
+        known = [self._summaries[step] for step in steps if step in self._summaries]
         head = make_head(
             self._exports.path,
             self._run,
@@ -75,13 +77,15 @@ class ServedRun:
         return {"steps": len(steps), "last": steps[-1] if steps else -1, "summarised": len(self._summaries)}
 
     def step(self, number: int) -> bytes:
-        return self._step(number).index
+        return self._answer(f"step/{number}", number, self._make_index)
+
+    def rows(self, number: int) -> bytes:
+        return self._answer(f"rows/{number}", number, self._make_rows)
 
     def chunk(self, number: int, index: int) -> bytes:
-        chunks = self._step(number).chunks
-        if not 0 <= index < len(chunks):
-            raise DataError(f"step {number} has {len(chunks)} chunks, there is no chunk {index}")
-        return chunks[index]
+        return self._answer(
+            f"chunk/{number}/{index}", number, lambda records: self._make_chunk(records, index)
+        )
 
     def texts(self, token_ids: Iterable[int]) -> bytes:
         with self._lock:
@@ -95,39 +99,92 @@ class ServedRun:
                 if self._closed.is_set():
                     return
                 try:
-                    self._step(step)
+                    self.step(step)
                 except DataError as error:
                     self._exports.warnings.setdefault(str(error))
-                    self._summaries.setdefault(step, _nothing(step))
-            self._closed.wait(1.0)
+                    self._summaries.setdefault(step, summarise(step, StepSummary()))
+            self._closed.wait(LOOK_AGAIN_S)
 
     def close(self) -> None:
         self._closed.set()
 
-    def _step(self, number: int) -> EncodedStep:
+    def _answer(self, name: str, step: int, make: Callable[[Records], bytes]) -> bytes:
+        if (found := self._answers.get(name)) is not None:
+            return found
         with self._lock:
-            if number in self._steps:
-                self._steps.move_to_end(number)
-                return self._steps[number]
-        if number not in self._exports.steps():
-            raise DataError(f"there is no finished step {number}")
-        with self._reading:
-            with self._lock:
-                if number in self._steps:
-                    return self._steps[number]
-            records = self._exports.records(number)
-            made = encode_step(number, self._exports, records, self._roles, level=DEFLATE_LEVEL)
-            with self._lock:
-                self._steps[number] = made
-                self._summaries[number] = made.summary
-                while len(self._steps) > 1 and sum(map(_num_bytes, self._steps.values())) > CACHE_BYTES:
-                    self._steps.popitem(last=False)
-        return made
+            if (found := self._answers.get(name)) is not None:
+                return found
+            if step not in self._exports.steps():
+                raise DataError(f"there is no finished step {step}")
+            records = self._exports.records(step)
+            if self._exports.is_columnar(records):
+                self._answers.put(name, found := make(records))
+                return found
+            self._keep_all(step, records)
+            if (found := self._answers.get(name)) is None:
+                raise DataError(f"step {step} has no {name}")
+            return found
+
+    def _keep_all(self, step: int, records: Records) -> None:
+        made = encode_step(step, self._exports, records, self._roles, level=DEFLATE_LEVEL)
+        self._summaries[step] = made.summary
+        parts = {f"step/{step}": made.index, f"rows/{step}": made.rows}
+        parts |= {f"chunk/{step}/{index}": chunk for index, chunk in enumerate(made.chunks)}
+        self._answers.put_all(parts)
+
+    def _make_index(self, records: Records) -> bytes:
+        identity = Identity()
+        batch = records.batch(IDENTITY_FIELDS)
+        identity.add(batch)
+        step = records[0].key[0]
+        starts = [first for first, _ in chunk_spans(batch.lengths)]
+        summary = self._exports.summary(step)
+        index, self._summaries[step] = encode_index(step, identity, summary, starts, level=DEFLATE_LEVEL)
+        return index
+
+    def _make_rows(self, records: Records) -> bytes:
+        return measure([records.batch(MEASURED_FIELDS)]).encode(level=DEFLATE_LEVEL)
+
+    def _make_chunk(self, records: Records, index: int) -> bytes:
+        spans = list(chunk_spans(self._lengths(records)))
+        if not 0 <= index < len(spans):
+            raise DataError(f"step {records[0].key[0]} has {len(spans)} chunks, there is no chunk {index}")
+        first, last = spans[index]
+        return encode_chunk(records[first:last].batch(ALL_FIELDS), self._roles, level=DEFLATE_LEVEL)
+
+    def _lengths(self, records: Records) -> Any:
+        """Read once per step: every chunk asks for them."""
+        name = f"lengths/{records[0].key[0]}"
+        if (found := self._answers.get(name)) is None:
+            self._answers.put(name, found := records.lengths.astype(np.int64).tobytes())
+        return np.frombuffer(found, np.int64)
 
 
-def _num_bytes(step: EncodedStep) -> int:
-    return len(step.index) + sum(map(len, step.chunks))
+class Answers:
+    """Bytes by name, up to a total; the least recently used go first."""
 
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
 
-def _nothing(step: int) -> dict[str, Any]:
-    return summarise(step, StepSummary())
+    def get(self, name: str) -> bytes | None:
+        with self._lock:
+            if name not in self._kept:
+                return None
+            self._kept.move_to_end(name)
+            return self._kept[name]
+
+    def put(self, name: str, data: bytes) -> None:
+        self.put_all({name: data})
+
+    def put_all(self, parts: dict[str, bytes]) -> None:
+        """All of them are there afterwards, even if they alone are too many."""
+        with self._lock:
+            for name, data in parts.items():
+                self._num_bytes += len(data) - len(self._kept.pop(name, b""))
+                self._kept[name] = data
+            while self._num_bytes > self._max_bytes and len(self._kept) > len(parts):
+                _, dropped = self._kept.popitem(last=False)
+                self._num_bytes -= len(dropped)

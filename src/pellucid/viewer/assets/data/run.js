@@ -12,6 +12,7 @@ import { Vocabulary } from "./texts.js";
  */
 
 const KEPT_CHUNKS = 600;
+const SPARK_CELLS = 32;
 
 export class Run {
   /** @param {Source} source @param {any} head */
@@ -21,6 +22,8 @@ export class Run {
     this.vocabulary = new Vocabulary(source);
     /** @type {Map<number, Promise<StepIndex>>} */
     this.indexes = new Map();
+    /** @type {Map<number, Promise<StepIndex>>} */
+    this.rows = new Map();
     /** @type {Map<string, Promise<Chunk>>} */
     this.chunks = new Map();
     /** @type {Map<number, Promise<StepTokens>>} */
@@ -47,6 +50,15 @@ export class Run {
   /** @param {number} step @returns {Promise<StepIndex>} */
   index(step) {
     return kept(this.indexes, step, async () => new StepIndex(step, await this.source.step(step)));
+  }
+
+  /** The index with what the records' tokens add up to. @param {number} step @returns {Promise<StepIndex>} */
+  measured(step) {
+    return kept(this.rows, step, async () => {
+      const [index, blob] = await Promise.all([this.index(step), this.source.rows(step)]);
+      index.measure(blob);
+      return index;
+    });
   }
 
   /** @param {number} step @param {number} number */
@@ -95,17 +107,25 @@ export class StepIndex {
     this.summary = blob.meta;
     this.blob = blob;
     this.words = blob.meta.words;
+    /** @type {import("./blob.js").Blob | null} */
+    this.measures = null;
     this.chunkStarts = /** @type {Numbers} */ (
       readColumn(blob, "chunk_starts", blob.columns.chunk_starts.length ?? 1) ?? new Int32Array(1));
     /** @type {Map<string, any>} */
     this.columns = new Map();
   }
 
+  /** @param {import("./blob.js").Blob} blob */
+  measure(blob) {
+    this.measures = blob;
+    this.columns.clear();
+  }
+
   /** Numbers by record; NaN where a record does not say. @param {string} name */
   column(name) {
     if (!this.columns.has(name)) {
-      const values = readColumn(this.blob, name, this.length) ?? new Float64Array(this.length).fill(NaN);
-      this.columns.set(name, values);
+      const own = this.measures && name in this.measures.columns ? this.measures : this.blob;
+      this.columns.set(name, readColumn(own, name, name === "sparks" ? this.length * SPARK_CELLS : this.length) ?? new Float64Array(this.length).fill(NaN));
     }
     return this.columns.get(name);
   }
@@ -120,7 +140,7 @@ export class StepIndex {
   /** @param {number} record */
   spark(record) {
     const cells = this.column("sparks");
-    const width = cells.length / this.length;
+    const width = this.measures ? cells.length / this.length : 0;
     return cells.subarray(record * width, (record + 1) * width);
   }
 

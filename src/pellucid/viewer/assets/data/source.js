@@ -5,7 +5,7 @@ import { inflate, parseBlob, parseJson } from "./blob.js";
 /**
  * @typedef {import("./blob.js").Blob} ColumnBlob
  * @typedef {{ids: number[], texts: (string | number[])[], special: number[]}} Texts
- * @typedef {{run(): Promise<any>, step(step: number): Promise<ColumnBlob>,
+ * @typedef {{run(): Promise<any>, step(step: number): Promise<ColumnBlob>, rows(step: number): Promise<ColumnBlob>,
  *   chunk(step: number, index: number): Promise<ColumnBlob>, texts(ids: number[]): Promise<Texts>,
  *   pulse(): Promise<any>}} Source
  */
@@ -21,6 +21,9 @@ class PageSource {
 
   /** @param {number} step */
   step(step) { return this.blob(`step/${step}`); }
+
+  /** @param {number} step */
+  rows(step) { return this.blob(`rows/${step}`); }
 
   /** @param {number} step @param {number} index */
   chunk(step, index) { return this.blob(`chunk/${step}/${index}`); }
@@ -56,6 +59,9 @@ class ServerSource {
 
   /** @param {number} step */
   async step(step) { return parseBlob(await this.bytes(`step/${step}`)); }
+
+  /** @param {number} step */
+  async rows(step) { return parseBlob(await this.bytes(`rows/${step}`)); }
 
   /** @param {number} step @param {number} index */
   async chunk(step, index) { return parseBlob(await this.bytes(`chunk/${step}/${index}`)); }

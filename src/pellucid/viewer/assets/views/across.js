@@ -40,7 +40,7 @@ export class AcrossView {
       this.found = [];
       refill(this.head, element("h2", {}, `Example ${example}`), element("dl", { class: "facts" }, element("div", {}, element("dt", {}, "environment"), element("dd", {}, env ?? "–"))));
       for (const [place, step] of run.steps.entries()) {
-        const other = await run.index(step);
+        const other = await run.measured(step);
         if (turn !== this.turn) { this.key = ""; return; }
         for (const record of other.withWord("example", example)) {
           if (other.value("env", record) !== env) continue;

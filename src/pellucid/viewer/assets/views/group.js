@@ -26,7 +26,7 @@ export class GroupView {
   async update(state) {
     const turn = (this.turn += 1);
     const { run } = this.app;
-    const index = await run.index(state.step);
+    const index = await run.measured(state.step);
     const [name, word] = index.value("group", state.record) !== null ? ["group", index.value("group", state.record)] : ["example", index.value("example", state.record)];
     if (word === null) {
       refill(this.head, element("h2", {}, "Group"));

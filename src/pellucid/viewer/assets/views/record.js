@@ -67,6 +67,7 @@ export class RecordView {
       if (turn !== this.turn) return;
       this.record = record;
       this.drawHead();
+      if (!record.index.measures) run.measured(state.step).then(() => { if (turn === this.turn || this.record === record) this.drawHead(); });
     }
     if (isNew || ["fill", "scope", "masks", "table", "filter", "search", "theme", "env"].some((name) => changed.has(name))) {
       await this.colour(state);

@@ -59,7 +59,12 @@ export class StepView {
     const index = await run.index(state.step);
     if (turn !== this.turn) return;
     this.drawHead(index);
-    if (this.all?.step !== state.step) this.drawFirst(index, state);
+    if (this.all?.step !== state.step) {
+      this.drawFirst(index, state);
+      await run.measured(state.step);
+      if (turn !== this.turn) return;
+      this.drawFirst(index, state);
+    }
     const all = await run.stepTokens(state.step);
     if (turn !== this.turn) return;
     this.all = all;
