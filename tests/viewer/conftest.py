@@ -1,4 +1,4 @@
-"""Runs made on the spot with known numbers, a byte-level tokenizer, and one browser for all tests."""
+"""Runs made on the spot with known numbers, a byte-level tokenizer, and a browser."""
 
 import json
 import shutil
@@ -229,8 +229,9 @@ def study(made_run: MadeRun, page_of: Callable[..., str]) -> str:
     return page_of(made_run.folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Of a module, not of the session: while it is open, no other test could run an event loop of its own."""
     if CHROMIUM is None:
         pytest.skip(NO_BROWSER)
     from playwright.sync_api import sync_playwright
@@ -298,7 +299,7 @@ def served() -> Iterator[Callable[[Path], str]]:
         thread.join(5)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def study_page(browser: Any, study: str) -> Iterator[Any]:
     """An open page whose modules can be called; its state is nobody's."""
     page = browser.new_page()

@@ -95,9 +95,25 @@ def test_the_older_form_with_an_object_per_token(
 
 
 def test_every_number_reaches_the_browser_unchanged(study_page: Any, made_run: Any) -> None:
-    names = ("token_ids", "inference_logprobs", "trainer_logprobs", "entropy", "token_loss", "policy_versions")
-    derived = ("mismatch_kl", "log_importance_ratio", "importance_ratio", "prob_delta", "rewards", "position_ids")
-    code = """async (name) => { const all = await $main.app.run.stepTokens(2); return [...all.column(name)]; }"""
+    names = (
+        "token_ids",
+        "inference_logprobs",
+        "trainer_logprobs",
+        "entropy",
+        "token_loss",
+        "policy_versions",
+    )
+    derived = (
+        "mismatch_kl",
+        "log_importance_ratio",
+        "importance_ratio",
+        "prob_delta",
+        "rewards",
+        "position_ids",
+    )
+    code = (
+        """async (name) => { const all = await $main.app.run.stepTokens(2); return [...all.column(name)]; }"""
+    )
     for name in names:
         assert study_page.evaluate(code, name) == made_run.column(2, name).astype("float32").tolist(), name
     for name in derived:

@@ -117,7 +117,11 @@ def test_a_torn_line_is_a_note(write_export: Any, make_record: Any, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("", "holds no records"), ('{"a": 1}\n', "expected a record with token_ids"), ("[1]\n", "one JSON object per line")],
+    [
+        ("", "holds no records"),
+        ('{"a": 1}\n', "expected a record with token_ids"),
+        ("[1]\n", "one JSON object per line"),
+    ],
 )
 def test_an_unknown_shape_is_an_error_and_no_page(tmp_path: Path, content: str, reason: str) -> None:
     path = tmp_path / "rank_0.jsonl"
@@ -149,7 +153,11 @@ def test_the_command_writes_a_page(made_run: Any, tmp_path: Path) -> None:
 
 def test_modules_become_one_script_in_the_order_of_their_imports() -> None:
     script = bundle()
-    assert script.index("const $data_blob = ") < script.index("const $data_run = ") < script.index("const $main = ")
+    assert (
+        script.index("const $data_blob = ")
+        < script.index("const $data_run = ")
+        < script.index("const $main = ")
+    )
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
 
 
@@ -175,7 +183,9 @@ def read_back(raw: bytes, name: str, lengths: list[int]) -> np.ndarray[Any, Any]
 
 
 NUMBERS = arrays.arrays(
-    np.float32, st.integers(1, 40), elements=st.floats(-50, 50, width=32) | st.just(float("nan")) | st.sampled_from([0, 1])
+    np.float32,
+    st.integers(1, 40),
+    elements=st.floats(-50, 50, width=32) | st.just(float("nan")) | st.sampled_from([0, 1]),
 )
 
 

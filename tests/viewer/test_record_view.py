@@ -102,15 +102,16 @@ def test_keys_move_through_tokens_records_steps_and_looks(visit: Any, study: str
 
 
 def test_a_link_restores_exactly_what_was_seen(visit: Any, study: str) -> None:
-    address = f"{study}#record?step=1&record=5&token=20&fill=entropy&scope=step&masks=0&filter=kl+%3E+0.01&search=answer"
+    look = "fill=entropy&scope=step&masks=0&filter=kl+%3E+0.01&search=answer"
+    address = f"{study}#record?step=1&record=5&token=20&{look}"
     first = visit(address, ".token.pinned")
     second = visit(first.url, ".token.pinned")
     assert second.url == first.url == address
 
     def picture(page: Any) -> Any:
         return page.evaluate(
-            """() => [document.querySelector('.token.pinned').dataset.i, document.querySelector('.look select').value,
-            [...document.querySelectorAll('.token')].map((n) => [n.className, n.style.background]),
+            """() => [document.querySelector('.token.pinned').dataset.i,
+            document.querySelector('.look select').value, [...document.querySelectorAll('.token')].map((n) => [n.className, n.style.background]),
             document.querySelector('.details').textContent, document.querySelector('.tokens').scrollTop]"""
         )
 

@@ -17,16 +17,16 @@ def client(made_run: Any) -> TestClient:
     return TestClient(make_app(ServedRun(Exports(made_run.folder))), base_url="http://127.0.0.1:7357")
 
 
-def test_it_follows_a_run_and_keeps_its_place(
-    visit: Any, served: Any, made_run: Any, tmp_path: Path
-) -> None:
+def test_it_follows_a_run_and_keeps_its_place(visit: Any, served: Any, made_run: Any, tmp_path: Path) -> None:
     growing = tmp_path / "growing"
     shutil.copytree(made_run.folder, growing)
     last = growing / "token_exports" / "step_2"
     (last / "STABLE").unlink()
     requests: list[int] = []
     address = served(growing)
-    page = visit(f"{address}#record?step=1&record=8&token=20", ".token.pinned", viewport={"width": 700, "height": 600})
+    page = visit(
+        f"{address}#record?step=1&record=8&token=20", ".token.pinned", viewport={"width": 700, "height": 600}
+    )
     page.on("request", lambda request: requests.append(1) if "pulse" in request.url else None)
     options = "nodes => nodes.map((node) => node.value)"
     assert page.locator("select[aria-label=Step] option").evaluate_all(options) == ["0", "1"]
@@ -40,7 +40,7 @@ def test_it_follows_a_run_and_keeps_its_place(
 
 def test_its_answers_are_those_of_the_page(client: TestClient, made_run: Any) -> None:
     page = client.get("/")
-    assert page.status_code == 200 and "assets/main.js" in page.text
+    assert page.status_code == 200 and "assets/bundle.js" in page.text
     assert client.get("/assets/main.js").headers["content-type"].startswith("text/javascript")
     run = ServedRun(Exports(made_run.folder))
     assert client.get("/api/step/1").content == run.step(1)
@@ -60,7 +60,9 @@ def test_every_answer_refuses_frames_and_foreign_content(client: TestClient) -> 
     assert "frame-ancestors 'none'" in HEADERS["Content-Security-Policy"]
 
 
-@pytest.mark.parametrize("path", ["../page.py", "../../errors.py", "%2e%2e/page.py", "vendor", "/etc/passwd", "x.js"])
+@pytest.mark.parametrize(
+    "path", ["../page.py", "../../errors.py", "%2e%2e/page.py", "vendor", "/etc/passwd", "x.js"]
+)
 def test_assets_are_confined(client: TestClient, path: str) -> None:
     assert client.get(f"/assets/{path}").status_code == 404
 

@@ -71,7 +71,11 @@ def test_chatml_is_known_without_a_template(vocabulary: Vocabulary, encode: Any)
             "<|start|>user<|end|>\n\nhi<|eot|><|start|>assistant<|end|>\n\nyo<|eot|>",
             "<|eot|>",
         ),
-        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|user|>hi<|assistant|>yo", "hi"),
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+            "<|user|>hi<|assistant|>yo",
+            "hi",
+        ),
     ],
 )
 def test_roles_from_the_headers_of_a_chat_template(

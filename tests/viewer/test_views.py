@@ -116,7 +116,9 @@ def test_the_runs_own_bounds_give_back_the_record(visit: Any, study: str, made_r
 
 
 def test_other_bounds_mask_other_tokens(visit: Any, study: str, made_run: Any) -> None:
-    page = visit(f"{study}#whatif?step=1&bounds=dppo_mask_high=0.05,dppo_mask_low=0.4,kl_tau=0", ".plain-table")
+    page = visit(
+        f"{study}#whatif?step=1&bounds=dppo_mask_high=0.05,dppo_mask_low=0.4,kl_tau=0", ".plain-table"
+    )
     chosen, A = trainable(made_run, 1), made_run.column(1, "advantages")
     delta, ratio = made_run.column(1, "prob_delta"), made_run.column(1, "importance_ratio")
     out = chosen & np.where(A > 0, delta > 0.05, delta < -0.4)
@@ -253,8 +255,8 @@ def test_what_differs_between_two_sequences(study_page: Any) -> None:
 
 def test_every_ink_reads_on_its_colour(study_page: Any) -> None:
     worst = study_page.evaluate(
-        """() => Math.min(...["light", "dark"].flatMap((theme) => ["log", "sequential", "diverging"].flatMap(
-        (kind) => $draw_scale.palette(theme, kind).map(([paper, ink]) => $draw_scale.contrast(paper, ink)))))"""
+        """() => Math.min(...["light", "dark"].flatMap((theme) =>
+        ["log", "sequential", "diverging"].flatMap((kind) => $draw_scale.palette(theme, kind).map(([paper, ink]) => $draw_scale.contrast(paper, ink)))))"""
     )
     assert worst >= 4.5
 
@@ -263,6 +265,7 @@ def test_the_hash_says_everything_and_takes_anything(study_page: Any) -> None:
     turned = study_page.evaluate(
         """() => { const state = { ...$state_store.DEFAULTS, view: "worst", step: 3, token: 0, masks: false,
         filter: "kl > 1 & env = a=b", bounds: "kl_tau=0", up: true };
-        return [$state_store.parse($state_store.serialise(state)), state, $state_store.parse("#?step=x&nonsense=1")]; }"""
+        const turned = $state_store.parse($state_store.serialise(state));
+        return [turned, state, $state_store.parse("#?step=x&nonsense=1")]; }"""
     )
     assert turned[0] == turned[1] and turned[2] == study_page.evaluate("() => $state_store.DEFAULTS")

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "sharing": "training on groups: the common prompt once against once per member",
     "overlap": "asynchrony: time per RL step against the slower of sampling and training",
     "transport": "samples on the wire: columnar bytes against lists",
+    "viewer": "the viewer in a browser against its budgets: first content, switching, sizes, 100M tokens",
     "tensors": "from samples to a micro batch's tensors: one hop against lists all the way",
 }
 

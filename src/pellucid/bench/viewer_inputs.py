@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from pellucid.export.batch import ColumnBatch
 from pellucid.export.schema import FIELDS
@@ -91,16 +92,13 @@ def write_file(path: Path, batch: ColumnBatch) -> None:
     sink.close()
 
 
-def write_step(folder: Path, batch: ColumnBatch, step: int) -> None:
-    """A finished step of a run, with its summary, as training leaves it."""
-    import orjson
-
-    batch = ColumnBatch(
-        batch.lengths, {**batch.columns, "step": np.full(batch.num_sequences, step, np.int64)}
-    )
-    write_file(folder / "token_exports" / f"step_{step}" / "rank_0.parquet", batch)
+def write_run(folder: Path, batch: ColumnBatch, num_steps: int) -> None:
+    """Finished steps of a run, all alike, with their summaries, as training leaves them."""
     summary = StepSummary()
     summary.add(ColumnBatch(batch.lengths, {name: batch.columns[name] for name in NEEDED}))
-    path = folder / "token_exports" / f"step_{step}"
-    (path / "summary.rank_0.json").write_bytes(orjson.dumps(summary.as_dict()))
-    (path / "STABLE").touch()
+    for step in range(num_steps):
+        own = {**batch.columns, "step": np.full(batch.num_sequences, step, np.int64)}
+        path = folder / "token_exports" / f"step_{step}"
+        write_file(path / "rank_0.parquet", ColumnBatch(batch.lengths, own))
+        (path / "summary.rank_0.json").write_bytes(orjson.dumps(summary.as_dict()))
+        (path / "STABLE").touch()

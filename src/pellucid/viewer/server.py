@@ -1,7 +1,7 @@
 """`pellucid view RUN`: the page over HTTP, for this machine's browser only unless told otherwise.
 
     GET  /                 the page                          text/html
-    GET  /assets/…         its modules, styles, licences
+    GET  /assets/…         its modules, also as one bundle.js; styles
     GET  /api/run          head of the run                   deflated JSON
     GET  /api/step/N       index of a step                   deflated blob, see `blob`
     GET  /api/rows/N       measures of its records           deflated blob
@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from pellucid.errors import ConfigError, DataError
-from pellucid.viewer.bundle import asset
+from pellucid.viewer.bundle import asset, bundle
 from pellucid.viewer.source import ServedRun
 
 log = logging.getLogger(__name__)
@@ -58,11 +58,15 @@ HEADERS = {
 def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
     """`token`: what a visitor must show; None: whoever reaches it may look."""
 
+    script = bundle()  # one request instead of one per module
+
     async def page(request: Request) -> Response:
         return Response(asset("page.html"), media_type="text/html")
 
     async def file(request: Request) -> Response:
         name = request.path_params["name"]
+        if name == "bundle.js":
+            return Response(script, media_type=TYPES["js"])
         root = files("pellucid.viewer") / "assets"
         kind = TYPES.get(name.rpartition(".")[2])
         if kind is None or ".." in name.split("/") or not (root / name).is_file():

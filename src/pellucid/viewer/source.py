@@ -51,7 +51,8 @@ class ServedRun:
         self._max_mismatch = max_mismatch
         self._summaries: dict[int, dict[str, Any]] = {}
         self._answers = Answers(CACHE_BYTES)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._making: dict[str, threading.Lock] = {}
         self._closed = threading.Event()
         exports.steps()  # a path that holds no export is an error now, not in the browser
 
@@ -112,12 +113,15 @@ class ServedRun:
         if (found := self._answers.get(name)) is not None:
             return found
         with self._lock:
-            if (found := self._answers.get(name)) is not None:
-                return found
             if step not in self._exports.steps():
                 raise DataError(f"there is no finished step {step}")
             records = self._exports.records(step)
-            if self._exports.is_columnar(records):
+            is_columnar = self._exports.is_columnar(records)
+            making = self._making.setdefault(name if is_columnar else f"step/{step}", threading.Lock())
+        with making:  # whoever asks for the same waits; others do not
+            if (found := self._answers.get(name)) is not None:
+                return found
+            if is_columnar:
                 self._answers.put(name, found := make(records))
                 return found
             self._keep_all(step, records)

@@ -206,6 +206,7 @@ export class TokenRecord {
     this.length = this.end - this.start;
     /** @type {Segment[]} */
     this.segments = chunk.blob.meta.segments[place];
+    this.mask = chunk.column("loss_mask");
   }
 
   /** @param {string} name @returns {Numbers | null | undefined} */
@@ -223,7 +224,7 @@ export class TokenRecord {
   field(name) { return this.index.value(name, this.record); }
 
   /** @param {number} token */
-  isTrainable(token) { return this.value("loss_mask", token) !== 0; }
+  isTrainable(token) { return !this.mask || this.mask[this.start + token] !== 0; }
 }
 
 export class StepTokens {

@@ -137,7 +137,8 @@ export class RecordView {
       this.table.show(record, look, state.token);
     } else this.text.show(record, app.run.vocabulary, look);
     this.drawLook(state);
-    this.drawOverview(look);
+    // The text first: what stands above it waits for the next frame.
+    requestAnimationFrame(() => setTimeout(() => { if (this.record === record) this.drawOverview(look); }));
   }
 
   /** @param {import("../state/store.js").State} state */
