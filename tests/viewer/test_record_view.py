@@ -111,7 +111,8 @@ def test_a_link_restores_exactly_what_was_seen(visit: Any, study: str) -> None:
     def picture(page: Any) -> Any:
         return page.evaluate(
             """() => [document.querySelector('.token.pinned').dataset.i,
-            document.querySelector('.look select').value, [...document.querySelectorAll('.token')].map((n) => [n.className, n.style.background]),
+            document.querySelector('.look select').value,
+            [...document.querySelectorAll('.token')].map((n) => [n.className, n.style.background]),
             document.querySelector('.details').textContent, document.querySelector('.tokens').scrollTop]"""
         )
 

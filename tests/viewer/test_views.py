@@ -256,7 +256,8 @@ def test_what_differs_between_two_sequences(study_page: Any) -> None:
 def test_every_ink_reads_on_its_colour(study_page: Any) -> None:
     worst = study_page.evaluate(
         """() => Math.min(...["light", "dark"].flatMap((theme) =>
-        ["log", "sequential", "diverging"].flatMap((kind) => $draw_scale.palette(theme, kind).map(([paper, ink]) => $draw_scale.contrast(paper, ink)))))"""
+        ["log", "sequential", "diverging"].flatMap((kind) => $draw_scale.palette(theme, kind).map(
+        ([paper, ink]) => $draw_scale.contrast(paper, ink)))))"""
     )
     assert worst >= 4.5
 
