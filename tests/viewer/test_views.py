@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 
@@ -35,6 +36,11 @@ def test_a_brush_over_a_histogram_selects_tokens_and_their_records(
     page.wait_for_selector(f"text={chosen.sum()} tokens in {len(records)} of 16 records")
     rows = page.locator("tbody tr[data-row]").evaluate_all("nodes => nodes.map((n) => Number(n.dataset.row))")
     assert rows == records.tolist()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Parquet").click()
+    table = pq.read_table(download.value.path())
+    assert table["record"].to_pylist() == owners(made_run, 1)[chosen].tolist()
+    assert table["mismatch_kl"].to_pylist() == pytest.approx(kl[chosen], rel=1e-5)
     page.get_by_role("button", name="clear selection").click()
     page.wait_for_selector("text=16 records")
 

@@ -42,7 +42,7 @@ class ViewSettings(Section):
     """Mismatch KL that is drawn deepest; default: the 95th percentile of trainable tokens, at least 0.05."""
 
     host: str = "127.0.0.1"
-    """Address to serve at. Any other than this machine's own needs the random token of the printed address."""
+    """Address to serve at. Any other than this machine's own needs the token of the printed address."""
 
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port to serve at; default: 7357, or a free one where that is taken."""

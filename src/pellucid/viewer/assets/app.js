@@ -3,7 +3,7 @@
 import { compileFilter, tokensOfRecord } from "./data/filter.js";
 import { METRICS, valuesOf } from "./data/metrics.js";
 import { Run } from "./data/run.js";
-import { recordAsJson, saveFile, tokensAsCsv, tokensAsParquet } from "./data/save.js";
+import { recordAsJson, recordColumns, saveColumns, saveFile } from "./data/save.js";
 import { occurrences, parseQuery } from "./data/search.js";
 import { byId, element, notice } from "./draw/dom.js";
 import { picture } from "./draw/picture.js";
@@ -211,9 +211,7 @@ export class App {
   async saveTokens(kind) {
     const { step, record } = this.state;
     const tokens = await this.run.record(step, record);
-    const name = `step_${step}_record_${record}.${kind}`;
-    if (kind === "csv") saveFile(name, "text/csv", tokensAsCsv(tokens, this.run.vocabulary));
-    else saveFile(name, "application/vnd.apache.parquet", tokensAsParquet(tokens, this.run.vocabulary));
+    saveColumns(`step_${step}_record_${record}`, kind, recordColumns(tokens, this.run.vocabulary));
   }
 
   savePicture() {

@@ -26,23 +26,46 @@ export function recordAsJson(record) {
   return JSON.stringify(Object.fromEntries([["step", record.step], ...fields, ["role_spans", record.segments], ...columns]));
 }
 
-/** @param {TokenRecord} record @param {Vocabulary} vocabulary */
-export function tokensAsCsv(record, vocabulary) {
-  const names = present(record);
+/** @typedef {{name: string, values: (string | number | null)[]}} SavedColumn */
+
+/** The tokens of a record, with their texts. @param {TokenRecord} record @param {Vocabulary} vocabulary @returns {SavedColumn[]} */
+export function recordColumns(record, vocabulary) {
   const ids = record.column("token_ids") ?? [];
-  const lines = [["text", ...names].join(",")];
-  for (let i = 0; i < record.length; i += 1) {
-    lines.push([quoted(vocabulary.plain(ids[i])), ...names.map((name) => record.value(name, i) ?? "")].join(","));
-  }
-  return `${lines.join("\r\n")}\r\n`;
+  const each = (/** @type {(i: number) => any} */ read) => Array.from({ length: record.length }, (_, i) => read(i));
+  return [{ name: "text", values: each((i) => vocabulary.plain(ids[i])) },
+    ...present(record).map((name) => ({ name, values: each((i) => record.value(name, i) ?? null) }))];
 }
 
-/** @param {TokenRecord} record @param {Vocabulary} vocabulary */
-export function tokensAsParquet(record, vocabulary) {
-  const ids = record.column("token_ids") ?? [];
-  const text = Array.from({ length: record.length }, (_, i) => vocabulary.plain(ids[i]));
-  return parquet([{ name: "text", values: text }, ...present(record).map((name) => ({
-    name, values: Array.from({ length: record.length }, (_, i) => record.value(name, i) ?? null) }))]);
+/** Chosen tokens of a step, with where they are. @param {import("./run.js").StepTokens} all @param {Uint8Array} chosen @param {Vocabulary} vocabulary
+ * @returns {SavedColumn[]} */
+export function selectionColumns(all, chosen, vocabulary) {
+  /** @type {number[]} */
+  const tokens = [];
+  for (let i = 0; i < chosen.length; i += 1) if (chosen[i]) tokens.push(i);
+  const ids = all.column("token_ids") ?? [];
+  const names = COLUMNS.filter((name) => all.column(name) !== undefined);
+  return [{ name: "step", values: tokens.map(() => all.step) }, { name: "record", values: tokens.map((i) => all.owners[i]) },
+    { name: "token", values: tokens.map((i) => all.position(i)) }, { name: "env_name", values: tokens.map((i) => all.index.value("env", all.owners[i]) ?? "") },
+    { name: "text", values: tokens.map((i) => vocabulary.plain(ids[i])) },
+    ...names.map((name) => {
+      const column = all.column(name);
+      return { name, values: tokens.map((i) => (!column || Number.isNaN(column[i]) ? null : column[i])) };
+    })];
+}
+
+/** @param {string} name without its ending @param {"csv" | "parquet"} kind @param {SavedColumn[]} columns */
+export function saveColumns(name, kind, columns) {
+  if (kind === "csv") saveFile(`${name}.csv`, "text/csv", asCsv(columns));
+  else saveFile(`${name}.parquet`, "application/vnd.apache.parquet", parquet(columns));
+}
+
+/** @param {SavedColumn[]} columns */
+function asCsv(columns) {
+  const lines = [columns.map(({ name }) => name).join(",")];
+  for (let i = 0; i < (columns[0]?.values.length ?? 0); i += 1) {
+    lines.push(columns.map(({ values }) => (typeof values[i] === "string" ? quoted(String(values[i])) : values[i] ?? "")).join(","));
+  }
+  return `${lines.join("\r\n")}\r\n`;
 }
 
 /** A spreadsheet takes a cell that begins so for a formula. @param {string} text */

@@ -85,7 +85,7 @@ export class GroupView {
     const strip = element("canvas", { "aria-hidden": "true" });
     const root = element("article", { class: "card member", "aria-current": isChosen ? "true" : null },
       element("header", {}, element("button", { type: "button", class: "link", onclick: () => this.app.go({ view: "record", record: record.record, token: -1 }) }, `record ${record.record}`),
-        element("small", {}, `${plural(record.length, "token")}${record.field("stop") ? ` · ${record.field("stop")}` : ""}${leaves >= 0 ? ` · own way from token ${leaves}` : " · the best"}`)),
+        element("small", {}, `${plural(record.length, "token")}${record.field("stop") ? ` · ${record.field("stop")}` : ""}${wayOf(leaves, record.length)}`)),
       element("div", { class: "bars" }, bar("reward", record.field("reward"), ends.reward, fixed(record.field("reward"), 3)), bar("advantage", record.field("advantage"), ends.advantage, signed(record.field("advantage"), 3))),
       element("div", { class: "strip-frame" }, strip),
       element("p", { class: "member-text" }, shared > BEFORE ? element("span", { class: "fold" }, `⋯ ${shared - BEFORE} common `) : null, ...tokens, to < record.length ? element("span", { class: "fold" }, ` ⋯ ${count(record.length - to)} more`) : null));
@@ -93,6 +93,12 @@ export class GroupView {
       trains: (i) => record.isTrainable(i), masked: (i) => record.value("is_masked", i) === 1 }, Math.max(40, (root.clientWidth - 30) * (record.length / longest)), 26));
     return root;
   }
+}
+
+/** @param {number} leaves where it leaves the best one's text; −1: it is the best @param {number} length */
+function wayOf(leaves, length) {
+  if (leaves < 0) return " · the best";
+  return leaves === length ? " · the best one's text" : ` · own way from token ${leaves}`;
 }
 
 /** @param {import("../data/run.js").TokenRecord[]} records */

@@ -2,6 +2,7 @@
 // per position, and the same per environment. Ranges that are brushed select tokens, and with them records.
 
 import { METRICS, RATIO, metricOf, valuesOf } from "../data/metrics.js";
+import { saveColumns, selectionColumns } from "../data/save.js";
 import { parseBrushes, select, serialiseBrushes } from "../data/select.js";
 import { lineChart } from "../draw/chart.js";
 import { choice, element, notice, refill, toggle } from "../draw/dom.js";
@@ -119,6 +120,8 @@ export class StepView {
     refill(this.tableBar, element("h3", {}, state.ids ? "Tokens by id" : "Records"),
       element("small", {}, chosen.isAll ? plural(records.length, "record") : `${plural(chosen.count, "token")} in ${count(records.length)} of ${plural(all.index.length, "record")}`),
       toggle("by token id", state.ids, (ids) => app.go({ ids, sort: "" })),
+      ...["csv", "parquet"].map((kind) => element("button", { type: "button", title: "these tokens as a file",
+        onclick: () => saveColumns(`step_${state.step}_selection`, /** @type {any} */ (kind), selectionColumns(all, chosen.tokens, vocabulary)) }, kind === "csv" ? "CSV" : "Parquet")),
       chosen.isAll ? null : element("button", { type: "button", onclick: () => app.go({ brush: "", filter: "", env: "" }) }, "clear selection"));
     this.records.root.hidden = state.ids;
     this.ids.root.hidden = !state.ids;
