@@ -7,7 +7,7 @@ import { recordAsJson, recordColumns, saveColumns, saveFile } from "./data/save.
 import { occurrences, parseQuery } from "./data/search.js";
 import { byId, element, notice } from "./draw/dom.js";
 import { picture } from "./draw/picture.js";
-import { currentTheme, domainOf } from "./draw/scale.js";
+import { currentTheme, domainOf, followSystemTheme } from "./draw/scale.js";
 import { BINDINGS } from "./state/keys.js";
 import { AcrossView } from "./views/across.js";
 import { GroupView } from "./views/group.js";
@@ -52,6 +52,7 @@ export class App {
   }
 
   async start() {
+    followSystemTheme(() => { if (this.run) this.update(new Set(["theme"])); });
     this.main.replaceChildren(notice("loading", "Reading the run …"));
     let head;
     try {

@@ -3,6 +3,7 @@
 
 import { readColumn } from "./blob.js";
 import { DERIVED, derive } from "./derive.js";
+import { lastAtMost } from "./sorted.js";
 import { Vocabulary } from "./texts.js";
 
 /**
@@ -145,15 +146,7 @@ export class StepIndex {
   }
 
   /** @param {number} record */
-  chunkOf(record) {
-    let low = 0;
-    let high = this.chunkStarts.length - 1;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.chunkStarts[middle] <= record) low = middle; else high = middle - 1;
-    }
-    return low;
-  }
+  chunkOf(record) { return lastAtMost(this.chunkStarts, record); }
 
   /** Records with the same word, such as the members of a group. @param {string} name @param {any} word */
   withWord(name, word) {

@@ -21,10 +21,17 @@ const INKS = { light: "#1c1e22", dark: "#e9e7e2" };
 
 /** @typedef {"light" | "dark"} Theme @typedef {{low: number, high: number}} Domain */
 
+/** @returns {Theme} */
 export function currentTheme() {
-  const chosen = document.documentElement.dataset.theme;
-  if (chosen === "light" || chosen === "dark") return chosen;
-  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  return document.documentElement.dataset.theme === "dark" ? "dark" : "light";
+}
+
+/** Takes the system's theme, and follows it until one is chosen. @param {() => void} onChange */
+export function followSystemTheme(onChange) {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const adopt = () => { document.documentElement.dataset.theme = system.matches ? "dark" : "light"; };
+  adopt();
+  system.addEventListener("change", () => { adopt(); onChange(); });
 }
 
 export class ColourScale {

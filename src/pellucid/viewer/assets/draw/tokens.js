@@ -1,5 +1,6 @@
 // The tokens of a record as text. Lines are laid out by width first; only those in sight are in the document.
 
+import { lastAtMost } from "../data/sorted.js";
 import { element, perFrame } from "./dom.js";
 
 const LINE = 25;
@@ -191,26 +192,10 @@ export class TokenText {
   }
 
   /** @param {number} height */
-  lineAtHeight(height) {
-    let low = 0;
-    let high = this.tops.length - 1;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.tops[middle] <= height) low = middle; else high = middle - 1;
-    }
-    return low;
-  }
+  lineAtHeight(height) { return lastAtMost(this.tops, height); }
 
   /** @param {number} token */
-  lineOf(token) {
-    let low = 0;
-    let high = this.tops.length - 1;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (this.starts[middle] <= token) low = middle; else high = middle - 1;
-    }
-    return low;
-  }
+  lineOf(token) { return lastAtMost(this.starts, token, this.tops.length); }
 
   /** The tokens in sight: [first, last). @returns {[number, number]} */
   window() {
