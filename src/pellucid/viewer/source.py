@@ -141,6 +141,7 @@ class ServedRun:
         batch = records.batch(IDENTITY_FIELDS)
         identity.add(batch)
         step = records[0].key[0]
+        self._answers.put(f"lengths/{step}", batch.lengths.astype(np.int64).tobytes())
         starts = [first for first, _ in chunk_spans(batch.lengths)]
         summary = self._exports.summary(step)
         index, self._summaries[step] = encode_index(step, identity, summary, starts, level=DEFLATE_LEVEL)

@@ -2,7 +2,7 @@
 
 import { compileFilter, tokensOfRecord } from "./data/filter.js";
 import { METRICS, valuesOf } from "./data/metrics.js";
-import { Run } from "./data/run.js";
+import { Abandoned, Run } from "./data/run.js";
 import { recordAsJson, recordColumns, saveColumns, saveFile } from "./data/save.js";
 import { occurrences, parseQuery } from "./data/search.js";
 import { byId, element, notice } from "./draw/dom.js";
@@ -30,6 +30,7 @@ export const VIEWS = {
 };
 
 const PULSE_MS = 1500;
+const OVER_TOKENS = new Set(["step", "worst", "whatif"]); // views that read all tokens of a step
 
 export class App {
   /** @type {Run} */
@@ -62,6 +63,7 @@ export class App {
       return;
     }
     this.run = new Run(this.source, head);
+    this.run.wantsTokens = (step) => OVER_TOKENS.has(this.viewName) && (this.state.step === step || this.state.within === "run");
     document.title = `${head.name} · pellucid`;
     byId("name").textContent = head.name;
     this.topBar = new TopBar(this);
@@ -101,7 +103,7 @@ export class App {
       await view.update(state, changed);
       if (view === this.view && !view.root.isConnected) this.main.replaceChildren(view.root);
     } catch (error) {
-      if (view !== this.view) return;
+      if (view !== this.view || error instanceof Abandoned) return;
       console.error(error);
       this.main.replaceChildren(notice("error", "This cannot be shown", /** @type {Error} */ (error).message));
     }

@@ -14,6 +14,10 @@ import { Vocabulary } from "./texts.js";
 
 const KEPT_CHUNKS = 600;
 const SPARK_CELLS = 32;
+const CHUNKS_AT_ONCE = 4;
+
+/** What was asked for is not looked at any more. */
+export class Abandoned extends Error {}
 
 export class Run {
   /** @param {Source} source @param {any} head */
@@ -21,6 +25,8 @@ export class Run {
     this.source = source;
     this.head = head;
     this.vocabulary = new Vocabulary(source);
+    /** Whether all tokens of a step are still worth reading: they may be many. @type {(step: number) => boolean} */
+    this.wantsTokens = () => true;
     /** @type {Map<number, Promise<StepIndex>>} */
     this.indexes = new Map();
     /** @type {Map<number, Promise<StepIndex>>} */
@@ -83,7 +89,12 @@ export class Run {
     if (this.tokens.size > 3) this.tokens.delete(/** @type {number} */ (this.tokens.keys().next().value));
     return kept(this.tokens, step, async () => {
       const index = await this.index(step);
-      const chunks = await Promise.all(Array.from(index.chunkStarts, (_, number) => this.chunk(step, number)));
+      const chunks = [];
+      for (let number = 0; number < index.chunkStarts.length; number += CHUNKS_AT_ONCE) {
+        if (number && !this.wantsTokens(step)) throw new Abandoned(`tokens of step ${step}`);
+        const last = Math.min(index.chunkStarts.length, number + CHUNKS_AT_ONCE);
+        chunks.push(...await Promise.all(Array.from({ length: last - number }, (_, i) => this.chunk(step, number + i))));
+      }
       const tokens = new StepTokens(index, chunks);
       await this.vocabulary.learn(tokens.column("token_ids") ?? []);
       return tokens;
