@@ -26,7 +26,7 @@ from pellucid.config import (
 from pellucid.config.base import Section
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
-from pellucid.config.tools import BenchSettings, KeysSettings, LedgerSettings, ViewSettings
+from pellucid.config.tools import BenchSettings, KeysSettings, LedgerSettings, ReplaySettings, ViewSettings
 from pellucid.errors import ConfigError, DiskError, PellucidError
 
 
@@ -55,6 +55,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "view": Command(ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser"),
     "ledger": Command(LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went"),
+    "replay": Command(
+        ReplaySettings, "pellucid.checks.replay:run_replay", "recompute what was recorded, or what if"
+    ),
     "verify": Command(
         VerifyConfig,
         "pellucid.checks.verify:run_verify",
