@@ -276,7 +276,18 @@ def test_the_tables_for_people(tmp_path, capsys) -> None:
     shown = capsys.readouterr().out
     assert "rank 0, sequence 1" in shown and "token_loss of 6 tokens: those that differ" in shown
     row = next(line for line in shown.splitlines() if line.split()[:2] == ["1", "8"])
-    assert row.split() == "1 8 yes -2.0000 -0.5000 1.0000 4.4817 0.4712 yes 0.0023".split()
+    assert row.split() == [
+        "1",
+        "8",
+        "yes",
+        "-2.0000",
+        "-0.5000",
+        "1.0000",
+        "4.4817",
+        "0.4712",
+        "yes",
+        "0.0023",
+    ]
     assert main(["replay", str(run), "--set", "trainer.loss.dppo_mask_high=0.5"]) == 0
     assert "2 steps, as recorded and under the changes" in capsys.readouterr().out
     _, report = replay(capsys, run, "--step", "0", "--sequence", "1")
