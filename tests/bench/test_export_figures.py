@@ -15,7 +15,7 @@ from pellucid.export.sink import JsonlSink, ParquetSink
 )
 def test_bytes_per_token(tmp_path, name, fields, bound) -> None:
     path = tmp_path / name
-    sink = JsonlSink(path, fields, append=False) if path.suffix == ".jsonl" else ParquetSink(path, fields)
+    sink = JsonlSink(path, fields) if path.suffix == ".jsonl" else ParquetSink(path, fields)
     sink.write(make_batch())
     sink.close()
     assert path.stat().st_size / NUM_TOKENS <= bound
@@ -24,7 +24,7 @@ def test_bytes_per_token(tmp_path, name, fields, bound) -> None:
 def test_both_sides_write_the_same(tmp_path: Path) -> None:
     batch = make_batch()
     write_lists(tmp_path / "lists.jsonl", batch, BASE)
-    sink = JsonlSink(tmp_path / "ours.jsonl", BASE, append=False)
+    sink = JsonlSink(tmp_path / "ours.jsonl", BASE)
     sink.write(batch)
     sink.close()
     ours, lists = (

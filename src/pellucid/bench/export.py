@@ -122,7 +122,7 @@ def _writing(folder: Path) -> Iterator[Result]:
         write_lists(folder / "lists.jsonl", batch, BASE)
 
     def jsonl(fields: Sequence[Field]) -> None:
-        sink = JsonlSink(folder / "ours.jsonl", fields, append=False)
+        sink = JsonlSink(folder / "ours.jsonl", fields)
         sink.write(batch)
         sink.close()
 
@@ -148,7 +148,7 @@ def _writing(folder: Path) -> Iterator[Result]:
 
 def _reading(folder: Path) -> Iterator[Result]:
     jsonl, parquet = folder / "large.jsonl", folder / "large.parquet"
-    sinks = JsonlSink(jsonl, BASE, append=False), ParquetSink(parquet, BASE)
+    sinks = JsonlSink(jsonl, BASE), ParquetSink(parquet, BASE)
     num_batches = -(-NUM_LARGE // NUM_TOKENS)
     for micro_step in range(num_batches):
         batch = make_batch(micro_step, micro_step)
