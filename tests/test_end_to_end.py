@@ -125,7 +125,7 @@ def test_the_record_replays(finished, capsys) -> None:
     assert report["steps"] == list(range(STEPS)) and report["notes"] == []
     assert main(["replay", str(folder), "--set", "trainer.loss.dppo_mask_high=0", "--json"]) == 0
     effect = json.loads(capsys.readouterr().out)["totals"]["all"]
-    assert effect["masked_high_new"] > effect["masked_high"]
+    assert effect["changed"]["masked_high"] > effect["recorded"]["masked_high"]
 
 
 def test_rollouts_and_exports_tell_the_same_story(finished) -> None:

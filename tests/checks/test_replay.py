@@ -235,39 +235,40 @@ def small_run(folder: Path) -> Path:
 
 
 def test_what_if_by_hand(tmp_path, capsys) -> None:
-    code, report = replay(
-        capsys, small_run(tmp_path), "--step", "0", "--set", "trainer.loss.dppo_mask_high=0.5"
-    )
-    assert code == 0 and report["changes"] == ["trainer.loss.dppo_mask_high=0.5"]
+    change = "trainer.loss.dppo_mask_high=0.5"
+    code, report = replay(capsys, small_run(tmp_path), "--step", "0", "--set", change)
+    assert code == 0 and report["changes"] == [change]
     effect = report["totals"]["b"]
-    assert (effect["masked"], effect["masked_new"], effect["no_longer_masked"]) == (1, 0, 1)
-    assert effect["loss"] == pytest.approx(1e-3 * 2.25 / 3)
-    assert effect["loss_new"] == pytest.approx((-np.exp(1.5) + 1e-3 * 2.25) / 3)
-    assert report["totals"]["a"]["loss"] == pytest.approx(report["totals"]["a"]["loss_new"])
-    assert report["totals"]["all"]["loss_new"] == pytest.approx(
-        report["totals"]["a"]["loss"] + effect["loss_new"]
+    assert effect["recorded"] == pytest.approx(
+        {"masked": 1, "masked_high": 1, "masked_low": 0, "loss": 1e-3 * 2.25 / 3}
     )
+    assert effect["changed"] == pytest.approx(
+        {"masked": 0, "masked_high": 0, "masked_low": 0, "loss": (-np.exp(1.5) + 1e-3 * 2.25) / 3}
+    )
+    assert (effect["newly_masked"], effect["no_longer_masked"]) == (0, 1)
+    a, total = (report["totals"][env] for env in ("a", "all"))
+    assert a["recorded"] == pytest.approx(a["changed"])
+    assert total["changed"]["loss"] == pytest.approx(a["recorded"]["loss"] + effect["changed"]["loss"])
 
 
 def test_several_changes_over_a_whole_run(tmp_path, capsys) -> None:
+    """ℓ of a: −0.5 and 0.25, and exp 0.25 = 1.284 is above the bound. Two rl steps; sft has no masks."""
     changes = ("--set", "trainer.loss.type=icepop", "--set", "trainer.loss.max_ratio=1.2")
     code, report = replay(capsys, small_run(tmp_path), *changes)
     assert code == 0 and [entry["step"] for entry in report["steps"]] == [0, 1]
     effect = report["totals"]["a"]
-    # ℓ of a: −0.5 and 0.25; exp 0.25 = 1.284 is above the bound. Two rl steps; sft has no masks.
-    assert (effect["trainable"], effect["masked"], effect["masked_new"], effect["masked_high_new"]) == (
-        6,
-        0,
-        2,
-        2,
-    )
+    assert (effect["trainable"], effect["recorded"]["masked"], effect["changed"]["masked_high"]) == (6, 0, 2)
+    losses = [sum(entry["envs"][env]["changed"]["loss"] for env in "ab") for entry in report["steps"]]
+    assert report["totals"]["all"]["changed"]["loss"] == pytest.approx(sum(losses) / 2)
 
 
 def test_what_if_the_advantages_were_others(tmp_path, capsys) -> None:
     run = small_run(tmp_path)
     (run / "configs" / "orchestrator.toml").write_text('[orchestrator]\nenv = [{ id = "x" }]\n')
     code, report = replay(capsys, run, "--set", "orchestrator.advantage.type=rloo")
-    assert code == 0 and report["totals"]["all"]["loss"] == report["totals"]["all"]["loss_new"]
+    assert code == 0 and report["totals"]["all"]["recorded"] == pytest.approx(
+        report["totals"]["all"]["changed"]
+    )
 
 
 def test_the_tables_for_people(tmp_path, capsys) -> None:

@@ -19,26 +19,46 @@ from pellucid.checks.replay.recorded import RecordedRun
 from pellucid.export.batch import ColumnBatch, Values
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Masked tokens and loss, as recorded or under the changes."""
+
+    masked: int = 0
+    masked_high: int = 0
+    masked_low: int = 0
+    loss: float = 0.0
+    """A share of the step's mean: those of all environments add up to it."""
+
+    def plus(self, other: "Side", share: float) -> "Side":
+        return Side(
+            self.masked + other.masked,
+            self.masked_high + other.masked_high,
+            self.masked_low + other.masked_low,
+            self.loss + share * other.loss,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Effect:
-    """Of an environment, or of all: recorded, and under the changes. Losses are shares of the step's mean."""
+    """Of an environment, or of all."""
 
     sequences: int = 0
     trainable: int = 0
-    masked: int = 0
-    masked_new: int = 0
-    masked_high: int = 0
-    masked_high_new: int = 0
-    masked_low: int = 0
-    masked_low_new: int = 0
     newly_masked: int = 0
     no_longer_masked: int = 0
-    loss: float = 0.0
-    loss_new: float = 0.0
+    recorded: Side = Side()
+    changed: Side = Side()
 
-    def __add__(self, other: "Effect") -> "Effect":
-        mine, theirs = asdict(self), asdict(other)
-        return Effect(**{name: mine[name] + theirs[name] for name in mine})
+    def plus(self, other: "Effect", share: float) -> "Effect":
+        """With the counts of another, and a share of its loss."""
+        return Effect(
+            self.sequences + other.sequences,
+            self.trainable + other.trainable,
+            self.newly_masked + other.newly_masked,
+            self.no_longer_masked + other.no_longer_masked,
+            self.recorded.plus(other.recorded, share),
+            self.changed.plus(other.changed, share),
+        )
 
 
 class WhatIf:
@@ -81,11 +101,8 @@ class WhatIf:
         totals: defaultdict[str, Effect] = defaultdict(Effect)
         for effects in self.steps.values():
             for env, effect in effects.items():
-                totals[env] += effect
-                totals["all"] += effect
-        for effect in totals.values():
-            effect.loss /= len(self.steps)
-            effect.loss_new /= len(self.steps)
+                for name in (env, "all"):
+                    totals[name] = totals[name].plus(effect, 1 / len(self.steps))
         envs = sorted(env for env in totals if env != "all")
         return {env: totals[env] for env in (*envs, "all")}
 
@@ -102,21 +119,20 @@ class WhatIf:
 def _effect(
     old: dict[str, Values], new: dict[str, Values], tokens: Values, sequences: int, denominator: int
 ) -> Effect:
-    was, becomes = ({name: side[name][tokens] == 1 for name in MASKS} for side in (old, new))
+    was, becomes = (side["is_masked"][tokens] == 1 for side in (old, new))
     return Effect(
-        sequences=sequences,
+        sequences,
         trainable=len(tokens),
-        masked=int(was["is_masked"].sum()),
-        masked_new=int(becomes["is_masked"].sum()),
-        masked_high=int(was["is_masked_high"].sum()),
-        masked_high_new=int(becomes["is_masked_high"].sum()),
-        masked_low=int(was["is_masked_low"].sum()),
-        masked_low_new=int(becomes["is_masked_low"].sum()),
-        newly_masked=int((becomes["is_masked"] & ~was["is_masked"]).sum()),
-        no_longer_masked=int((was["is_masked"] & ~becomes["is_masked"]).sum()),
-        loss=float(old["token_loss"][tokens].astype(np.float64).sum()) / denominator,
-        loss_new=float(new["token_loss"][tokens].astype(np.float64).sum()) / denominator,
+        newly_masked=int((becomes & ~was).sum()),
+        no_longer_masked=int((was & ~becomes).sum()),
+        recorded=_side(old, tokens, denominator),
+        changed=_side(new, tokens, denominator),
     )
+
+
+def _side(columns: dict[str, Values], tokens: Values, denominator: int) -> Side:
+    masked, high, low = (int((columns[name][tokens] == 1).sum()) for name in MASKS)
+    return Side(masked, high, low, float(columns["token_loss"][tokens].sum(dtype=np.float64)) / denominator)
 
 
 def what_if_table(totals: dict[str, Effect], num_steps: int) -> Table:
@@ -126,16 +142,14 @@ def what_if_table(totals: dict[str, Effect], num_steps: int) -> Table:
         table.add_column(title, justify="left" if title in ("environment", "") else "right")
     for env, effect in totals.items():
         style = "bold" if env == "all" else None
-        table.add_row(
-            env or "-", f"{effect.trainable:,}", "recorded", *_cells(effect, ""), "", "", style=style
-        )
+        shown = _cells(effect.recorded, effect.trainable)
+        table.add_row(env or "-", f"{effect.trainable:,}", "recorded", *shown, "", "", style=style)
         moved = f"{effect.newly_masked:,}", f"{effect.no_longer_masked:,}"
-        table.add_row("", "", "changed", *_cells(effect, "_new"), *moved, style=style)
+        table.add_row("", "", "changed", *_cells(effect.changed, effect.trainable), *moved, style=style)
     return table
 
 
-def _cells(effect: Effect, side: str) -> Iterator[str]:
-    for name in ("masked", "masked_high", "masked_low"):
-        count = getattr(effect, f"{name}{side}")
-        yield f"{count / effect.trainable:.2%}" if effect.trainable else "-"
-    yield f"{getattr(effect, f'loss{side}'):.4g}"
+def _cells(side: Side, trainable: int) -> Iterator[str]:
+    for count in (side.masked, side.masked_high, side.masked_low):
+        yield f"{count / trainable:.2%}" if trainable else "-"
+    yield f"{side.loss:.4g}"
