@@ -8,7 +8,7 @@ and ranks do not change it (but for which of several equal tokens is named). Tra
       reward, length                                                     distributions over sequences
       metrics.NAME                                                       a distribution over tokens
       positions.NAME    sums and counts over blocks of `block` positions
-      worst.NAME        the K tokens that stand out most: value, where, whose
+      worst.NAME        the K tokens that stand out most: value, record, token, id
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,12 +43,13 @@ METRICS: Mapping[str, _Score] = {
 
 _MASKS = {"masked": "is_masked", "masked_high": "is_masked_high", "masked_low": "is_masked_low"}
 _COUNTED = ("sequences", "tokens", "trainable", *_MASKS)
-_OWNER = ("step", "rank", "export_sequence_idx", "env_name", "group_id", "rollout_id")
+_OWNER = ("rank", "export_sequence_idx", "rollout_id")
 
 NEEDED = (
     *METRICS,
     *_MASKS.values(),
     *_OWNER,
+    "env_name",
     "training_mode",
     "token_ids",
     "loss_mask",
@@ -215,7 +216,7 @@ def _worst(
 
 
 def _place(token: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(token.get(key, 0) for key in ("step", "rank", "export_sequence_idx", "token"))
+    return tuple(token.get(key, 0) for key in ("rank", "export_sequence_idx", "token"))
 
 
 def _plain(value: Any) -> Any:
