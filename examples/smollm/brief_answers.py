@@ -1,8 +1,8 @@
 """Answer in one brief sentence: a reward that can be checked, for a model that likes to talk.
 
-    0.4   the reply ends by itself
-    0.3   it is one sentence: a single full stop, at its end
-    0.3   it has three to eight words
+0.4   the reply ends by itself
+0.3   it is one sentence: a single full stop, at its end
+0.3   it has three to eight words
 """
 
 from pellucid.data import Example
@@ -11,7 +11,7 @@ from pellucid.orchestrator import Environment, Score, Session
 TOPICS = (
     "a bicycle", "a volcano", "the moon", "a library", "bread", "a river", "music", "a computer", "winter",
     "a dog", "the sea", "a garden", "coffee", "a train", "a mountain", "rain", "a book", "a bridge", "salt",
-    "a clock", "the sun", "a forest", "tea", "a lamp", "a market", "snow", "a boat", "a school", "honey", "glass",
+    "a clock", "the sun", "a forest", "tea", "a lamp", "a market", "snow", "a boat", "a school", "honey",
 )  # fmt: skip
 QUESTIONS = (
     "What is {}?",

