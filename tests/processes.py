@@ -10,34 +10,42 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from pellucid.checks.verify.gradients import difference
 from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig
+from pellucid.config.save import to_toml
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
 from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
-from pellucid.trainer.entry import build_run, run_with
+from pellucid.trainer.build import build_run
+from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import accumulate
+from pellucid.trainer.many.roster import Roster
 from pellucid.trainer.parallel import BF16, Processes, shard_module
 from pellucid.trainer.run import Run
 
 SEQ_LEN = 48
-IMPORTED = (AutoModelForCausalLM, Qwen3ForCausalLM)
+IMPORTED = (AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
 """Before the processes are forked, and not by each of them."""
 LOSSES = ("dppo", "ppo_clip", "cispo", "gspo", "icepop", "tis", "custom")
 
 
-def sample(index: int, *, mode="rl", env="a", prompt=3, completion=4, group="") -> TrainingSample:
+def sample(
+    index: int, *, mode="rl", env="a", prompt=3, completion=4, group="", run="run", experts=None
+) -> TrainingSample:
     """Deterministic tokens; the logprobs of some are far from the model's, so that they are masked."""
     size = prompt + completion
     return TrainingSample.from_turn(
@@ -46,7 +54,7 @@ def sample(index: int, *, mode="rl", env="a", prompt=3, completion=4, group="") 
         [-0.1 if position % 3 == 0 else -4.5 for position in range(completion)],
         completion_mask=[position % 4 != 3 for position in range(completion)],
         env_name=env,
-        run_id="run",
+        run_id=run,
         group_id=group,
         sample_id=str(index),
         rollout_id=f"r{index}",
@@ -54,18 +62,39 @@ def sample(index: int, *, mode="rl", env="a", prompt=3, completion=4, group="") 
         advantage=1.0 if index % 2 else -0.5,
         temperatures=[0.7 + 0.1 * (index % 4)] * completion,
         teacher_logprobs=[-2.0] * size if mode == "opd" else None,
+        routed_experts=experts,
     )
 
 
-def mixed_batch(first: int = 0) -> TokenTable:
+def routed_batch() -> TokenTable:
+    """A group with a shared prompt, and others; sent to experts that no router would choose."""
+    samples = [
+        *(sample(index, completion=2 + 3 * index, experts=routes(5 + 3 * index)) for index in range(4)),
+        *(
+            sample(
+                20 + index, env="b", prompt=12, completion=3 + index, group="g", experts=routes(15 + index)
+            )
+            for index in range(3)
+        ),
+    ]
+    return TokenTable.from_samples(samples)
+
+
+def routes(num_tokens: int) -> np.ndarray:
+    """Two layers, two of eight experts; those of a token depend on its position alone."""
+    return (np.arange(num_tokens)[:, None, None] + np.array([[0, 3], [5, 1]])) % 8
+
+
+def mixed_batch(first: int = 0, run: str = "run") -> TokenTable:
     """Three modes, a group with a shared prompt, a truncated sample; lengths of 5 to 48 tokens."""
+    own = partial(sample, run=run)
     return TokenTable.from_samples(
         [
-            *(sample(first + index, completion=2 + 3 * index) for index in range(4)),
-            *(sample(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(3)),
-            *(sample(40 + index, mode="opd", env="c", completion=6) for index in range(2)),
-            *(sample(60 + index, mode="sft", env="d", completion=5 + index) for index in range(2)),
-            sample(first + 50, env="b", completion=60),
+            *(own(first + index, completion=2 + 3 * index) for index in range(4)),
+            *(own(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(3)),
+            *(own(40 + index, mode="opd", env="c", completion=6) for index in range(2)),
+            *(own(60 + index, mode="sft", env="d", completion=5 + index) for index in range(2)),
+            own(first + 50, env="b", completion=60),
         ]
     )
 
@@ -76,6 +105,7 @@ BATCHES = {
     "one sample": TokenTable.from_samples([sample(0, completion=3)]),
     "one opd sample": TokenTable.from_samples([sample(0, mode="opd", prompt=1, completion=1)]),
 }
+ROUTED = {"routed": routed_batch(), "one sample": TokenTable.from_samples([sample(0, experts=routes(7))])}
 """With fewer samples than ranks, some ranks have a dummy only; the last has fewer tokens than 4 slices."""
 
 
@@ -121,9 +151,9 @@ def packings(*, thorough: bool) -> Iterator[tuple[str, str, dict]]:
             yield f"{batch}, no sharing", batch, {"share_prompts": False}
 
 
-def gradients(run: Run, batch: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def gradients(run: Run, table: TokenTable) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Whole, of one step; and the step's metrics."""
-    observer = accumulate(run, run.pack(0, BATCHES[batch]))
+    observer = accumulate(run, run.pack(0, table))
     found = {}
     for name, parameter in run.policy.named_parameters():
         gradient = parameter.grad
@@ -174,7 +204,7 @@ class Jobs:
             together.losses = loss_for(together.config.loss)
             expected, expected_report = self.alone(weights, batch, own.get("loss", {"type": "dppo"}))
             predict.__kwdefaults__["max_logits"] = max_logits
-            got, report = gradients(together, batch)
+            got, report = gradients(together, BATCHES[batch])
             predict.__kwdefaults__["max_logits"] = MAX_LOGITS
             found[name] = [difference(expected, got), metric_difference(report, expected_report)]
         return found
@@ -190,15 +220,30 @@ class Jobs:
             run = self.runs[weights.name]
             run.config = TrainerConfig.model_validate({"model": {"seq_len": SEQ_LEN}, "loss": loss})
             run.losses = loss_for(run.config.loss)
-            self.known[key] = gradients(run, batch)
+            self.known[key] = gradients(run, BATCHES[batch])
         return self.known[key]
+
+    def replay(self, mesh: dict) -> dict[str, list[float]]:
+        """Differences of (gradient, metrics) from one process with replayed experts, by batch and cap."""
+        weights, found = self.folder / "models" / "moe", {}
+        alone = self.build(weights, alone=True, enable_router_replay=True)
+        together = self.build(weights, model=mesh, enable_router_replay=True)
+        for batch, table in ROUTED.items():
+            expected, expected_report = gradients(alone, table)
+            assert expected_report["router_replace_rate/all"] > 0.5
+            for cap in (SEQ_LEN, SEQ_LEN // 4):
+                together.config = together.config.model_copy(update={"micro_batch_max_tokens": cap})
+                got, report = gradients(together, table)
+                name = f"{batch}, cap {cap}"
+                found[name] = [difference(expected, got), metric_difference(report, expected_report)]
+        return found
 
     def precision(self, mesh: dict) -> list[float]:
         """Difference of the gradient in bfloat16 from that of one process in float32."""
         config = settings(self.tied, self.folder / "scratch" / f"bf16_{dist.get_rank()}", model=mesh)
         ranks = replace(self.ranks(config.trainer), precision=BF16)
         run = build_run(config, None, None, [], ranks)
-        found, _ = gradients(run, "mixed")
+        found, _ = gradients(run, BATCHES["mixed"])
         assert {gradient.dtype for gradient in found.values()} == {torch.float32}
         expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
         return ranks.gather(difference(expected, found))
@@ -214,6 +259,18 @@ class Jobs:
             run.optimizer._optim = run.optimizer._optim.model_copy(update={"max_norm": 1e-3})
             norms.append(run.ranks.gather(run.optimizer.step()))
         return norms
+
+    def adapter(self, mesh: dict) -> list[float]:
+        """Difference of an adapter's gradient from that of one process."""
+        found = []
+        for own, ranks in (({}, None), (mesh, self.ranks(TrainerConfig.model_validate({"model": mesh})))):
+            folder = self.folder / "scratch" / f"lora_{dist.get_rank()}"
+            run = build_run(adapter_settings(self.tied, folder, model=own), None, None, [], ranks)
+            found.append(gradients(run, BATCHES["mixed"])[0])
+        names = [name for name, gradient in found[0].items() if gradient is not None]
+        alone, together = ({name: each[name] for name in names} for each in found)
+        assert names == [name for name, gradient in found[1].items() if gradient is not None]
+        return [difference(alone, together), len(names)]
 
     def golden(self, path: str) -> list[list[float]]:
         """The gradient of each case, with a denominator of all ranks and FSDP's sum."""
@@ -262,6 +319,38 @@ class Jobs:
         config = settings(self.tied, Path(folder), **training(mesh))
         config = config.model_copy(update={"resume": resume})
         run_with(config, self.ranks(config.trainer))
+
+    def resume_many(self, folder: str, mesh: dict) -> None:
+        self.many(folder, mesh, resume=True)
+
+    def many(self, folder: str, mesh: dict, *, resume: bool = False) -> None:
+        """The runs whose batches are below the folder, in one trainer."""
+        shared = adapter_settings(self.tied, Path(folder), many_runs={"stay": False}, model=mesh)
+        with ExitStack() as stack:
+            if dist.get_rank() == 0:
+                roster = Roster(shared.output_dir)
+                for name in MANY:
+                    config = joining(self.tied, Path(folder), name)
+                    config = config.model_copy(update={"resume": resume, "max_steps": 2 if resume else 1})
+                    stack.enter_context(roster.joined(name, to_toml(config)))
+            run_with(shared, self.ranks(shared.trainer))
+
+
+MANY = ("one", "two")
+
+
+def joining(weights: Path, folder: Path, name: str) -> TrainerRunConfig:
+    """One of the runs that share a trainer; each has another learning rate."""
+    config = adapter_settings(weights, folder / name, join=folder, optim={"lr": 1e-3 * len(name)})
+    return config.model_copy(update={"run_id": name, "max_steps": 2})
+
+
+def adapter_settings(weights: Path, folder: Path, **trainer) -> TrainerRunConfig:
+    config = settings(weights, folder).model_dump()
+    config["model"]["lora"] = {"rank": 4}
+    own = {"ckpt": {"interval": 1}, "experimental": {"token_export": {}}, **trainer}
+    model = {"seq_len": SEQ_LEN, **own.pop("model", {})}
+    return TrainerRunConfig.model_validate({**config, "trainer": {"threads": 1, "model": model, **own}})
 
 
 def training(mesh: dict) -> dict:

@@ -23,7 +23,7 @@ from pellucid.metrics import JsonlSink, read_metrics
 from pellucid.model import load_policy, packed_layout
 from pellucid.orchestrator import Orchestrator, Score, SingleTurnEnvironment
 from pellucid.trainer.batches import OrchestratorBatches
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
 from pellucid.transport import MemoryChannel
 

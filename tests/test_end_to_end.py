@@ -90,6 +90,19 @@ def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:
     assert (folder / "logs" / "trainer_1.log").exists()
 
 
+def test_a_model_with_experts_trains_on_those_that_it_sampled_with(tiny_moe, tmp_path) -> None:
+    folder = tmp_path / "demo"
+    flags = ("--trainer.enable-router-replay", "--max-steps", "3")
+    result = subprocess.run(command(tiny_moe, folder, *flags), capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "balanced: every one of the" in result.stdout
+    assert "record_experts = true" in (folder / "configs" / "inference.toml").read_text()
+    first, *later = read_metrics(folder / "metrics" / "trainer.jsonl")
+    assert first["mismatch_kl/all/mean"] <= 1e-6
+    assert first["router_replace_rate/all"] <= 1e-2
+    assert len(later) == 2 and all(0 < metrics["router_replace_rate/all"] < 0.5 for metrics in later)
+
+
 def test_the_exported_losses_add_up_to_the_logged_loss(finished) -> None:
     folder, _ = finished
     for metrics in read_metrics(folder / "metrics" / "trainer.jsonl"):

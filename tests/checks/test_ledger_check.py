@@ -67,7 +67,7 @@ def test_one_missing_token_is_named_and_fails(tmp_path, capsys):
     assert run_ledger(LedgerSettings(run=write_run(tmp_path, trained=599))) == 1
 
     output = capsys.readouterr().out
-    assert output.splitlines()[-1] == "trainer: 1 token missing (run 'demo', environment 'reverse')"
+    assert output.splitlines()[-1] == "trainer, step 0: 1 token missing (run 'demo', environment 'reverse')"
     assert "balanced" not in output
 
 
@@ -95,7 +95,13 @@ def test_json_has_the_same_numbers(tmp_path, capsys):
             {"run": "demo", "env": "reverse", "sampled": 1000, "states": reverse, "beside": beside},
             {"run": "demo", "env": "sort", "sampled": 200, "states": {"cancelled": 200}, "beside": {}},
         ],
-        "differences": [{"run": "demo", "env": "reverse", "where": "trainer", "tokens": 1}],
+        "stages": {
+            "inference": {"sampled": 1200, "delivered": 1000, "cancelled": 200},
+            "orchestrator": {"received": 1000, "zero_advantage": 300, "sent": 700},
+            "trainer": {"received": 700, "masked": 100, "trained": 599, **beside},
+        },
+        "differences": [{"run": "demo", "env": "reverse", "where": "trainer, step 0", "tokens": 1}],
+        "bias": [],
     }
 
 
@@ -117,3 +123,103 @@ def test_many_environments_still_fit(tmp_path, capsys):
 def test_a_folder_without_a_ledger_is_an_error(tmp_path):
     with pytest.raises(LedgerError, match="holds no ledger"):
         run_ledger(LedgerSettings(run=tmp_path))
+
+
+FLOW = """\
+sampled by the engine   1,200  100.0%
+├─ cancelled              200   16.7%  given up while they were sampled
+└─ to the orchestrator  1,000   83.3%
+   ├─ zero_advantage      300   25.0%  an advantage of 0: nothing to learn from
+   └─ to the trainer      700   58.3%
+      ├─ masked           100    8.3%  outside of the trust region
+      └─ trained          600   50.0%  their gradient is in the weights
+"""
+
+
+def test_the_flow_is_the_way_of_all_tokens(tmp_path, capsys):
+    run_ledger(LedgerSettings(run=write_run(tmp_path)))
+    assert capsys.readouterr().out.startswith(FLOW)
+
+
+def test_the_flow_of_a_run_that_goes_on_has_what_waits_where_it_waits(tmp_path, capsys):
+    """The trainer has 1 token of what it took in to book, and 100 to take in."""
+    write_run(tmp_path, closed=False)
+    trainer = {"received": 600, "masked": 100, "trained": 499, "computed": 599}
+    journal(tmp_path, "trainer", {"reverse": trainer}, closed=False)
+    assert run_ledger(LedgerSettings(run=tmp_path)) == 0
+    output = capsys.readouterr().out
+    assert [line.split()[1:3] for line in output.splitlines() if "waiting, or" in line] == [
+        ["in_flight", "100"],
+        ["in_flight", "1"],
+    ]
+    assert cells(output)["in_flight"] == ["101", "10.1%", "0", "0.0%", "101", "8.4%"]
+
+
+def test_by_run_environments_are_added_up(tmp_path, capsys):
+    run_ledger(LedgerSettings(run=write_run(tmp_path), by="run", json=True))
+    (account,) = json.loads(capsys.readouterr().out)["accounts"]
+    states = {"cancelled": 200, "zero_advantage": 300, "masked": 100, "trained": 600}
+    assert (account["run"], account["sampled"], account["states"]) == ("demo", 1200, states)
+
+
+def write_steps(run: Path, *, received: tuple[int, int] = (60, 80)) -> Path:
+    """Two steps: 60 and 80 tokens sent; the trainer says what it received."""
+    lines = {
+        "inference": [{"counts": {"sampled": 150, "delivered": 150}}],
+        "orchestrator": [
+            {"step": 0, "counts": {"received": 70, "stale": 10, "sent": 60}},
+            {"step": 1, "counts": {"received": 80, "sent": 80}},
+        ],
+        "trainer": [
+            {"step": step, "counts": {"received": tokens, "trained": tokens, "computed": tokens}}
+            for step, tokens in enumerate(received)
+        ],
+    }
+    for stage, entries in lines.items():
+        own = [{"stage": stage, "run": "demo", "env": "math", **entry} for entry in entries]
+        path = run / "ledger" / f"{stage}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in [*own, {"stage": stage, "closed": True}]))
+    return run
+
+
+def test_by_step_there_is_a_line_for_each(tmp_path, capsys):
+    run_ledger(LedgerSettings(run=write_steps(tmp_path), by="step"))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["step", "stale", "trained", "all"] in rows
+    assert ["0", "10", "60", "70"] in rows and ["1", "0", "80", "80"] in rows
+    run_ledger(LedgerSettings(run=tmp_path, by="step", json=True))
+    assert json.loads(capsys.readouterr().out)["steps"] == [
+        {"step": 0, "states": {"stale": 10, "trained": 60}},
+        {"step": 1, "states": {"trained": 80}},
+    ]
+
+
+def test_two_mistakes_that_make_up_for_each_other_are_both_named(tmp_path, capsys):
+    """A sample of 5 tokens that was trained in the wrong step."""
+    assert run_ledger(LedgerSettings(run=write_steps(tmp_path, received=(65, 75)))) == 1
+    where = "(run 'demo', environment 'math')"
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"orchestrator to trainer, step 0: 5 tokens counted twice {where}",
+        f"orchestrator to trainer, step 1: 5 tokens missing {where}",
+    ]
+
+
+def test_a_run_that_drops_its_long_rollouts_is_warned_of(tmp_path, capsys):
+    write_run(tmp_path)
+    for step in range(2):
+        folder = tmp_path / "rollouts" / f"step_{step}"
+        folder.mkdir(parents=True)
+        lines = [
+            {"outcome": "stale" if index % 3 == 0 else "sent", "env_name": "reverse", "reward": 0.5}
+            | {"num_tokens": 90 + index % 5 if index % 3 == 0 else 10 + index % 7}
+            for index in range(60)
+        ]
+        (folder / "train_rollouts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert run_ledger(LedgerSettings(run=tmp_path)) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(
+        "bias: what is dropped as stale (40 of 120 rollouts) differs from what is kept: length 92"
+    )
+    run_ledger(LedgerSettings(run=tmp_path, audit=False))
+    assert "bias" not in capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_a_sound_trainer_passes_every_check(config) -> None:
 
 def test_a_denominator_per_rank(config, monkeypatch) -> None:
     def own_tokens(batch: StepBatch) -> int:
-        return max(1, int(batch.packed.trainable_lengths[batch.packed.sequences_of(batch.rank)].sum()))
+        return max(1, sum(part.counts.loss_tokens for part in batch.packed.micro_batches(batch.rank)))
 
     monkeypatch.setattr(StepBatch, "denominator", property(own_tokens))
     assert "a per-rank denominator" in failures(config, gradients.check_ranks)["ranks"]

@@ -351,6 +351,28 @@ def test_fake_data_is_for_the_trainer_alone():
     ]
 
 
+def test_runs_that_share_a_trainer_need_adapters():
+    lora, joins = ["--model.lora"], ["--trainer.join", "outputs/shared"]
+    remedy = "runs that share a model have an adapter each"
+    assert problems(TrainerRunConfig, *NAMED, *joins) == [f"trainer.join needs [model.lora]: {remedy}"]
+    assert problems(TrainerRunConfig, *NAMED, "--trainer.many-runs") == [
+        f"trainer.many_runs needs [model.lora]: {remedy}"
+    ]
+    config = parse(TrainerRunConfig, [*NAMED, *lora, "--trainer.many-runs"], prog="p").config
+    assert (config.trainer.many_runs.max_runs, config.model.lora.rank) == (4, 16)
+    assert problems(TrainerRunConfig, *NAMED, *lora, *joins, "--trainer.many-runs")[0].startswith(
+        "trainer.join = outputs/shared and trainer.many_runs are both set"
+    )
+    assert problems(TrainerRunConfig, *NAMED, *lora, *joins, "--trainer.num-processes", "2")[0].startswith(
+        "trainer.num_processes = 2 with trainer.join = outputs/shared"
+    )
+    env = ["--orchestrator.env", '[{"id": "reverse-text"}]']
+    assert "is for `pellucid trainer`" in problems(RLConfig, *NAMED, *lora, *env, "--trainer.many-runs")[0]
+    assert problems(SFTConfig, *NAMED, *lora, "--data.path", "x.jsonl", *joins) == [
+        "trainer.join is for rl; sft has the model to itself: leave it out"
+    ]
+
+
 def test_long_values_are_shortened(toml):
     (line,) = trainer_problems("@", toml(f"zzz = '{'x' * 200}'"))
     assert line == f"zzz = '{'x' * 76}...: unknown key; see `pellucid test --help`"

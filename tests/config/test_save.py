@@ -79,7 +79,8 @@ def test_none_is_left_out_and_defaults_are_written():
 
 
 def test_a_key_is_saved_under_the_name_it_is_read_by():
-    assert to_toml(LedgerSettings(run=Path("r"), json=True)) == 'run = "r"\njson = true\n'
+    saved = to_toml(LedgerSettings(run=Path("r"), json=True))
+    assert saved == 'run = "r"\nby = "env"\naudit = true\njson = true\n'
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,12 @@ def test_a_hub_name_is_left_to_whoever_loads_it_and_a_path_is_not() -> None:
         check_model_folder("./some/model", chats=True)
 
 
+def test_an_adapter_is_no_whole_model(tmp_path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds a LoRA adapter, not a whole model; merge it into its model"):
+        check_model_folder(str(tmp_path), chats=False)
+
+
 def test_it_does_without_torch() -> None:
     program = "import sys, pellucid.data.model_folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -16,7 +16,7 @@ def test_a_turn_gives_back_what_it_was_made_of() -> None:
     assert (turn.num_prompt_tokens, turn.num_tokens) == (2, 2)
     assert (turn.policy_versions, turn.finish_reason) == ([(3, 1), (4, 1)], "length")
     assert turn.role_spans == [("user", 0, 2)] and not turn.trainable
-    assert [part.dtype for part in turn.tokens] == [np.uint32, np.uint32, np.float32]
+    assert [part.dtype for part in turn.tokens[:3]] == [np.uint32, np.uint32, np.float32]
 
 
 @pytest.mark.parametrize("text", ["", "a", "é" * 4095, "é" * 4096, "lorem ipsum 🙂 " * 1000])

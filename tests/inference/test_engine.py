@@ -11,7 +11,7 @@ from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, QueueFullError, Request, run_to_end
 from pellucid.model import load_policy, packed_layout
-from pellucid.transport.weights import publish_weights
+from pellucid.transport.weights import publish_version, write_version
 
 ENV = Account("run", "env")
 
@@ -208,7 +208,7 @@ def test_weights_swap_between_steps_without_dropping_requests(policy, tiny_model
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    publish_weights(other.hf, tmp_path, 3, keep=2)
+    publish_version(tmp_path, 3, partial(write_version, other.hf), keep=2)
     finished = []
     engine = Engine(policy, num_slots=2, max_length=64)
     engine.submit(request([5, 6, 7], finished, max_tokens=6))
@@ -227,7 +227,7 @@ def test_weights_swap_between_steps_without_dropping_requests(policy, tiny_model
 
 def test_weights_that_do_not_fit_change_nothing(policy, tmp_path) -> None:
     before = [parameter.clone() for parameter in policy.parameters()]
-    publish_weights(torch.nn.Linear(2, 2), tmp_path, 1, keep=2)
+    publish_version(tmp_path, 1, partial(write_version, torch.nn.Linear(2, 2)), keep=2)
     engine = Engine(policy, num_slots=1, max_length=64)
     with pytest.raises(TransportError, match="does not fit the model: lacks"):
         engine.update_weights(1, tmp_path / "weights" / "step_1")

@@ -5,6 +5,7 @@ import errno
 import re
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -22,7 +23,7 @@ from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.metrics import JsonlSink
 from pellucid.model import load_policy
 from pellucid.orchestrator import weights
-from pellucid.transport.weights import publish_weights, weights_folder
+from pellucid.transport.weights import publish_version, weights_folder, write_version
 
 MAX_LENGTH = 256
 ENV = {"run": "run", "env": "env"}
@@ -171,7 +172,9 @@ def test_weights_that_stay_damaged_end_the_run_with_the_reason(
 ) -> None:
     """Real server, client and files: the old version is served all along."""
     monkeypatch.setattr(weights, "_RETRY_S", 0.01)
-    publish_weights(load_policy(ModelConfig(name=str(tiny_model))).hf, tmp_path, 1, keep=2)
+    publish_version(
+        tmp_path, 1, partial(write_version, load_policy(ModelConfig(name=str(tiny_model))).hf), keep=2
+    )
     path = weights_folder(tmp_path, 1) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -18,7 +19,7 @@ from pellucid.inference.http import HttpInferenceClient
 from pellucid.ledger import read_journal
 from pellucid.metrics import read_metrics
 from pellucid.model import PackedAttention, load_policy, packed_layout
-from pellucid.transport.weights import publish_weights, weights_folder
+from pellucid.transport.weights import publish_version, weights_folder, write_version
 
 ENV = Account("run", "env")
 
@@ -72,7 +73,7 @@ def published(tiny_model, tmp_path, version):
     other = load_policy(ModelConfig(name=str(tiny_model)))
     with torch.no_grad():
         next(other.parameters()).mul_(2.0)
-    publish_weights(other.hf, tmp_path, version, keep=2)
+    publish_version(tmp_path, version, partial(write_version, other.hf), keep=2)
     return weights_folder(tmp_path, version), other
 
 

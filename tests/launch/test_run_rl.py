@@ -236,7 +236,7 @@ def test_one_missing_token_fails_a_finished_run(tmp_path):
         run_processes(config(tmp_path), processes(tmp_path, trained=29), Console(file=out, width=100))
 
     assert str(failure.value) == f"1 tokens are unaccounted for; see `pellucid ledger {tmp_path}`"
-    assert "trainer: 1 token missing (run 'demo', environment 'reverse-text')" in out.getvalue()
+    assert "1 token missing (run 'demo', environment 'reverse-text')" in out.getvalue()
 
 
 def test_a_journal_that_was_not_closed_fails_a_finished_run(tmp_path):

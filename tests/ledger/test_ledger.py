@@ -70,8 +70,8 @@ def test_several_servers_each_keep_a_journal(tmp_path) -> None:
     [
         (Stage.INFERENCE, Flow.SAMPLED, 1, "inference: 1 token missing"),
         (Stage.INFERENCE, State.CANCELLED, 1, "inference: 1 token counted twice"),
-        (Stage.ORCHESTRATOR, State.ZERO_ADVANTAGE, -1, "orchestrator: 1 token missing"),
-        (Stage.TRAINER, State.MASKED, 1, "trainer: 1 token counted twice"),
+        (Stage.ORCHESTRATOR, State.ZERO_ADVANTAGE, -1, "orchestrator, step 1: 1 token missing"),
+        (Stage.TRAINER, State.MASKED, 1, "trainer, step 1: 1 token counted twice"),
         (Stage.TRAINER, Flow.COMPUTED, 1, "trainer, computed tokens: 1 token missing"),
     ],
 )
@@ -131,7 +131,7 @@ def test_the_verdict_is_one_line_or_one_per_problem(tmp_path) -> None:
     broken = tmp_path / "broken"
     write(broken, changed(Stage.TRAINER, State.TRUNCATED, 1), closed=(Stage.ORCHESTRATOR, Stage.TRAINER))
     assert reconcile(broken).verdict() == [
-        "trainer: 1 token counted twice (run 'run', environment 'env')",
+        "trainer, step 1: 1 token counted twice (run 'run', environment 'env')",
         "not closed: inference (still running, stopped or killed; a resume goes on with them)",
     ]
 

@@ -10,7 +10,7 @@ from pellucid.data import TokenTable, TrainingSample
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import read_metrics
 from pellucid.trainer.batches import OrchestratorBatches
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
 from pellucid.trainer.validation import Validation
 from pellucid.transport import Batch, MemoryChannel, encode_batch

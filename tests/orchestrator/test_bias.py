@@ -3,18 +3,9 @@ import random
 import numpy as np
 import pytest
 
-from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.ledger import Flow, State
 from pellucid.metrics import Moments
 from pellucid.orchestrator.bias import DropAudit, z_score
-from pellucid.orchestrator.verdict import Verdict
-
-
-def verdict(outcome, length: int, reward: float, env: str = "env") -> Verdict:
-    completion = Completion([1] * length, [-1.0] * length, [(0, length)], "stop")
-    return Verdict(
-        Rollout("r", "g", Example("0", []), env, 1.0, [Turn([5], completion, "")], reward), outcome
-    )
 
 
 def test_z_is_welchs() -> None:
@@ -33,13 +24,16 @@ def test_dropping_the_long_ones_is_noticed_and_dropping_at_random_is_not() -> No
         reward = generator.random()
         late = length > 90
         outcome = State.STALE if late else generator.choice([Flow.SENT, State.ZERO_ADVANTAGE])
-        biased.add([verdict(outcome, length, reward)])
+        biased.add(outcome, "env", length, reward)
         outcome = State.STALE if generator.random() < 0.1 else Flow.SENT
-        fair.add([verdict(outcome, length, reward)])
-    assert [each.what for each in biased.differences()] == ["length"]
-    assert biased.differences()[0].stale > 90 > 60 > biased.differences()[0].kept
-    assert "of 400 rollouts) differs from what is kept: length 9" in biased.line()
-    assert fair.differences() == [] and fair.line() == ""
+        fair.add(outcome, "env", length, reward)
+    (finding,) = biased.findings()
+    (difference,) = finding.differences
+    assert (finding.state, difference.what) == (State.STALE, "length")
+    assert difference.dropped > 90 > 60 > difference.kept
+    assert "of 400 rollouts) differs from what is kept: length 9" in str(finding)
+    assert "set orchestrator.pace_sampling" in str(finding)
+    assert fair.findings() == []
 
 
 def test_an_environment_that_is_dropped_more_often_is_named() -> None:
@@ -47,16 +41,29 @@ def test_an_environment_that_is_dropped_more_often_is_named() -> None:
     for index in range(200):
         slow = index % 4 == 0
         stale = slow and index % 8 == 0
-        audit.add([verdict(State.STALE if stale else Flow.SENT, 10, 0.5, "slow" if slow else "quick")])
-    assert {each.what for each in audit.differences()} == {"share of quick", "share of slow"}
+        audit.add(State.STALE if stale else Flow.SENT, "slow" if slow else "quick", 10, 0.5)
+    (finding,) = audit.findings()
+    assert {each.what for each in finding.differences} == {"share of quick", "share of slow"}
 
 
-def test_a_handful_says_nothing_and_failures_are_on_neither_side() -> None:
+def test_a_handful_says_nothing() -> None:
     audit = DropAudit()
     for _ in range(19):
-        audit.add([verdict(State.STALE, 100, 0.0), verdict(State.FAILED_ROLLOUT, 3, 0.0)])
+        audit.add(State.STALE, "env", 100, 0.0)
     for index in range(100):
-        audit.add([verdict(Flow.SENT, index % 3, 1.0)])
-    assert audit.differences() == []
-    audit.add([verdict(State.STALE, 99, 0.1)])
-    assert {each.what for each in audit.differences()} == {"length", "reward"}
+        audit.add(Flow.SENT, "env", index % 3, 1.0)
+    assert audit.findings() == []
+    audit.add(State.STALE, "env", 101, 0.0)
+    assert [finding.state for finding in audit.findings()] == [State.STALE]
+
+
+def test_each_reason_is_compared_on_its_own_and_what_a_filter_refuses_is_meant_to_differ() -> None:
+    audit = DropAudit()
+    for index in range(100):
+        audit.add(Flow.SENT, "env", 10 + index % 5, index % 2)
+        audit.add(State.FAILED_ROLLOUT, "env", 40 + index % 5, None)
+        audit.add(State.FILTERED, "env", 90 + index % 5, 0.0)
+        audit.add(State.REJECTED, "env", 10 + index % 5, index % 2)
+    (finding,) = audit.findings()
+    assert (finding.state, finding.num_dropped, finding.num_kept) == (State.FAILED_ROLLOUT, 100, 100)
+    assert [difference.what for difference in finding.differences] == ["length"]

@@ -1,13 +1,19 @@
 import numpy as np
 import pytest
 
-from pellucid.data import Completion, Example, Rollout, TokenTable, TrainingSample, Turn
+from pellucid.data import Completion, Example, PackedArray, Rollout, TokenTable, TrainingSample, Turn
 from pellucid.errors import DataError
 from pellucid.orchestrator.samples import build_group, build_samples
 
 
-def turn(prompt: list[int], sampled: list[int], *runs: tuple[int, int], logprob: float = -0.5) -> Turn:
-    completion = Completion(sampled, [logprob - token for token in sampled], list(runs), "stop")
+def turn(
+    prompt: list[int],
+    sampled: list[int],
+    *runs: tuple[int, int],
+    logprob: float = -0.5,
+    experts: PackedArray | None = None,
+) -> Turn:
+    completion = Completion(sampled, [logprob - token for token in sampled], list(runs), "stop", experts)
     return Turn(prompt, completion, "", [("user", 0, len(prompt)), ("assistant", len(prompt), 99)])
 
 
@@ -79,6 +85,31 @@ def test_a_turn_in_which_nothing_was_sampled_is_no_sample() -> None:
 
 def test_a_changed_token_is_a_branch() -> None:
     assert len(samples_of(turn([1, 2], [10, 11], (0, 2)), turn([1, 2, 10, 99, 3], [12], (0, 1)))) == 2
+
+
+def experts(*values: int) -> PackedArray:
+    """One layer, one expert per token."""
+    return PackedArray.pack(np.array(values, np.uint8).reshape(-1, 1, 1))
+
+
+def test_experts_of_turns_that_are_merged_and_of_a_branch() -> None:
+    first = turn([1, 2], [10, 11], (0, 2), experts=experts(3, 4, 5))
+    second = turn([1, 2, 10, 11, 3], [12], (1, 1), experts=experts(0, 0, 0, 6, 7))
+    branch = turn([1, 2, 3], [13, 14], (1, 2), experts=experts(1, 1, 1, 2))
+    table = TokenTable.from_samples(samples_of(first, second, branch))
+    assert table["routed_experts"].dtype == np.uint8
+    assert table["routed_experts"][:, 0, 0].tolist() == [3, 4, 5, 6, 7, 7, 1, 1, 1, 2, 2]
+
+
+def test_a_sample_has_no_experts_where_a_turn_of_it_has_none() -> None:
+    first = turn([1, 2], [10, 11], (0, 2), experts=experts(3, 4, 5))
+    [sample] = samples_of(first, turn([1, 2, 10, 11, 3], [12], (1, 1)))
+    assert "routed_experts" not in sample.arrays
+
+
+def test_experts_that_do_not_fit_the_tokens_are_refused() -> None:
+    with pytest.raises(DataError, match="routed_experts has 3 entries; expected 4"):
+        samples_of(turn([1, 2], [10, 11], (0, 2), experts=experts(3, 4)))
 
 
 def test_what_cannot_train_is_refused() -> None:

@@ -145,13 +145,13 @@ def test_a_dummy_has_every_column_but_nothing_to_train() -> None:
         samples=0, tokens=4, loss_tokens=0, padding_tokens=4, truncated_tokens=0, oversized_samples=0
     )
     assert np.isnan(dummy.table["teacher_logprobs"]).all()
-    assert packed.sequences_of(2).tolist() == []
+    assert dummy.indices == [] and dummy.received.tolist() == []
 
 
 def test_each_rank_copies_its_own_sequences_only() -> None:
     table = TokenTable.from_samples([sample(4, start=10 * i) for i in range(6)])
     packed = pack_batch(table, seq_len=8, max_tokens=8, num_ranks=2)
-    own = [packed.sequences_of(rank).tolist() for rank in range(2)]
+    own = [[index for part in packed.micro_batches(rank) for index in part.indices] for rank in range(2)]
     assert sorted(own[0] + own[1]) == list(range(6))
     for rank in range(2):
         names = [str(10 * index) for index in own[rank]]

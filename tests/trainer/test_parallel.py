@@ -21,12 +21,12 @@ from pellucid.errors import ConfigError
 from pellucid.launch.resume import rewind_rl
 from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
 from pellucid.metrics import read_metrics
-from pellucid.model.tiny import make_tiny_model
+from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer.entry import run_with
 from pellucid.trainer.ranks import Ranks
 from pellucid.transport import Batch, FilesystemSender, encode_batch, retract_folder, stable_steps
-from processes import LOSSES, mixed_batch, packings, settings, training
+from processes import LOSSES, MANY, joining, mixed_batch, packings, settings, training
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +54,7 @@ def folder(tmp_path_factory) -> Path:
     models = folder / "models"
     make_tiny_model(models / "tied", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
     make_tiny_model(models / "few_kv_heads", hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=1)
+    make_tiny_moe_model(models / "moe", hidden_size=32, num_layers=2)
     untie(models / "tied", models / "untied")
     return folder
 
@@ -99,6 +100,8 @@ def two(folder) -> dict:
         "cp2, untied head in chunks": ["parity", {"cp": 2}, "untied", False, 500],
         "dp2, head in chunks": ["parity", {}, "tied", False, 500],
         "cp2, one kv head": ["parity", {"cp": 2}, "few_kv_heads", False],
+        "dp2, experts": ["replay", {}],
+        "cp2, experts": ["replay", {"cp": 2, "activation_checkpointing": True}],
         "dp2, bf16": ["precision", {}],
         "cp2, bf16": ["precision", {"cp": 2}],
         "dp2, norms": ["clipping", {}],
@@ -106,11 +109,23 @@ def two(folder) -> dict:
         "hsdp2, norms": ["clipping", {"dp_replicate": 2}],
         "golden": ["golden", str(GOLDEN / "loss_normalisation.json")],
         "sharing": ["sharing"],
+        "dp2, adapter": ["adapter", {}],
+        "cp2, adapter": ["adapter", {"cp": 2}],
+        "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
+        "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
         "train dp2": ["train", runs["dp2"], {}],
         "train cp2": ["train", runs["cp2"], {"cp": 2}],
         "train hsdp2": ["train", runs["hsdp2"], {"dp_replicate": 2}],
     }
     return start(folder, 2, jobs)
+
+
+def send_for_many(folder: Path) -> Path:
+    for name in MANY:
+        for step in range(2):
+            table = mixed_batch(first=step + len(name), run=name)
+            FilesystemSender(folder / name).send(step, encode_batch(Batch(name, step, table)))
+    return folder
 
 
 def stopped_at_3(source: Path, target: Path, model: Path) -> Path:
@@ -159,6 +174,14 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, mesh) -> No
     check_parity(two[mesh], thorough=mesh in ("dp2", "cp2"))
 
 
+@pytest.mark.parametrize("mesh", ["dp2, experts", "cp2, experts"])
+def test_two_processes_replay_the_experts_of_one(two, mesh) -> None:
+    assert len(two[mesh]) == 4
+    for name, (gradient, metrics) in two[mesh].items():
+        assert gradient <= 1e-5, name
+        assert metrics <= 1e-4, name
+
+
 @pytest.mark.parametrize("mesh", FOUR)
 def test_four_processes_have_the_gradient_and_the_metrics_of_one(four, mesh) -> None:
     check_parity(four[mesh], thorough=False)
@@ -182,6 +205,35 @@ def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(two, four) -> None:
 def test_bfloat16_with_a_float32_reduction_comes_close(two, mesh) -> None:
     """As it is meant for GPUs; on a CPU only to see that it does what it says."""
     assert all(1e-4 < difference < 3e-2 for difference in two[f"{mesh}, bf16"]), two[f"{mesh}, bf16"]
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "cp2"])
+def test_an_adapter_has_the_gradient_of_one_process(two, mesh) -> None:
+    difference, num_parameters = two[f"{mesh}, adapter"]
+    assert difference <= 1e-5 and num_parameters == 2 * 7
+
+
+def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(folder, two, tmp_path) -> None:
+    """Resumed after the first step, by both processes."""
+    for name in MANY:
+        config = joining(folder / "models" / "tied", folder / "runs" / "many", name)
+        alone = config.model_copy(
+            update={
+                "output_dir": tmp_path / name,
+                "trainer": config.trainer.model_copy(update={"join": None}),
+            }
+        )
+        send_for_many(tmp_path)
+        run_with(alone, Ranks())
+        files = [
+            where / "model" / "adapter_model.safetensors" for where in (config.output_dir, tmp_path / name)
+        ]
+        assert largest_difference(*map(load_file, files)) < 1e-6
+        assert {path.name for path in (config.output_dir / "token_exports" / "step_1").iterdir()} >= {
+            "STABLE",
+            "rank_0.jsonl",
+            "rank_1.jsonl",
+        }
 
 
 def test_what_the_main_process_raises_is_raised_in_all(two) -> None:

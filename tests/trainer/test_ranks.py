@@ -8,7 +8,7 @@ import torch
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.ranks import Ranks
 

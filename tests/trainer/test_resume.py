@@ -23,8 +23,9 @@ from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer.batches import OrchestratorBatches
-from pellucid.trainer.entry import build_run, restore
+from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
+from pellucid.trainer.resume import restore
 from pellucid.trainer.stop import Stopped, StopRequest
 from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, stable_steps
 

@@ -17,7 +17,7 @@ from pellucid.metrics import read_metrics
 from pellucid.model import load_policy
 from pellucid.trainer import train_on_dataset
 from pellucid.trainer.batches import OrchestratorBatches
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate, train
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Told

@@ -12,7 +12,7 @@ from pellucid.metrics import read_metrics
 from pellucid.model import load_policy
 from pellucid.trainer import train_on_dataset
 from pellucid.trainer.batches import DatasetBatches
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.sft_data import SFTData, load_data
 from pellucid.trainer.validation import Validation
 

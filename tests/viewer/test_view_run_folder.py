@@ -58,7 +58,7 @@ def test_a_ledger_that_does_not_balance_says_where(tmp_path: Path) -> None:
     write_ledger(tmp_path, trained=64)
     ledger = RunFolder(tmp_path).ledger()
     assert ledger is not None
-    assert ledger["differences"] == ["trainer: 1 token missing (run 'demo', environment 'math')"]
+    assert ledger["differences"] == ["trainer, step 0: 1 token missing (run 'demo', environment 'math')"]
 
 
 def test_a_ledger_that_cannot_be_read_is_said_and_no_obstacle(tmp_path: Path) -> None:

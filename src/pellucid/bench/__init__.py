@@ -16,6 +16,7 @@ BENCHMARKS = {
     "advantage": "advantages of many groups: all at once against a torch call per group",
     "attention": "packed training: our attention against HF's own packed SDPA",
     "engine": "sampling: the embedded engine against HF generate",
+    "experts": "mismatch KL of a model with experts: recorded ones replayed against routed anew",
     "export": "token exports: writing against lists and json.dumps, reading out of a million tokens",
     "head": "logprobs and entropy: chunks of tokens against all logits at once",
     "loss": "the rl loss: all packed tokens at once against a loop over sequences",

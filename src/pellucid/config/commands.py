@@ -106,6 +106,19 @@ class TrainerRunConfig(RunConfig):
     transport: TransportConfig = FilesystemTransportConfig()
     """How batches arrive."""
 
+    @model_validator(mode="after")
+    def _shares_by_adapters(self) -> "TrainerRunConfig":
+        shares = [key for key in ("many_runs", "join") if getattr(self.trainer, key) is not None]
+        if shares and self.model.lora is None:
+            raise ValueError(
+                f"trainer.{shares[0]} needs [model.lora]: runs that share a model have an adapter each"
+            )
+        if shares and self.trainer.data.fake is not None:
+            raise ValueError(
+                f"trainer.{shares[0]} with trainer.data.fake: fake data are of no run; leave one out"
+            )
+        return self
+
 
 class OrchestratorRunConfig(RunConfig):
     """`pellucid orchestrator`: sample rollouts, score them, send batches."""
@@ -186,6 +199,11 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
     @model_validator(mode="after")
     def _trains_on_what_is_sampled(self) -> "RLConfig":
         _refuse_fake_data(self.trainer, "rl trains on what its orchestrator sends")
+        if self.trainer.many_runs is not None:
+            raise ValueError(
+                "trainer.many_runs is for `pellucid trainer`, which runs join with trainer.join; leave it "
+                "out of a run's own configuration"
+            )
         return self
 
     @model_validator(mode="after")
@@ -220,19 +238,42 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _replays_what_is_recorded(self) -> "RLConfig":
+        if not self.trainer.enable_router_replay:
+            return self
+        if self.inference.record_experts is False:
+            raise ValueError(
+                "inference.record_experts = false contradicts trainer.enable_router_replay = true, which "
+                "needs the record; leave out one of them"
+            )
+        teacher = self.orchestrator.teacher
+        if teacher is not None and teacher.mode == "sft":
+            raise ValueError(
+                'trainer.enable_router_replay = true with orchestrator.teacher.mode = "sft": the tokens were '
+                "sent to the experts of the teacher, not of the policy; leave one of them out"
+            )
+        return self
+
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
         """This run as one of its processes sees it."""
         own = {name: _plain(getattr(self, name)) for name in kind.model_fields}
         return kind.model_validate({**own, **changes})
 
 
+class VerifyModelConfig(ModelConfig):
+    DEMO: ClassVar[str] = "demo"
+
+    name: str = DEMO
+    """Hub name or local folder of a causal language model with its tokenizer; by default a tiny one that is
+    made on the spot."""
+
+
 class VerifyConfig(RLConfig):
     """`pellucid verify`: check the trainer's promises on a run's own configuration and model."""
 
-    DEMO: ClassVar[str] = "demo"
-
-    model: ModelConfig = ModelConfig(name=DEMO)
-    """The model; by default a tiny one that is made on the spot."""
+    model: VerifyModelConfig = VerifyModelConfig()
+    """The model."""
 
     orchestrator: OrchestratorConfig = OrchestratorConfig(env=(EnvConfig(id="reverse-text"),))
     """Its environments give the prompts, and `sampling` the temperature."""
@@ -254,6 +295,14 @@ class SFTConfig(TrainerRunConfig):
     @model_validator(mode="after")
     def _trains_on_its_data_set(self) -> "SFTConfig":
         _refuse_fake_data(self.trainer, "sft trains on its data set")
+        if self.trainer.enable_router_replay:
+            raise ValueError(
+                "trainer.enable_router_replay = true has nothing to replay in sft, whose tokens no engine "
+                "sent to experts; leave it out"
+            )
+        for key in ("many_runs", "join"):
+            if getattr(self.trainer, key) is not None:
+                raise ValueError(f"trainer.{key} is for rl; sft has the model to itself: leave it out")
         return self
 
 

@@ -47,6 +47,10 @@ class InferenceConfig(Section):
     max_model_len: int = Field(default=2048, ge=2)
     """Longest prompt + completion in tokens. Filled by `seq_len`."""
 
+    record_experts: bool | None = None
+    """Answer `/inference/v1/generate` with the experts that each token was sent to; default: in `rl`, if
+    `trainer.enable_router_replay` needs them. A server on its own has to be told. For models with experts."""
+
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default: all cores alone, half of them in `rl`."""
 

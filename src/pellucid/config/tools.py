@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
@@ -30,6 +30,17 @@ class LedgerSettings(Section):
 
     run: CliPositionalArg[Path]
     """Run folder."""
+
+    by: Literal["env", "run", "step"] = "env"
+    """A column per environment and run, a column per run, or a line per step."""
+
+    rollout: str | None = None
+    """Tell the story of this rollout instead (`rollout_id`, as in saved rollouts and exports), or of every
+    rollout of this group: what it sampled, what became of it, and why its tokens did or did not train."""
+
+    audit: bool = True
+    """Compare the rollouts that were dropped with those that were kept, and warn where they differ beyond
+    chance. Reads all saved rollouts."""
 
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of a table."""

@@ -114,6 +114,17 @@ class TrainerDataConfig(Section):
     """Present: `pellucid trainer` trains on random tokens, without an orchestrator, weights or ledger."""
 
 
+class ManyRunsConfig(Section):
+    """One model for several runs, each with a LoRA adapter, an optimizer and a folder of its own. They join
+    with `trainer.join`, and leave, while the others go on."""
+
+    max_runs: int = Field(default=4, ge=1)
+    """Runs that are trained at a time: adapters that are made at the start. Further ones wait for a place."""
+
+    stay: bool = True
+    """Wait for further runs when all are done; otherwise the trainer ends then."""
+
+
 class TrainerConfig(Section):
     model: TrainerModelConfig = TrainerModelConfig()
     """How the trainer runs the model."""
@@ -143,6 +154,16 @@ class TrainerConfig(Section):
 
     share_prompts: bool = True
     """Compute the common prompt of a group's members once; values and gradients stay the same."""
+
+    enable_router_replay: bool = False
+    """For models with experts: send each token to those that the engine sent it to, weighed by the trainer's
+    own router. Fills `inference.record_experts` of `rl`. Samples without routed experts are refused."""
+
+    many_runs: ManyRunsConfig | None = None
+    """Present: `pellucid trainer` serves the runs that join it, instead of one of its own."""
+
+    join: Path | None = None
+    """`output_dir` of a trainer with `many_runs`: this run is trained there, with an adapter of its own."""
 
     keep_weights: int = Field(default=4, ge=2)
     """Published weight versions kept on disk; older ones are deleted."""
@@ -197,6 +218,31 @@ class TrainerConfig(Section):
                 f"trainer.micro_batch_max_tokens = {self.micro_batch_max_tokens} has no effect on fake data, "
                 "whose samples are micro batches of their own; leave it out, and set "
                 "trainer.data.fake.batch_size and trainer.model.seq_len"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fake_data_has_no_experts(self) -> "TrainerConfig":
+        if self.data.fake is not None and self.enable_router_replay:
+            raise ValueError(
+                "trainer.enable_router_replay = true has nothing to replay on trainer.data.fake: no engine "
+                "sent these tokens to experts; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _joins_or_is_joined(self) -> "TrainerConfig":
+        if self.join is None:
+            return self
+        if self.many_runs is not None:
+            raise ValueError(
+                f"trainer.join = {self.join} and trainer.many_runs are both set: a trainer serves other runs "
+                "or is one of them; leave one out"
+            )
+        if self.num_processes > 1:
+            raise ValueError(
+                f"trainer.num_processes = {self.num_processes} with trainer.join = {self.join}: the "
+                "processes are those of the trainer that is joined; leave it out"
             )
         return self
 

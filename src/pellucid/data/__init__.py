@@ -1,6 +1,7 @@
 """The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts."""
 
 from pellucid.data.columns import COLUMNS, Column, Stored, TrainingMode
+from pellucid.data.experts import join_experts
 from pellucid.data.list_payload import read_list_payload
 from pellucid.data.packed import PackedArray
 from pellucid.data.rollout import NOT_OURS, Completion, Example, Rollout, Turn
@@ -20,5 +21,6 @@ __all__ = [
     "TrainingMode",
     "TrainingSample",
     "Turn",
+    "join_experts",
     "read_list_payload",
 ]

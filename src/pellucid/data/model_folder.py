@@ -15,13 +15,21 @@ from pellucid.data.tokenizer import check_vocabulary, first_line, no_chat_templa
 from pellucid.errors import ModelError
 
 
-def check_model_folder(name: str, *, chats: bool) -> None:
-    """`chats`: conversations are to be rendered, so there has to be a chat template."""
+def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
+    """`chats`: conversations are to be rendered, so there has to be a chat template.
+
+    `routes`: experts are to be replayed, so there have to be some.
+    """
     require_folder(name)
     folder = Path(name)
     if not folder.is_dir():
         return  # a hub name
     config = _read_config(name)
+    if routes and not (config.get("num_experts") or config.get("num_local_experts")):
+        raise ModelError(
+            f"trainer.enable_router_replay = true, but model.name = {name!r} has no experts in its "
+            "config.json; leave it out, or choose a model with experts"
+        )
     _check_weights(name)
     _check_tokenizer(name, config.get("vocab_size"))
     if chats and not _has_chat_template(folder):
@@ -30,6 +38,11 @@ def check_model_folder(name: str, *, chats: bool) -> None:
 
 def _read_config(name: str) -> dict[str, Any]:
     path = Path(name) / "config.json"
+    if not path.exists() and path.with_name("adapter_config.json").exists():
+        raise ModelError(
+            f"model.name = {name!r}: this folder holds a LoRA adapter, not a whole model; merge it into its "
+            "model first (`merge_and_unload` of PEFT; docs/adapters.md shows how)"
+        )
     if not path.exists():
         raise ModelError(
             f"model.name = {name!r}: no config.json in this folder; give one that `save_pretrained` wrote, "

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.data.columns import TrainingMode
+from pellucid.data.packed import PackedArray
 from pellucid.errors import DataError
 
 NOT_OURS = -1
@@ -31,6 +32,10 @@ class Completion(msgspec.Struct, frozen=True):
     finish_reason: str
     """`stop` (end of turn or stop token), `length` (max tokens) or `abort` (cut short by the client)."""
 
+    routed_experts: PackedArray | None = None
+    """[tokens, layers, top_k], where the server records them: of the prompt and the completion without its
+    last token, which was sampled and never computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -47,6 +52,8 @@ class TurnTokens(NamedTuple):
     """What was sampled."""
 
     logprobs: NDArray[np.float32]
+    routed_experts: PackedArray | None
+    """See `Completion`."""
 
 
 class Turn:
@@ -81,7 +88,10 @@ class Turn:
     ) -> None:
         """`role_spans`: (role, start, stop) of each block of prompt and completion, in tokens."""
         self._tokens: TurnTokens | None = TurnTokens(
-            _as_ids(prompt_ids), _as_ids(completion.token_ids), np.array(completion.logprobs, np.float32)
+            _as_ids(prompt_ids),
+            _as_ids(completion.token_ids),
+            np.array(completion.logprobs, np.float32),
+            completion.routed_experts,
         )
         self._text = text if len(text) < _LONG_TEXT else zlib.compress(text.encode(), level=1)
         self.num_prompt_tokens = len(prompt_ids)
@@ -126,8 +136,10 @@ class Turn:
 
     @property
     def completion(self) -> Completion:
-        _, token_ids, logprobs = self.tokens
-        return Completion(token_ids.tolist(), logprobs.tolist(), self.policy_versions, self.finish_reason)
+        _, token_ids, logprobs, experts = self.tokens
+        return Completion(
+            token_ids.tolist(), logprobs.tolist(), self.policy_versions, self.finish_reason, experts
+        )
 
     def forget_tokens(self) -> None:
         """What is counted, and the text, stay."""

@@ -12,6 +12,8 @@ Invariants:
   for long. Each step scores at least one sequence, however many prompts there are.
 - A weight swap happens between two steps. Running sequences keep their cache and go on under the new
   weights; each token carries the version that sampled it.
+- Where experts are recorded, a token's are those of the forward that computed its keys and values; requests
+  that share a prompt have the same ones for it.
 """
 
 import math
@@ -20,20 +22,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pellucid.data import Completion
+from pellucid.data import Completion, PackedArray
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.kv_cache import KVCache, Row
 from pellucid.inference.sampling import draw
 from pellucid.inference.scoring import Scoring, score
 from pellucid.inference.step_attention import Prompt, StepAttention
-from pellucid.model import Policy, lean_forward
-from pellucid.transport.weights import load_weights
+from pellucid.model import ExpertRecorder, Policy, lean_forward
+from pellucid.transport.adapter import ServedWeights
 
 MAX_PREFILL_TOKENS = 8192
 
@@ -55,6 +59,9 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
+    experts: bytearray = field(default_factory=bytearray)
+    """Of each token computed so far, if they are recorded."""
+
     generator: random.Random = field(init=False)
     abandoned: bool = False
     row: Row | None = None
@@ -88,9 +95,9 @@ class Request:
         if self.on_token is not None:
             self.on_token((token, logprob))
 
-    def completion(self, finish_reason: str) -> Completion:
+    def completion(self, finish_reason: str, routed_experts: PackedArray | None) -> Completion:
         runs = [(version, count) for version, count in self.versions]
-        return Completion(self.token_ids, self.logprobs, runs, finish_reason)
+        return Completion(self.token_ids, self.logprobs, runs, finish_reason, routed_experts)
 
 
 @dataclass(slots=True)
@@ -118,11 +125,14 @@ class Engine:
         max_length: int,
         max_queued: int = 4096,
         decode_text: Callable[[list[int]], str] | None = None,
+        record_experts: bool = False,
     ) -> None:
         self.counts = EngineCounts()
         self.version = 0
         self._policy = policy
+        self._weights = ServedWeights(policy.hf)
         self._hidden = lean_forward(policy)
+        self._recorder = ExpertRecorder(policy.hf) if record_experts else None
         self._num_slots = num_slots
         self._max_length = max_length
         self._max_queued = max_queued
@@ -230,7 +240,7 @@ class Engine:
 
         On any error the engine goes on with what it has.
         """
-        load_weights(self._policy.hf, folder)
+        self._weights.load(folder)
         self.version = version
 
     @torch.inference_mode()
@@ -319,6 +329,7 @@ class Engine:
             else:
                 for row in rows:
                     self._cache.copy_prefix(donor, row, len(token_ids))
+                    self._copy_experts(donor, row, len(token_ids))
             self.counts.shared_tokens += len(token_ids) * (len(rows) - (donor is None))
         return [prompt for prompt in fresh if len(prompt.token_ids)]
 
@@ -333,7 +344,25 @@ class Engine:
         hidden = self._hidden(
             torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device), plan
         )
+        if self._recorder is not None:
+            self._keep_experts(self._recorder.last(), prompts, rows)
         return hidden[-len(rows) :]
+
+    def _keep_experts(self, experts: NDArray[Any], prompts: Sequence[Prompt], rows: Sequence[Row]) -> None:
+        """Of the tokens of a step: a prompt's go to all who start with it, then one token's to each row."""
+        first = 0
+        for prompt in prompts:
+            last = first + len(prompt.token_ids)
+            for row in prompt.rows:
+                self._running[row].experts += experts[first:last].tobytes()
+            first = last
+        for row, own in zip(rows, experts[first:], strict=True):
+            self._running[row].experts += own.tobytes()
+
+    def _copy_experts(self, source: Row, target: Row, num_tokens: int) -> None:
+        if self._recorder is not None:
+            num_bytes = num_tokens * self._recorder.shape.num_bytes
+            self._running[target].experts += self._running[source].experts[:num_bytes]
 
     def _finish_reason(self, request: Request) -> str | None:
         params = request.params
@@ -362,7 +391,8 @@ class Engine:
             self.counts.cancelled[request.account] += len(request.token_ids)
         else:
             self.counts.delivered[request.account] += len(request.token_ids)
-            request.on_finish(request.completion(reason))
+            experts = None if self._recorder is None else self._recorder.pack(request.experts)
+            request.on_finish(request.completion(reason, experts))
 
 
 def _is_temperature(value: float) -> bool:

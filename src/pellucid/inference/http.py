@@ -43,7 +43,13 @@ class _Call:
             return
         choice = line.choice
         self.answer.set_result(
-            Completion(choice.token_ids, choice.token_logprobs, choice.policy_versions, choice.finish_reason)
+            Completion(
+                choice.token_ids,
+                choice.token_logprobs,
+                choice.policy_versions,
+                choice.finish_reason,
+                choice.routed_experts,
+            )
         )
 
 

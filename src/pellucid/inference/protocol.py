@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from pellucid.data import PackedArray
 from pellucid.inference.client import Account, SamplingParams
 
 NonEmptyIds = Annotated[list[int], msgspec.Meta(min_length=1)]
@@ -106,6 +107,8 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     policy_versions: list[tuple[int, int]]
     token_logprobs: list[float] = []
     logprobs: Any = None
+    routed_experts: PackedArray | None = None
+    """[base64 of the bytes, shape, dtype]; see `Completion`."""
 
 
 class GenerateManyRequest(msgspec.Struct, frozen=True):

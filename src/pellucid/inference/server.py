@@ -350,6 +350,7 @@ def _choice(index: int, completion: Completion, compact: bool) -> Choice:
         policy_versions=completion.policy_versions,
         token_logprobs=completion.logprobs if compact else [],
         logprobs=None if compact else {"content": content},
+        routed_experts=completion.routed_experts,
     )
 
 
@@ -373,6 +374,7 @@ def run_inference(config: InferenceRunConfig) -> None:
         max_length=settings.max_model_len,
         max_queued=settings.max_queued,
         decode_text=tokenizer.decode,
+        record_experts=bool(settings.record_experts),
     )
     name = f"inference_{settings.label}" if settings.label else "inference"
     journal = Journal(config.output_dir / "ledger" / f"{name}.jsonl", Stage.INFERENCE, resume=config.resume)

@@ -34,7 +34,7 @@ def check_rl(config: RLConfig) -> None:
     if isinstance(loss, CustomLossConfig):
         require_package(loss.import_path, "trainer.loss.import_path")
     config.trainer.check_num_processes(config.trainer.num_processes)
-    check_model_folder(config.model.name, chats=True)
+    check_model_folder(config.model.name, chats=True, routes=config.trainer.enable_router_replay)
     if own.teacher is not None and own.teacher.model is not None:
         _check_teacher(own.teacher.model, config.model.name)
 

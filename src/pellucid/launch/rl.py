@@ -62,7 +62,7 @@ def run_rl(config: RLConfig) -> None:
 
 
 def resolve(config: RLConfig, cores: int) -> RLConfig:
-    """`config` with the port and the threads that were left open."""
+    """`config` with what was left open: the port, the threads, and whether experts are recorded."""
     half = max(1, cores // 2)
     inference, trainer, transport = config.inference, config.trainer, config.transport
     own = config.orchestrator
@@ -78,6 +78,7 @@ def resolve(config: RLConfig, cores: int) -> RLConfig:
                 update={
                     "port": free_port(inference.host, inference.port),
                     "threads": inference.threads or half,
+                    "record_experts": inference.record_experts or trainer.enable_router_replay,
                 }
             ),
             "orchestrator": own,
@@ -129,7 +130,12 @@ def parts(config: RLConfig) -> dict[str, RunConfig]:
             InferenceRunConfig,
             clean_output_dir=False,
             model={**config.model.model_dump(), "name": teacher.model},
-            inference={**config.inference.model_dump(), "port": teacher.port, "role": "teacher"},
+            inference={
+                **config.inference.model_dump(),
+                "port": teacher.port,
+                "role": "teacher",
+                "record_experts": False,
+            },
             monitors={},  # a tracker has one page for the inference server, the policy's
         )
     return own

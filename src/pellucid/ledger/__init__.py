@@ -11,10 +11,13 @@ from pellucid.ledger.journal import (
 )
 from pellucid.ledger.reconcile import Account, Difference, Report, reconcile
 from pellucid.ledger.settle import Settlement, settle
-from pellucid.ledger.states import BESIDE, Flow, Stage, State
+from pellucid.ledger.states import BESIDE, HANDS_ON, MEANING, TAKES_IN, Flow, Stage, State
 
 __all__ = [
     "BESIDE",
+    "HANDS_ON",
+    "MEANING",
+    "TAKES_IN",
     "Account",
     "Difference",
     "Flow",

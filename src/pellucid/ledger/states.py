@@ -38,6 +38,26 @@ class State(StrEnum):
     IN_FLIGHT = "in_flight"
 
 
+MEANING = {
+    State.EVAL: "sampled to evaluate, not to train",
+    State.LOST: "a process died and took them along",
+    State.CANCELLED: "given up while they were sampled",
+    State.FAILED_ROLLOUT: "the environment raised or timed out",
+    State.DROPPED_GROUP: "too little of their group was left",
+    State.STALE: "sampled too many policy versions ago",
+    State.FILTERED: "refused by a filter of yours",
+    State.ZERO_ADVANTAGE: "an advantage of 0: nothing to learn from",
+    State.REJECTED: "broke a rule of training samples",
+    State.TRUNCATED: "beyond seq_len",
+    State.UNTRAINABLE: "masked out by the environment, or in another branch",
+    State.MASKED: "outside of the trust region",
+    State.TRAINED: "their gradient is in the weights",
+    State.ROLLED_BACK: "trained in a step that a resume discarded",
+    State.IN_FLIGHT: "running, waiting, or on the way",
+}
+"""Why the tokens in a state are there, for a person."""
+
+
 class Flow(StrEnum):
     """What a stage takes in and hands on; never a final state."""
 

@@ -34,6 +34,10 @@ class TokenOutput(NamedTuple):
     entropy: Tensor
     """Without gradient: it is observed, not optimised."""
 
+    replaced: Tensor | None = None
+    """With router replay: of the experts of the token that predicts this one, over all layers, the share that
+    the routers would not have chosen. Without gradient."""
+
 
 def token_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
     """log softmax(logits / temperature) over the vocabulary; trainer and engine both come through here."""
@@ -96,8 +100,10 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperatures, read, logprobs = ctx.saved_tensors
-        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        of_bias = None if bias is None else torch.zeros_like(bias)
+        _, is_weight_trained, is_bias_trained, *_ = ctx.needs_input_grad
+        of_hidden = torch.zeros_like(hidden)
+        of_weight = torch.zeros_like(weight) if is_weight_trained else None
+        of_bias = torch.zeros_like(bias) if is_bias_trained else None
         for rows in read.split(ctx.chunk):
             states = hidden[rows]
             logits = linear(states, weight, bias).float()
@@ -105,7 +111,8 @@ class _ChunkedHead(torch.autograd.Function):
                 _differentiate(part, targets[some], temperatures[some], logprobs[some], gradient[some])
             of_logits = logits.to(weight.dtype)
             of_hidden[rows] = of_logits @ weight
-            of_weight.addmm_(of_logits.T, states)
+            if of_weight is not None:
+                of_weight.addmm_(of_logits.T, states)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
         return of_hidden, of_weight, of_bias, None, None, None, None

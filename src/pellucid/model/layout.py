@@ -105,11 +105,14 @@ def shared_layout(
     groups: Sequence[str],
     temperatures: NDArray[np.float32] | None = None,
     loss_mask: Mask | None = None,
+    routed_experts: NDArray[np.integer[Any]] | None = None,
 ) -> Layout:
-    """Neighbours of the same group (not "") share the tokens and temperatures that all of them start with."""
+    """Neighbours of the same group (not "") share what all of them start with: the same tokens at the same
+    temperatures, sent to the same experts."""
     sizes = np.asarray(lengths, np.int64)
     offsets = _starts(sizes)
-    columns: list[NDArray[Any]] = [token_ids] if temperatures is None else [token_ids, temperatures]
+    known = (token_ids, temperatures, routed_experts)
+    columns: list[NDArray[Any]] = [column for column in known if column is not None]
     families = []
     for group, members in groupby(range(len(sizes)), key=lambda index: groups[index]):
         chosen = list(members)
@@ -125,7 +128,7 @@ def _common_prefix(columns: Sequence[NDArray[Any]], starts: Indices, lengths: In
         return 0
     for column in columns:
         stacked = np.stack([column[start : start + prefix] for start in starts.tolist()])
-        differs = (stacked != stacked[0]).any(axis=0)
+        differs = (stacked != stacked[0]).any(axis=(0, *range(2, stacked.ndim)))
         prefix = int(differs.argmax()) if differs.any() else prefix
     return prefix
 

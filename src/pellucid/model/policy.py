@@ -1,5 +1,6 @@
 """The policy: an HF causal language model behind the one forward that trainer and engine share."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from pellucid.model.attention import AttentionPlan
 from pellucid.model.head import TokenOutput, predict, unpredicted
 from pellucid.model.layout import Layout
+from pellucid.model.routing import ExpertReplay
 
 
 class Policy(nn.Module):
     def __init__(self, hf: Any) -> None:
         super().__init__()
         self.hf = hf
+        self.replay: ExpertReplay | None = None
+        """Present: every forward is given the experts of its tokens."""
 
     @property
     def vocab_size(self) -> int:
@@ -34,11 +38,27 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def checkpoint_activations(self) -> None:
-        """From now on each layer keeps its input alone for the backward pass, and computes the rest again."""
+    def checkpoint_activations(self, *, is_random: bool = False) -> None:
+        """From now on each layer keeps its input alone for the backward pass, and computes the rest again.
+
+        `is_random`: something is drawn in a forward, which has to be drawn again as it was.
+        """
         for layer in self.layers:
-            # Nothing is drawn at random in evaluation mode, so that there is no state to restore.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                preserve_rng_state=is_random,
+                context_fn=self._recomputing,
+            )
+
+    def _recomputing(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What surrounds a layer's forward, and the same computed again."""
+        return (nullcontext(), nullcontext()) if self.replay is None else self.replay.contexts()
+
+    def replay_experts(self) -> None:
+        """From now on tokens go to the experts that a forward is given, not to those of the routers."""
+        self.replay = ExpertReplay(self.hf)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Last hidden states; ids and positions are [batch, tokens]."""
@@ -63,19 +83,39 @@ class Policy(nn.Module):
         )
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, temperatures: Tensor, layout: Layout
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        temperatures: Tensor,
+        layout: Layout,
+        routed_experts: Tensor | None = None,
     ) -> TokenOutput:
         """Logprob and entropy of every token of packed sequences; all arguments are one row of tokens.
 
         A token is predicted by the hidden state of the token before it, at its own temperature.
         """
-        computed = layout.computed
-        hidden = self.hidden(token_ids[computed][None], positions[computed][None], layout.plan)[0]
-        output = self.predict(hidden, token_ids, temperatures, layout)
+        hidden, replaced = self._compute(token_ids, positions, layout, routed_experts)
+        output = self.predict(hidden, token_ids, temperatures, layout)._replace(replaced=replaced)
         if layout.own is not None:
             output = layout.own.gather(output)
         first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
+        told, sources = (layout.told,), layout.sources
         return TokenOutput(
-            first.logprobs.index_put((layout.told,), output.logprobs[layout.sources]),
-            first.entropy.index_put((layout.told,), output.entropy[layout.sources]),
+            first.logprobs.index_put(told, output.logprobs[sources]),
+            first.entropy.index_put(told, output.entropy[sources]),
+            None
+            if output.replaced is None
+            else torch.zeros_like(first.entropy).index_put(told, output.replaced[sources]),
         )
+
+    def _compute(
+        self, token_ids: Tensor, positions: Tensor, layout: Layout, routed_experts: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of `layout.computed`; for `layout.predicted`, the share of experts replaced."""
+        computed = layout.computed
+        ids, places = token_ids[computed][None], positions[computed][None]
+        if self.replay is None or routed_experts is None:
+            return self.hidden(ids, places, layout.plan)[0], None
+        with self.replay.of(routed_experts[computed]) as replayed:
+            hidden = self.hidden(ids, places, layout.plan)[0]
+        return hidden, replayed.share_replaced()[layout.predecessors]

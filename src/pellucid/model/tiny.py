@@ -1,6 +1,7 @@
-"""A character-level Qwen3-style model and its tokenizer, made on the spot: it learns on one core."""
+"""Character-level Qwen3-style models and their tokenizer, made on the spot: they learn on one core."""
 
 import string
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,24 +52,76 @@ def make_tiny_model(
     """Writes a freshly initialised model (0.9 M parameters by default) and its tokenizer into a folder."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    quiet_transformers()
     tokenizer = character_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=max_length,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    shape = _shape(tokenizer, hidden_size, num_layers, num_heads, num_kv_heads, max_length)
+    _save(folder, tokenizer, seed, lambda: Qwen3ForCausalLM(Qwen3Config(**shape)))
+
+
+def make_tiny_moe_model(
+    folder: Path,
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 3,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    num_experts: int = 8,
+    top_k: int = 2,
+    dense_layers: Sequence[int] = (),
+    max_length: int = 4096,
+    seed: int = 0,
+) -> None:
+    """A Qwen3-MoE model; its layers have routers and experts, but for `dense_layers`.
+
+    Its weights are larger than usual, so that even untrained it matters to which experts a token is sent.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = character_tokenizer()
+    shape = _shape(tokenizer, hidden_size, num_layers, num_heads, num_kv_heads, max_length)
+    config = Qwen3MoeConfig(
+        **shape,
+        moe_intermediate_size=hidden_size,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,
+        mlp_only_layers=list(dense_layers),
     )
+
+    def make() -> Any:
+        model = Qwen3MoeForCausalLM(config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                for part, scale in (("embed_tokens", 4), ("mlp.gate.", 5), ("mlp.experts.", 8)):
+                    if part in name:
+                        weight *= scale
+        return model
+
+    _save(folder, tokenizer, seed, make)
+
+
+def _shape(
+    tokenizer: Any, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int, max_length: int
+) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads,
+        "max_position_embeddings": max_length,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _save(folder: Path, tokenizer: Any, seed: int, make: Callable[[], Any]) -> None:
+    quiet_transformers()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = make()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -113,7 +113,11 @@ class OwnPredictions:
     num_rows: int
 
     def gather(self, own: TokenOutput) -> TokenOutput:
-        whole = torch.zeros(2, self.num_rows, device=self.rows.device)
-        whole[:, self.rows] = torch.stack([own.logprobs.detach(), own.entropy])
+        observed = [own.logprobs.detach(), own.entropy]
+        if own.replaced is not None:
+            observed.append(own.replaced)
+        whole = torch.zeros(len(observed), self.num_rows, device=self.rows.device)
+        whole[:, self.rows] = torch.stack(observed)
         dist.all_reduce(whole, group=self.context.group)
-        return TokenOutput(whole[0].index_put((self.rows,), own.logprobs), whole[1])
+        logprobs, *others = whole
+        return TokenOutput(logprobs.index_put((self.rows,), own.logprobs), *others)

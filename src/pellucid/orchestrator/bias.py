@@ -1,23 +1,33 @@
-"""Do the rollouts that are dropped as stale differ from those that are kept? Pure.
+"""Do the rollouts that are dropped differ from those that are kept? Pure.
 
-Slow rollouts grow old: dropping them teaches the policy to be quick. Lengths and rewards are compared by
-Welch's z, environments by the z of their share; beyond `SIGNIFICANT` it is no chance.
+Slow rollouts grow old and long ones fail: dropping them teaches the policy to be quick. Lengths and rewards
+are compared by Welch's z, environments by the z of their share; beyond `SIGNIFICANT` it is no chance.
 
     stale 40 of 1,040 rollouts; length 812 against 403 (z 9.1); reward 0.31 against 0.52 (z -4.2)
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pellucid.ledger import State
+from pellucid.ledger import Flow, State
 from pellucid.metrics import Moments
-from pellucid.orchestrator.verdict import Verdict
 
 SIGNIFICANT = 4.0
 MIN_ROLLOUTS = 20
 """On each side; with fewer nothing is said."""
+
+KEPT = (Flow.SENT, State.ZERO_ADVANTAGE)
+"""Judged by what they are worth, not by chance or by mishap."""
+
+REMEDIES: Mapping[State, str] = {
+    State.FAILED_ROLLOUT: "find out why they fail: `error` in rollouts/step_N/train_rollouts.jsonl",
+    State.DROPPED_GROUP: "find out why rollouts fail: where groups are scored, one takes its group along",
+    State.STALE: "set orchestrator.pace_sampling, or raise orchestrator.max_off_policy_steps",
+    State.REJECTED: "find out what is wrong with them: `reason` in rollouts/step_N/train_rollouts.jsonl",
+}
+"""Of the states that are audited. What a filter refuses is meant to differ."""
 
 _NONE = Moments(0.0, 0.0, 0.0, -math.inf)
 
@@ -32,12 +42,11 @@ class _Side:
     def num_rollouts(self) -> int:
         return self.environments.total()
 
-    def add(self, verdict: Verdict) -> None:
-        rollout = verdict.rollout
-        self.environments[rollout.env_name] += 1
-        self.length += _one(rollout.num_sampled)
-        if rollout.reward is not None:
-            self.reward += _one(rollout.reward)
+    def add(self, env_name: str, num_tokens: int, reward: float | None) -> None:
+        self.environments[env_name] += 1
+        self.length += _one(num_tokens)
+        if reward is not None:
+            self.reward += _one(reward)
 
     def share(self, env_name: str) -> Moments:
         number = self.environments[env_name]
@@ -47,49 +56,60 @@ class _Side:
 @dataclass(frozen=True, slots=True)
 class Difference:
     what: str
-    stale: float
+    dropped: float
     kept: float
     z: float
 
     def __str__(self) -> str:
-        return f"{self.what} {self.stale:.3g} against {self.kept:.3g} (z {self.z:.1f})"
+        return f"{self.what} {self.dropped:.3g} against {self.kept:.3g} (z {self.z:.1f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How the rollouts that were dropped for one reason differ from those that were kept, beyond chance."""
+
+    state: State
+    num_dropped: int
+    num_kept: int
+    differences: list[Difference]
+
+    def __str__(self) -> str:
+        total = self.num_dropped + self.num_kept
+        return (
+            f"what is dropped as {self.state.value} ({self.num_dropped:,} of {total:,} rollouts) differs "
+            f"from what is kept: {'; '.join(map(str, self.differences))}. That biases training: "
+            f"{REMEDIES[self.state]}"
+        )
 
 
 class DropAudit:
-    """Rollouts that failed are on neither side."""
-
     def __init__(self) -> None:
-        self._stale = _Side()
         self._kept = _Side()
+        self._dropped = {state: _Side() for state in REMEDIES}
 
-    def add(self, verdicts: Iterable[Verdict]) -> None:
-        for verdict in verdicts:
-            if verdict.outcome is State.STALE:
-                self._stale.add(verdict)
-            elif verdict.outcome not in (State.FAILED_ROLLOUT, State.CANCELLED):
-                self._kept.add(verdict)
+    def add(self, outcome: str, env_name: str, num_tokens: int, reward: float | None) -> None:
+        if outcome in KEPT:
+            self._kept.add(env_name, num_tokens, reward)
+        elif outcome in REMEDIES:
+            self._dropped[State(outcome)].add(env_name, num_tokens, reward)
 
-    def differences(self) -> list[Difference]:
-        """Beyond chance; the clearest first."""
-        stale, kept = self._stale, self._kept
-        if min(stale.num_rollouts, kept.num_rollouts) < MIN_ROLLOUTS:
-            return []
-        pairs = [("length", stale.length, kept.length), ("reward", stale.reward, kept.reward)]
-        pairs += [(f"share of {env}", stale.share(env), kept.share(env)) for env in sorted(kept.environments)]
-        found = [Difference(what, a.mean, b.mean, z_score(a, b)) for what, a, b in pairs]
-        return sorted((each for each in found if abs(each.z) > SIGNIFICANT), key=lambda each: -abs(each.z))
+    def findings(self) -> list[Finding]:
+        return [
+            Finding(state, side.num_rollouts, self._kept.num_rollouts, differences)
+            for state, side in self._dropped.items()
+            if (differences := _differences(side, self._kept))
+        ]
 
-    def line(self) -> str:
-        """What a person should know; empty while there is nothing beyond chance."""
-        differences = self.differences()
-        if not differences:
-            return ""
-        total = self._stale.num_rollouts + self._kept.num_rollouts
-        return (
-            f"what is dropped as stale ({self._stale.num_rollouts:,} of {total:,} rollouts) differs from "
-            f"what is kept: {'; '.join(map(str, differences))}. That biases training: set "
-            "orchestrator.pace_sampling, or raise orchestrator.max_off_policy_steps"
-        )
+
+def _differences(dropped: _Side, kept: _Side) -> list[Difference]:
+    """Beyond chance; the clearest first."""
+    if min(dropped.num_rollouts, kept.num_rollouts) < MIN_ROLLOUTS:
+        return []
+    pairs = [("length", dropped.length, kept.length), ("reward", dropped.reward, kept.reward)]
+    environments = sorted({*kept.environments, *dropped.environments})
+    pairs += [(f"share of {env}", dropped.share(env), kept.share(env)) for env in environments]
+    found = [Difference(what, a.mean, b.mean, z_score(a, b)) for what, a, b in pairs]
+    return sorted((each for each in found if abs(each.z) > SIGNIFICANT), key=lambda each: -abs(each.z))
 
 
 def z_score(a: Moments, b: Moments) -> float:

@@ -52,7 +52,9 @@ class Books:
         """Accounts for the tokens of these groups, saves their rollouts, adds them to the next report."""
         for verdicts in groups:
             self._log_losses(verdicts)
-            self._drops.add(verdicts)
+            for verdict in verdicts:
+                rollout = verdict.rollout
+                self._drops.add(verdict.outcome, rollout.env_name, rollout.num_sampled, rollout.reward)
         try:
             self.account(step, [verdict for verdicts in groups for verdict in verdicts])
             self._rollouts.append(step, groups)
@@ -99,8 +101,9 @@ class Books:
 
     def _warn_of_bias(self, step: int) -> None:
         """Now and then: it will not go away by itself."""
-        if step >= self._next_warning and (line := self._drops.line()):
-            log.warning(line)
+        if step >= self._next_warning and (findings := self._drops.findings()):
+            for finding in findings:
+                log.warning("%s", finding)
             self._next_warning = step + _STEPS_BETWEEN_WARNINGS
 
     def _count(self, verdict: Verdict) -> None:

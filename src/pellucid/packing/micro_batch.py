@@ -53,6 +53,9 @@ class MicroBatch:
     indices: list[int]
     """Which sequences of the batch these are."""
 
+    received: Ints
+    """Sampled tokens of each, before truncation."""
+
     @property
     def sample_count(self) -> int:
         """0 for a dummy, which is there because every rank takes part in every micro step."""
@@ -83,23 +86,19 @@ class PackedBatch:
         for step in self.steps:
             yield self._micro_batch(step.bins[rank], self.kinds[step.kind])
 
-    def sequences_of(self, rank: int) -> Ints:
-        """Of the batch, those that a rank trains."""
-        return np.array([index for step in self.steps for index in step.bins[rank]], np.int64)
-
     def _micro_batch(self, indices: list[int], kind: Kind) -> MicroBatch:
-        whole = self.table.lengths[indices]
-        cut = self.table.select(indices).truncate(self.seq_len)
+        whole = self.table.select(indices)
+        cut = whole.truncate(self.seq_len)
         padded = cut.pad_to(self.pad_to_multiple_of) if indices else _dummy(cut, self.pad_to_multiple_of)
         counts = Counts(
             samples=cut.num_sequences,
             tokens=padded.num_tokens,
             loss_tokens=padded.num_trainable,
             padding_tokens=padded.num_tokens - cut.num_tokens,
-            truncated_tokens=int(whole.sum()) - cut.num_tokens,
+            truncated_tokens=whole.num_tokens - cut.num_tokens,
             oversized_samples=int((cut.lengths > self.max_tokens).sum()),
         )
-        return MicroBatch(padded, kind, counts, indices)
+        return MicroBatch(padded, kind, counts, indices, whole.sampled_lengths)
 
 
 def pack_batch(

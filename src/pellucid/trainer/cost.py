@@ -20,12 +20,16 @@ class ModelShape:
     attended: int
     """Width of all heads of all layers together."""
 
+    is_frozen: bool = False
+    """Whether no weight of the model itself has a gradient; adapters beside it are small."""
+
     @classmethod
     def of(cls, policy: Policy) -> "ModelShape":
         config = policy.hf.config.get_text_config()
         head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attended = config.num_hidden_layers * config.num_attention_heads * head_width
-        return cls(_num_active(policy.hf, config), attended)
+        is_frozen = not policy.hf.get_output_embeddings().weight.requires_grad
+        return cls(_num_active(policy.hf, config), attended, is_frozen)
 
     def cost(self) -> Cost:
         return Cost(parity=max(1, round(self.num_active / self.attended)))
@@ -34,8 +38,10 @@ class ModelShape:
         """Of forward and backward, without anything computed twice to save memory.
 
         A multiplication and an addition per weight and token; per pair, both with the key and with the value.
+        Backward twice as many, for inputs and weights; with frozen weights for inputs alone.
         """
-        return 3 * (2 * self.num_active * num_tokens + 4 * self.attended * num_pairs)
+        of_weights = 2 * self.num_active * num_tokens
+        return (2 if self.is_frozen else 3) * of_weights + 3 * 4 * self.attended * num_pairs
 
 
 def _num_active(model: Any, config: Any) -> float:
@@ -45,6 +51,6 @@ def _num_active(model: Any, config: Any) -> float:
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = float(head.numel())
     for name, weight in model.named_parameters():
-        if weight.dim() > 1 and weight is not embedding and weight is not head:
+        if weight.dim() > 1 and weight is not embedding and weight is not head and ".lora_" not in name:
             total += weight.numel() * (met if ".experts." in name else 1.0)
     return total

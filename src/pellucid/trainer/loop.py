@@ -23,9 +23,9 @@ def train(run: Run) -> None:
     run.save_model()
 
 
-def accumulate(run: Run, batch: StepBatch) -> StepObserver:
-    """Leaves the gradient of a step; returns what became of its tokens."""
-    observer = run.observer(batch)
+def accumulate(run: Run, batch: StepBatch, observer: StepObserver | None = None) -> StepObserver:
+    """Leaves the gradient of a step, or adds that of a part; returns what became of its tokens."""
+    observer = observer or run.observer(batch)
     for micro_batch in batch.micro_batches:
         output = run.forward(micro_batch)
         result = run.loss(micro_batch, output, batch.denominator)

@@ -25,7 +25,7 @@ _Account = tuple[str, str]
 _PADDING = ""
 """The environment of tokens that have no owner."""
 
-_BOOKED = ("packed", "computed", "sampled", "trainable")
+_BOOKED = ("packed", "computed", "sampled", "trainable", "received")
 
 COUNTED = (
     "tokens",
@@ -42,7 +42,10 @@ COUNTED = (
 
 
 class StepObserver:
-    """One optimizer step. Statistics stay on the device until `metrics`; an export reads each micro batch."""
+    """One optimizer step, whole, in however many parts it is trained.
+
+    Statistics stay on the device until `metrics`; an export reads each micro batch.
+    """
 
     def __init__(self, batch: StepBatch, exporter: TokenExporter | None) -> None:
         self._batch = batch
@@ -66,6 +69,8 @@ class StepObserver:
         self._stats.add_loss(result.record.token_loss.detach().sum(dtype=torch.float64) / self._denominator)
         on_device = torch.from_numpy(account).to(output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
+        if output.replaced is not None:
+            self._stats.add("router_replace_rate", output.replaced, result.inputs.loss_mask, on_device)
         if self._exporter is not None:
             self._exporter.add(
                 micro_batch.table,
@@ -94,6 +99,8 @@ class StepObserver:
         }
         for name, mask in masks.items():
             self._books[name] += np.bincount(account[mask], minlength=len(self._accounts))
+        of_sequences = account[np.cumsum(table.lengths)[: len(micro_batch.packed.received)] - 1]
+        np.add.at(self._books["received"], of_sequences, micro_batch.packed.received)
         if filled := micro_batch.num_filled:
             self._counts.update(tokens=filled, padding_tokens=filled, computed_tokens=filled)
             for name in ("packed", "computed"):
@@ -122,14 +129,15 @@ class StepObserver:
         }
 
     def write_ledger(self, journal: Journal) -> None:
-        """What this rank trained; `received` are its sequences before truncation."""
-        received = self._received()
+        """What this rank trained; `received` is what it had of it before truncation."""
         masked = self._stats.count("is_masked")
         for number, (run, env) in enumerate(self._accounts):
-            packed, computed, sampled, trainable = (int(self._books[name][number]) for name in _BOOKED)
+            packed, computed, sampled, trainable, received = (
+                int(self._books[name][number]) for name in _BOOKED
+            )
             padding = packed if env == _PADDING else 0
-            journal.count(run, env, Flow.RECEIVED, received[run, env])
-            journal.count(run, env, State.TRUNCATED, received[run, env] - sampled)
+            journal.count(run, env, Flow.RECEIVED, received)
+            journal.count(run, env, State.TRUNCATED, received - sampled)
             journal.count(run, env, State.UNTRAINABLE, sampled - trainable)
             journal.count(run, env, State.MASKED, masked[number])
             journal.count(run, env, State.TRAINED, trainable - masked[number])
@@ -138,13 +146,6 @@ class StepObserver:
             journal.count(run, env, Flow.COMPUTED, computed)
             journal.count(run, env, Flow.SAVED, packed - computed)
         journal.flush(self._batch.step)
-
-    def _received(self) -> Counter[_Account]:
-        table, received = self._batch.table, Counter[_Account]()
-        num_sampled = table.sampled_lengths
-        for index in self._batch.packed.sequences_of(self._batch.rank).tolist():
-            received[table["run_id"][index], table["env_name"][index]] += int(num_sampled[index])
-        return received
 
 
 def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.Tensor | None]:

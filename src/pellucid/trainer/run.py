@@ -2,27 +2,29 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from pellucid.checkpoint import Progress
 from pellucid.config import TrainerConfig
 from pellucid.data import TokenTable
+from pellucid.data.tensors import TokenTensors
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, sum_entries
 from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
-from pellucid.model import Policy, TokenOutput
+from pellucid.model import Layout, Policy, TokenOutput
 from pellucid.packing import pack_batch
 from pellucid.trainer.batches import BatchSource, share_table
 from pellucid.trainer.cost import ModelShape
+from pellucid.trainer.experts import check_experts
 from pellucid.trainer.machine import peak_flops, peak_memory_gib
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
@@ -30,15 +32,10 @@ from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.saver import CheckpointSaver
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_weights
 from pellucid.trainer.stop import StopRequest
+from pellucid.trainer.trained import Trained
 from pellucid.trainer.validation import Validation
 from pellucid.transport import is_stable, publish_folder
-from pellucid.transport.weights import (
-    offer_weights,
-    publish_weights,
-    published_versions,
-    weights_folder,
-    write_weights,
-)
+from pellucid.transport.weights import publish_version, published_versions, weights_folder
 
 _LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
@@ -59,7 +56,9 @@ class Run:
     output_dir: Path
     max_steps: int
     policy: Policy
-    tokenizer: Any
+    trained: Trained
+    """Of the policy."""
+
     losses: dict[str, TokenLoss]
     optimizer: Optimizer
     batches: BatchSource
@@ -119,7 +118,7 @@ class Run:
 
     def next_batch(self, step: int) -> StepBatch:
         """Also where a run is stopped: all processes before the same step, when the main one says so."""
-        with self._watch("wait"):
+        with self.waiting():
             table = share_table(self.ranks, lambda: self._receive(step))
         return self.pack(step, table)
 
@@ -128,7 +127,13 @@ class Run:
             table = self.batches.next(step)
         if table.num_sequences == 0:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
+        self.check(table)
         return table
+
+    def check(self, table: TokenTable) -> None:
+        """Raises DataError if the model cannot train on these samples."""
+        if self.policy.replay is not None:
+            check_experts(table, self.policy.replay.shape)
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
         packed = pack_batch(
@@ -150,13 +155,30 @@ class Run:
             self.ranks.context,
         )
 
+    def part(self, batch: StepBatch, start: int, stop: int, num_before: int) -> StepBatch:
+        """Some of its samples, packed on their own; what they weigh is decided by the whole."""
+        part = self.pack(batch.step, batch.table.select(np.arange(start, stop)))
+        weights = None if batch.weights is None else batch.weights[start:stop]
+        return replace(part, weights=weights, whole=batch, num_before=num_before)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around what is not this run's own time."""
+        return self._watch("wait")
+
     def observer(self, batch: StepBatch) -> StepObserver:
         return StepObserver(batch, self.exporter)
 
     def forward(self, micro_batch: LoadedMicroBatch) -> TokenOutput:
-        tokens = micro_batch.tokens
+        return self.predict(micro_batch.tokens, micro_batch.layout)
+
+    def predict(self, tokens: TokenTensors, layout: Layout) -> TokenOutput:
+        self.trained.activate()
         output: TokenOutput = self.policy(
-            tokens["token_ids"], tokens.positions, tokens["temperatures"], micro_batch.layout
+            tokens["token_ids"],
+            tokens.positions,
+            tokens["temperatures"],
+            layout,
+            tokens.get("routed_experts"),
         )
         return output
 
@@ -171,9 +193,10 @@ class Run:
         if self.publishes and not self.ranks.share(lambda: is_stable(folder)):
             with self._watch("publish"):
                 if self.ranks.is_main:
-                    publish_weights(self.policy.hf, self.output_dir, step + 1, keep=self.config.keep_weights)
+                    keep = self.config.keep_weights
+                    publish_version(self.output_dir, step + 1, self.trained.write, keep=keep)
                 else:
-                    offer_weights(self.policy.hf)
+                    self.trained.offer()
 
     def finish(self, step: int, observer: StepObserver, grad_norm: float) -> None:
         """Books, export and metrics of a trained step; a checkpoint when one is due."""
@@ -227,7 +250,7 @@ class Run:
         )
         with self._watch("checkpoint"):
             self._settle(wait=True)
-            self._saver.save(progress, self.policy, self.optimizer.adamw)
+            self._saver.save(progress, self.trained.module, self.optimizer.adamw)
             self._settle(wait=False)
         self._num_saved = self._num_trained
 
@@ -243,13 +266,14 @@ class Run:
     def _times(self, report: Mapping[str, float], num_pairs: int) -> dict[str, float]:
         times = self._watch.lap()
         step_s = times["time/step_s"] - times.get("time/validate_s", 0.0)
+        wait_s = times.get("time/wait_s", 0.0)
         num_computed = report["computed_tokens"] - report["padding_tokens"]
         flops_per_s = self._shape.flops(num_computed, num_pairs) / step_s
         peak = peak_flops(self.policy.device)
         return {
             **times,
             **({} if peak is None else {"throughput/mfu": flops_per_s / (peak * self.ranks.num_processes)}),
-            "time/train_s": step_s - times["time/wait_s"],
+            "time/train_s": step_s - wait_s,
             "throughput/model_tflops_per_s": flops_per_s / 1e12,
             "throughput/tokens_per_s": (report["tokens"] - report["padding_tokens"]) / step_s,
             "throughput/computed_tokens_per_s": report["computed_tokens"] / step_s,
@@ -260,21 +284,10 @@ class Run:
     def save_model(self) -> None:
         """The result: a folder that `AutoModelForCausalLM.from_pretrained` loads."""
         self.finish_checkpoint()
-
-        def write(folder: Path) -> None:
-            if self.ranks.group is None:
-                self.policy.hf.save_pretrained(folder)
-            else:
-                whole = folder / "whole.safetensors"
-                write_weights(self.policy.hf, whole)
-                self.policy.hf.save_pretrained(folder, state_dict=load_file(whole))  # mapped, not read
-                whole.unlink()
-            self.tokenizer.save_pretrained(folder)
-
         if self.ranks.is_main:
-            publish_folder(self.output_dir / "model", write)
+            publish_folder(self.output_dir / "model", self.trained.save)
         else:
-            offer_weights(self.policy.hf)
+            self.trained.offer()
 
     def close_books(self) -> None:
         """Only a run that came to its end: the journal of any other stays open, and its batches stay."""

@@ -61,18 +61,25 @@ class StepBatch:
     context: ContextParallel | None = None
     """The ranks that share each micro batch; None: this one computes all of it."""
 
+    whole: "StepBatch | None" = None
+    """What this is a part of; None: it is the whole."""
+
+    num_before: int = 0
+    """Micro batches of earlier parts."""
+
     @property
     def table(self) -> TokenTable:
-        """The whole batch as received, before truncation."""
+        """As received, before truncation."""
         return self.packed.table
 
     @property
     def denominator(self) -> int:
-        return max(1, self.packed.num_trainable)
+        """Of the step, whichever part of it this is."""
+        return max(1, (self.whole or self).packed.num_trainable)
 
     @property
     def micro_batches(self) -> Iterator[LoadedMicroBatch]:
-        for index, micro_batch in enumerate(self.packed.micro_batches(self.rank)):
+        for index, micro_batch in enumerate(self.packed.micro_batches(self.rank), self.num_before):
             yield self._load(index, micro_batch)
 
     def _load(self, index: int, micro_batch: MicroBatch) -> LoadedMicroBatch:
@@ -107,7 +114,8 @@ def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:
     if not share_prompts:
         return packed_layout(lengths, loss_mask)
     groups = table["group_id"].tolist()
-    return shared_layout(lengths, table["token_ids"], groups, table.dense("temperatures"), loss_mask)
+    experts = table["routed_experts"] if table.has("routed_experts") else None
+    return shared_layout(lengths, table["token_ids"], groups, table.dense("temperatures"), loss_mask, experts)
 
 
 def loss_weights(packed: PackedBatch, reduction: Reduction) -> NDArray[np.float32] | None:

@@ -39,6 +39,9 @@ class BatchReceiver(Protocol):
     def num_rejected(self) -> int:
         """Payloads that were refused so far."""
 
+    def poll(self, step: int) -> Batch | None:
+        """The batch of this step, once it is there. Raises PayloadError where one was refused just now."""
+
     def receive(self, step: int) -> Batch:
         """Blocks until a good batch of this step is there."""
 

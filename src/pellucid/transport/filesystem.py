@@ -2,6 +2,7 @@
 
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from pellucid.errors import PayloadError, TransportError
@@ -48,15 +49,22 @@ class FilesystemReceiver:
     def num_rejected(self) -> int:
         return self._num_rejected
 
+    def poll(self, step: int) -> Batch | None:
+        if not self._spool.has(step):
+            return None
+        try:
+            return self._spool.take(step)
+        except PayloadError as error:
+            self._num_rejected += 1
+            logger.error("refused the batch of step %d: %s", step, error)
+            raise
+
     def receive(self, step: int) -> Batch:
         while True:
-            while not self._spool.has(step):
-                time.sleep(_POLL_S)
-            try:
-                return self._spool.take(step)
-            except PayloadError as error:
-                self._num_rejected += 1
-                logger.error("refused the batch of step %d: %s", step, error)
+            with suppress(PayloadError):
+                if (batch := self.poll(step)) is not None:
+                    return batch
+            time.sleep(_POLL_S)
 
     def release_before(self, step: int) -> None:
         self._spool.release_before(step)

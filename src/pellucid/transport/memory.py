@@ -2,6 +2,7 @@
 
 import logging
 import queue
+from contextlib import suppress
 
 from pellucid.errors import PayloadError, TransportError
 from pellucid.transport.channel import Batch
@@ -29,17 +30,24 @@ class MemoryChannel:
     def num_rejected(self) -> int:
         return len(self._refusals)
 
+    def poll(self, step: int) -> Batch | None:
+        return None if self._queue.empty() else self._take(step)
+
     def receive(self, step: int) -> Batch:
         while True:
-            try:
-                batch = decode_batch(self._queue.get(), sender="memory")
-            except PayloadError as error:
-                logger.error("refused the batch of step %d: %s", step, error)
-                self._refusals.append(error)
-                continue
-            if batch.step != step:
-                raise TransportError(f"received the batch of step {batch.step}; expected step {step}")
-            return batch
+            with suppress(PayloadError):
+                return self._take(step)
+
+    def _take(self, step: int) -> Batch:
+        try:
+            batch = decode_batch(self._queue.get(), sender="memory")
+        except PayloadError as error:
+            logger.error("refused the batch of step %d: %s", step, error)
+            self._refusals.append(error)
+            raise
+        if batch.step != step:
+            raise TransportError(f"received the batch of step {batch.step}; expected step {step}")
+        return batch
 
     def release_before(self, step: int) -> None:
         """The bytes are gone with the batch: what is received from memory is never received again."""

@@ -5,7 +5,7 @@ name and shape before it changes any.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,12 +28,10 @@ def published_versions(run_dir: Path) -> list[int]:
     return stable_steps(run_dir / "weights")
 
 
-def publish_weights(model: nn.Module, run_dir: Path, version: int, *, keep: int) -> None:
-    """Makes policy version `version` visible, and deletes the oldest beyond `keep`.
-
-    Of a sharded model, one process calls it, and all others `offer_weights` meanwhile.
-    """
-    publish_folder(weights_folder(run_dir, version), lambda folder: write_weights(model, folder / _FILE))
+def publish_version(run_dir: Path, version: int, write: Callable[[Path], None], *, keep: int) -> None:
+    """Makes what `write` puts into a folder visible as policy version `version`; deletes the oldest beyond
+    `keep`."""
+    publish_folder(weights_folder(run_dir, version), write)
     for old in published_versions(run_dir):
         if old <= version - keep:
             retract_folder(weights_folder(run_dir, old))
@@ -43,6 +41,11 @@ def offer_weights(model: nn.Module) -> None:
     """Takes part while another process writes."""
     for _ in _whole_parameters(model):
         pass
+
+
+def write_version(model: nn.Module, folder: Path) -> None:
+    """Of a sharded model, one process calls it, and all others `offer_weights` meanwhile."""
+    write_weights(model, folder / _FILE)
 
 
 def write_weights(model: nn.Module, path: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -239,27 +240,40 @@ class ZmqReceiver:
         self._run_id = run_id
         self._spool = spool
         self._num_damaged = 0
+        self._expected = -1
 
     @property
     def num_rejected(self) -> int:
         return self._inbox.num_rejected + self._num_damaged
 
+    def poll(self, step: int) -> Batch | None:
+        self._expect(step)
+        if not self._spool.has(step):
+            if self._inbox.failure is not None:
+                raise self._inbox.failure
+            return None
+        try:
+            batch = self._spool.take(step)
+        except PayloadError as error:
+            self._num_damaged += 1
+            logger.error("refused the stored batch of step %d: %s", step, error)
+            raise
+        self._expect(step + 1)
+        return batch
+
     def receive(self, step: int) -> Batch:
-        self._inbox.expect(self._run_id, step)
         while True:
+            with suppress(PayloadError):
+                if (batch := self.poll(step)) is not None:
+                    return batch
             with self._inbox.stored:
-                while not self._spool.has(step):
-                    if self._inbox.failure is not None:
-                        raise self._inbox.failure
-                    self._inbox.stored.wait(_WAIT_S)
-            try:
-                batch = self._spool.take(step)
-            except PayloadError as error:
-                self._num_damaged += 1
-                logger.error("refused the stored batch of step %d: %s", step, error)
-            else:
-                self._inbox.expect(self._run_id, step + 1)
-                return batch
+                self._inbox.stored.wait_for(lambda: self._spool.has(step), _WAIT_S)
+
+    def _expect(self, step: int) -> None:
+        """Said once: every time it is said, the run's orchestrator is told."""
+        if self._expected != step:
+            self._expected = step
+            self._inbox.expect(self._run_id, step)
 
     def release_before(self, step: int) -> None:
         self._spool.release_before(step)

@@ -14,7 +14,7 @@ from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tensors import to_tensors
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import layout_of
-from pellucid.transport.weights import publish_weights, weights_folder
+from pellucid.transport.weights import publish_version, weights_folder
 
 LOGPROB = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 """Largest difference of a logprob, by the engine's dtype; rounding is amplified at single tokens."""
@@ -54,13 +54,13 @@ def check_agreement(subject: Subject) -> Iterator[Finding]:
 
 def check_swaps(subject: Subject) -> Iterator[Finding]:
     """Weights that do not change stay; weights that change arrive."""
-    run = subject.run
-    weights = {name: parameter.detach().clone() for name, parameter in run.policy.named_parameters()}
+    module = subject.run.trained.module
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     for _ in range(NUM_SWAPS):
         _train(subject, lr=0.0)
         _hand_over(subject)
     with torch.no_grad():
-        moved = max(float((own - weights[name]).abs().max()) for name, own in run.policy.named_parameters())
+        moved = max(float((own - weights[name]).abs().max()) for name, own in module.named_parameters())
     yield Finding(
         "drift",
         f"weights after {NUM_SWAPS} steps and swaps at learning rate 0: largest change",
@@ -89,14 +89,14 @@ def _train(subject: Subject, *, lr: float) -> None:
     run = subject.run
     table = subject.table
     found = gradients(run, table, cap=table.num_tokens)
-    for name, parameter in run.policy.named_parameters():
+    for name, parameter in run.trained.module.named_parameters():
         parameter.grad = found[name]
     run.optimizer.step(lr=lr)
 
 
 def _hand_over(subject: Subject) -> None:
     version = subject.run.optimizer.num_steps
-    publish_weights(subject.run.policy.hf, subject.folder, version, keep=2)
+    publish_version(subject.folder, version, subject.run.trained.write, keep=2)
     subject.engine.update_weights(version, weights_folder(subject.folder, version))
 
 
@@ -160,9 +160,7 @@ def logprobs_of(run: Run, table: TokenTable, *, share: bool = True) -> Floats:
     layout = layout_of(table, share_prompts=share)
     tokens = to_tensors(table, run.policy.device)
     with torch.no_grad():
-        output = run.policy(
-            tokens["token_ids"], tokens.positions, tokens["temperatures"], layout.to(run.policy.device)
-        )
+        output = run.predict(tokens, layout.to(run.policy.device))
     values: Floats = output.logprobs.cpu().numpy()
     return values
 

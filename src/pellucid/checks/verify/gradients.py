@@ -77,14 +77,14 @@ def batches_of(
 
 def gradients(run: Run, table: TokenTable, **how: Any) -> Gradients:
     """The sum over all ranks, as the optimizer would see it; `how` as for `batches_of`."""
-    run.policy.zero_grad(set_to_none=True)
+    run.trained.module.zero_grad(set_to_none=True)
     for batch in batches_of(run, table, **how):
         accumulate(run, batch)
     found = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in run.policy.named_parameters()
+        for name, parameter in run.trained.module.named_parameters()
     }
-    run.policy.zero_grad(set_to_none=True)
+    run.trained.module.zero_grad(set_to_none=True)
     return found
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.config import ModelConfig, TrainerRunConfig, VerifyConfig
-from pellucid.data import Completion, TokenTable, TrainingSample
+from pellucid.config import TrainerRunConfig, VerifyConfig
+from pellucid.data import Completion, TokenTable, TrainingSample, join_experts
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import DataError
 from pellucid.inference.client import Account, SamplingParams
@@ -21,7 +21,7 @@ from pellucid.model import Policy, load_policy
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import load_environment
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.run import Run
 
 NUM_GROUPS, GROUP_SIZE = 4, 3
@@ -98,6 +98,7 @@ class Subject:
             temperature=np.float32(self.temperature),
             reward=np.float32(advantage + 1),
             advantage=np.float32(advantage),
+            routed_experts=join_experts([completion.routed_experts]),
         )
 
 
@@ -105,9 +106,12 @@ class Subject:
 def opened(config: VerifyConfig) -> Iterator[Subject]:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        if config.model.name == VerifyConfig.DEMO:
+        if config.model.name == config.model.DEMO:
             make_tiny_model(folder / "demo", num_kv_heads=2)
-            model = ModelConfig(name=str(folder / "demo"), dtype=config.model.dtype)
+            model = config.model.model_copy(update={"name": str(folder / "demo")})
+            config = config.model_copy(update={"model": model})
+        if (lora := config.model.lora) is not None:  # what is drawn at random cannot be compared
+            model = config.model.model_copy(update={"lora": lora.model_copy(update={"dropout": 0.0})})
             config = config.model_copy(update={"model": model})
         trainer = config.trainer.model_copy(
             update={"experimental": config.trainer.experimental.model_copy(update={"token_export": None})}
@@ -120,7 +124,8 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS
         served = load_policy(config.model)
-        engine = Engine(served, num_slots=8, max_length=longest)
+        recorded = config.trainer.enable_router_replay
+        engine = Engine(served, num_slots=8, max_length=longest, record_experts=recorded)
         subject = Subject(config, folder, run, engine, served, tokenizer, prompts, [])
         try:
             subject.samples = subject.sample()

@@ -1,30 +1,18 @@
-"""`pellucid ledger RUN`: where every sampled token went, and whether any is missing."""
+"""The states of all tokens in a table: by environment and run, or step by step."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import orjson
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from pellucid.config.tools import LedgerSettings
-from pellucid.ledger import BESIDE, Report, State, reconcile
+from pellucid.ledger import BESIDE, Report, State
+from pellucid.orchestrator.bias import Finding
 
-WIDTH = 100
 TALLIES_PER_TABLE = 4
-
-
-def run_ledger(settings: LedgerSettings) -> int:
-    """0 if every sampled token is accounted for, 1 if one is missing."""
-    report = reconcile(settings.run / "ledger")
-    if settings.as_json:
-        print(orjson.dumps(as_json(report)).decode())
-    else:
-        print_report(report, Console(width=WIDTH))
-    return 0 if report.balanced else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +33,16 @@ class Tally:
         return f"{self.states[state.value] / self.sampled:.1%}" if self.sampled else "-"
 
 
-def tallies(report: Report) -> list[Tally]:
-    return [
+def tallies(report: Report, by: str) -> list[Tally]:
+    """One per run and environment, or one per run."""
+    parts = [
         Tally(run, env, report.sampled[run, env], states, report.beside[run, env])
         for (run, env), states in report.states.items()
     ]
+    if by != "run":
+        return parts
+    runs = {part.run: [other for other in parts if other.run == part.run] for part in parts}
+    return [replace(total(own), run=run) for run, own in runs.items()]
 
 
 def total(parts: Sequence[Tally]) -> Tally:
@@ -62,13 +55,22 @@ def total(parts: Sequence[Tally]) -> Tally:
     )
 
 
-def print_report(report: Report, console: Console) -> None:
-    parts = tallies(report)
+def print_tallies(parts: Sequence[Tally], console: Console) -> None:
     columns = [*parts, total(parts)]
     for start in range(0, len(columns), TALLIES_PER_TABLE):
         console.print(_table(columns[start : start + TALLIES_PER_TABLE], shown=_states(columns[-1])))
-    for line in report.verdict():
-        console.out(line, highlight=False)
+
+
+def print_steps(report: Report, console: Console) -> None:
+    """A line per step; tokens that the engine gave up are of no step."""
+    shown = [state for state in State if any(counts[state.value] for counts in report.steps.values())]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    for title in ("step", *(state.value.replace("_", "\n") for state in shown), "all"):
+        table.add_column(title, justify="right", vertical="bottom")
+    for step, counts in sorted(report.steps.items()):
+        cells = [counts[state.value] for state in shown]
+        table.add_row(str(step), *(f"{tokens:,}" for tokens in (*cells, sum(cells))))
+    console.print(table)
 
 
 def _states(everything: Tally) -> list[State]:
@@ -96,21 +98,32 @@ def _cell(tokens: int, share: str = "") -> str:
     return f"{tokens:,} {share:>6}"
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    parts = tallies(report)
-    return {
+def as_json(report: Report, by: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    parts = tallies(report, by)
+    found: dict[str, Any] = {
         "balanced": report.balanced,
         "running": report.running,
         "all": _numbers(total(parts)),
         "accounts": [{"run": part.run, "env": part.env, **_numbers(part)} for part in parts],
+        "stages": {stage.value: dict(counts) for stage, counts in report.stages.items()},
         "differences": [
             {"run": run, "env": env, "where": difference.where, "tokens": difference.tokens}
             for difference in report.differences
             for run, env in [difference.account]
         ],
+        "bias": [asdict(finding) for finding in findings],
     }
+    if by == "step":
+        found["steps"] = [
+            {"step": step, "states": _counted(counts)} for step, counts in sorted(report.steps.items())
+        ]
+    return found
 
 
 def _numbers(tally: Tally) -> dict[str, Any]:
-    states = {state.value: tally.states[state.value] for state in State if tally.states[state.value]}
-    return {"sampled": tally.sampled, "states": states, "beside": dict(tally.beside)}
+    return {"sampled": tally.sampled, "states": _counted(tally.states), "beside": dict(tally.beside)}
+
+
+def _counted(counts: Counter[str]) -> dict[str, int]:
+    """States in their order, those that no token is in left out."""
+    return {state.value: counts[state.value] for state in State if counts[state.value]}

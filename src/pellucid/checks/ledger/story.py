@@ -1,0 +1,159 @@
+"""One rollout from start to end: what it sampled, what became of it, why its tokens did or did not train."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from pellucid import export
+from pellucid.checks.ledger.audit import rollout_lines
+from pellucid.errors import DataError, LedgerError
+from pellucid.ledger import MEANING, Flow, State
+
+_SHOWN = 200
+
+
+class Turn(msgspec.Struct):
+    text: str
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reason: str | None
+    policy_versions: list[tuple[int, int]]
+
+
+class SavedRollout(msgspec.Struct):
+    step: int
+    group_id: str
+    rollout_id: str
+    env_name: str
+    example_id: str
+    outcome: str
+    reason: str
+    error: str | None
+    reward: float | None
+    advantage: float | None
+    num_tokens: int
+    stop_reason: str | None
+    trajectory: list[Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    rollout: SavedRollout
+    group: list[float | None]
+    """Rewards of all rollouts of its group."""
+
+    states: dict[str, int]
+    """What became of its sampled tokens; empty where only an export could tell and there is none."""
+
+    unknown: str = ""
+    """Why it is not known what became of them."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **msgspec.to_builtins(self.rollout),
+            **{key: value for key, value in asdict(self).items() if key != "rollout"},
+        }
+
+
+def stories_of(run: Path, name: str) -> list[Story]:
+    """Of a rollout, or of all rollouts of a group; more than one of a rollout that was sampled again."""
+    if not (run / "rollouts").is_dir():
+        raise LedgerError(f"{run} holds no saved rollouts; give the folder of an rl run")
+    wanted = name.encode()
+    decoder = msgspec.json.Decoder(SavedRollout)
+    found = [decoder.decode(line) for line in rollout_lines(run) if wanted in line]
+    chosen = [each for each in found if name in (each.rollout_id, each.group_id)]
+    if not chosen:
+        raise LedgerError(
+            f"{run} has no rollout or group {name!r} among its saved rollouts; their ids are in "
+            "rollouts/step_N/train_rollouts.jsonl. What is still being sampled is not there yet"
+        )
+    groups = {each.group_id for each in chosen}
+    peers: dict[tuple[int, str], list[float | None]] = {}
+    for line in rollout_lines(run):
+        if any(group.encode() in line for group in groups):
+            each = decoder.decode(line)
+            peers.setdefault((each.step, each.group_id), []).append(each.reward)
+    return [_story(run, each, peers[each.step, each.group_id]) for each in chosen]
+
+
+def _story(run: Path, rollout: SavedRollout, group: list[float | None]) -> Story:
+    if rollout.outcome != Flow.SENT:
+        return Story(rollout, group, {rollout.outcome: rollout.num_tokens})
+    try:
+        records = export.open(run).step(rollout.step).where(rollout_id=rollout.rollout_id)
+    except DataError:
+        return Story(rollout, group, {}, "the run has no token export of that step")
+    states: Counter[str] = Counter()
+    for record in records:
+        sampled, trainable = record["sampled"], record["loss_mask"]
+        masked = record["is_masked"]
+        is_masked = np.zeros_like(trainable) if masked is None else masked.astype(np.bool_)
+        states[State.UNTRAINABLE.value] += int((sampled & ~trainable).sum())
+        states[State.MASKED.value] += int((trainable & is_masked).sum())
+        states[State.TRAINED.value] += int((trainable & ~is_masked).sum())
+    if not records:
+        return Story(
+            rollout, group, {}, "no sequence of it is in the token export: none of its tokens was trainable"
+        )
+    states[State.TRUNCATED.value] = rollout.num_tokens - states.total()
+    return Story(rollout, group, dict(+states))
+
+
+def print_stories(stories: list[Story], console: Console) -> None:
+    for story in stories:
+        for line in story_lines(story):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.out("")
+
+
+def story_lines(story: Story) -> list[str]:
+    rollout = story.rollout
+    versions = Counter[int]()
+    for turn in rollout.trajectory:
+        for version, tokens in turn.policy_versions:
+            versions[version] += tokens
+    sampled_by = ", ".join(f"{version} ({tokens:,})" for version, tokens in sorted(versions.items()))
+    lines = [
+        f"rollout {rollout.rollout_id} of {rollout.env_name}, example {rollout.example_id}, "
+        f"group {rollout.group_id}",
+        f"  sampled    {rollout.num_tokens:,} tokens in {len(rollout.trajectory)} "
+        f"turn{'s' if len(rollout.trajectory) != 1 else ''}"
+        + (f"; policy version (tokens): {sampled_by}" if versions else "")
+        + (f"; stopped: {rollout.stop_reason}" if rollout.stop_reason else ""),
+    ]
+    for turn in rollout.trajectory:
+        lines.append(f"             {_shortened(turn.text)!r}")
+    lines.append(f"  reward     {_number(rollout.reward)}; its group: {_rewards(story.group)}")
+    if rollout.advantage is not None:
+        lines.append(f"  advantage  {_number(rollout.advantage)}")
+    if rollout.outcome == Flow.SENT:
+        lines.append(f"  outcome    sent to the trainer with the batch of step {rollout.step}")
+    else:
+        because = f": {rollout.reason}" if rollout.reason else ""
+        lines.append(f"  outcome    {rollout.outcome}{because} (settled at step {rollout.step})")
+    if rollout.error:
+        lines.append(f"  error      {rollout.error}")
+    for state, tokens in story.states.items():
+        lines.append(f"  tokens     {tokens:,} {state}: {MEANING[State(state)]}")
+    if story.unknown:
+        lines.append(f"  tokens     {story.unknown}")
+    return lines
+
+
+def _rewards(rewards: list[float | None]) -> str:
+    shown = " ".join(_number(reward) for reward in rewards[:16])
+    return f"{shown} …" if len(rewards) > 16 else shown
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,0 +1,133 @@
+"""LoRA: low-rank updates beside frozen weights, several of them in one model, one at work at a time.
+
+    adapters = Adapters(policy, config, num_slots=2)     before the model is sharded
+    adapters[1].reset(seed)                              after it: B = 0, so that nothing changes yet
+    adapters[1].activate()                               the next forwards go through slot 1
+
+Slots are made once, because a sharded model cannot get new parameters: who needs one takes a free one and
+resets it. An adapter's parameters have the names that PEFT gives them in its files.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import dropout
+
+from pellucid.config.model import LoraConfig
+from pellucid.errors import ConfigError
+from pellucid.model.policy import Policy
+
+_PREFIX = "base_model.model."
+
+
+class Adapter(nn.Module):
+    """One slot, as a module of its own parameters: what is optimised, saved and published of a run."""
+
+    def __init__(self, layers: dict[str, Any], slot: str) -> None:
+        super().__init__()
+        self._layers = list(layers.values())
+        self._slot = slot
+        for path, layer in layers.items():
+            for factor in ("lora_A", "lora_B"):
+                module: nn.Module = self
+                for part in (*f"{_PREFIX}{path}".split("."), factor):
+                    if part not in module._modules:
+                        module.add_module(part, nn.Module())
+                    module = module.get_submodule(part)
+                module.register_parameter("weight", getattr(layer, factor)[slot].weight)
+
+    def activate(self) -> None:
+        """Until another one is: also for layers that are computed again in the backward pass."""
+        for layer in self._layers:
+            layer._active_adapter = [self._slot]  # `set_adapter` would also change what has gradients
+
+    def reset(self, seed: int) -> None:
+        """A as PEFT initialises it, B = 0; the same whatever the number of processes."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in sorted(self.named_parameters()):
+            whole = torch.zeros(parameter.shape)
+            if name.endswith("lora_A.weight"):
+                bound = 1 / math.sqrt(parameter.shape[1])
+                whole.uniform_(-bound, bound, generator=generator)
+            with torch.no_grad():
+                parameter.copy_(_like(whole, parameter))
+            parameter.grad = None
+
+
+class Adapters:
+    def __init__(self, policy: Policy, config: LoraConfig, *, num_slots: int = 1) -> None:
+        """From now on only adapters have gradients."""
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+
+        self.config = config
+        self._policy = policy
+        self._slots = [f"slot_{number}" for number in range(num_slots)]
+        described = PeftConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=_targets(policy, config),
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+            for slot in self._slots:
+                inject_adapter_in_model(described, policy.hf, adapter_name=slot)
+        for name, parameter in policy.named_parameters():
+            parameter.requires_grad_(".lora_" in name)
+        if config.dropout:
+            for _, layer in self._lora_layers():
+                for slot in self._slots:
+                    layer.lora_dropout[slot] = _TrainingDropout(config.dropout)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, number: int) -> Adapter:
+        """Of the model as it is now: sharding replaces its parameters."""
+        return Adapter(dict(self._lora_layers()), self._slots[number])
+
+    def _lora_layers(self) -> Iterator[tuple[str, Any]]:
+        for path, module in self._policy.hf.named_modules():
+            if hasattr(module, "lora_A"):
+                yield path, module
+
+
+class _TrainingDropout(nn.Module):
+    """Where there are gradients to come; the model as a whole is always in evaluation mode."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def forward(self, states: Tensor) -> Tensor:
+        return dropout(states, self._share, training=torch.is_grad_enabled())
+
+
+def _targets(policy: Policy, config: LoraConfig) -> list[str]:
+    """Full names, so that nothing outside the decoder layers is meant."""
+    inside = {
+        name
+        for name, module in policy.hf.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in f".{name}"
+    }
+    there = {name.rsplit(".", 1)[-1] for name in inside}
+    if unknown := sorted(set(config.targets) - there):
+        raise ConfigError(
+            f"model.lora.targets: {', '.join(unknown)} are no linear layers of this model's decoder; it has "
+            f"{', '.join(sorted(there))}"
+        )
+    return sorted(name for name in inside if name.rsplit(".", 1)[-1] in config.targets)
+
+
+def _like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """The part of it that this process has of the parameter."""
+    whole = whole.to(parameter.device, parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,150 @@
+"""The experts that a token is sent to: recorded by the engine, replayed by the trainer.
+
+    engine     router ──> its own scores ──> the best top_k experts                    recorded
+    trainer    router ──> its own scores ──> those of the recorded experts             replayed
+
+Engine and trainer never compute bit by bit the same. Where two experts score almost alike, rounding is enough
+for another choice, and the logprob of a token jumps. Replay takes the choice alone from the record: what each
+expert weighs are the trainer's own scores, renormalised where the model does that, so that gradients flow
+into the router as they do without replay.
+
+Experts are [tokens, layers, top_k]; layers are those that have a router, in their order. A token whose
+experts are -1 (padding) goes where the router sends it.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from pellucid.data import COLUMNS, PackedArray
+from pellucid.errors import ModelError
+
+_KNOWN = ("OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
+"""A softmax over all experts, then the top_k, renormalised if `norm_topk_prob`; they return logits, scores of
+the chosen and the chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterShape:
+    num_layers: int
+    """With a router."""
+
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest that the column `routed_experts` has for an expert's number."""
+        column = COLUMNS["routed_experts"]
+        assert column.narrow is not None
+        fits = self.num_experts - 1 <= np.iinfo(column.narrow).max
+        return np.dtype(column.narrow if fits else column.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a token's experts."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+
+def routers_of(hf: nn.Module, key: str) -> list[Any]:
+    """In the order of their layers; `key` is the setting that needs them."""
+    routers = [module for module in hf.modules() if type(module).__name__ in _KNOWN]
+    if not routers:
+        raise ModelError(
+            f"{key} = true, but {type(hf).__name__} has no routers that pellucid knows "
+            f"({', '.join(_KNOWN)}); leave it out, or choose a model with such experts"
+        )
+    return routers
+
+
+def _shape(routers: list[Any]) -> RouterShape:
+    return RouterShape(len(routers), routers[0].top_k, routers[0].num_experts)
+
+
+class ExpertRecorder:
+    """Keeps what the routers of a model chose in its last forward."""
+
+    def __init__(self, hf: nn.Module) -> None:
+        routers = routers_of(hf, "inference.record_experts")
+        self.shape = _shape(routers)
+        self._chosen: list[Tensor] = [torch.empty(0)] * len(routers)
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._keep, layer))
+
+    def last(self) -> NDArray[Any]:
+        """[tokens, layers, top_k] of the last forward."""
+        chosen = torch.stack(self._chosen, dim=1).cpu().numpy()
+        return chosen.astype(self.shape.dtype)
+
+    def pack(self, experts: bytes | bytearray) -> PackedArray:
+        """What was recorded of consecutive tokens, one after the other."""
+        shape = self.shape
+        num_tokens = len(experts) // shape.num_bytes
+        return PackedArray(bytes(experts), (num_tokens, shape.num_layers, shape.top_k), shape.dtype.name)
+
+    def _keep(self, layer: int, router: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
+        self._chosen[layer] = output[2]
+
+
+class ReplayedExperts:
+    """The recorded experts of one forward, and how many of them the routers would not have chosen."""
+
+    def __init__(self, recorded: Tensor, shape: RouterShape) -> None:
+        self.recorded = recorded
+        self._num_replaced = torch.zeros(len(recorded), device=recorded.device)
+        self._num_experts = shape.num_layers * shape.top_k
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        """The experts of each token, given the router's own choice."""
+        recorded = self.recorded[:, layer].long()
+        chosen = torch.where(recorded < 0, own, recorded)
+        is_own = (chosen[:, :, None] == own[:, None, :]).any(2)
+        self._num_replaced += (~is_own).sum(1)
+        return chosen
+
+    def share_replaced(self) -> Tensor:
+        """Of the experts of each token, over all layers."""
+        return self._num_replaced / self._num_experts
+
+
+class ExpertReplay:
+    """Sends tokens to recorded experts instead of those that the routers of a model choose."""
+
+    def __init__(self, hf: nn.Module) -> None:
+        routers = routers_of(hf, "trainer.enable_router_replay")
+        self.shape = _shape(routers)
+        self._now: ReplayedExperts | None = None
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._replay, layer))
+
+    @contextmanager
+    def of(self, recorded: Tensor) -> Iterator[ReplayedExperts]:
+        """A forward within this takes these experts, of the tokens that it computes."""
+        before, self._now = self._now, ReplayedExperts(recorded, self.shape)
+        try:
+            yield self._now
+        finally:
+            self._now = before
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For `torch.utils.checkpoint`: what is computed again later takes the experts of this forward."""
+        return nullcontext(), nullcontext() if self._now is None else self.of(self._now.recorded)
+
+    def _replay(
+        self, layer: int, router: Any, inputs: object, output: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        logits, _, own = output
+        if self._now is None:
+            raise ModelError("forward without recorded experts, though trainer.enable_router_replay is on")
+        chosen = self._now.choose(layer, own)
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, chosen)
+        if router.norm_topk_prob:
+            scores = scores / scores.sum(dim=-1, keepdim=True)
+        return logits, scores.to(logits.dtype), chosen

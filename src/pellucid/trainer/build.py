@@ -1,0 +1,99 @@
+"""Puts a run together from its configuration."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from pellucid.config import TrainerRunConfig
+from pellucid.data.tokenizer import load_tokenizer
+from pellucid.export import TokenExporter
+from pellucid.ledger import Journal, Stage
+from pellucid.loss import loss_for
+from pellucid.metrics import Sink, open_sinks
+from pellucid.model import Adapters, Policy, load_policy
+from pellucid.model.load import check_tokenizer
+from pellucid.trainer.batches import BatchSource
+from pellucid.trainer.optimizer import Optimizer
+from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.run import Run
+from pellucid.trainer.trained import OneAdapter, Trained, WholeModel
+
+
+def build_run(
+    config: TrainerRunConfig,
+    batches: BatchSource,
+    journal: Journal | None,
+    sinks: Sequence[Sink],
+    ranks: Ranks | None = None,
+    *,
+    publishes: bool = False,
+) -> Run:
+    """One that has the model to itself."""
+    ranks = ranks or Ranks()
+    policy, [trained] = load_trained(config, ranks)
+    if isinstance(trained, OneAdapter):
+        trained.adapter.reset(config.seed)
+    return assemble_run(config, policy, trained, batches, journal, sinks, ranks, publishes=publishes)
+
+
+def load_trained(
+    config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1
+) -> tuple[Policy, list[Trained]]:
+    """This process's part of the model, and what each run may train of it: adapters, if several."""
+    settings, lora = config.trainer, config.model.lora
+    torch.set_num_threads(max(1, (settings.threads or os.cpu_count() or 1) // ranks.num_local))
+    torch.manual_seed(config.seed)
+    policy = load_policy(config.model, trainable=True)
+    tokenizer = load_tokenizer(config.model.name)
+    check_tokenizer(policy, tokenizer, config.model.name)
+    adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
+    if settings.enable_router_replay:
+        policy.replay_experts()
+    if settings.model.activation_checkpointing:
+        policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)
+    ranks.shard(policy)
+    if lora is None or adapters is None:
+        return policy, [WholeModel(policy, ranks.group is not None, tokenizer)]
+    return policy, [
+        OneAdapter(adapters[slot], lora, config.model.name, tokenizer) for slot in range(num_runs)
+    ]
+
+
+def assemble_run(
+    config: TrainerRunConfig,
+    policy: Policy,
+    trained: Trained,
+    batches: BatchSource,
+    journal: Journal | None,
+    sinks: Sequence[Sink],
+    ranks: Ranks,
+    *,
+    publishes: bool,
+) -> Run:
+    """`sinks` are those of the main process, besides the ones that the configuration asks for."""
+    settings = config.trainer
+    export = settings.experimental.token_export if ranks.keeps_books else None
+    return Run(
+        config=settings,
+        output_dir=config.output_dir,
+        max_steps=config.max_steps,
+        policy=policy,
+        trained=trained,
+        losses=loss_for(settings.loss),
+        optimizer=Optimizer(trained.module, settings.optim, settings.scheduler, max_steps=config.max_steps),
+        batches=batches,
+        sinks=[*open_sinks(config, "trainer"), *sinks] if ranks.is_main else [],
+        journal=journal,
+        exporter=TokenExporter(config.output_dir, rank=ranks.rank, **dict(export)) if export else None,
+        publishes=publishes,
+        ranks=ranks,
+    )
+
+
+def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:
+    """`trainer.jsonl`, `trainer_1.jsonl`, …: one per rank."""
+    if not ranks.keeps_books:
+        return None
+    name = f"trainer_{ranks.rank}.jsonl" if ranks.rank else "trainer.jsonl"
+    return Journal(config.output_dir / "ledger" / name, Stage.TRAINER, resume=config.resume)

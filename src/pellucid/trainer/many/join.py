@@ -1,0 +1,73 @@
+"""`pellucid trainer` with `trainer.join`: has a run trained by a trainer that serves many."""
+
+import logging
+import time
+from pathlib import Path
+
+from pellucid.config import TrainerRunConfig
+from pellucid.config.save import to_toml
+from pellucid.errors import ProcessError
+from pellucid.trainer.many.roster import Outcome, Roster
+from pellucid.trainer.stop import Stopped, StopRequest
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_REMIND_S = 30.0
+
+
+def join_trainer(config: TrainerRunConfig) -> None:
+    """Returns when the run is trained; raises with the reason if it will not be."""
+    folder = config.trainer.join
+    assert folder is not None
+    roster, name = Roster(folder), config.run_name
+    stop, stopped = StopRequest(), None
+    with stop.listening(), roster.joined(name, to_toml(_absolute(config))):
+        presence = _Presence(roster, folder)
+        while (said := roster.outcome(name)) is None:
+            try:
+                stop.check()
+            except Stopped as told:
+                if stopped is None:
+                    roster.leave(name)
+                stopped = told
+            if not presence.check() and stopped is not None:
+                break
+            time.sleep(_POLL_S)
+    if stopped is not None:
+        raise SystemExit(128 + stopped.signal)
+    assert said is not None
+    outcome, reason = said
+    if outcome is not Outcome.DONE:
+        raise ProcessError(f"run {name} was {outcome.value} by the trainer in {folder}: {reason}")
+
+
+class _Presence:
+    """Of the trainer: waited for at first, and missed once it was there."""
+
+    def __init__(self, roster: Roster, folder: Path) -> None:
+        self._roster = roster
+        self._folder = folder
+        self._was_there = False
+        self._reminded = -_REMIND_S
+
+    def check(self) -> bool:
+        is_there = self._roster.has_trainer()
+        if self._was_there and not is_there:
+            raise ProcessError(
+                f"the trainer in {self._folder} is gone; start it again, then go on with --resume"
+            )
+        if not is_there and time.monotonic() - self._reminded > _REMIND_S:
+            self._reminded = time.monotonic()
+            logger.warning("no trainer serves runs in %s yet; waiting for one", self._folder)
+        self._was_there = is_there
+        return is_there
+
+
+def _absolute(config: TrainerRunConfig) -> TrainerRunConfig:
+    """The same for a process in another folder."""
+    name = Path(config.model.name)
+    model = config.model.model_copy(update={"name": str(name.resolve())}) if name.exists() else config.model
+    return config.model_copy(
+        update={"output_dir": config.output_dir.resolve(), "run_id": config.run_name, "model": model}
+    )

@@ -1,0 +1,143 @@
+"""How runs find the trainer that they share: `runs/NAME/` below its folder.
+
+    run.toml + STABLE     a run that wants to be trained, with its own configuration
+    alive                 locked by the run's process as long as it lives
+    LEAVE                 the run wants to go, after a checkpoint
+    OUTCOME               what became of it, said by the trainer: done, left, evicted or stopped, and why
+
+The run writes all but `OUTCOME`, and deletes the folder once it has read that; of a run that died, the
+trainer does. `.serving`, locked, says that there is a trainer at all.
+"""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from pathlib import Path
+from typing import IO
+
+from pellucid.data.files import replace_file
+from pellucid.errors import ConfigError
+from pellucid.transport import is_stable, publish_folder
+
+_CONFIG = "run.toml"
+_ALIVE = "alive"
+_LEAVE = "LEAVE"
+_OUTCOME = "OUTCOME"
+_SERVING = ".serving"
+
+
+class Outcome(Enum):
+    DONE = "done"
+    LEFT = "left"
+    EVICTED = "evicted"
+    STOPPED = "stopped"
+
+
+class Roster:
+    def __init__(self, trainer_dir: Path) -> None:
+        self._folder = trainer_dir
+        self._runs = trainer_dir / "runs"
+
+    # The trainer's side.
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Runs that joined before are forgotten: their processes noticed that they were left alone."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / _SERVING).open("a") as lock:
+            if not _lock(lock):
+                raise ConfigError(
+                    f"output_dir = {self._folder} is in use by a trainer that is still going on; choose "
+                    "another folder, or stop that trainer first"
+                )
+            yield
+
+    def waiting(self) -> list[str]:
+        """Runs that want to be trained, in order of their names."""
+        return [name for name in self._names() if self.outcome(name) is None and not self.is_leaving(name)]
+
+    def is_leaving(self, name: str) -> bool:
+        """Whether it asked to, or its process is gone."""
+        folder = self._runs / name
+        return (folder / _LEAVE).exists() or not _is_locked(folder / _ALIVE)
+
+    def config_path(self, name: str) -> Path:
+        return self._runs / name / _CONFIG
+
+    def say(self, name: str, outcome: Outcome, reason: str = "") -> None:
+        """The last word on a run; its folder goes where nobody is left to read it."""
+        folder = self._runs / name
+        with suppress(FileNotFoundError):
+            if _is_locked(folder / _ALIVE):
+                replace_file(folder / _OUTCOME, f"{outcome.value}\n{reason}".encode())
+            else:
+                shutil.rmtree(folder)
+
+    def sweep(self) -> None:
+        """Forgets runs whose process died before they were taken."""
+        for name in self._names():
+            if not _is_locked(self._runs / name / _ALIVE):
+                shutil.rmtree(self._runs / name, ignore_errors=True)
+
+    # The run's side.
+
+    @contextmanager
+    def joined(self, name: str, config: str) -> Iterator[None]:
+        """On the roster until the end of this; nobody else may have the name."""
+        folder = self._runs / name
+        if _is_locked(folder / _ALIVE):
+            raise ConfigError(
+                f"a run {name!r} is being trained by {self._folder}; choose another run_id or output_dir"
+            )
+        locks: list[IO[str]] = []
+
+        def write(partial: Path) -> None:
+            locks.append((partial / _ALIVE).open("a"))
+            _lock(locks[0])
+            (partial / _CONFIG).write_text(config, encoding="utf-8")
+
+        publish_folder(folder, write)
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            locks[0].close()
+
+    def leave(self, name: str) -> None:
+        (self._runs / name / _LEAVE).touch()
+
+    def has_trainer(self) -> bool:
+        return _is_locked(self._folder / _SERVING)
+
+    def outcome(self, name: str) -> tuple[Outcome, str] | None:
+        """What the trainer said of it, if it did."""
+        try:
+            word, _, reason = (self._runs / name / _OUTCOME).read_text(encoding="utf-8").partition("\n")
+        except FileNotFoundError:
+            return None
+        return Outcome(word), reason
+
+    def _names(self) -> list[str]:
+        return sorted(folder.name for folder in self._runs.glob("[!.]*") if is_stable(folder))
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    """By a living process."""
+    try:
+        with path.open("r+") as file:
+            if not _lock(file):
+                return True
+            fcntl.flock(file, fcntl.LOCK_UN)
+            return False
+    except FileNotFoundError:
+        return False

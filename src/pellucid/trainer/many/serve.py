@@ -1,0 +1,284 @@
+"""`pellucid trainer` with `trainer.many_runs`: trains the runs that join, in turns, until they are done.
+
+    round    the main process looks who came, who goes, and whose batch is there; all processes learn of it
+             every run with samples gets its share of the token budget, and its adapter their gradients
+             a run whose batch is used up makes its step: optimizer, weights, books, metrics
+
+Its denominator is that of its own batch, so that a run's gradient does not depend on the others. Whatever is
+wrong with one run ends that run alone, with the reason.
+"""
+
+import logging
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import pydantic
+
+from pellucid.config import TrainerRunConfig
+from pellucid.errors import ConfigError, DataError, PayloadError, PellucidError
+from pellucid.model import Policy
+from pellucid.model.load import vocab_size
+from pellucid.trainer.batches import BatchSource, NoBatches, OrchestratorBatches
+from pellucid.trainer.build import assemble_run, load_trained, open_journal
+from pellucid.trainer.log_sink import LogSink
+from pellucid.trainer.many.member import Member
+from pellucid.trainer.many.roster import Outcome, Roster
+from pellucid.trainer.many.turns import take_turns
+from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.resume import restore
+from pellucid.trainer.stop import Stopped, StopRequest
+from pellucid.trainer.trained import OneAdapter
+from pellucid.transport import Batch, BatchReceiver, decode_batch, encode_batch, open_receiver
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+
+
+def serve_runs(config: TrainerRunConfig, ranks: Ranks) -> None:
+    settings = config.trainer.many_runs
+    assert settings is not None
+    roster, stop = Roster(config.output_dir), StopRequest()
+    with ExitStack() as stack:
+        if ranks.is_main:
+            stack.enter_context(roster.serving())
+        policy, places = load_trained(config, ranks, num_runs=settings.max_runs)
+        adapters = [place for place in places if isinstance(place, OneAdapter)]
+        runs = ManyRuns(config, policy, adapters, roster, ranks, stop)
+        logger.info("up to %d runs can join in %s", settings.max_runs, config.output_dir)
+        stack.enter_context(stop.listening())
+        try:
+            train_many(runs)
+        except Stopped as stopped:
+            logger.warning("%s: stopping after checkpoints", stopped)
+            runs.stop_all(f"the trainer in {config.output_dir} was stopped ({stopped})")
+            raise SystemExit(128 + stopped.signal) from None
+
+
+def train_many(runs: "ManyRuns") -> None:
+    for turns in runs.rounds():
+        for member, num_samples in turns:
+            with runs.evicting(member):
+                is_last = member.train(num_samples)
+            if member.name in runs.members and is_last:
+                with runs.evicting(member, everywhere=True):
+                    member.finish_step(member.run.optimizer.step())
+
+
+@dataclass(frozen=True)
+class News:
+    """What the main process saw; every process does the same about it, in this order."""
+
+    ended: list[tuple[str, Outcome, str]] = field(default_factory=list)
+    joined: list[tuple[str, TrainerRunConfig]] = field(default_factory=list)
+    received: list[tuple[str, bytes]] = field(default_factory=list)
+    is_over: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.ended or self.joined or self.received or self.is_over)
+
+
+class ManyRuns:
+    def __init__(
+        self,
+        config: TrainerRunConfig,
+        policy: Policy,
+        adapters: list[OneAdapter],
+        roster: Roster,
+        ranks: Ranks,
+        stop: StopRequest,
+    ) -> None:
+        assert config.trainer.many_runs is not None
+        self.members: dict[str, Member] = {}
+        self._config = config
+        self._stay = config.trainer.many_runs.stay
+        self._policy = policy
+        self._free = adapters
+        self._roster = roster
+        self._ranks = ranks
+        self._stop = stop
+        self._receivers: dict[str, BatchReceiver] = {}
+        """Of the main process."""
+
+        self._budget = config.trainer.model.seq_len * ranks.num_ranks
+        self._had_any = False
+
+    def rounds(self) -> Iterator[list[tuple[Member, int]]]:
+        """Members and how many of their samples are to be trained now."""
+        for number in count():
+            news = self._ranks.share(self._look)
+            if news.is_over:
+                return
+            self._act_on(news)
+            waiting = {name: member.waiting for name, member in self.members.items()}
+            turns = take_turns(waiting, self._budget, first=number)
+            yield [(self.members[name], num_samples) for name, num_samples in turns.items()]
+            for member in [member for member in self.members.values() if member.is_done]:
+                with self.evicting(member, everywhere=True):
+                    member.run.save_model()
+                    member.run.close_books()
+                if member.name in self.members:
+                    self._end(member.name, Outcome.DONE)
+
+    @contextmanager
+    def evicting(self, member: Member, *, everywhere: bool = False) -> Iterator[None]:
+        """What goes wrong in here is the end of that run alone.
+
+        `everywhere`: it goes wrong in all processes at once. Otherwise, with several of them, it is the end
+        of all runs: the others would wait for this process in the middle of the model.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._ranks.group is not None and not everywhere:
+                raise
+            if not isinstance(error, PellucidError):
+                logger.exception("run %s", member.name)
+            self._end(member.name, Outcome.EVICTED, f"{error}" or repr(error))
+
+    def stop_all(self, reason: str) -> None:
+        for name in list(self.members):
+            self._leave(name, Outcome.STOPPED, reason)
+
+    # In the main process.
+
+    def _look(self) -> News:
+        """Returns once there is something to do."""
+        with self._stop.interruptible():
+            while not (news := self._news()) and not any(
+                member.batch is not None for member in self.members.values()
+            ):
+                time.sleep(_POLL_S)
+        return news
+
+    def _news(self) -> News:
+        ended = [(name, Outcome.LEFT, "") for name in self.members if self._roster.is_leaving(name)]
+        gone = {name for name, _, _ in ended}
+        received = []
+        for name, member in self.members.items():
+            if name in gone or member.batch is not None:
+                continue
+            try:
+                if (batch := self._receivers[name].poll(member.step)) is not None:
+                    received.append((name, encode_batch(_checked(batch, member))))
+            except (PayloadError, DataError, OSError) as error:
+                ended.append((name, Outcome.EVICTED, str(error)))
+        self._roster.sweep()
+        joined = self._newcomers(len(self._free) + len(ended))
+        is_over = not (self._stay or self.members or joined or self._roster.waiting()) and self._had_any
+        return News(ended, joined, received, is_over)
+
+    def _newcomers(self, num_places: int) -> list[tuple[str, TrainerRunConfig]]:
+        joined: list[tuple[str, TrainerRunConfig]] = []
+        for name in self._roster.waiting():
+            if name in self.members or len(joined) == num_places:
+                continue
+            try:
+                config = read_run(self._roster.config_path(name), self._config)
+                self._receivers[name] = open_receiver(
+                    config.transport, config.output_dir, config.run_name, vocab_size=vocab_size(config.model)
+                )
+            except PellucidError as error:
+                logger.error("run %s is refused: %s", name, error)
+                self._roster.say(name, Outcome.EVICTED, str(error))
+            else:
+                joined.append((name, config))
+        return joined
+
+    # In every process.
+
+    def _act_on(self, news: News) -> None:
+        for name, outcome, reason in news.ended:
+            if outcome is Outcome.LEFT:
+                self._leave(name, outcome, reason)
+            else:
+                self._end(name, outcome, reason)
+        for name, config in news.joined:
+            self._join(name, config)
+        for name, payload in news.received:
+            if name in self.members:
+                self.members[name].receive(decode_batch(payload, sender="the main process").table)
+
+    def _join(self, name: str, config: TrainerRunConfig) -> None:
+        adapter = self._free.pop(0)
+        adapter.adapter.reset(config.seed)
+        batches: BatchSource = NoBatches()
+        if self._ranks.is_main:
+            batches = OrchestratorBatches(self._receivers[name])
+        journal = open_journal(config, self._ranks)
+        sinks = [LogSink(name)]
+        run = assemble_run(
+            config, self._policy, adapter, batches, journal, sinks, self._ranks, publishes=True
+        )
+        member = self.members[name] = Member(name, run, adapter, step=0)
+        self._had_any = True
+        with self.evicting(member, everywhere=True):
+            if config.resume:
+                restore(run)
+            member.step = run.start
+        logger.info("run %s joined at step %d of %d", name, member.step, run.max_steps)
+
+    def _leave(self, name: str, outcome: Outcome, reason: str) -> None:
+        """After a checkpoint of the steps that are finished; the batch that it was at is trained again."""
+        member = self.members[name]
+        with self.evicting(member, everywhere=True):
+            member.run.save_checkpoint()
+            member.run.finish_checkpoint()
+        if name in self.members:
+            self._end(name, outcome, reason)
+
+    def _end(self, name: str, outcome: Outcome, reason: str = "") -> None:
+        member = self.members.pop(name)
+        member.forget_gradients()
+        member.run.close()
+        self._free.append(member.adapter)
+        if (receiver := self._receivers.pop(name, None)) is not None:
+            receiver.close()
+        if self._ranks.is_main:
+            self._roster.say(name, outcome, reason)
+        say = logger.error if outcome is Outcome.EVICTED else logger.info
+        say("run %s %s at step %d%s", name, outcome.value, member.step, reason and f": {reason}")
+
+
+def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:
+    """What a run asks for, if this trainer can give it."""
+    try:
+        config = TrainerRunConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError, pydantic.ValidationError) as error:
+        raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
+    for key, wanted, given in (
+        ("model.name", _resolved(config.model.name), _resolved(own.model.name)),
+        ("model.lora", config.model.lora, own.model.lora),
+        (
+            "trainer.enable_router_replay",
+            config.trainer.enable_router_replay,
+            own.trainer.enable_router_replay,
+        ),
+    ):
+        if wanted != given:
+            raise ConfigError(f"{key} = {wanted}; the trainer that it joins has {given}: set the same")
+    limit = own.trainer.model.seq_len
+    if (seq_len := config.trainer.model.seq_len) > limit:
+        raise ConfigError(
+            f"trainer.model.seq_len = {seq_len} exceeds the {limit} of the trainer that it joins; lower it, "
+            "or raise the trainer's"
+        )
+    return config
+
+
+def _resolved(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _checked(batch: Batch, member: Member) -> Batch:
+    if batch.table.num_sequences == 0:
+        raise DataError(f"the batch of step {batch.step} is empty")
+    if strangers := sorted(set(batch.table["run_id"].tolist()) - {member.name}):
+        raise DataError(f"the batch of step {batch.step} has samples of another run: {strangers[0]!r}")
+    member.run.check(batch.table)
+    return batch

@@ -1,0 +1,215 @@
+"""Training with replayed experts: batches as the engine recorded them, over the wire, into gradients."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pellucid.checks.verify import gradients as verify
+from pellucid.config import ModelConfig, TrainerRunConfig
+from pellucid.data import TokenTable, TrainingSample, join_experts
+from pellucid.data.tensors import to_tensors
+from pellucid.errors import DataError, ModelError
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.metrics import read_metrics
+from pellucid.model import RouterShape, load_policy
+from pellucid.trainer.batches import OrchestratorBatches
+from pellucid.trainer.build import build_run
+from pellucid.trainer.experts import check_experts
+from pellucid.trainer.loop import accumulate, train
+from pellucid.trainer.step import layout_of
+from pellucid.transport import Batch, MemoryChannel, decode_batch, encode_batch
+
+SHAPE = RouterShape(num_layers=2, top_k=2, num_experts=8)
+
+
+def settings(weights, folder, **trainer) -> TrainerRunConfig:
+    return TrainerRunConfig.model_validate(
+        {
+            "output_dir": folder,
+            "max_steps": 2,
+            "seq_len": 128,
+            "model": {"name": str(weights)},
+            "trainer": {"threads": 1, "enable_router_replay": True, "optim": {"lr": 1e-3}, **trainer},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_moe) -> list[TrainingSample]:
+    """Four groups of three with a common prompt, as the engine sampled and routed them."""
+    generator, samples = random.Random(0), {}
+
+    def keep(prompt, index):
+        advantage = generator.uniform(-1, 1)
+
+        def on_finish(completion):
+            samples[index] = TrainingSample.from_turn(
+                prompt,
+                completion.token_ids,
+                completion.logprobs,
+                env_name="ab"[index // 3 % 2],
+                run_id="run",
+                sample_id=f"s{index}",
+                group_id=f"g{index // 3}",
+                advantage=advantage,
+                routed_experts=join_experts([completion.routed_experts]),
+            )
+
+        return on_finish
+
+    requests = []
+    for index in range(12):
+        if index % 3 == 0:
+            prompt = [generator.randrange(5, 100) for _ in range(generator.randint(4, 20))]
+        params = SamplingParams(max_tokens=generator.randint(2, 30), seed=index)
+        requests.append(Request(prompt, params, Account(), keep(prompt, index)))
+    policy = load_policy(ModelConfig(name=str(tiny_moe)))
+    run_to_end(Engine(policy, num_slots=6, max_length=64, record_experts=True), requests)
+    return [samples[index] for index in range(12)]
+
+
+@pytest.fixture(scope="module")
+def table(samples) -> TokenTable:
+    return TokenTable.from_samples(samples)
+
+
+@pytest.fixture
+def build(tiny_moe, tmp_path):
+    """A run on these tables, and with these settings of the trainer; closed at the end."""
+    runs = []
+
+    def build(*tables: TokenTable, **trainer):
+        channel = MemoryChannel()
+        for step, table in enumerate(tables):
+            channel.send(step, encode_batch(Batch("run", step, table)))
+        config = settings(tiny_moe, tmp_path / str(len(runs)), **trainer)
+        runs.append(build_run(config, OrchestratorBatches(channel), None, []))
+        return runs[-1]
+
+    yield build
+    for run in runs:
+        run.close()
+
+
+def shuffled(table: TokenTable) -> TokenTable:
+    """Experts that no router would have chosen, the same for tokens that are shared."""
+    columns = {name: rows.array for name, rows in table.columns.items()}
+    others = (columns["routed_experts"] + 1 + columns["token_ids"][:, None, None] % 7) % 8
+    return TokenTable(table.lengths, {**columns, "routed_experts": others.astype(np.uint8)})
+
+
+def test_experts_travel_as_bytes_and_shared_prompts_once(table) -> None:
+    payload = encode_batch(Batch("run", 0, table))
+    decoded = decode_batch(payload, sender="test").table
+    assert decoded["routed_experts"].dtype == np.uint8
+    assert (decoded["routed_experts"] == table["routed_experts"]).all()
+    without = {name: rows for name, rows in table.columns.items() if name != "routed_experts"}
+    plain = encode_batch(Batch("run", 0, TokenTable(table.lengths, without)))
+    prompts = table.prompt_lengths.reshape(4, 3)
+    assert (prompts == prompts[:, :1]).all()
+    num_sent = table.num_tokens - 2 * int(prompts[:, 0].sum())
+    assert len(payload) - len(plain) == pytest.approx(4 * num_sent, abs=80)
+
+
+def test_steps_train_what_the_engine_sampled(build, table) -> None:
+    run = build(table, table)
+    before = {name: own.detach().clone() for name, own in run.policy.named_parameters()}
+    train(run)
+    first, second = read_metrics(run.output_dir / "metrics" / "trainer.jsonl")
+    assert first["mismatch_kl/all/mean"] < 1e-9
+    assert first["router_replace_rate/all"] < 1e-3
+    # One step later the trainer would route some tokens otherwise: that is what the metric tells.
+    assert 1e-3 < second["router_replace_rate/all"] < 0.5
+    assert {"router_replace_rate/a", "router_replace_rate/b"} <= second.keys()
+    moved = {name for name, own in run.policy.named_parameters() if not torch.equal(own, before[name])}
+    assert {f"hf.model.layers.{layer}.mlp.gate.weight" for layer in (0, 2)} <= moved
+
+
+PACKINGS = (
+    {"cap": 24},
+    {"cap": 24, "share": False},
+    {"cap": 500, "share": False},
+    {"cap": 64, "multiple": 16},
+    {"cap": 32, "num_ranks": 2},
+)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_gradient_is_the_same_under_any_packing(build, table, checkpointed) -> None:
+    """Of experts that the routers would not choose: a token that got another's would be noticed."""
+    run = build(model={"seq_len": 128, "activation_checkpointing": checkpointed})
+    expected = verify.gradients(run, shuffled(table), cap=500)
+    for how in PACKINGS:
+        assert verify.difference(expected, verify.gradients(run, shuffled(table), **how)) < 1e-5, how
+    own = verify.gradients(run, table, cap=500)
+    assert verify.difference(expected, own) > 0.1
+
+
+def replace_rates(run, table, *, cap) -> dict[str, float]:
+    run.config = run.config.model_copy(update={"micro_batch_max_tokens": cap})
+    observer = accumulate(run, run.pack(0, table))
+    report = observer.report([observer.metrics()])
+    return {name: value for name, value in report.items() if name.startswith("router_replace_rate/")}
+
+
+def test_the_replace_rate_is_a_mean_over_trainable_tokens(build, table) -> None:
+    run = build()
+    whole = replace_rates(run, shuffled(table), cap=128)
+    assert replace_rates(run, shuffled(table), cap=20) == pytest.approx(whole, rel=1e-6)
+    layout = layout_of(table, share_prompts=False)
+    with torch.no_grad():
+        tokens = to_tensors(shuffled(table), run.policy.device)
+        replaced = run.predict(tokens, layout).replaced.numpy()
+    scopes = {env: table.dense("env_name") == env for env in "ab"} | {"all": True}
+    assert whole == pytest.approx(
+        {
+            f"router_replace_rate/{scope}": replaced[table["loss_mask"] & chosen].mean()
+            for scope, chosen in scopes.items()
+        },
+        rel=1e-5,
+    )
+    assert 0.5 < whole["router_replace_rate/all"] < 1
+
+
+def without_experts(sample: TrainingSample) -> TrainingSample:
+    arrays = {name: array for name, array in sample.arrays.items() if name != "routed_experts"}
+    return replace(sample, arrays=arrays)
+
+
+def test_a_sample_without_experts_is_refused(build, samples) -> None:
+    bare = [without_experts(sample) for sample in samples]
+    for chosen, name in ((bare, "s0 of a"), ([*samples[:4], bare[4], *samples[5:]], "s4 of b")):
+        run = build(TokenTable.from_samples(chosen))
+        with pytest.raises(DataError, match=f"sample {name} has no routed_experts, and trainer.enable_rou"):
+            train(run)
+
+
+def test_experts_of_another_model_are_refused(table) -> None:
+    check_experts(table, SHAPE)
+    with pytest.raises(
+        DataError, match=r"sample s0 of a: routed_experts has 2 layers × 2 .* the model has 3 × 2"
+    ):
+        check_experts(table, replace(SHAPE, num_layers=3))
+    with pytest.raises(DataError, match="2 layers × 2 experts per token; the model has 2 × 4"):
+        check_experts(table, replace(SHAPE, top_k=4))
+    with pytest.raises(
+        DataError, match=r"sample s\d+ of \w: routed_experts holds 7; the model has 7 experts"
+    ):
+        check_experts(table, replace(SHAPE, num_experts=7))
+
+
+def test_a_model_without_routers_is_refused(tiny_model, tmp_path) -> None:
+    with pytest.raises(ModelError, match="trainer.enable_router_replay = true, but Qwen3ForCausalLM has no"):
+        build_run(settings(tiny_model, tmp_path), None, None, [])
+
+
+def test_without_replay_recorded_experts_have_no_effect(build, table) -> None:
+    run = build(enable_router_replay=False)
+    own = verify.gradients(run, table, cap=500)
+    assert verify.difference(own, verify.gradients(run, shuffled(table), cap=500, share=False)) < 1e-5
+    observer = accumulate(run, run.pack(0, table))
+    assert not any("router" in name for name in observer.report([observer.metrics()]))
