@@ -1,0 +1,81 @@
+"""A whole training step against that of TRL's GRPO trainer: same weights, samples, loss and optimizer.
+
+Both run in one process on one thread and take turns, step by step; the fastest step of each counts. Tokens
+are those of the samples, prompts included, whether a side computes them once, several times or pads them.
+The loss and the gradient norm of the first step have to agree, or there is nothing to compare.
+"""
+
+import math
+from contextlib import ExitStack, closing
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from pellucid.bench.result import Result
+from pellucid.bench.shapes import MAKERS
+from pellucid.bench.training import SHAPES, Steps, Training, draw_table
+from pellucid.config import ModelConfig
+from pellucid.errors import DataError, MissingPackageError
+from pellucid.model.load import vocab_size
+
+NUM_STEPS = {"tiny": 20, "135M": 4}
+AGREED, AGREEMENT = ("loss", "grad_norm"), 1e-3
+"""Of the first step, relative."""
+
+
+def run() -> list[Result]:
+    if find_spec("trl") is None:
+        raise MissingPackageError(
+            "bench train compares with TRL, which is not installed here; run `make bench-train`, which makes "
+            "an environment with it in .venv-trl and runs this benchmark there"
+        )
+    torch.set_num_threads(1)
+    return [result for model in SHAPES for result in _compare(model)]
+
+
+def _compare(model: str) -> list[Result]:
+    from pellucid.bench.trl_steps import train_with_trl
+
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        weights = folder / "model"
+        MAKERS[model](weights)
+        table = draw_table(SHAPES[model], vocab_size(ModelConfig(name=str(weights))))
+        ours = {
+            f"train, {model}{note}": stack.enter_context(
+                closing(Training(weights, table, folder / f"ours{note}", share_prompts=not note))
+            )
+            for note in ("", ", prompts not shared")
+        }
+
+        def our_turn() -> None:
+            for training in ours.values():
+                training.step()
+
+        theirs = train_with_trl(weights, table, folder / "trl", num_steps=NUM_STEPS[model], between=our_turn)
+    tokens, (first, *_) = table.num_tokens, ours.values()
+    return [
+        *(
+            Result(
+                what,
+                tokens / training.steps.fastest_s,
+                tokens / theirs.fastest_s,
+                "tok/s",
+                "TRL's GRPO trainer",
+            )
+            for what, training in ours.items()
+        ),
+        *(_agreed(model, quantity, first.steps, theirs) for quantity in AGREED),
+    ]
+
+
+def _agreed(model: str, quantity: str, ours: Steps, theirs: Steps) -> Result:
+    own, other = (steps.reports[0][quantity] for steps in (ours, theirs))
+    if not math.isclose(own, other, rel_tol=AGREEMENT):
+        raise DataError(
+            f"bench train, {model}: {quantity} of the first step is {own} here and {other} in TRL; the two "
+            "do not train the same thing, so that their times say nothing"
+        )
+    return Result(f"train, {model}, first step's {quantity}", own, other, "", "TRL's, to be the same")
