@@ -14,26 +14,19 @@ import numpy as np
 from pellucid.config import ModelConfig, TrainerRunConfig, VerifyConfig
 from pellucid.data import Completion, TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer
-from pellucid.errors import DataError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, Request, run_to_end
 from pellucid.model import Policy, load_policy
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import load_environment
+from pellucid.trainer.batches import NoBatches
 from pellucid.trainer.entry import build_run
+from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
 
 NUM_GROUPS, GROUP_SIZE = 4, 3
 MAX_TOKENS = 48
-
-
-class _NoBatches:
-    def next(self, step: int) -> TokenTable:
-        raise DataError("nothing is received while a run is verified")
-
-    def release_before(self, step: int) -> None:
-        """Nothing is kept."""
 
 
 @dataclass
@@ -101,21 +94,30 @@ class Subject:
         )
 
 
+def with_model(config: VerifyConfig, folder: Path) -> VerifyConfig:
+    model = ModelConfig(name=str(folder), dtype=config.model.dtype)
+    return config.model_copy(update={"model": model})
+
+
+def build_quiet_run(config: VerifyConfig, folder: Path, ranks: Ranks | None = None) -> Run:
+    """The user's trainer, which writes nothing outside the folder."""
+    trainer = config.trainer.model_copy(
+        update={"experimental": config.trainer.experimental.model_copy(update={"token_export": None})}
+    )
+    quiet = config.model_copy(update={"output_dir": folder / "run", "trainer": trainer, "resume": False})
+    part = quiet.part(TrainerRunConfig, monitors={})
+    assert isinstance(part, TrainerRunConfig)
+    return build_run(part, NoBatches(), None, [], ranks)
+
+
 @contextmanager
 def opened(config: VerifyConfig) -> Iterator[Subject]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         if config.model.name == VerifyConfig.DEMO:
             make_tiny_model(folder / "demo", num_kv_heads=2)
-            model = ModelConfig(name=str(folder / "demo"), dtype=config.model.dtype)
-            config = config.model_copy(update={"model": model})
-        trainer = config.trainer.model_copy(
-            update={"experimental": config.trainer.experimental.model_copy(update={"token_export": None})}
-        )
-        quiet = config.model_copy(update={"output_dir": folder / "run", "trainer": trainer, "resume": False})
-        part = quiet.part(TrainerRunConfig, monitors={})
-        assert isinstance(part, TrainerRunConfig)
-        run = build_run(part, _NoBatches(), None, [])
+            config = with_model(config, folder / "demo")
+        run = build_quiet_run(config, folder)
         tokenizer = load_tokenizer(config.model.name)
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS
