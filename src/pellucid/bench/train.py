@@ -20,7 +20,7 @@ from pellucid.config import ModelConfig
 from pellucid.errors import DataError, MissingPackageError
 from pellucid.model.load import vocab_size
 
-NUM_STEPS = {"tiny": 20, "135M": 4}
+NUM_STEPS = {"tiny": 30, "135M": 7}
 AGREED, AGREEMENT = ("loss", "grad_norm"), 1e-3
 """Of the first step, relative."""
 

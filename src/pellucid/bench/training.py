@@ -32,7 +32,7 @@ class Shape:
     completion: tuple[int, int]
 
 
-SHAPES = {"tiny": Shape(16, 8, (21, 29), (5, 9)), "135M": Shape(2, 8, (48, 64), (16, 48))}
+SHAPES = {"tiny": Shape(16, 8, (21, 29), (5, 9)), "135M": Shape(2, 4, (48, 64), (16, 48))}
 """By model: the demo's shape, and one that a core trains in seconds."""
 
 
