@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pellucid import bench
-from pellucid.bench import train
+from pellucid.bench import overhead, train
 from pellucid.bench.padding import padded
 from pellucid.bench.training import SHAPES, Shape, Training, draw_table
 from pellucid.cli import main
@@ -86,3 +86,14 @@ def test_without_trl(monkeypatch, capsys) -> None:
     printed = capsys.readouterr()
     assert printed.err.startswith("skipped: bench train") and "make bench-train" in printed.err
     assert printed.out == ""
+
+
+def test_the_overhead_of_an_export_is_measured_in_two_ways(monkeypatch) -> None:
+    monkeypatch.setattr(overhead, "SHAPES", {"tiny": Shape(1, 2, (3, 3), (2, 2))})
+    monkeypatch.setattr(overhead, "NUM_STEPS", {"tiny": 3})
+    results = overhead.run()
+    for format, against_none, calls in zip(overhead.FORMATS, results[::2], results[1::2], strict=True):
+        assert against_none.name == f"overhead, tiny, {format}"
+        assert calls.name == f"overhead, tiny, {format}, its calls"
+        assert 0 < calls.baseline < calls.ours
+        assert against_none.ours <= calls.ours  # the fastest against the mean

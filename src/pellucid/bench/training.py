@@ -112,13 +112,13 @@ class Training:
             }
         )
         self.steps = Steps()
-        self._run = build_run(config, RepeatedBatch(table), None, [self.steps])
+        self.run = build_run(config, RepeatedBatch(table), None, [self.steps])
 
     def step(self) -> None:
-        run, step, started = self._run, len(self.steps.times_s), time.perf_counter()
+        run, step, started = self.run, len(self.steps.times_s), time.perf_counter()
         observer = accumulate(run, run.next_batch(step))
         run.finish(step, observer, run.optimizer.step())
         self.steps.times_s.append(time.perf_counter() - started)
 
     def close(self) -> None:
-        self._run.close()
+        self.run.close()
