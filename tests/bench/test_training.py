@@ -89,7 +89,9 @@ def test_without_trl(monkeypatch, capsys) -> None:
 
 
 def test_the_overhead_of_an_export_is_measured_in_two_ways(monkeypatch) -> None:
-    monkeypatch.setattr(overhead, "SHAPES", {"tiny": Shape(1, 2, (3, 3), (2, 2))})
+    shape = Shape(1, 2, (3, 3), (2, 2))
+    monkeypatch.setattr(overhead, "SHAPES", ["tiny"])
+    monkeypatch.setitem(SHAPES, "tiny", shape)
     monkeypatch.setattr(overhead, "NUM_STEPS", {"tiny": 3})
     results = overhead.run()
     for format, against_none, calls in zip(overhead.FORMATS, results[::2], results[1::2], strict=True):

@@ -7,17 +7,11 @@ thread of the export takes from training.
 """
 
 import time
-from contextlib import ExitStack, closing
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 from pellucid.bench.result import Result
-from pellucid.bench.shapes import MAKERS
-from pellucid.bench.training import SHAPES, Training, draw_table
-from pellucid.config import ModelConfig
+from pellucid.bench.training import SHAPES, Training, training_site
 from pellucid.config.trainer import TokenExportConfig
-from pellucid.model.load import vocab_size
 
 FORMATS: tuple[str, ...] = get_args(TokenExportConfig.model_fields["format"].annotation)
 NUM_STEPS = {"tiny": 100, "135M": 6}
@@ -28,20 +22,12 @@ def run() -> list[Result]:
 
 
 def _compare(model: str) -> list[Result]:
-    with TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        weights = folder / "model"
-        MAKERS[model](weights)
-        table = draw_table(SHAPES[model], vocab_size(ModelConfig(name=str(weights))))
-
-        def training(what: str, export: dict[str, str] | None) -> Training:
-            experimental = {"token_export": export}
-            return stack.enter_context(
-                closing(Training(weights, table, folder / what, experimental=experimental))
-            )
-
-        without = training("without", None)
-        exporting = {format: training(format, {"format": format}) for format in FORMATS}
+    with training_site(model) as site:
+        without = site.training("without")
+        exporting = {
+            format: site.training(format, experimental={"token_export": {"format": format}})
+            for format in FORMATS
+        }
         clocks = {format: clock_export(each) for format, each in exporting.items()}
         for _ in range(NUM_STEPS[model]):
             for each in (without, *exporting.values()):

@@ -6,19 +6,13 @@ The loss and the gradient norm of the first step have to agree, or there is noth
 """
 
 import math
-from contextlib import ExitStack, closing
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
 from pellucid.bench.result import Result
-from pellucid.bench.shapes import MAKERS
-from pellucid.bench.training import SHAPES, Steps, Training, draw_table
-from pellucid.config import ModelConfig
+from pellucid.bench.training import SHAPES, Steps, training_site
 from pellucid.errors import DataError, MissingPackageError
-from pellucid.model.load import vocab_size
 
 NUM_STEPS = {"tiny": 30, "135M": 7}
 AGREED, AGREEMENT = ("loss", "grad_norm"), 1e-3
@@ -38,15 +32,9 @@ def run() -> list[Result]:
 def _compare(model: str) -> list[Result]:
     from pellucid.bench.trl_steps import train_with_trl
 
-    with TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        weights = folder / "model"
-        MAKERS[model](weights)
-        table = draw_table(SHAPES[model], vocab_size(ModelConfig(name=str(weights))))
+    with training_site(model) as site:
         ours = {
-            f"train, {model}{note}": stack.enter_context(
-                closing(Training(weights, table, folder / f"ours{note}", share_prompts=not note))
-            )
+            f"train, {model}{note}": site.training(f"ours{note}", share_prompts=not note)
             for note in ("", ", prompts not shared")
         }
 
@@ -54,8 +42,10 @@ def _compare(model: str) -> list[Result]:
             for training in ours.values():
                 training.step()
 
-        theirs = train_with_trl(weights, table, folder / "trl", num_steps=NUM_STEPS[model], between=our_turn)
-    tokens, (first, *_) = table.num_tokens, ours.values()
+        theirs = train_with_trl(
+            site.weights, site.table, site.folder / "trl", num_steps=NUM_STEPS[model], between=our_turn
+        )
+    tokens, (first, *_) = site.table.num_tokens, ours.values()
     return [
         *(
             Result(

@@ -6,15 +6,19 @@ backward, clipping, AdamW, metrics and their file.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from pellucid.config import TrainerRunConfig
+from pellucid.bench.shapes import MAKERS
+from pellucid.config import ModelConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.model.load import vocab_size
 from pellucid.trainer.entry import build_run
 from pellucid.trainer.loop import accumulate
 
@@ -122,3 +126,29 @@ class Training:
 
     def close(self) -> None:
         self.run.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a model is trained in several ways on the same batch; gone afterwards."""
+
+    folder: Path
+    weights: Path
+    table: TokenTable
+    _open: ExitStack
+
+    def training(self, name: str, **trainer: Any) -> Training:
+        """With settings of the trainer."""
+        return self._open.enter_context(
+            closing(Training(self.weights, self.table, self.folder / name, **trainer))
+        )
+
+
+@contextmanager
+def training_site(model: str) -> Iterator[Site]:
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        weights = folder / "model"
+        MAKERS[model](weights)
+        table = draw_table(SHAPES[model], vocab_size(ModelConfig(name=str(weights))))
+        yield Site(folder, weights, table, stack)
