@@ -13,7 +13,7 @@ from pellucid.config import TrainerRunConfig
 from pellucid.config.save import save
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.trainer.batches import OrchestratorBatches
-from pellucid.trainer.entry import build_run
+from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 from token_exports import write_run
