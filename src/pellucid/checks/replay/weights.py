@@ -4,7 +4,7 @@ Step n trains policy version n: `weights/step_n`, or the checkpoint after n step
 that the run began with.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +17,11 @@ from pellucid.config.model import ModelConfig
 from pellucid.data import TokenTable
 from pellucid.data.tensors import to_tensors
 from pellucid.export.batch import ColumnBatch, Values
-from pellucid.model import Policy, load_policy
+from pellucid.model import load_policy
 from pellucid.trainer.step import layout_of
 from pellucid.transport import is_stable
-from pellucid.transport.weights import load_weights, weights_folder
-
-
-def weights_of(folder: Path, step: int) -> Callable[[Policy], None] | None:
-    """What puts the weights of the step into a policy; None if they are gone."""
-    published = weights_folder(folder, step)
-    if is_stable(published):
-        return lambda policy: load_weights(policy.hf, published)
-    checkpoint = folder / "checkpoints" / f"step_{step}"
-    if is_stable(checkpoint):
-        return lambda policy: read_model(policy, checkpoint / STATE)
-    return _as_loaded if step == 0 else None
-
-
-def _as_loaded(policy: Policy) -> None:
-    """The initial model is what was loaded."""
+from pellucid.transport.adapter import ServedWeights
+from pellucid.transport.weights import weights_folder
 
 
 class Predictor:
@@ -44,17 +30,31 @@ class Predictor:
     def __init__(self, folder: Path, model: ModelConfig, max_tokens: int) -> None:
         self._folder = folder
         self._policy = load_policy(model, trainable=True)
+        self._weights = ServedWeights(self._policy.hf)
+        self._has_adapter = model.lora is not None
         self._max_tokens = max_tokens
 
     def predict(self, step: int, records: ColumnBatch) -> dict[str, Values] | None:
         """Logprobs and entropy of each token, or None if the weights are gone."""
-        put = weights_of(self._folder, step)
-        if put is None:
+        if not self._take_weights(step):
             return None
         with torch.no_grad():
-            put(self._policy)
             parts = [self._forward(records.take(rows)) for rows in self._chunks(records)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _take_weights(self, step: int) -> bool:
+        """Adapters are taken as they were published; their checkpoints are of the adapter alone."""
+        published, checkpoint = (
+            weights_folder(self._folder, step),
+            self._folder / "checkpoints" / f"step_{step}",
+        )
+        if is_stable(published):
+            self._weights.load(published)
+        elif is_stable(checkpoint) and not self._has_adapter:
+            read_model(self._policy, checkpoint / STATE)
+        else:
+            return step == 0  # what was loaded is what the run began with
+        return True
 
     def _chunks(self, records: ColumnBatch) -> Iterator[NDArray[np.int64]]:
         """As many records as fit under the cap of a micro batch, at least one."""
