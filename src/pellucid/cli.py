@@ -24,6 +24,7 @@ from pellucid.config import (
     VerifyConfig,
 )
 from pellucid.config.base import Section
+from pellucid.config.cluster import RenderConfig
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
 from pellucid.config.tools import BenchSettings, KeysSettings, LedgerSettings, ReplaySettings, ViewSettings
@@ -52,6 +53,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "rewind": Command(
         RLConfig, "pellucid.launch:run_rewind", "make a run's folder ready for its parts to be resumed"
+    ),
+    "render": Command(
+        RenderConfig, "pellucid.launch.cluster:run_render", "write the files that start a run on a cluster"
     ),
     "view": Command(ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser"),
     "ledger": Command(LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went"),

@@ -31,29 +31,27 @@ class Predictor:
         self._folder = folder
         self._policy = load_policy(model, trainable=True)
         self._weights = ServedWeights(self._policy.hf)
-        self._has_adapter = model.lora is not None
+        self._is_whole = model.lora is None
         self._max_tokens = max_tokens
 
     def predict(self, step: int, records: ColumnBatch) -> dict[str, Values] | None:
         """Logprobs and entropy of each token, or None if the weights are gone."""
-        if not self._take_weights(step):
+        if not self._load(step):
             return None
         with torch.no_grad():
             parts = [self._forward(records.take(rows)) for rows in self._chunks(records)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def _take_weights(self, step: int) -> bool:
-        """Adapters are taken as they were published; their checkpoints are of the adapter alone."""
-        published, checkpoint = (
-            weights_folder(self._folder, step),
-            self._folder / "checkpoints" / f"step_{step}",
-        )
+    def _load(self, step: int) -> bool:
+        """Whether they are there. The checkpoint of an adapter does not fit a model without one."""
+        published = weights_folder(self._folder, step)
+        checkpoint = self._folder / "checkpoints" / f"step_{step}"
         if is_stable(published):
             self._weights.load(published)
-        elif is_stable(checkpoint) and not self._has_adapter:
+        elif is_stable(checkpoint) and self._is_whole:
             read_model(self._policy, checkpoint / STATE)
         else:
-            return step == 0  # what was loaded is what the run began with
+            return step == 0
         return True
 
     def _chunks(self, records: ColumnBatch) -> Iterator[NDArray[np.int64]]:
