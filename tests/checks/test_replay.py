@@ -62,15 +62,18 @@ def samples(seed: int) -> list[TrainingSample]:
     return made
 
 
-def train_run(model: Path, folder: Path, loss: dict[str, Any], **export: Any) -> Path:
+def train_run(
+    model: Path, folder: Path, loss: dict[str, Any], lora: dict[str, Any] | None = None, **export: Any
+) -> Path:
     config = TrainerRunConfig.model_validate(
         {
             "output_dir": folder,
             "max_steps": 2,
             "seq_len": 64,
-            "model": {"name": str(model)},
+            "model": {"name": str(model), "lora": lora},
             "trainer": {
                 "threads": 1,
+                "optim": {"lr": 1e-2},
                 "loss": {"type": "dppo", **loss},
                 "experimental": {"token_export": export},
             },
@@ -184,6 +187,14 @@ def test_weights_that_are_gone_are_not_missed(trained, tmp_path, capsys) -> None
     (tokens,) = {sum(sample.length for sample in samples(0))}
     assert code == 0
     assert f"of {tokens:,} tokens of steps with weights" in by_check(report)["weights entropy"]["what"]
+
+
+def test_adapters_are_put_on_the_model_that_they_belong_to(tiny_model, tmp_path, capsys) -> None:
+    folder = train_run(tiny_model, tmp_path / "run", {}, lora={"rank": 4})
+    code, report = replay(capsys, folder)
+    tokens = sum(sample.length for step in range(2) for sample in samples(step))
+    assert code == 0, report["findings"]
+    assert f"of {tokens:,} tokens of steps" in by_check(report)["weights trainer_logprobs"]["what"]
 
 
 def test_a_checkpoint_gives_the_weights_of_its_step(trained, tmp_path, capsys) -> None:

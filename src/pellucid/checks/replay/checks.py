@@ -182,6 +182,9 @@ def open_predictor(run: RecordedRun, say: Callable[[str], object]) -> Predictor 
     """The run's model, if it can be loaded here."""
     if run.folder is None or run.model is None:
         return None
+    if run.trainer.enable_router_replay:
+        say("logprobs were not recomputed: the experts that were replayed are not in the export")
+        return None
     try:
         return Predictor(run.folder, run.model, run.trainer.max_tokens)
     except (ModelError, ConfigError) as error:
