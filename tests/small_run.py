@@ -190,12 +190,12 @@ def _wanted(inputs: FilterInputs) -> list[bool]:
 class OrchestratorSide:
     """What `orchestrator.loop` does, one thing at a time."""
 
-    def __init__(self, config: OrchestratorRunConfig, engine: EngineSide) -> None:
+    def __init__(self, config: OrchestratorRunConfig, engine: EngineSide, *, batch_size: int) -> None:
         self._engine = engine
         self._ids = count(100)
         self.scheduler = Scheduler(
             Rules(
-                batch_size=2,
+                batch_size=batch_size,
                 rollouts_per_example=2,
                 max_inflight_rollouts=6,
                 max_async_level=1,
@@ -375,6 +375,8 @@ def _write_state(folder: Path) -> None:
 class SmallRun:
     folder: Path
     num_ranks: int = 1
+    batch_size: int = 2
+    """A group has 2 rollouts: with more, one that is ready waits for another."""
 
     def __post_init__(self) -> None:
         self.start(resume=False)
@@ -386,7 +388,7 @@ class SmallRun:
     def start(self, *, resume: bool) -> None:
         self.engine = EngineSide(self.folder, resume=resume)
         self.orchestrator: OrchestratorSide | None = OrchestratorSide(
-            configure(self.folder, resume=resume), self.engine
+            configure(self.folder, resume=resume), self.engine, batch_size=self.batch_size
         )
         self.trainer: TrainerSide | None = TrainerSide(self.folder, resume=resume, num_ranks=self.num_ranks)
 

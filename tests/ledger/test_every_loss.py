@@ -28,7 +28,16 @@ from pellucid.data import Rollout
 from pellucid.ledger import Report, State, read_journal, reconcile
 from small_run import NAMES, RUN, SOURCES, Attempt, KilledError, Said, SmallRun, saved_tokens, steady
 
+SEEDS = st.integers(0, 2**16)
 DAMAGED = [None, None, ("batches", "batch.bin"), ("checkpoints", "state/weights")]
+SAVED = (
+    *("failed_rollout", "dropped_group", "stale", "filtered", "zero_advantage", "rejected"),
+    "rolled_back",
+)
+"""States that a rollout is saved with."""
+
+OF_TRAINER = ("truncated", "untrainable", "masked", "trained")
+"""States that the tokens of a rollout have that is saved as sent."""
 
 
 class Crash(NamedTuple):
@@ -37,6 +46,8 @@ class Crash(NamedTuple):
     """In the middle of a line of their journals."""
 
     damaged: tuple[str, str] | None = None
+    """The newest of these files."""
+
     num_rewinds: int = 1
     num_ranks: int | None = None
     """Of the trainer that goes on."""
@@ -52,9 +63,6 @@ def crash_of(random: Random) -> Crash:
     )
 
 
-SEEDS = st.integers(0, 2**16)
-
-
 def attempts(random: Random) -> Iterator[Attempt]:
     """Some are long, some cannot train; equal rewards leave no signal."""
     while True:
@@ -68,24 +76,17 @@ def said(random: Random) -> Said:
     return Said(random.randint(1, 6), extends=random.random() < 0.7, trainable=random.random() < 0.7)
 
 
-SAVED = (
-    *("failed_rollout", "dropped_group", "stale", "filtered", "zero_advantage", "rejected"),
-    "rolled_back",
-)
-TRAINERS = ("truncated", "untrainable", "masked", "trained")
-
-
 class EveryLoss(RuleBasedStateMachine):
     def __init__(self, seen: set[str]) -> None:
         super().__init__()
         self._seen = seen
         """States in which a token was, in any run."""
 
-    @initialize(num_ranks=st.integers(1, 2), seed=SEEDS)
-    def start(self, num_ranks: int, seed: int) -> None:
+    @initialize(num_ranks=st.integers(1, 2), batch_size=st.integers(2, 3), seed=SEEDS)
+    def start(self, num_ranks: int, batch_size: int, seed: int) -> None:
         self.past = seed
         self.folder = Path(tempfile.mkdtemp())
-        self.run = SmallRun(self.folder, num_ranks)
+        self.run = SmallRun(self.folder, num_ranks, batch_size)
         self.run.go_on()
         self.num_sampled = 0
         """By engines that are gone, as far as anybody knows of it."""
@@ -232,7 +233,7 @@ class EveryLoss(RuleBasedStateMachine):
             states = report.states.get((RUN, source.env_name), Counter())
             for state in SAVED:
                 assert saved[source.env_name, state] == states[state], state
-            assert saved[source.env_name, "sent"] == sum(states[state] for state in TRAINERS)
+            assert saved[source.env_name, "sent"] == sum(states[state] for state in OF_TRAINER)
 
 
 def test_whatever_is_lost_the_books_balance() -> None:
