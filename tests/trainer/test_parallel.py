@@ -363,6 +363,7 @@ def test_its_ledger_balances(folder, alone, two, four, name, tmp_path) -> None:
         for journal, flows in ((engine, ("sampled", "delivered")), (orchestrator, ("received", "sent"))):
             for flow in flows:
                 journal.count(entry.run, entry.env, Flow(flow), entry.counts.get("received", 0))
+            journal.flush(entry.step)
     engine.close(NUM_STEPS)
     orchestrator.close(NUM_STEPS)
     report = reconcile(ledger)
