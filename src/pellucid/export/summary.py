@@ -13,6 +13,7 @@ and ranks do not change it (but for which of several equal tokens is named). Tra
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import neg, pos
 from typing import Any
 
 import numpy as np
@@ -27,17 +28,17 @@ QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 NUM_WORST = 20
 MAX_BLOCKS = 128
 
-_Score = Callable[[Values], Values]
+_Score = Callable[[Any], Any]
 
 METRICS: Mapping[str, _Score] = {
-    "trainer_logprobs": np.negative,
-    "entropy": np.positive,
-    "mismatch_kl": np.positive,
-    "log_importance_ratio": np.abs,
-    "importance_ratio": np.positive,
-    "prob_delta": np.abs,
-    "token_loss": np.abs,
-    "advantages": np.abs,
+    "trainer_logprobs": neg,
+    "entropy": pos,
+    "mismatch_kl": pos,
+    "log_importance_ratio": abs,
+    "importance_ratio": pos,
+    "prob_delta": abs,
+    "token_loss": abs,
+    "advantages": abs,
 }
 """Per-token columns that are summarised, and what makes a value stand out."""
 
@@ -145,7 +146,7 @@ class Part:
             if name in columns and np.isfinite(values := columns[name][tokens]).any():
                 self.metrics.setdefault(name, Distribution()).add(values)
                 self.positions.add(name, positions, values)
-                self._keep_worst(name, _worst(batch, tokens, values, name, score))
+                self._keep_worst(name, _worst(batch, tokens, values, score))
 
     def merge(self, other: "Part") -> None:
         for name, count in other.counts.items():
@@ -160,7 +161,7 @@ class Part:
     def _keep_worst(self, name: str, tokens: Iterable[dict[str, Any]]) -> None:
         score = METRICS[name]
         found = [*self.worst.get(name, []), *tokens]
-        found.sort(key=lambda token: (-float(score(np.array(token["value"]))), *_place(token)))
+        found.sort(key=lambda token: (-score(token["value"]), *_place(token)))
         self.worst[name] = found[:NUM_WORST]
 
     def as_dict(self) -> dict[str, Any]:
@@ -199,28 +200,26 @@ class Part:
 
 
 def _worst(
-    batch: ColumnBatch, tokens: NDArray[np.int64], values: Values, name: str, score: _Score
+    batch: ColumnBatch, tokens: NDArray[np.int64], values: Values, score: _Score
 ) -> Iterator[dict[str, Any]]:
     scores = np.where(np.isfinite(values), score(values), -np.inf)
-    chosen = np.argpartition(-scores, NUM_WORST)[:NUM_WORST] if len(scores) > NUM_WORST else ...
-    for index in np.arange(len(scores))[chosen][np.isfinite(scores[chosen])].tolist():
-        token = int(tokens[index])
-        row = int(batch.owners[token])
-        owner = {key: _plain(batch.columns[key][row]) for key in _OWNER if key in batch.columns}
-        yield {
-            "value": float(values[index]),
-            **owner,
-            "token": token - int(batch.offsets[row]),
-            "token_id": int(batch.columns["token_ids"][token]),
-        }
+    chosen = np.argpartition(-scores, NUM_WORST)[:NUM_WORST] if len(scores) > NUM_WORST else slice(None)
+    chosen = np.arange(len(scores))[chosen]
+    chosen = chosen[np.isfinite(scores[chosen])]
+    places = tokens[chosen]
+    rows = batch.owners[places]
+    columns = {
+        "value": values[chosen],
+        **{name: batch.columns[name][rows] for name in _OWNER if name in batch.columns},
+        "token": places - batch.offsets[rows],
+        "token_id": batch.columns["token_ids"][places],
+    }
+    for entry in zip(*(column.tolist() for column in columns.values()), strict=True):
+        yield dict(zip(columns, entry, strict=True))
 
 
 def _place(token: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(token.get(key, 0) for key in ("rank", "export_sequence_idx", "token"))
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 class StepSummary:
