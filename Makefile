@@ -9,7 +9,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/python $(INSTALL)
 TRL := .venv-trl
 
-.PHONY: help install demo demo-smollm test browser check bench bench-train chaos clean
+.PHONY: help install demo demo-smollm test browser check check-js bench bench-train chaos clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
@@ -68,6 +68,22 @@ check: $(TESTABLE)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory check-js
+
+# The viewer's modules need no build step; their JSDoc types are checked where there is npm.
+TSC := $(VENV)/typescript/node_modules/.bin/tsc
+check-js: $(INSTALLED)
+	@if ! command -v npm >/dev/null; then \
+		echo "NOTE: no npm found; the types of the viewer's JavaScript are NOT CHECKED. Install Node.js to check them"; \
+	else \
+		test -x $(TSC) || npm install --silent --no-save --prefix $(VENV)/typescript typescript@5.9.3 || true; \
+		if test -x $(TSC); then \
+			echo "$(TSC) -p src/pellucid/viewer/assets/tsconfig.json"; \
+			$(TSC) -p src/pellucid/viewer/assets/tsconfig.json; \
+		else \
+			echo "NOTE: typescript could not be installed; the types of the viewer's JavaScript are NOT CHECKED"; \
+		fi; \
+	fi
 
 bench: $(INSTALLED)
 	$(BIN)/pellucid bench all

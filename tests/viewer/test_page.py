@@ -1,190 +1,202 @@
-"""The page as a file: its policy, its data, its notes; nothing of a run is ever markup."""
+"""The page as a file: its policy, its blocks, its notes; and the bytes that it is made of."""
 
 import base64
 import hashlib
 import json
-import logging
 import re
-from collections.abc import Callable
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 from pellucid.errors import DataError, ModelError
-from pellucid.viewer import run_view
-from pellucid.viewer.collect import collect
-from pellucid.viewer.run_folder import RunFolder
+from pellucid.viewer import View, run_view
+from pellucid.viewer.access import Exports, Selection
+from pellucid.viewer.blob import BlobWriter
+from pellucid.viewer.bundle import bundle
+from pellucid.viewer.page import write_page
 from pellucid.viewer.spread import Size
+
+BLOCK = re.compile(r'<script type="text/plain" id="([^"]+)">([^<]*)</script>')
+
+
+def blocks(page: Path) -> dict[str, bytes]:
+    return {
+        name: zlib.decompress(base64.b64decode(data))
+        for name, data in BLOCK.findall(page.read_text(encoding="utf-8"))
+    }
 
 
 def source_hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def test_the_policy_allows_exactly_the_inlined_script_and_style(
-    write_run: Any, settings: Any, read_page: Any
-) -> None:
-    run = write_run()
-    run_view(settings(run))
-    html = read_page(run / "page.html").html
+def test_the_policy_allows_exactly_what_is_inlined(made_run: Any, tmp_path: Path) -> None:
+    write_page(Exports(made_run.folder), tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
     [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
-    [script] = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     [style] = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
+    allowed = " ".join(f"'{source_hash(script)}'" for script in scripts)
     assert policy == (
-        f"default-src 'none'; script-src '{source_hash(script)}'; style-src '{source_hash(style)}'; "
+        f"default-src 'none'; script-src {allowed}; style-src '{source_hash(style)}'; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
     )
-    assert not re.search(r"""\b(src|href)=|url\(|@import|\sstyle=|\son\w+=""", html)
-    assert "/* palette" not in style and "{{" not in html
+    markup = re.sub(r"<(script|style)\b[^>]*>.*?</\1>", "", html, flags=re.DOTALL)
+    assert not re.search(r"""\b(src|href)=|\sstyle=|\son\w+=""", markup)
 
 
-def test_hostile_text_never_reaches_the_markup(
-    write_run: Callable[..., Path], settings: Any, read_page: Any, hostile: str, tokenizer_folder: Path
+def test_nothing_of_a_run_reaches_the_markup(
+    tmp_path: Path, write_export: Any, make_record: Any, hostile: str
 ) -> None:
-    name = hostile.replace("/", "")
-    run = write_run(name=name, env_name=hostile, example_id=hostile, role_spans=[[hostile, 0, 12]])
-    run_view(settings(run, tokenizer=str(tokenizer_folder)))
-    page = read_page(run / "page.html")
-    assert page.head["name"] == name
-    assert hostile in page.head["vocabulary"]["texts"]
-    assert page.head["rows"]["env"] == [hostile] * 4
-    assert page.records[0]["fields"]["example_id"] == hostile
-    assert page.records[0]["segments"] == [[hostile, 0, 12]]
-    assert "<img" not in page.html and "onerror" not in page.html
-    assert page.html.count("<script") == page.html.count("</script") == 2
+    record = make_record([("user", "x")], env_name=hostile, example_id=hostile, role_spans=[[hostile, 0, 5]])
+    record["loss_mask"] = [True] * len(record["token_ids"])
+    page = tmp_path / "page.html"
+    write_page(Exports(write_export(record)), page)
+    assert "onerror" not in page.read_text(encoding="utf-8")
+    assert hostile.encode() in blocks(page)["step/0"].replace(b"\\/", b"/")
 
 
-def test_the_data_decodes_to_the_recorded_numbers(
-    write_run: Any, settings: Any, read_page: Any, make_record: Any
-) -> None:
-    run = write_run()
-    run_view(settings(run))
-    page = read_page(run / "page.html")
-    recorded = make_record()
-    columns = page.records[0]["columns"]
-    assert columns["token_ids"] == recorded["token_ids"]
-    assert columns["loss_mask"] == [0] * 9 + [1] * 3
-    assert columns["advantages"] == 0.5
-    assert columns["is_masked_low"] == 0
-    assert columns["trainer_logprobs"][0] is None
-    assert "entropy" not in columns
-    for name in ("inference_logprobs", "trainer_logprobs", "mismatch_kl", "prob_delta"):
-        packed = np.broadcast_to(np.array(columns[name], np.float64), 12)
-        expected = np.array(recorded[name], np.float64)
-        is_single = np.array_equal(expected, expected.astype(np.float32), equal_nan=True)
-        assert is_single == name.endswith("logprobs")
-        exact = packed.astype(np.float32).astype(np.float64) if is_single else packed
-        assert np.array_equal(exact, expected, equal_nan=True), name
+def test_a_page_holds_what_fits_and_says_what_it_leaves_out(made_run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_page(Exports(made_run.folder), page, budget=Size(records=40, tokens=100_000))
+    found = blocks(page)
+    head = json.loads(found["run"])
+    assert head["held"] == [0, 2] and [summary["step"] for summary in head["steps"]] == [0, 1, 2]
+    assert "step/1" not in found and "chunk/2/0" in found
+    assert head["notes"][0].startswith("This page shows 32 of 48 records, from 2 of 3 steps")
 
 
-def test_rows_summarise_trainable_tokens_only(write_run: Any, settings: Any, read_page: Any) -> None:
-    run = write_run(num_steps=1, num_records=1)
-    run_view(settings(run))
-    head = read_page(run / "page.html").head
-    assert {name: values[0] for name, values in head["rows"].items()} == {
-        "step": 0,
-        "env": "reverse-text",
-        "reward": 1.0,
-        "advantage": 0.5,
-        "tokens": 12,
-        "trainable": 3,
-        "kl_mean": 0.25,
-        "kl_max": 0.5,
-        "masked": 1,
-    }
-    assert head["totals"] == {"steps": 1, "records": 1, "tokens": 12}
-    assert head["scale"] == {"low": 1e-4, "high": pytest.approx(0.475), "classes": 10}
+def test_of_steps_that_are_too_long_the_first_records_are_shown(made_run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    step = made_run.folder / "token_exports" / "step_0"
+    lengths = np.cumsum([len(record["token_ids"]) for record in made_run.steps[0]])
+    write_page(Exports(step), page, budget=Size(records=100, tokens=int(lengths[4])))
+    head = json.loads(blocks(page)["run"])
+    assert "This page shows 5 of 16 records" in head["notes"][0]
+    assert head["steps"][0]["points"]["all"]["records"] == 16
 
 
-def test_columns_without_meaning_are_none_not_zero(write_run: Any, settings: Any, read_page: Any) -> None:
-    absent = [None] * 12
-    run = write_run(1, 1, training_mode="sft", mismatch_kl=absent, is_masked=absent, rewards=absent)
-    run_view(settings(run))
-    page = read_page(run / "page.html")
-    row = {name: values[0] for name, values in page.head["rows"].items()}
-    assert [row[name] for name in ("reward", "kl_mean", "kl_max", "masked")] == [None] * 4
-    assert page.records[0]["columns"]["mismatch_kl"] is None
+def test_points_of_a_step_are_exact(made_run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_page(Exports(made_run.folder), page)
+    points = json.loads(blocks(page)["run"])["steps"][1]["points"]
+    chosen = made_run.column(1, "loss_mask") == 1
+    kl = made_run.column(1, "mismatch_kl")[chosen]
+    assert points["all"]["trainable"] == chosen.sum() and points["all"]["records"] == 16
+    assert points["all"]["kl_mean"] == pytest.approx(kl.mean(), rel=1e-6)
+    assert points["all"]["kl_max"] == pytest.approx(kl.max(), rel=1e-6)
+    assert points["all"]["kl_p99"] == pytest.approx(np.quantile(kl, 0.99), rel=0.15)
+    high = made_run.column(1, "is_masked_high").sum() / chosen.sum()
+    assert points["all"]["masked_high"] == pytest.approx(high)
+    assert points["all"]["truncated"] == 0.25 and points["math"]["reward"] == 0.5
+    assert points["tools"]["records"] == 8
 
 
-def test_what_is_left_out_is_said(write_run: Any) -> None:
-    run = write_run(num_steps=10, num_records=3)
-    page = collect(run, RunFolder.around(run), None, Size(records=9, tokens=1000))
-    assert page.head["rows"]["step"] == [0] * 3 + [4] * 3 + [9] * 3
-    assert len(page.records) == 9
-    assert page.head["totals"]["records"] == 30
-    assert page.head["notes"][0].startswith("This page shows 9 of 30 records, from 3 of 10 steps: the first,")
+def test_selections_show_some_records_only(made_run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_page(Exports(made_run.folder, Selection(step=1, env="tools")), page)
+    head = json.loads(blocks(page)["run"])
+    assert head["held"] == [1] and head["steps"][0]["points"].keys() == {"all", "tools"}
+    assert head["steps"][0]["points"]["all"]["records"] == 8
 
 
-def test_a_complete_page_with_text_has_no_notes(
-    write_run: Any, settings: Any, read_page: Any, tokenizer_folder: Path
-) -> None:
-    run = write_run()
-    (run / "configs").mkdir()
-    (run / "configs" / "rl.toml").write_text(f"[model]\nname = '{tokenizer_folder}'\n")
-    run_view(settings(run))
-    page = read_page(run / "page.html")
-    assert page.head["notes"] == []
-    assert page.records[0]["segments"] == [["user", 0, 6], ["assistant", 6, 12]]
-
-
-def test_ids_stand_in_for_text_and_the_page_says_so(write_run: Any, settings: Any, read_page: Any) -> None:
-    run = write_run()
-    run_view(settings(run))
-    head = read_page(run / "page.html").head
-    assert head["vocabulary"]["texts"][:2] == ["#1", "#2"]
-    assert head["notes"] == [
-        "Tokens are shown as ids: no tokenizer was given and none was found; "
-        "pass --tokenizer with a folder or hub name to see text."
-    ]
-
-
-def test_a_tokenizer_that_was_asked_for_must_load(write_run: Any, settings: Any, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no tokenizer could be loaded"):
-        run_view(settings(write_run(), tokenizer=str(tmp_path)))
-
-
-def test_a_torn_line_is_logged_once_and_on_the_page(
-    write_run: Any, settings: Any, read_page: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = write_run(num_steps=1)
-    with (run / "token_exports" / "step_0" / "rank_0.jsonl").open("a") as file:
+def test_a_torn_line_is_a_note(write_export: Any, make_record: Any, tmp_path: Path) -> None:
+    path = write_export(make_record([("user", "x"), ("assistant", "y")]))
+    with path.open("a") as file:
         file.write('{"step": 0, "tok')
-    with caplog.at_level(logging.WARNING):
-        run_view(settings(run))
-    assert ["rank_0.jsonl:3 is cut short" in message for message in caplog.messages] == [True]
-    assert "rank_0.jsonl:3 is cut short" in read_page(run / "page.html").head["notes"][-1]
+    write_page(Exports(path), tmp_path / "page.html")
+    notes = json.loads(blocks(tmp_path / "page.html")["run"])["notes"]
+    assert any("rank_0.jsonl:2 is cut short" in note for note in notes)
 
 
-def test_the_page_lies_in_the_run_or_beside_the_input_or_where_asked(
-    write_run: Any, settings: Any, tmp_path: Path
-) -> None:
-    run = write_run()
-    exports = run / "token_exports"
-    for path, page in [
-        (run, run / "page.html"),
-        (exports, run / "page.html"),
-        (exports / "step_1", exports / "page.html"),
-        (exports / "step_1" / "rank_0.jsonl", exports / "step_1" / "page.html"),
-    ]:
-        run_view(settings(path))
-        assert page.is_file()
-        page.unlink()
-    run_view(settings(run, output=tmp_path / "new" / "mine.html"))
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["mine.html"]
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "holds no records"),
+        ('{"a": 1}\n', "expected a record with token_ids"),
+        ("[1]\n", "one JSON object per line"),
+    ],
+)
+def test_an_unknown_shape_is_an_error_and_no_page(tmp_path: Path, content: str, reason: str) -> None:
+    path = tmp_path / "rank_0.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=reason):
+        View(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rank_0.jsonl"]
 
 
-def test_no_records_give_an_error_and_no_page(settings: Any, tmp_path: Path) -> None:
-    empty = tmp_path / "rank_0.jsonl"
-    empty.touch()
-    with pytest.raises(DataError, match="holds no token-export records"):
-        run_view(settings(empty))
-    assert [path.name for path in tmp_path.iterdir()] == ["rank_0.jsonl"]
+def test_a_tokenizer_that_was_asked_for_must_load(made_run: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer"):
+        write_page(Exports(made_run.folder), tmp_path / "page.html", tokenizer=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_column_of_words_is_an_error_that_names_the_record(settings: Any, tmp_path: Path) -> None:
-    file = tmp_path / "rank_0.jsonl"
-    file.write_text(json.dumps({"step": 3, "token_ids": [1, 2], "entropy": ["a", "b"]}) + "\n")
-    with pytest.raises(DataError, match="rank_0.jsonl:1: entropy is not a list of numbers"):
-        run_view(settings(file))
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(made_run: Any) -> None:
+    html = View(made_run.folder / "token_exports" / "step_0")._repr_html_()
+    assert html.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+    assert 'sandbox="allow-scripts allow-downloads"' in html and html.count("<") == 2
+
+
+def test_the_command_writes_a_page(made_run: Any, tmp_path: Path) -> None:
+    from pellucid.config.tools import ViewSettings
+
+    run_view(ViewSettings(path=made_run.folder, output=tmp_path / "new" / "page.html", record_index=3))
+    head = json.loads(blocks(tmp_path / "new" / "page.html")["run"])
+    assert head["start_record"] == 3 and head["loss"]["type"] == "dppo"
+
+
+def test_modules_become_one_script_in_the_order_of_their_imports() -> None:
+    script = bundle()
+    assert (
+        script.index("const $data_blob = ")
+        < script.index("const $data_run = ")
+        < script.index("const $main = ")
+    )
+    assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+
+
+def read_back(raw: bytes, name: str, lengths: list[int]) -> np.ndarray[Any, Any]:
+    """What `readColumn` in the browser does."""
+    size = int.from_bytes(raw[:4], "little")
+    header, payload = json.loads(raw[4 : 4 + size]), raw[4 + size :]
+    column = header["columns"][name]
+    total = sum(lengths)
+    if "fill" in column:
+        return np.full(total, np.nan if column["fill"] is None else column["fill"])
+    width = int(column["type"][1])
+    data = np.frombuffer(payload, np.uint8, column["length"] * width, column["at"])
+    if column.get("split"):
+        data = data.reshape(width, -1).T.copy().ravel()
+    values = data.view(f"<{column['type']}")
+    if "against" in column:
+        folded = values.view(np.uint32).astype(np.int64)
+        change = (folded >> 1) ^ -(folded & 1)
+        reference = read_back(raw, column["against"], lengths).astype(np.float32)
+        values = (reference.view(np.int32) + change).astype(np.int32).view(np.float32)
+    return np.repeat(values, lengths) if column.get("per") else values
+
+
+NUMBERS = arrays.arrays(
+    np.float32,
+    st.integers(1, 40),
+    elements=st.floats(-50, 50, width=32) | st.just(float("nan")) | st.sampled_from([0, 1]),
+)
+
+
+@given(NUMBERS, st.floats(-0.0625, 0.0625, width=32))
+def test_columns_come_back_bit_for_bit(values: Any, shift: float) -> None:
+    blob = BlobWriter()
+    near = (values + np.float32(shift)).astype(np.float32)
+    blob.add("a", values)
+    blob.add_near("b", near, "a", values)
+    blob.add("c", values.astype(np.float64) / 3)
+    raw = zlib.decompress(blob.finish({}))
+    for name, expected in (("a", values), ("b", near), ("c", values.astype(np.float64) / 3)):
+        got = read_back(raw, name, [len(values)])
+        assert np.array_equal(got, expected, equal_nan=True)

@@ -28,6 +28,7 @@ BENCHMARKS = {
     "overlap": "asynchrony: time per RL step against the slower of sampling and training",
     "transport": "samples on the wire: columnar bytes against lists",
     "train": "a whole training step against that of TRL's GRPO trainer (`make bench-train`)",
+    "viewer": "the viewer in a browser against its budgets: first content, switching, sizes, 100M tokens",
     "tensors": "from samples to a micro batch's tensors: one hop against lists all the way",
 }
 

@@ -16,13 +16,40 @@ class ViewSettings(Section):
     model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
 
     path: CliPositionalArg[Path]
-    """Run folder, folder of token exports, or one export file."""
+    """Run folder, folder of token exports, step folder, or one export file."""
 
     output: Path | None = None
-    """The self-contained HTML page to write; default: `page.html` in the run folder or beside the input."""
+    """Write one self-contained HTML page here instead of serving the viewer."""
+
+    terminal: bool = False
+    """Show records, outliers and the ledger in the terminal."""
 
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer that turns ids into text; default: the one the run used."""
+
+    step: int | None = None
+    """Show this step only."""
+
+    rank: int | None = None
+    """Show the records of this data rank only."""
+
+    env_name: str | None = None
+    """Show the records of this environment only."""
+
+    record_index: int = Field(default=0, ge=0)
+    """Record to start with."""
+
+    max_mismatch: float | None = Field(default=None, gt=0)
+    """Mismatch KL that is drawn deepest; default: the 95th percentile of trainable tokens, at least 0.05."""
+
+    host: str = "127.0.0.1"
+    """Address to serve at. Any other than this machine's own needs the token of the printed address."""
+
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port to serve at; default: 7357, or a free one where that is taken."""
+
+    open_browser: bool = False
+    """Open the viewer in this machine's browser."""
 
 
 class LedgerSettings(Section):

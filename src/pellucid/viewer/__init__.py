@@ -1,45 +1,105 @@
-"""One self-contained HTML page from token exports: every token, its numbers, why it did or did not train.
+"""Every token of a run, and why it did or did not train: in the browser, as a page to send, in a terminal.
 
-The page opens from a file, offline. Whatever comes from a run reaches it compressed, never as markup, and
-is shown as text only. What a page leaves out it says so, in a line that cannot be missed.
+    access, roles, vocabulary   what is read: exports through one module, who speaks, the text of ids
+    rows, summary, encode       what is made of it: rows per record, points per step, blobs for the browser
+    page, server, terminal      the three ways to show it
+    assets/                     the page itself: ES modules without a build step (data, state, draw, views)
+
+Whatever comes from a run is shown as text and never as markup. What a page leaves out it says so.
 """
 
+import html
 import logging
-import os
 from pathlib import Path
 from typing import Protocol
 
-from pellucid.viewer.collect import collect
-from pellucid.viewer.page import render_page
-from pellucid.viewer.run_folder import RunFolder
+from pellucid.errors import DataError
+from pellucid.viewer.access import Exports, Selection
+from pellucid.viewer.page import page_text, write_page
+from pellucid.viewer.source import ServedRun
 
-__all__ = ["ViewSettings", "run_view"]
+__all__ = ["View", "ViewSettings", "run_view"]
 
 log = logging.getLogger(__name__)
 
 
 class ViewSettings(Protocol):
-    @property
-    def path(self) -> Path:
-        """Run folder, token_exports folder, step folder or `.jsonl` file."""
+    """`pellucid.config.tools.ViewSettings`, as far as the viewer reads it."""
 
     @property
-    def output(self) -> Path | None:
-        """The page; default: `page.html` in the run folder, or beside any other input."""
-
+    def path(self) -> Path: ...
     @property
-    def tokenizer(self) -> str | None:
-        """Folder or hub name; default: the model of the run's configs where that is a local folder."""
+    def output(self) -> Path | None: ...
+    @property
+    def terminal(self) -> bool: ...
+    @property
+    def tokenizer(self) -> str | None: ...
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def env_name(self) -> str | None: ...
+    @property
+    def record_index(self) -> int: ...
+    @property
+    def max_mismatch(self) -> float | None: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int | None: ...
+    @property
+    def open_browser(self) -> bool: ...
 
 
 def run_view(settings: ViewSettings) -> None:
-    """Writes the page, whole or not at all."""
-    path = settings.path.resolve()
-    run = RunFolder.around(path)
-    output = settings.output or (path if path == run.folder else path.parent) / "page.html"
-    page = render_page(collect(path, run, settings.tokenizer))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(output)
-    log.info("%s: %.1f MB, opens in any browser without a server", output, len(page) / 1e6)
+    exports = _open(settings.path, Selection(settings.step, settings.rank, settings.env_name))
+    if settings.terminal:
+        from pellucid.viewer.terminal import show
+
+        show(exports, tokenizer=settings.tokenizer, record_index=settings.record_index)
+    elif settings.output is not None:
+        num_bytes = write_page(
+            exports,
+            settings.output,
+            tokenizer=settings.tokenizer,
+            start_record=settings.record_index,
+            max_mismatch=settings.max_mismatch,
+        )
+        log.info("%s: %.1f MB, opens in any browser without a server", settings.output, num_bytes / 1e6)
+    else:
+        from pellucid.viewer.server import serve
+
+        run = ServedRun(
+            exports,
+            tokenizer=settings.tokenizer,
+            start_record=settings.record_index,
+            max_mismatch=settings.max_mismatch,
+        )
+        serve(run, host=settings.host, port=settings.port, open_browser=settings.open_browser)
+
+
+class View:
+    """An export in a notebook: the last expression of a cell shows it.
+
+    View("outputs/demo/token_exports/step_40")
+    """
+
+    def __init__(self, path: str | Path, *, tokenizer: str | None = None, height: int = 760) -> None:
+        self._exports = _open(Path(path), Selection())
+        self._tokenizer = tokenizer
+        self._height = height
+
+    def _repr_html_(self) -> str:
+        page = html.escape(page_text(self._exports, tokenizer=self._tokenizer), quote=True)
+        return (
+            f'<iframe srcdoc="{page}" sandbox="allow-scripts allow-downloads" title="pellucid viewer" '
+            f'width="100%" height="{self._height}" frameborder="0"></iframe>'
+        )
+
+
+def _open(path: Path, selection: Selection) -> Exports:
+    exports = Exports(path.resolve(), selection)
+    if not exports.steps():
+        raise DataError(f"{path} holds no records of {selection}")
+    return exports

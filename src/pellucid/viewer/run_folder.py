@@ -1,7 +1,7 @@
-"""What a run folder says beside its exports: name, reward per step, ledger, the model's tokenizer."""
+"""What a run folder says beside its exports: metrics per step, ledger, loss, the model's tokenizer."""
 
 import tomllib
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from pellucid.errors import LedgerError
 from pellucid.export.jsonl_source import read_json_lines
 from pellucid.ledger import Report, State, reconcile
 
-REWARD = "reward/all"
+CURVES = ("reward/", "zero_advantage_groups/", "off_policy_level/", "loss", "grad_norm", "eval/")
+"""Metrics that the run's view can draw, by how their names begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,41 +30,63 @@ class RunFolder:
         return cls(None)
 
     def model_folder(self) -> str | None:
-        """`model.name` of the run's configs, where that is a folder on this machine."""
-        for file in self._files("configs", "*.toml"):
-            model = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
-            if isinstance(name := model.get("name"), str) and Path(name).is_dir():
-                return name
+        """`model.name` of the run's configs, where that is a folder on this machine.
+
+        A run that was moved or started elsewhere keeps its own copy of the model beside the configs.
+        """
+        names = [config.get("model", {}).get("name") for config in self._configs()]
+        candidates = [name for name in names if isinstance(name, str)]
+        if self.folder is not None:
+            candidates.append(str(self.folder / "model"))
+        return next((name for name in candidates if Path(name).is_dir()), None)
+
+    def loss(self) -> dict[str, Any] | None:
+        """`[trainer.loss]` as the run resolved it."""
+        for config in self._configs():
+            if isinstance(loss := config.get("trainer", {}).get("loss"), dict):
+                return loss
         return None
 
-    def reward_curve(self) -> dict[str, list[Any]] | None:
-        """Reward per step; the last word on a step counts, as a resumed run writes it again."""
-        rewards: dict[int, float] = {}
-        for file in self._files("metrics", "orchestrator.jsonl"):
-            for _, metrics in read_json_lines(file):
-                if metrics.get(REWARD) is not None:
-                    rewards[metrics["step"]] = metrics[REWARD]
-        steps = sorted(rewards)
-        return {"steps": steps, "values": [rewards[step] for step in steps]} if steps else None
+    def metrics(self) -> dict[str, list[list[float]]]:
+        """Metric -> [step, value] pairs; the last word on a step counts, as a resumed run writes it again."""
+        found: dict[str, dict[int, float]] = {}
+        for file in self._files("metrics", "*.jsonl"):
+            for _, record in read_json_lines(file, report=lambda _: None):
+                for name, value in record.items():
+                    if name.startswith(CURVES) and isinstance(value, int | float):
+                        found.setdefault(name, {})[record["step"]] = value
+        return {name: [[step, points[step]] for step in sorted(points)] for name, points in found.items()}
 
     def ledger(self) -> dict[str, Any] | None:
         if not self._files("ledger", "*.jsonl"):
             return None
         assert self.folder is not None
         try:
-            return _summary(reconcile(self.folder / "ledger"))
+            return _accounts(reconcile(self.folder / "ledger"))
         except LedgerError as error:
             return {"error": str(error)}
+
+    def _configs(self) -> Iterator[dict[str, Any]]:
+        for file in self._files("configs", "*.toml"):
+            yield tomllib.loads(file.read_text(encoding="utf-8"))
 
     def _files(self, part: str, pattern: str) -> list[Path]:
         return [] if self.folder is None else sorted((self.folder / part).glob(pattern))
 
 
-def _summary(report: Report) -> dict[str, Any]:
-    states = sum(report.states.values(), Counter[str]())
+def _accounts(report: Report) -> dict[str, Any]:
     return {
-        "sampled": sum(report.sampled.values()),
-        "states": [[state.value, states[state.value]] for state in State if states[state.value]],
-        "differences": [str(difference) for difference in report.differences],
+        "accounts": [
+            {
+                "run": run,
+                "env": env,
+                "sampled": report.sampled[run, env],
+                "states": {state.value: states[state.value] for state in State if states[state.value]},
+                "beside": dict(report.beside[run, env]),
+            }
+            for (run, env), states in report.states.items()
+        ],
+        "balanced": report.balanced,
+        "verdict": report.verdict(),
         "running": [stage.value for stage in report.running],
     }

@@ -2,13 +2,12 @@
 
     300 steps of 128 records, at most 4,000 -> 31 steps: 0, 10, 20, …, 299
 
-Only where the first and the last step alone are too many are records within a step left out.
+Only where the first and the last step alone are too many are they cut short, after as many tokens as fit.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class Size:
         return max(self.records / budget.records, self.tokens / budget.tokens)
 
 
-PAGE_BUDGET = Size(records=4_000, tokens=500_000)
+PAGE_BUDGET = Size(records=40_000, tokens=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,8 @@ class Spread:
 
     budget: Size
     steps: frozenset[int]
-    stride: int
-    """Keep every `stride`-th record of the chosen steps."""
+    tokens_per_step: int | None
+    """Where even the fewest steps are too many: of each, the records up to so many tokens."""
 
     @property
     def total(self) -> Size:
@@ -46,22 +45,14 @@ class Spread:
         if num_kept == self.total.records:
             return None
         which = "the first, the last and an even spread between"
-        if self.stride > 1:
-            which += f", one record in {self.stride:,}"
+        if self.tokens_per_step is not None:
+            which += f", the first {self.tokens_per_step:,} tokens or so of each"
         return (
             f"This page shows {num_kept:,} of {self.total.records:,} records, "
             f"from {len(self.steps):,} of {len(self.sizes):,} steps: {which}. "
             f"A page is kept to about {self.budget.records:,} records and {self.budget.tokens:,} tokens; "
-            "view one step folder to see more of it."
+            "`pellucid view` without `-o` serves all of them; a step folder alone makes a page of its own."
         )
-
-
-def measure(records: Iterable[Mapping[str, Any]]) -> dict[int, Size]:
-    sizes: dict[int, Size] = {}
-    for record in records:
-        step = record.get("step", 0)
-        sizes[step] = sizes.get(step, Size()) + Size(1, len(record["token_ids"]))
-    return sizes
 
 
 def choose_spread(sizes: Mapping[int, Size], budget: Size = PAGE_BUDGET) -> Spread:
@@ -72,7 +63,9 @@ def choose_spread(sizes: Mapping[int, Size], budget: Size = PAGE_BUDGET) -> Spre
         chosen = evenly(steps, count)
         excess = sum((sizes[step] for step in chosen), Size()).over(budget)
         if excess <= 1 or count <= 2:
-            return Spread(sizes, budget, frozenset(chosen), max(1, ceil(excess)))
+            return Spread(
+                sizes, budget, frozenset(chosen), None if excess <= 1 else budget.tokens // len(chosen)
+            )
         count -= 1
 
 

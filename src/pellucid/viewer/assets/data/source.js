@@ -1,0 +1,92 @@
+// Where bytes come from: blocks of this page, or the server that sent it. Both speak the same names.
+
+import { inflate, parseBlob, parseJson } from "./blob.js";
+
+/**
+ * @typedef {import("./blob.js").Blob} ColumnBlob
+ * @typedef {{ids: number[], texts: (string | number[])[], special: number[]}} Texts
+ * @typedef {{run(): Promise<any>, step(step: number): Promise<ColumnBlob>, rows(step: number): Promise<ColumnBlob>,
+ *   chunk(step: number, index: number): Promise<ColumnBlob>, texts(ids: number[]): Promise<Texts>,
+ *   pulse(): Promise<any>}} Source
+ */
+
+/** @returns {Source} */
+export function openSource() {
+  return document.getElementById("run") ? new PageSource() : new ServerSource();
+}
+
+/** @implements {Source} */
+class PageSource {
+  run() { return this.json("run"); }
+
+  /** @param {number} step */
+  step(step) { return this.blob(`step/${step}`); }
+
+  /** @param {number} step */
+  rows(step) { return this.blob(`rows/${step}`); }
+
+  /** @param {number} step @param {number} index */
+  chunk(step, index) { return this.blob(`chunk/${step}/${index}`); }
+
+  /** @param {number[]} _ids */
+  texts(_ids) { return this.json("texts"); }
+
+  async pulse() { return null; }
+
+  /** @param {string} name */
+  async json(name) { return parseJson(await this.bytes(name)); }
+
+  /** @param {string} name */
+  async blob(name) { return parseBlob(await this.bytes(name)); }
+
+  /** @param {string} name */
+  bytes(name) {
+    const block = document.getElementById(name);
+    if (!block) throw new Error(`This page does not hold ${name.replace("/", " ")}.`);
+    return inflate(fromBase64(block.textContent ?? ""));
+  }
+}
+
+/** @param {string} text @returns {Uint8Array} */
+function fromBase64(text) {
+  const native = /** @type {any} */ (Uint8Array).fromBase64;
+  return native ? native.call(Uint8Array, text) : Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+}
+
+/** @implements {Source} */
+class ServerSource {
+  async run() { return parseJson(await this.bytes("run")); }
+
+  /** @param {number} step */
+  async step(step) { return parseBlob(await this.bytes(`step/${step}`)); }
+
+  /** @param {number} step */
+  async rows(step) { return parseBlob(await this.bytes(`rows/${step}`)); }
+
+  /** @param {number} step @param {number} index */
+  async chunk(step, index) { return parseBlob(await this.bytes(`chunk/${step}/${index}`)); }
+
+  /** @param {number[]} ids */
+  async texts(ids) {
+    return parseJson(await this.bytes("texts", { method: "POST", body: JSON.stringify(ids) }));
+  }
+
+  async pulse() { return (await request("pulse")).json(); }
+
+  /** @param {string} name @param {RequestInit} [options] */
+  async bytes(name, options) {
+    return inflate(new Uint8Array(await (await request(name, options)).arrayBuffer()));
+  }
+}
+
+/** @param {string} name @param {RequestInit} [options] */
+async function request(name, options) {
+  let response;
+  try {
+    response = await fetch(`api/${name}`, options);
+  } catch {
+    throw new Error("The viewer's server does not answer. Is `pellucid view` still running?");
+  }
+  if (!response.ok) throw new Error(await response.text());
+  return response;
+}

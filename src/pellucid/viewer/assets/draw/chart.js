@@ -1,0 +1,122 @@
+// Lines over steps or positions, by uPlot, in the page's colours.
+
+/// <reference path="../vendor/uPlot.d.ts" />
+import { percent, short } from "./format.js";
+import { themeColour } from "./dom.js";
+
+/**
+ * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, dash?: number[], fill?: boolean, width?: number}} Line
+ * @typedef {{height: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
+ *   points?: boolean, marker?: () => number | null, onClick?: (x: number) => void, onBrush?: (low: number, high: number) => void,
+ *   onHover?: (index: number | null) => void, percent?: boolean}} ChartOptions
+ */
+
+/** @param {HTMLElement} root @param {ChartOptions} options @returns {any} */
+export function lineChart(root, options) {
+  const { x, lines, log = false, height } = options;
+  const axis = { stroke: () => themeColour("muted"), font: "11px system-ui, sans-serif", ticks: { show: false },
+    grid: { stroke: () => themeColour("rule"), width: 1 } };
+  const data = /** @type {any} */ ([Array.from(x), ...lines.map(({ values }) => Array.from(values, (value) =>
+    (value === null || Number.isNaN(value) || (log && value <= 0) ? null : value)))]);
+  const chart = new /** @type {any} */ (window).uPlot({
+    width: Math.max(120, root.clientWidth),
+    height,
+    padding: [8, 10, 0, 0],
+    legend: { show: false },
+    cursor: { y: false, drag: { x: Boolean(options.onBrush), y: false, setScale: false },
+      sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 } },
+    scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+      y: log ? { distr: 3, range: logRange } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
+    axes: [
+      { ...axis, size: 24, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")), grid: { show: false } },
+      { ...axis, size: 52, space: 26, ...(log ? { splits: decades } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick) : tidy(tick, log))) },
+    ],
+    series: [{}, ...lines.map((line) => ({
+      label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, dash: line.dash, spanGaps: true,
+      fill: line.fill ? () => `${themeColour(line.colour)}22` : undefined, points: { show: options.points ?? x.length < 40, size: 4 } }))],
+    hooks: {
+      drawClear: [(/** @type {any} */ plot) => shadeSpans(plot, options.spans ?? [])],
+      draw: [(/** @type {any} */ plot) => drawMarker(plot, options.marker?.())],
+      setCursor: [(/** @type {any} */ plot) => options.onHover?.(plot.cursor.idx ?? null)],
+      setSelect: [(/** @type {any} */ plot) => brushed(plot, options)],
+    },
+  }, data, root);
+  if (options.onClick) {
+    let pressedAt = 0;
+    chart.over.addEventListener("mousedown", (/** @type {MouseEvent} */ event) => { pressedAt = event.clientX; });
+    chart.over.addEventListener("click", (/** @type {MouseEvent} */ event) => {
+      if (Math.abs(event.clientX - pressedAt) < 4 && chart.cursor.idx !== null) options.onClick?.(data[0][chart.cursor.idx]);
+    });
+  }
+  const observer = new ResizeObserver(() => {
+    if (!root.isConnected) { observer.disconnect(); chart.destroy(); return; }
+    if (root.clientWidth > 0 && root.clientWidth !== chart.width) chart.setSize({ width: root.clientWidth, height });
+  });
+  observer.observe(root);
+  return chart;
+}
+
+/** At most six decades, up to the highest value. @param {any} _plot @param {number} low @param {number} high */
+function logRange(_plot, low, high) {
+  if (!(high > 0)) return [0.1, 1];
+  const top = high * 1.3;
+  return [Math.max(low > 0 ? low / 1.3 : top * 1e-6, top * 1e-6), top];
+}
+
+/** Powers of ten, every one or every few. @param {any} _plot @param {number} _axis @param {number} low @param {number} high */
+function decades(_plot, _axis, low, high) {
+  const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
+  const stride = Math.max(1, Math.ceil((last - first + 1) / 5));
+  const powers = [];
+  for (let power = first; power <= last; power += stride) powers.push(10 ** power);
+  return powers;
+}
+
+/** @param {any} plot @param {ChartOptions} options */
+function brushed(plot, { onBrush }) {
+  if (!onBrush || plot.select.width < 3) return;
+  onBrush(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
+}
+
+/** @param {number} low @param {number} high */
+function padded(low, high) {
+  if (low === null || high === null) return [0, 1];
+  const room = (high - low || Math.abs(high) || 1) * 0.08;
+  return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+}
+
+/** @param {number} tick @param {boolean} log */
+function tidy(tick, log) {
+  if (!log) return short(tick);
+  const power = Math.log10(tick);
+  return Math.abs(power - Math.round(power)) < 1e-9 ? short(tick, 1) : "";
+}
+
+/** @param {any} plot @param {[number, number][]} spans */
+function shadeSpans(plot, spans) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.fillStyle = themeColour("shade");
+  for (const [start, end] of spans) {
+    const left = plot.valToPos(start - 0.5, "x", true);
+    const right = plot.valToPos(end - 0.5, "x", true);
+    const from = Math.max(bbox.left, left);
+    ctx.fillRect(from, bbox.top, Math.min(bbox.left + bbox.width, right) - from, bbox.height);
+  }
+  ctx.restore();
+}
+
+/** @param {any} plot @param {number | null | undefined} at */
+function drawMarker(plot, at) {
+  if (at === null || at === undefined || at < 0) return;
+  const { ctx, bbox } = plot;
+  const x = plot.valToPos(at, "x", true);
+  ctx.save();
+  ctx.strokeStyle = themeColour("accent");
+  ctx.lineWidth = 1.5 * devicePixelRatio;
+  ctx.beginPath();
+  ctx.moveTo(x, bbox.top);
+  ctx.lineTo(x, bbox.top + bbox.height);
+  ctx.stroke();
+  ctx.restore();
+}

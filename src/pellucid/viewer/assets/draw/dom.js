@@ -1,0 +1,87 @@
+// Making and finding elements. Text only ever becomes text.
+
+/**
+ * @param {string} tag @param {Record<string, any>} [attributes] @param {...(Node | string | null | undefined | false)} children
+ * @returns {any}
+ */
+export function element(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, String(value));
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined && child !== false).map((child) => /** @type {any} */ (child)));
+  return node;
+}
+
+/** Replaces what an element holds; what is null or false is left out. @param {Element} node @param {...(Node | string | null | undefined | false)} children */
+export function refill(node, ...children) {
+  node.replaceChildren(...children.filter((child) => child !== null && child !== undefined && child !== false).map((child) => /** @type {any} */ (child)));
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** @param {string} tag @param {Record<string, any>} [attributes] @param {...(Node | string)} children @returns {any} */
+export function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, String(value));
+  }
+  node.append(...children);
+  return node;
+}
+
+/** @param {string} id @returns {any} */
+export function byId(id) {
+  const node = document.getElementById(id);
+  if (!node) throw new Error(`no element #${id}`);
+  return node;
+}
+
+/**
+ * A drop-down. @param {string} label @param {[string, string][]} choices value, text
+ * @param {string} value @param {(value: string) => void} onChange
+ */
+export function choice(label, choices, value, onChange) {
+  const select = element("select", { "aria-label": label, onchange: () => onChange(select.value) },
+    ...choices.map(([key, text]) => element("option", { value: key, selected: key === value }, text)));
+  return element("label", { class: "choice" }, element("span", {}, label), select);
+}
+
+/** @param {string} label @param {boolean} checked @param {(on: boolean) => void} onChange @param {string} [title] */
+export function toggle(label, checked, onChange, title) {
+  const box = element("input", { type: "checkbox", checked, onchange: () => onChange(box.checked) });
+  return element("label", { class: "toggle", title }, box, element("span", {}, label));
+}
+
+/** What stands where a view cannot be shown yet, or at all. @param {"loading" | "empty" | "error"} kind @param {string} title @param {string} [text] */
+export function notice(kind, title, text) {
+  return element("div", { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" },
+    element("strong", {}, title), text ? element("p", {}, text) : null);
+}
+
+/** A canvas for drawing in CSS pixels. @param {number} width @param {number} height @param {HTMLCanvasElement} [canvas]
+ * @returns {{canvas: HTMLCanvasElement, context: CanvasRenderingContext2D}} */
+export function canvasOf(width, height, canvas = document.createElement("canvas")) {
+  const density = window.devicePixelRatio || 1;
+  canvas.width = Math.max(1, Math.round(width * density));
+  canvas.height = Math.max(1, Math.round(height * density));
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  context.scale(density, density);
+  return { canvas, context };
+}
+
+/** A colour of the page's theme. @param {string} name */
+export function themeColour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+/** Calls back at most once per frame. @param {() => void} callback */
+export function perFrame(callback) {
+  let waiting = 0;
+  return () => { waiting ||= requestAnimationFrame(() => { waiting = 0; callback(); }); };
+}

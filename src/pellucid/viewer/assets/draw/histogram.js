@@ -1,0 +1,123 @@
+// How a metric is distributed over tokens; dragging selects a range.
+
+import { canvasOf, element, themeColour } from "./dom.js";
+import { count, short } from "./format.js";
+
+const HEIGHT = 74;
+const AXIS = 14;
+const BINS = 48;
+
+/**
+ * Counts in equal bins from the p0.1 to the p99.9, the outermost taking what is beyond.
+ * @param {ArrayLike<number>} values @param {(i: number) => boolean} counts @param {boolean} log @param {{low: number, high: number}} [range]
+ */
+export function binned(values, counts, log, range) {
+  const { low, high } = range ?? rangeOf(values, counts, log);
+  const bins = new Array(BINS).fill(0);
+  let zeros = 0;
+  for (let i = 0; i < values.length; i += 1) {
+    if (!counts(i) || Number.isNaN(values[i])) continue;
+    if (log && values[i] <= 0) { zeros += 1; continue; }
+    const value = log ? Math.log10(values[i]) : values[i];
+    bins[Math.min(BINS - 1, Math.max(0, Math.floor(((value - low) / (high - low)) * BINS)))] += 1;
+  }
+  return { low, high, log, counts: bins, zeros };
+}
+
+/** @param {ArrayLike<number>} values @param {(i: number) => boolean} counts @param {boolean} log */
+function rangeOf(values, counts, log) {
+  const known = [];
+  const stride = Math.max(1, Math.floor(values.length / 100_000));
+  for (let i = 0; i < values.length; i += stride) {
+    if (counts(i) && Number.isFinite(values[i]) && (!log || values[i] > 0)) known.push(log ? Math.log10(Math.max(values[i], 1e-12)) : values[i]);
+  }
+  if (!known.length) return { low: 0, high: 1 };
+  const sorted = Float64Array.from(known).sort();
+  const [low, high] = [sorted[Math.floor(sorted.length * 0.001)], sorted[Math.min(sorted.length - 1, Math.floor(sorted.length * 0.999))]];
+  return high > low ? { low, high } : { low: low - 0.5, high: low + 0.5 };
+}
+
+export class Histogram {
+  /** @param {import("../data/metrics.js").Metric} metric @param {(low: number, high: number) => void} onBrush @param {() => void} onClear */
+  constructor(metric, onBrush, onClear) {
+    this.metric = metric;
+    this.canvas = element("canvas", { "aria-hidden": "true" });
+    this.title = element("header", {}, element("h3", {}, metric.label), element("small", { class: "formula" }, metric.formula));
+    this.clear = element("button", { type: "button", class: "quiet clear", hidden: true, title: "clear", "aria-label": `clear the range of ${metric.label}`, onclick: onClear }, "×");
+    this.title.append(this.clear);
+    this.note = element("small", { class: "muted" });
+    this.root = element("div", { class: "card histogram" }, this.title, this.canvas, this.note);
+    /** @type {number | null} */
+    let from = null;
+    this.canvas.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => { from = this.valueAt(event); this.canvas.setPointerCapture(event.pointerId); });
+    this.canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => { if (from !== null) this.draw(this.ends(from, this.valueAt(event))); });
+    this.canvas.addEventListener("pointerup", (/** @type {PointerEvent} */ event) => {
+      if (from === null) return;
+      const [low, high] = this.ends(from, this.valueAt(event));
+      from = null;
+      if (Math.abs(this.position(high) - this.position(low)) < 0.01) onClear(); else onBrush(low, high);
+    });
+  }
+
+  /** @param {number} a @param {number} b @returns {[number, number]} */
+  ends(a, b) { return a < b ? [a, b] : [b, a]; }
+
+  /** @param {PointerEvent} event */
+  valueAt(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const { low, high, log } = this.bins;
+    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    const value = low + share * (high - low);
+    return log ? 10 ** value : value;
+  }
+
+  /** @param {number} value */
+  position(value) {
+    const { low, high, log } = this.bins;
+    return ((log ? Math.log10(Math.max(value, 1e-30)) : value) - low) / (high - low);
+  }
+
+  /** @param {any} bins @param {number[] | null} [chosen] counts of what is selected @param {[number, number] | null} [range] */
+  show(bins, chosen = null, range = null) {
+    this.bins = bins;
+    this.chosen = chosen;
+    this.range = range;
+    this.clear.hidden = !range;
+    this.note.textContent = bins.zeros ? `${count(bins.zeros)} at 0` : "";
+    this.draw(range);
+  }
+
+  /** @param {[number, number] | null} range */
+  draw(range) {
+    const width = Math.max(120, this.root.clientWidth - 30);
+    const { context } = canvasOf(width, HEIGHT + AXIS, this.canvas);
+    const { counts, low, high, log } = this.bins;
+    const tallest = Math.max(1, ...counts);
+    const step = width / counts.length;
+    const bars = (/** @type {number[]} */ values, /** @type {string} */ colour) => {
+      context.fillStyle = themeColour(colour);
+      values.forEach((value, i) => {
+        const size = value ? Math.max(1, (value / tallest) * HEIGHT) : 0;
+        context.fillRect(i * step, HEIGHT - size, step - 0.6, size);
+      });
+    };
+    bars(counts, this.chosen ? "edge" : "series-1");
+    if (this.chosen) bars(this.chosen, "series-1");
+    if (range) {
+      const [from, to] = range.map((value) => this.position(value) * width);
+      context.fillStyle = `${themeColour("accent")}22`;
+      context.fillRect(from, 0, to - from, HEIGHT);
+      context.fillStyle = themeColour("accent");
+      context.fillRect(from, 0, 1.5, HEIGHT);
+      context.fillRect(to - 1.5, 0, 1.5, HEIGHT);
+    }
+    context.fillStyle = themeColour("muted");
+    context.font = "11px system-ui, sans-serif";
+    const text = (/** @type {number} */ value) => short(log ? 10 ** value : value, 2);
+    context.fillText(text(low), 0, HEIGHT + AXIS - 2);
+    context.textAlign = "center";
+    context.fillText(text((low + high) / 2), width / 2, HEIGHT + AXIS - 2);
+    context.textAlign = "right";
+    context.fillText(text(high), width, HEIGHT + AXIS - 2);
+  }
+}

@@ -1,0 +1,108 @@
+// The one state of the page. The URL's hash is its serialised form, so a link restores exactly what was seen:
+//
+//   #record?step=40&record=3&token=12&fill=entropy
+//
+// What has its default value is left out.
+
+/**
+ * @typedef {{view: string, step: number, record: number, token: number, fill: string, scope: string,
+ *   masks: boolean, table: boolean, env: string, filter: string, search: string, within: string, sort: string,
+ *   up: boolean, x: string, y: string, brush: string, top: string, kind: string, loss: string, bounds: string,
+ *   other: number, curve: string, ids: boolean}} State
+ */
+
+/** @type {State} */
+export const DEFAULTS = {
+  view: "run",
+  step: -1, // the last one
+  record: 0,
+  token: -1, // none
+  fill: "kl",
+  scope: "run", // whose values the colours span: record, step, run
+  masks: true,
+  table: false, // tokens as a table
+  env: "",
+  filter: "",
+  search: "",
+  within: "record", // where a search looks: record, step, run
+  sort: "",
+  up: false,
+  x: "kl", // of the scatter
+  y: "entropy",
+  brush: "", // kl:0.1:2,entropy:0:1
+  top: "kl", // what the worst tokens are worst by
+  kind: "all", // the class of worst tokens
+  loss: "", // of what-if; empty: the run's own
+  bounds: "", // high=0.3,low=0.2
+  other: -1, // the step compared with
+  curve: "reward",
+  ids: false, // the table per token id instead of records
+};
+
+/** A change of these is a new place, to which the back button returns. */
+const PLACES = new Set(["view", "step", "record"]);
+
+/** @param {State} state */
+export function serialise(state) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(state)) {
+    if (name === "view" || value === /** @type {any} */ (DEFAULTS)[name]) continue;
+    query.set(name, typeof value === "boolean" ? (value ? "1" : "0") : String(value));
+  }
+  const rest = query.toString();
+  return `#${state.view}${rest ? `?${rest}` : ""}`;
+}
+
+/** What is unknown or malformed is left at its default. @param {string} hash @returns {State} */
+export function parse(hash) {
+  const [view, rest = ""] = hash.replace(/^#/, "").split("?", 2);
+  const query = new URLSearchParams(rest);
+  const state = /** @type {any} */ ({ ...DEFAULTS, view: view || DEFAULTS.view });
+  for (const [name, text] of query) {
+    if (!(name in DEFAULTS) || name === "view") continue;
+    const kind = typeof (/** @type {any} */ (DEFAULTS)[name]);
+    if (kind === "number") {
+      const number = Number(text);
+      if (Number.isInteger(number)) state[name] = number;
+    } else state[name] = kind === "boolean" ? text === "1" : text;
+  }
+  return state;
+}
+
+export class Store {
+  constructor() {
+    this.state = parse(location.hash);
+    /** @type {((state: State, changed: Set<string>) => void)[]} */
+    this.listeners = [];
+    window.addEventListener("hashchange", () => this.adopt(parse(location.hash)));
+    window.addEventListener("popstate", () => this.adopt(parse(location.hash)));
+  }
+
+  /** @param {(state: State, changed: Set<string>) => void} listener */
+  subscribe(listener) { this.listeners.push(listener); }
+
+  /** @param {Partial<State>} changes @param {{replace?: boolean}} [options] */
+  set(changes, { replace = false } = {}) {
+    const isPlace = Object.entries(changes).some(([name, value]) =>
+      PLACES.has(name) && value !== /** @type {any} */ (this.state)[name]);
+    const next = { ...this.state, ...changes };
+    const hash = serialise(next);
+    if (hash !== serialise(this.state)) remember(hash, isPlace && !replace);
+    this.adopt(next);
+  }
+
+  /** @param {State} next */
+  adopt(next) {
+    const before = /** @type {any} */ (this.state);
+    const changed = new Set(Object.keys(next).filter((name) => /** @type {any} */ (next)[name] !== before[name]));
+    this.state = next;
+    if (changed.size) for (const listener of this.listeners) listener(next, changed);
+  }
+}
+
+/** @param {string} hash @param {boolean} isPlace */
+function remember(hash, isPlace) {
+  try {
+    history[isPlace ? "pushState" : "replaceState"](null, "", hash);
+  } catch { /* a sandboxed frame has no history */ }
+}

@@ -1,0 +1,104 @@
+// The same example over the steps: its reward and length each time, and how what was said has changed.
+
+import { diff } from "../data/diff.js";
+import { lineChart } from "../draw/chart.js";
+import { choice, element, notice, refill } from "../draw/dom.js";
+import { count, fixed, plural, short } from "../draw/format.js";
+
+const FOLD = 24; // common tokens in a row that are shown at most
+
+/** @typedef {{step: number, record: number, reward: number | null, tokens: number, trainable: number | null}} Occurrence */
+
+export class AcrossView {
+  /** @param {any} app */
+  constructor(app) {
+    this.app = app;
+    this.head = element("header", { class: "step-head" });
+    this.status = element("p", { class: "muted", role: "status" });
+    this.charts = element("div", { class: "strips" });
+    this.compare = element("div", { class: "card compare" });
+    this.root = element("section", { class: "view across-view", "aria-label": "Across steps" }, this.head, this.status, this.charts, this.compare);
+    /** @type {Occurrence[]} */
+    this.found = [];
+    this.turn = 0;
+  }
+
+  /** @param {import("../state/store.js").State} state @param {Set<string>} changed */
+  async update(state, changed) {
+    const turn = (this.turn += 1);
+    const { run } = this.app;
+    const index = await run.index(state.step);
+    const [env, example] = [index.value("env", state.record), index.value("example", state.record)];
+    if (example === null) {
+      refill(this.head, element("h2", {}, "Across steps"));
+      for (const part of [this.charts, this.compare]) part.replaceChildren();
+      refill(this.status, notice("empty", "This record has no example id", "Without one, the same example cannot be found in other steps."));
+      return;
+    }
+    if (this.key !== `${env} ${example}` || changed.has("head")) {
+      this.key = `${env} ${example}`;
+      this.found = [];
+      refill(this.head, element("h2", {}, `Example ${example}`), element("dl", { class: "facts" }, element("div", {}, element("dt", {}, "environment"), element("dd", {}, env ?? "–"))));
+      for (const [place, step] of run.steps.entries()) {
+        const other = await run.measured(step);
+        if (turn !== this.turn) { this.key = ""; return; }
+        for (const record of other.withWord("example", example)) {
+          if (other.value("env", record) !== env) continue;
+          this.found.push({ step, record, reward: other.value("reward", record), tokens: other.value("tokens", record), trainable: other.value("trainable", record) });
+        }
+        if (place % 20 === 0) this.status.textContent = `${count(place + 1)} of ${plural(run.steps.length, "step")} looked through …`;
+      }
+      this.drawCharts();
+    }
+    await this.drawCompare(state);
+  }
+
+  drawCharts() {
+    const steps = [...new Set(this.found.map(({ step }) => step))];
+    this.status.textContent = steps.length > 1 ? `${plural(this.found.length, "rollout")} in ${plural(steps.length, "step")}`
+      : `This example was trained on in this step only: ${plural(this.found.length, "rollout")}. Compare two of them below.`;
+    this.charts.replaceChildren();
+    if (steps.length < 2) return;
+    const mean = (/** @type {"reward" | "trainable"} */ name) => steps.map((step) => {
+      const values = this.found.filter((one) => one.step === step && one[name] !== null).map((one) => Number(one[name]));
+      return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : NaN;
+    });
+    for (const [title, about, values, colour] of /** @type {[string, string, number[], string][]} */ ([["Reward", "mean of its rollouts", mean("reward"), "series-1"], ["Length", "trainable tokens, mean of its rollouts", mean("trainable"), "series-2"]])) {
+      const root = element("div", { class: "strip-chart" });
+      this.charts.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, title), element("small", {}, about)), root));
+      lineChart(root, { height: 150, x: steps, lines: [{ label: title, values, colour }], points: true, sync: "across",
+        onClick: (step) => { const one = this.found.find((other) => other.step === step); if (one) this.app.go({ step, record: one.record }); } });
+    }
+  }
+
+  /** @param {import("../state/store.js").State} state */
+  async drawCompare(state) {
+    const { run } = this.app;
+    const { turn } = this;
+    const here = this.found.findIndex(({ step, record }) => step === state.step && record === state.record);
+    if (here < 0) { this.compare.replaceChildren(); return; }
+    const fallback = here > 0 ? 0 : Math.min(1, this.found.length - 1);
+    const there = state.other >= 0 && state.other < this.found.length ? state.other : fallback;
+    const [before, after] = [this.found[there], this.found[here]];
+    const [first, second] = await Promise.all([run.record(before.step, before.record), run.record(after.step, after.record)]);
+    if (turn !== this.turn) return;
+    const choices = /** @type {[string, string][]} */ (this.found.map(({ step, record, reward }, i) => [String(i), `step ${step}, record ${record}, reward ${fixed(reward, 2)}`]));
+    const [a, b] = [first.column("token_ids") ?? [], second.column("token_ids") ?? []];
+    const parts = diff(a, b);
+    const changedTokens = parts.filter(({ kind }) => kind !== "same").reduce((sum, { start, end }) => sum + end - start, 0);
+    refill(this.compare, element("header", {}, element("h3", {}, "Text"), choice("from", choices, String(there), (other) => this.app.go({ other: Number(other) })),
+      choice("to", choices, String(here), (place) => { const one = this.found[Number(place)]; this.app.go({ step: one.step, record: one.record, other: there }); }),
+      element("small", {}, `reward ${short(before.reward)} → ${short(after.reward)} · ${plural(changedTokens, "token")} differ`)),
+    element("p", { class: "diff" }, ...parts.flatMap((part) => this.part(part, a, b))),
+    element("p", { class: "muted" }, element("del", {}, "only before"), " ", element("ins", {}, "only after")));
+  }
+
+  /** @param {import("../data/diff.js").Part} part @param {ArrayLike<number>} a @param {ArrayLike<number>} b */
+  part({ kind, start, end }, a, b) {
+    const ids = kind === "first" ? a : b;
+    const show = (/** @type {number} */ from, /** @type {number} */ to) => Array.from({ length: to - from }, (_, i) => this.app.run.vocabulary.show(ids, from + i)).join("").replaceAll("⏎", "⏎\n");
+    if (kind !== "same") return [element(kind === "first" ? "del" : "ins", {}, show(start, end))];
+    if (end - start <= 2 * FOLD) return [show(start, end)];
+    return [show(start, start + FOLD), element("span", { class: "fold" }, ` ⋯ ${end - start - 2 * FOLD} common ⋯ `), show(end - FOLD, end)];
+  }
+}

@@ -1,0 +1,240 @@
+// One record: who says what, every token coloured, the whole sequence at a glance, one token explained.
+
+import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
+import { maskSide } from "../data/reason.js";
+import { lineChart } from "../draw/chart.js";
+import { choice, element, notice, refill, toggle } from "../draw/dom.js";
+import { count, plural, short, signed } from "../draw/format.js";
+import { legend } from "../draw/legend.js";
+import { Minimap } from "../draw/minimap.js";
+import { ColourScale } from "../draw/scale.js";
+import { TokenText } from "../draw/tokens.js";
+import { TokenTable } from "./token_table.js";
+import { spokenToken, tokenDetails } from "./token.js";
+
+const CHART_HEIGHT = 118;
+
+export class RecordView {
+  /** @type {import("../data/run.js").TokenRecord} */
+  record;
+
+  /** @type {import("../data/metrics.js").Metric} */
+  metric;
+
+  /** @type {ArrayLike<number> | null} of the metric, by token */
+  values = null;
+
+  /** @type {ColourScale} */
+  scale;
+
+  /** @type {number[] | null} */
+  outliers = null;
+
+  /** @type {any} */
+  chart = null;
+
+  /** @type {TokenTable | null} */
+  table = null;
+
+  /** @param {any} app */
+  constructor(app) {
+    this.app = app;
+    this.head = element("header", { class: "record-head" });
+    this.minimap = new Minimap({ onSeek: (token) => { this.text.reveal(token, true); this.hover(token); } });
+    this.chartRoot = element("div", { class: "position-chart" });
+    this.look = element("div", { class: "look" });
+    this.text = new TokenText({
+      onPin: (token) => app.go({ token }),
+      onHover: (token) => this.hover(token),
+      onScroll: () => this.minimap.mark(...this.text.window()),
+    });
+    this.tableRoot = element("div", { class: "token-table" });
+    this.details = element("aside", { class: "details", "aria-label": "Token", tabindex: 0 });
+    this.body = element("div", { class: "record-body" },
+      element("div", { class: "record-main" }, this.text.root, this.tableRoot), this.details);
+    this.overview = element("div", { class: "overview" }, this.minimap.root, this.chartRoot);
+    this.root = element("section", { class: "view record-view", "aria-label": "Record" }, this.head, this.overview, this.look, this.body);
+    this.turn = 0;
+  }
+
+  /** @param {import("../state/store.js").State} state @param {Set<string>} changed */
+  async update(state, changed) {
+    const turn = (this.turn += 1);
+    const { run } = this.app;
+    const isNew = !this.record || this.record.step !== state.step || this.record.record !== state.record;
+    if (isNew) {
+      const record = await run.record(state.step, state.record);
+      if (turn !== this.turn) return;
+      this.record = record;
+      this.drawHead();
+      if (!record.index.measures) run.measured(state.step).then(() => { if (turn === this.turn || this.record === record) this.drawHead(); });
+    }
+    if (isNew || ["fill", "scope", "masks", "table", "filter", "search", "theme", "env"].some((name) => changed.has(name))) {
+      await this.colour(state);
+      if (turn !== this.turn) return;
+    }
+    if (isNew || changed.has("token")) this.pin(state, isNew);
+  }
+
+  drawHead() {
+    const { record, app } = this;
+    const { index } = record;
+    const value = (/** @type {string} */ name) => index.value(name, record.record);
+    const trainable = value("trainable");
+    const numbers = [
+      ["reward", short(value("reward"), 4)],
+      ["advantage", signed(value("advantage"), 3)],
+      ["tokens", `${count(record.length)}${trainable === null ? "" : `, ${count(trainable)} trainable`}`],
+      ["mismatch KL", value("kl_mean") === null ? null : `mean ${short(value("kl_mean"))}, max ${short(value("kl_max"))}`],
+      ["entropy", value("entropy") === null ? null : `mean ${short(value("entropy"))}`],
+      ["masked", value("masked") === null ? null : `${count(value("masked_high") ?? 0)} high, ${count(value("masked_low") ?? 0)} low`],
+      ["share of loss", value("loss") === null || !value("denominator") ? null : signed(value("loss") / value("denominator"), 6)],
+      ["weights", value("version_low") === null ? null
+        : `version ${value("version_low")}${value("version_high") === value("version_low") ? "" : `–${value("version_high")}`}, ${plural(Math.max(0, record.step - value("version_low")), "step")} old`],
+      ["ended by", value("stop")],
+    ].filter(([, text]) => text && text !== "–");
+    const ids = [["rollout", value("rollout")], ["group", value("group")], ["example", value("example")], ["rank", value("rank")],
+      ["micro batch", value("micro_step")], ["mode", value("mode")]].filter(([, text]) => text !== null);
+    refill(this.head,
+      element("div", { class: "record-title" },
+        element("h2", {}, `Record ${record.record}`, element("small", {}, ` of ${count(index.length)} in step ${record.step}${value("env") ? ` · ${value("env")}` : ""}`)),
+        element("span", { class: "record-buttons" },
+          element("button", { type: "button", title: "previous record (k)", "aria-label": "previous record", onclick: () => app.moveRecord(-1) }, "‹"),
+          element("button", { type: "button", title: "next record (j)", "aria-label": "next record", onclick: () => app.moveRecord(1) }, "›"),
+          value("group") === null ? null : element("button", { type: "button", title: "all rollouts of this example (g)", onclick: () => app.go({ view: "group" }) }, "group"),
+          value("example") === null ? null : element("button", { type: "button", title: "the same example in other steps", onclick: () => app.go({ view: "across" }) }, "across steps"),
+          element("button", { type: "button", title: "copy as JSON (c)", onclick: () => app.copyRecord() }, "copy JSON"),
+          element("button", { type: "button", title: "tokens as CSV", onclick: () => app.saveTokens("csv") }, "CSV"),
+          element("button", { type: "button", title: "tokens as Parquet", onclick: () => app.saveTokens("parquet") }, "Parquet"),
+          element("button", { type: "button", title: "what is in sight as a picture", onclick: () => app.savePicture() }, "PNG"))),
+      element("dl", { class: "facts" }, ...numbers.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(text))))),
+      element("p", { class: "ids" }, ...ids.map(([name, text]) => element("span", {}, `${name} `, element("code", {}, String(text))))));
+  }
+
+  /** @param {import("../state/store.js").State} state */
+  async colour(state) {
+    const { record, app } = this;
+    const metric = metricOf(state.fill);
+    const values = valuesOf(record, metric);
+    const domain = await app.domain(metric, state.scope, record);
+    if (this.record !== record) return;
+    this.metric = metric;
+    this.values = values;
+    this.scale = new ColourScale(metric, domain);
+    this.outliers = null;
+    const marks = await app.matches(record);
+    if (this.record !== record) return;
+    const ids = record.column("token_ids") ?? [];
+    const look = {
+      colour: (/** @type {number} */ i) => (record.isTrainable(i) && values ? this.scale.colour(values[i]) : null),
+      classes: (/** @type {number} */ i) => classesOf(app.run, record, ids, i, state.masks) + (marks?.[i] ? " match" : ""),
+      label: () => "",
+    };
+    this.text.root.hidden = state.table;
+    this.tableRoot.hidden = !state.table;
+    if (state.table) {
+      this.table ??= new TokenTable(app, this.tableRoot);
+      this.table.show(record, look, state.token);
+    } else this.text.show(record, app.run.vocabulary, look);
+    this.drawLook(state);
+    // The text first: what stands above it waits for the next frame.
+    requestAnimationFrame(() => setTimeout(() => { if (this.record === record) this.drawOverview(look); }));
+  }
+
+  /** @param {import("../state/store.js").State} state */
+  drawLook(state) {
+    const { app } = this;
+    const none = this.values ? null : element("span", { class: "look-none" }, `${this.metric.label} is ${this.values === null && this.record.column(this.metric.column) === null ? "without meaning here" : "not recorded"}`);
+    refill(this.look,
+      choice("Colour", METRICS.map(({ key, label }, i) => [key, `${i + 1}  ${label}`]), state.fill, (fill) => app.go({ fill })),
+      element("span", { class: "formula" }, this.metric.formula),
+      none ?? legend(this.scale, state.scope),
+      choice("over", [["record", "this record"], ["step", "this step"], ["run", "the run"]], state.scope, (scope) => app.go({ scope })),
+      toggle("masks", state.masks, (masks) => app.go({ masks }), "a rule above: masked high; below: masked low (m)"),
+      toggle("table", state.table, (table) => app.go({ table }), "tokens as a table (t)"),
+      element("span", { class: "mask-key" }, element("i", { class: "key-high" }, "masked high"), element("i", { class: "key-low" }, "masked low"),
+        element("i", { class: "key-untrainable" }, "sampled, not trainable")));
+  }
+
+  /** @param {any} look */
+  drawOverview(look) {
+    const { record, values } = this;
+    this.minimap.show({
+      length: record.length, segments: record.segments, value: (i) => (values ? values[i] : null), colour: look.colour,
+      trains: (i) => record.isTrainable(i), masked: (i) => record.value("is_masked", i) === 1,
+    });
+    if (!this.text.root.hidden) this.minimap.mark(...this.text.window());
+    this.chart?.destroy();
+    this.chartRoot.replaceChildren();
+    this.chart = null;
+    if (!values || record.length < 2) return;
+    const shown = Array.from({ length: record.length }, (_, i) => (record.isTrainable(i) ? values[i] : null));
+    this.chart = lineChart(this.chartRoot, {
+      height: CHART_HEIGHT, x: Array.from({ length: record.length }, (_, i) => i), log: this.metric.kind === "log",
+      lines: [{ label: this.metric.label, values: shown, colour: "line", width: 1.25 }], spans: trainableSpans(record),
+      points: record.length < 200, marker: () => this.app.store.state.token,
+      onClick: (token) => this.app.go({ token }),
+      onHover: (index) => { if (index !== null) this.hover(index); },
+    });
+  }
+
+  /** @param {import("../state/store.js").State} state @param {boolean} isNew */
+  pin(state, isNew) {
+    const token = state.token < this.record.length ? state.token : -1;
+    if (state.table) this.table?.reveal(token);
+    else this.text.pin(token, { focus: document.activeElement === document.body || this.root.contains(document.activeElement), middle: isNew });
+    this.chart?.redraw(false);
+    if (token < 0) {
+      this.details.replaceChildren(notice("empty", "No token chosen", "Point at a token to read it, click to keep it here. Arrows move; n jumps to the next outlier."));
+      return;
+    }
+    this.details.replaceChildren(tokenDetails(this.app.run, this.record, token));
+    this.app.say(spokenToken(this.app.run, this.record, token, this.metric, this.values ? this.values[token] : null));
+  }
+
+  /** @param {number} token */
+  hover(token) {
+    if (this.app.store.state.token >= 0 || !this.record) return;
+    this.details.replaceChildren(tokenDetails(this.app.run, this.record, token));
+  }
+
+  /** Tokens beyond the p98 of the colouring, by distance from its middle. */
+  outlierTokens() {
+    if (!this.outliers) {
+      const { record, values } = this;
+      const trainable = Array.from({ length: record.length }, (_, i) => i)
+        .filter((i) => record.isTrainable(i) && values && Number.isFinite(values[i]));
+      const size = (/** @type {number} */ i) => Math.abs(/** @type {any} */ (values)[i]);
+      const sorted = trainable.map(size).sort((a, b) => b - a);
+      const limit = sorted[Math.min(sorted.length - 1, Math.max(0, Math.ceil(sorted.length * 0.02) - 1))];
+      this.outliers = trainable.filter((i) => size(i) >= limit || record.value("is_masked", i) === 1);
+    }
+    return this.outliers;
+  }
+}
+
+/** @param {any} run @param {import("../data/run.js").TokenRecord} record @param {ArrayLike<number>} ids @param {number} i @param {boolean} masks */
+function classesOf(run, record, ids, i, masks) {
+  const names = [];
+  if (run.vocabulary.isSpecial(ids[i])) names.push("special");
+  if (!record.isTrainable(i)) names.push(record.value("sampled", i) ? "untrainable" : "context");
+  else if (masks) {
+    const side = maskSide(record, i);
+    if (side === "high" || side === "neither") names.push("masked-high");
+    if (side === "low" || side === "neither") names.push("masked-low");
+  }
+  return names.join(" ");
+}
+
+/** @param {import("../data/run.js").TokenRecord} record @returns {[number, number][]} */
+export function trainableSpans(record) {
+  const spans = /** @type {[number, number][]} */ ([]);
+  let start = -1;
+  for (let i = 0; i <= record.length; i += 1) {
+    const inside = i < record.length && record.isTrainable(i);
+    if (inside && start < 0) start = i;
+    if (!inside && start >= 0) { spans.push([start, i]); start = -1; }
+  }
+  return spans;
+}
+

@@ -1,0 +1,67 @@
+// The records of a step as a table that sorts, with a sparkline each.
+
+import { count, fixed, percent, short, signed } from "../draw/format.js";
+import { spark } from "../draw/spark.js";
+import { VirtualTable } from "../draw/table.js";
+
+export class RecordsTable {
+  /** @param {any} app */
+  constructor(app) {
+    this.app = app;
+    const number = (/** @type {string} */ name, /** @type {(value: any) => string} */ show) => (/** @type {number} */ row) => show(this.index.value(name, row));
+    const text = (/** @type {string} */ name) => (/** @type {number} */ row) => this.index.value(name, row) ?? "–";
+    this.table = new VirtualTable({
+      label: "Records",
+      onChoose: (record) => app.go({ view: "record", record, token: -1 }),
+      onSort: (sort, up) => app.go({ sort, up }),
+      columns: [
+        { key: "record", label: "#", width: "52px", cell: (row) => String(row) },
+        { key: "hits", label: "hits", width: "58px", title: "tokens that filter and brushes select", cell: (row) => (this.hits ? count(this.hits[row]) : "–") },
+        { key: "env", label: "environment", width: "118px", text: true, cell: text("env") },
+        { key: "group", label: "group", width: "74px", text: true, cell: text("group") },
+        { key: "reward", label: "reward", width: "66px", cell: number("reward", (value) => fixed(value, 3)) },
+        { key: "advantage", label: "adv.", width: "66px", cell: number("advantage", (value) => signed(value, 3)) },
+        { key: "tokens", label: "tokens", width: "68px", cell: number("tokens", count) },
+        { key: "trainable", label: "trainable", width: "78px", cell: number("trainable", count) },
+        { key: "spark", label: "KL along it", width: "112px", sortable: false, text: true, cell: (row) => spark(this.index.spark(row)) },
+        { key: "kl_mean", label: "KL mean", width: "76px", cell: number("kl_mean", short) },
+        { key: "kl_max", label: "KL max", width: "76px", cell: number("kl_max", short) },
+        { key: "entropy", label: "entropy", width: "72px", cell: number("entropy", short) },
+        { key: "masked", label: "masked", width: "70px", title: "share of trainable tokens out of the trust region", cell: (row) => {
+          const [masked, trainable] = [this.index.value("masked", row), this.index.value("trainable", row)];
+          return masked === null || !trainable ? "–" : percent(masked / trainable);
+        } },
+        { key: "loss", label: "loss", width: "80px", title: "sum of its token losses", cell: number("loss", (value) => signed(value, 4)) },
+        { key: "stop", label: "ended by", width: "76px", text: true, cell: text("stop") },
+      ],
+    });
+    this.root = this.table.root;
+  }
+
+  /** @param {any} index @param {number[]} records @param {Uint32Array | null} hits @param {{sort: string, up: boolean, record: number}} state */
+  show(index, records, hits, { sort, up, record }) {
+    this.index = index;
+    this.hits = hits;
+    const order = sort ? sorted(index, records, sort, up, hits) : records;
+    this.table.chosen = record;
+    this.table.show(order, { key: sort, up });
+    this.app.order = { step: index.step, records: order };
+  }
+}
+
+/** Records that do not say come last, whichever way. @param {any} index @param {number[]} records @param {string} sort @param {boolean} up @param {Uint32Array | null} hits */
+function sorted(index, records, sort, up, hits) {
+  const read = (/** @type {number} */ row) => {
+    if (sort === "record") return row;
+    if (sort === "hits") return hits ? hits[row] : 0;
+    if (sort === "masked") return index.value("masked", row) === null ? null : index.value("masked", row) / (index.value("trainable", row) || 1);
+    return index.value(sort, row);
+  };
+  const keys = new Map(records.map((row) => [row, read(row)]));
+  return [...records].sort((a, b) => {
+    const [left, right] = [keys.get(a), keys.get(b)];
+    if (left === right) return a - b;
+    if (left === null || right === null) return left === null ? 1 : -1;
+    return (left < right ? -1 : 1) * (up ? 1 : -1);
+  });
+}

@@ -1,0 +1,78 @@
+// Where a search finds something, in the record, the step or the run; a result leads to its token.
+
+import { occurrences, parseQuery } from "../data/search.js";
+import { element } from "../draw/dom.js";
+import { count, plural } from "../draw/format.js";
+
+const SHOWN = 200;
+const CONTEXT = 12;
+
+export class SearchResults {
+  /** @param {any} app */
+  constructor(app) {
+    this.app = app;
+    this.status = element("p", { class: "results-status", role: "status" });
+    this.list = element("ol");
+    this.root = element("div", { class: "results", hidden: true }, this.status, this.list);
+    this.turn = 0;
+  }
+
+  /** @param {import("../state/store.js").State} state */
+  update(state) {
+    if (!state.search) this.close();
+    else if (!this.root.hidden && this.key !== this.keyOf(state)) this.run();
+  }
+
+  /** @param {import("../state/store.js").State} state */
+  keyOf(state) {
+    const place = state.within === "run" ? "" : state.within === "step" ? state.step : `${state.step}/${state.record}`;
+    return `${state.search}\u0000${state.within}\u0000${place}`;
+  }
+
+  close() {
+    if (this.root.hidden) return false;
+    this.root.hidden = true;
+    this.turn += 1;
+    this.key = "";
+    return true;
+  }
+
+  async run() {
+    const turn = (this.turn += 1);
+    const { state, run } = this.app;
+    const query = parseQuery(state.search);
+    if (!query) { this.close(); return; }
+    this.key = this.keyOf(state);
+    this.root.hidden = false;
+    this.list.replaceChildren();
+    let total = 0;
+    let records = 0;
+    const steps = state.within === "run" ? run.steps : [state.step];
+    for (const [place, step] of steps.entries()) {
+      const index = await run.index(step);
+      const numbers = state.within === "record" ? [state.record] : Array.from({ length: index.length }, (_, i) => i);
+      for (const number of numbers) {
+        const record = await run.record(step, number);
+        if (turn !== this.turn) return;
+        const ids = record.column("token_ids") ?? [];
+        const found = occurrences(query, ids, run.vocabulary);
+        if (found.length) records += 1;
+        for (const [from, to] of found) {
+          if (total < SHOWN) this.list.append(this.result(record, ids, from, to));
+          total += 1;
+        }
+      }
+      const where = steps.length > 1 ? ` · ${count(place + 1)} of ${count(steps.length)} steps searched` : "";
+      this.status.textContent = `${plural(total, "hit")} in ${plural(records, "record")}${total > SHOWN ? `, the first ${SHOWN} below` : ""}${where}`;
+    }
+  }
+
+  /** @param {any} record @param {ArrayLike<number>} ids @param {number} from @param {number} to */
+  result(record, ids, from, to) {
+    const show = (/** @type {number} */ a, /** @type {number} */ b) => Array.from({ length: Math.max(0, b - a) }, (_, i) => this.app.run.vocabulary.show(ids, a + i)).join("");
+    return element("li", {}, element("button", { type: "button",
+      onclick: () => this.app.go({ view: "record", step: record.step, record: record.record, token: from }) },
+    element("small", {}, `${record.step} / ${record.record} / ${from}`),
+    element("span", {}, show(Math.max(0, from - CONTEXT), from), element("mark", {}, show(from, to)), show(to, Math.min(ids.length, to + CONTEXT)))));
+  }
+}

@@ -1,0 +1,92 @@
+// The bar above every view: which view, which step, which environment, search and filter.
+
+import { compileFilter } from "../data/filter.js";
+import { parseQuery } from "../data/search.js";
+import { byId, element } from "../draw/dom.js";
+import { SearchResults } from "./search_results.js";
+
+const TITLES = /** @type {[string, string, string][]} */ ([
+  ["run", "Run", "the whole run over its steps, and where its tokens went"],
+  ["step", "Step", "the records of one step (s)"],
+  ["record", "Record", "one sequence, token by token (r)"],
+  ["group", "Group", "all rollouts of one example (g)"],
+  ["across", "Across steps", "the same example over the steps"],
+  ["worst", "Worst tokens", "the tokens that stand out (w)"],
+  ["whatif", "What if", "other bounds of the trust region"],
+]);
+
+export class TopBar {
+  /** @param {any} app */
+  constructor(app) {
+    this.app = app;
+    this.tabs = new Map(TITLES.map(([name, title, about]) => [name, element("button", { type: "button", title: about, onclick: () => app.go({ view: name }) }, title)]));
+    byId("views").replaceChildren(...this.tabs.values());
+    this.stepSelect = element("select", { "aria-label": "Step", onchange: () => app.go({ step: Number(this.stepSelect.value) }) });
+    this.envSelect = element("select", { "aria-label": "Environment", onchange: () => app.go({ env: this.envSelect.value }) });
+    this.search = element("input", { type: "search", placeholder: "search text, /regex/, #id", "aria-label": "Search", spellcheck: "false", autocomplete: "off" });
+    this.within = element("select", { "aria-label": "Search in", onchange: () => app.go({ within: this.within.value }) },
+      ...["record", "step", "run"].map((name) => element("option", { value: name }, `in ${name}`)));
+    this.filter = element("input", { type: "search", placeholder: "filter: kl > 0.5 & adv < 0", "aria-label": "Filter", spellcheck: "false", autocomplete: "off" });
+    this.fault = element("div", { class: "fault", role: "alert", hidden: true });
+    this.results = new SearchResults(app);
+    this.live = element("span", { class: "live", hidden: !app.run.head.live, title: "follows the run" }, "live");
+    this.search.addEventListener("change", () => this.submit("search", this.search.value));
+    this.search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => { if (event.key === "Enter") { this.submit("search", this.search.value); this.results.run(); } });
+    this.filter.addEventListener("change", () => this.submit("filter", this.filter.value));
+    byId("tools").replaceChildren(
+      element("span", { class: "stepper" },
+        element("button", { type: "button", "aria-label": "previous step", title: "previous step (h)", onclick: () => app.moveStep(-1) }, "‹"),
+        this.stepSelect,
+        element("button", { type: "button", "aria-label": "next step", title: "next step (l)", onclick: () => app.moveStep(1) }, "›")),
+      this.envSelect, element("span", { class: "search" }, this.search, this.within), this.filter, this.live,
+      element("button", { type: "button", class: "quiet", title: "dark or light (d)", "aria-label": "dark or light", onclick: () => app.switchTheme() }, "◐"),
+      element("button", { type: "button", class: "quiet", title: "keys (?)", "aria-label": "help", onclick: () => app.toggleHelp() }, "?"),
+      this.fault, this.results.root);
+  }
+
+  /** @param {"search" | "filter"} what @param {string} text */
+  submit(what, text) {
+    this.fault.hidden = true;
+    try {
+      if (what === "filter" && text.trim()) compileFilter(text);
+      if (what === "search") parseQuery(text);
+    } catch (error) {
+      this.fault.textContent = /** @type {Error} */ (error).message;
+      this.fault.hidden = false;
+      return;
+    }
+    this.app.go({ [what]: text });
+  }
+
+  /** @param {import("../state/store.js").State} state */
+  update(state) {
+    for (const [name, tab] of this.tabs) {
+      if (name === state.view) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current");
+    }
+    this.fill(this.stepSelect, this.app.run.steps.map((/** @type {number} */ step) => [String(step), `step ${step}`]), String(state.step));
+    this.fill(this.envSelect, [["", "all environments"], ...this.app.run.envs.map((/** @type {string} */ env) => [env, env || "no name"])], state.env);
+    this.envSelect.hidden = this.app.run.envs.length < 2;
+    this.within.value = state.within;
+    if (document.activeElement !== this.search) this.search.value = state.search;
+    if (document.activeElement !== this.filter) this.filter.value = state.filter;
+    this.results.update(state);
+  }
+
+  /** @param {HTMLSelectElement} select @param {[string, string][]} choices @param {string} value */
+  fill(select, choices, value) {
+    const key = choices.map(([name]) => name).join("\u0000");
+    if (select.dataset.key !== key) {
+      select.dataset.key = key;
+      select.replaceChildren(...choices.map(([name, text]) => element("option", { value: name }, text)));
+    }
+    select.value = value;
+  }
+
+  closeResults() { return this.results.close(); }
+
+  /** @param {boolean} isUp */
+  connected(isUp) {
+    this.live.textContent = isUp ? "live" : "server gone";
+    this.live.classList.toggle("gone", !isUp);
+  }
+}

@@ -1,0 +1,194 @@
+// Other bounds of the trust region: what they would have masked in this step, and the loss it would have had,
+// beside what was recorded.
+
+import { metricOf, valuesOf } from "../data/metrics.js";
+import { LOSSES, boundsOf, decide, outcomeOf, parseBounds, serialiseBounds } from "../data/what_if.js";
+import { lineChart } from "../draw/chart.js";
+import { contextLine } from "../draw/context.js";
+import { choice, element, notice, refill } from "../draw/dom.js";
+import { count, percent, plural, short, signed } from "../draw/format.js";
+import { ColourScale, domainOf } from "../draw/scale.js";
+import { VirtualTable } from "../draw/table.js";
+
+const CURVE_POINTS = 50;
+
+export class WhatIfView {
+  /** @type {import("../data/run.js").StepTokens} */
+  all;
+
+  /** @type {ColourScale} */
+  scale;
+
+  type = "dppo";
+
+  controlsFor = "";
+
+  /** @type {Map<string, {slider: any, number: any}> | null} */
+  inputs = null;
+
+  /** @param {any} app */
+  constructor(app) {
+    this.app = app;
+    this.controls = element("div", { class: "card controls" });
+    this.verdict = element("div", { class: "card verdict" });
+    this.curveRoot = element("div");
+    this.curve = element("div", { class: "card" }, element("header", {}, element("h3", {}, "Masked, by bound"), element("small", {}, "each bound on its own, the others as set")), this.curveRoot);
+    this.changedBar = element("header");
+    this.table = new VirtualTable({
+      label: "Tokens that change",
+      rowHeight: 32,
+      onChoose: (row) => this.open(row),
+      columns: [
+        { key: "change", label: "change", width: "132px", text: true, cell: (row) => this.change(row) },
+        { key: "context", label: "token and what is around it", width: "auto", text: true, cell: (row) => this.context(row) },
+        { key: "delta", label: "Δ", width: "84px", cell: (row) => signed(this.read("prob_delta", row), 4) },
+        { key: "ratio", label: "r", width: "84px", cell: (row) => short(this.read("importance_ratio", row), 4) },
+        { key: "adv", label: "A", width: "84px", cell: (row) => signed(this.read("advantages", row), 3) },
+        { key: "where", label: "record / token", width: "110px", cell: (row) => `${this.all.owners[row]} / ${this.all.position(row)}` },
+      ],
+    });
+    this.changed = element("div", { class: "card table-card changed" }, this.changedBar, this.table.root);
+    this.empty = element("div");
+    this.root = element("section", { class: "view whatif-view", "aria-label": "What if" }, element("h2", {}, "What if the trust region were another?"), this.empty,
+      element("div", { class: "whatif-body" }, this.controls, this.verdict, this.curve), this.changed);
+    this.turn = 0;
+  }
+
+  /** @param {string} name @param {number} token */
+  read(name, token) { return this.all.column(name)?.[token]; }
+
+  /** @param {number} token */
+  open(token) { this.app.go({ view: "record", record: this.all.owners[token], token: this.all.position(token), fill: "delta" }); }
+
+  /** @param {number} token */
+  change(token) { return this.read("is_masked", token) === 1 ? "would train" : "would be masked"; }
+
+  /** @param {number} token */
+  context(token) {
+    const { all } = this;
+    const record = all.owners[token];
+    const values = valuesOf(all, metricOf("delta"));
+    return contextLine(this.app.run.vocabulary, all.column("token_ids") ?? [], Math.max(all.starts[record], token - 12), Math.min(all.starts[record + 1], token + 13), token,
+      (at) => (all.isTrainable(at) && values ? this.scale.colour(values[at]) : null));
+  }
+
+  /** @param {import("../state/store.js").State} state */
+  async update(state) {
+    const turn = (this.turn += 1);
+    const all = await this.app.run.stepTokens(state.step);
+    if (turn !== this.turn) return;
+    this.all = all;
+    const own = this.app.run.head.loss;
+    this.type = state.loss in LOSSES ? state.loss : own?.type in LOSSES ? own.type : "dppo";
+    const values = valuesOf(all, metricOf("delta"));
+    const isPossible = Boolean(values && all.column("advantages"));
+    for (const part of [this.controls, this.verdict, this.curve, this.changed]) part.hidden = !isPossible;
+    if (!isPossible) {
+      refill(this.empty, notice("empty", "There is no trust region here", "These records have no ratios or no advantages: an sft run, or an export without them."));
+      return;
+    }
+    this.empty.replaceChildren();
+    this.scale = new ColourScale(metricOf("delta"), domainOf(/** @type {any} */ (values), (i) => all.isTrainable(i), metricOf("delta")));
+    this.drawControls(state);
+    this.recompute(state, boundsOf(this.type, parseBounds(state.bounds), own));
+  }
+
+  /** @param {import("../state/store.js").State} state */
+  drawControls(state) {
+    const own = this.app.run.head.loss;
+    const key = `${this.type} ${state.step}`;
+    const bounds = boundsOf(this.type, parseBounds(state.bounds), own);
+    if (this.controlsFor === key && this.inputs) {
+      for (const [name, { slider, number }] of this.inputs) if (document.activeElement !== number) { slider.value = number.value = String(bounds[name]); }
+      return;
+    }
+    this.controlsFor = key;
+    this.inputs = new Map();
+    const loss = LOSSES[this.type];
+    const sliders = loss.bounds.map(({ key: name, label, low, high, step }) => {
+      const set = (/** @type {string} */ text, /** @type {boolean} */ keep) => {
+        const next = { ...boundsOf(this.type, parseBounds(this.app.state.bounds), own), [name]: Number(text) };
+        slider.value = number.value = text;
+        if (keep) this.app.go({ bounds: serialiseBounds(next), loss: this.type }); else this.recompute(this.app.state, next);
+      };
+      const slider = element("input", { type: "range", min: low, max: high, step, value: bounds[name], "aria-label": label, oninput: () => set(slider.value, false), onchange: () => set(slider.value, true) });
+      const number = element("input", { type: "number", min: 0, step, value: bounds[name], "aria-label": `${label}, as a number`, onchange: () => set(number.value, true) });
+      this.inputs?.set(name, { slider, number });
+      const mark = own?.type === this.type ? `the run's: ${short(own[name])}` : "";
+      return element("div", { class: "slider" }, element("span", {}, label, element("small", { class: "muted" }, ` ${mark}`)), slider, number);
+    });
+    refill(this.controls, element("header", {}, choice("Loss", Object.entries(LOSSES).map(([name, { title }]) => [name, title + (own?.type === name ? " (the run's)" : "")]), this.type, (next) => this.app.go({ loss: next, bounds: "" })),
+      element("button", { type: "button", onclick: () => { this.controlsFor = ""; this.app.go({ loss: "", bounds: "" }); } }, "as recorded")),
+    element("p", { class: "formula" }, loss.formula), ...sliders);
+  }
+
+  /** @param {import("../state/store.js").State} state @param {Record<string, number>} bounds */
+  recompute(state, bounds) {
+    const { all } = this;
+    const result = outcomeOf(all, this.type, bounds, state.env);
+    this.drawVerdict(result, bounds);
+    this.drawCurve(bounds, state.env);
+    refill(this.changedBar, element("h3", {}, "Tokens that change"),
+      element("small", {}, result.hasRecord ? `${plural(result.all.newlyMasked, "token")} would be masked, ${count(result.all.newlyKept)} would train` : "masks are not recorded, so there is nothing to compare with"));
+    this.table.show(result.changed);
+    this.table.root.hidden = !result.changed.length;
+  }
+
+  /** @param {import("../data/what_if.js").Outcome} result @param {Record<string, number>} bounds */
+  drawVerdict(result, bounds) {
+    const own = this.app.run.head.loss;
+    const names = [...result.envs.keys()].sort();
+    const isOwn = own?.type === this.type && LOSSES[this.type].bounds.every(({ key }) => bounds[key] === own[key]);
+    const rows = [["all", result.all], ...(names.length > 1 ? names.map((name) => [name || "no name", result.envs.get(name)]) : [])];
+    const cells = (/** @type {any} */ [name, tally]) => {
+      const share = (/** @type {number} */ number) => (tally.trainable ? number / tally.trainable : null);
+      const now = share(tally.high + tally.low + tally.other);
+      const before = result.hasRecord ? share(tally.recordedMasked) : null;
+      return element("tr", {}, element("th", { scope: "row", class: "text" }, name), td(percent(before)), td(percent(now), changed(before, now)),
+        td(`${count(tally.high)} / ${count(tally.low)}`), td(result.hasLoss ? signed(tally.recordedLoss / result.denominator, 6) : "–"),
+        td(signed(tally.loss / result.denominator, 6), changed(result.hasLoss ? tally.recordedLoss : null, tally.loss)));
+    };
+    const gap = Math.abs(result.all.loss - result.all.recordedLoss) / result.denominator;
+    const agrees = gap <= 1e-6 * Math.max(1, Math.abs(result.all.recordedLoss / result.denominator)) && result.all.newlyMasked + result.all.newlyKept === 0;
+    const check = !isOwn || !result.hasLoss ? null : own.reduction && own.reduction !== "token"
+      ? element("p", { class: "muted" }, `The run weighs tokens by ${own.reduction}; here every token counts alike, so losses differ.`)
+      : element("p", { class: agrees ? "good" : "bad" }, agrees ? "✓ With the run's own bounds, masks and loss are those recorded." : `✗ With the run's own bounds the loss differs from the record by ${short(gap)}.`);
+    refill(this.verdict, element("header", {}, element("h3", {}, "Recorded, and with these bounds")),
+      element("table", { class: "plain-table" }, element("thead", {}, element("tr", {}, ...["", "masked, recorded", "masked, now", "high / low", "loss, recorded", "loss, now"].map((text, i) => element("th", { scope: "col", class: i ? "number" : "text" }, text)))),
+        element("tbody", {}, ...rows.map(cells))),
+      check, result.skipped ? element("p", { class: "muted" }, `${plural(result.skipped, "token")} of other training modes left out.`) : null);
+  }
+
+  /** @param {Record<string, number>} bounds @param {string} env */
+  drawCurve(bounds, env) {
+    const loss = LOSSES[this.type];
+    this.curve.hidden = !loss.masks;
+    if (!loss.masks) return;
+    const shown = loss.bounds.filter(({ key }) => key !== "kl_tau");
+    const { all } = this;
+    const [A, delta, ratio] = ["advantages", "prob_delta", "importance_ratio"].map((name) => /** @type {any} */ (all.column(name)));
+    /** @type {{A: number, delta: number, ratio: number, logRatio: number, logProb: number}[]} */
+    const tokens = [];
+    const envCode = env ? all.index.words.env.indexOf(env) : -1;
+    const stride = Math.max(1, Math.floor(all.length / 60_000));
+    for (let i = 0; i < all.length; i += stride) {
+      if (all.isTrainable(i) && !Number.isNaN(ratio[i]) && (envCode < 0 || all.index.column("env")[all.owners[i]] === envCode)) tokens.push({ A: A[i], delta: delta[i], ratio: ratio[i], logRatio: 0, logProb: 0 });
+    }
+    const top = Math.max(...shown.map(({ high }) => high));
+    const x = Array.from({ length: CURVE_POINTS + 1 }, (_, i) => (i / CURVE_POINTS) * top);
+    const lines = shown.map(({ key, label, low, high }, i) => ({ label, colour: `series-${i + 2}`,
+      values: x.map((value) => (value < low || value > high ? NaN : tokens.filter((token) => decide(this.type, { ...bounds, [key]: value }, token).mask).length / (tokens.length || 1))) }));
+    this.curveRoot.replaceChildren(element("p", { class: "strip-value" }, ...lines.map(({ label, colour }) => {
+      const swatch = element("i", { class: "swatch" });
+      swatch.style.background = `var(--${colour})`;
+      return element("span", {}, swatch, label);
+    })));
+    lineChart(this.curveRoot, { height: 170, x, lines, points: false, percent: true });
+  }
+}
+
+/** @param {string} text @param {string} [name] */
+const td = (text, name = "") => element("td", { class: `number ${name}` }, text);
+
+/** @param {number | null} before @param {number | null} now */
+const changed = (before, now) => (before !== null && now !== null && Math.abs(before - now) > 1e-9 ? "changed-cell" : "");

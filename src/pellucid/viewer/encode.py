@@ -1,0 +1,141 @@
+"""A step as the browser takes it: an index, measures, and chunks with the tokens.
+
+step      what the records say of themselves, points, histograms, where each chunk begins
+rows      what their tokens add up to, one row per record
+chunk k   the columns of a few short records, or of one long one: inflated when a record of it is opened
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary
+from pellucid.viewer.blob import BlobWriter
+from pellucid.viewer.derive import FORMULAS, follows
+from pellucid.viewer.roles import RoleFinder
+from pellucid.viewer.rows import Identity, Measures
+from pellucid.viewer.summary import histograms, summarise
+
+CHUNK_TOKENS = 8192
+
+SHOWN = (
+    "token_ids",
+    "position_ids",
+    "loss_mask",
+    "sampled",
+    "advantages",
+    "rewards",
+    "temperatures",
+    "inference_logprobs",
+    "trainer_logprobs",
+    "teacher_logprobs",
+    "entropy",
+    "mismatch_kl",
+    "log_importance_ratio",
+    "importance_ratio",
+    "prob_delta",
+    "is_masked",
+    "is_masked_high",
+    "is_masked_low",
+    "token_loss",
+    "policy_versions",
+)
+
+
+@dataclass(frozen=True)
+class EncodedStep:
+    index: bytes
+    rows: bytes
+    chunks: list[bytes]
+    summary: dict[str, Any]
+    token_ids: NDArray[np.int64]
+    """The distinct ones."""
+
+
+def encode_step(
+    step: int, exports: Exports, records: Records, roles: RoleFinder, *, level: int = 6
+) -> EncodedStep:
+    """All of it in one pass over the records."""
+    identity, measures, chunks, starts = Identity(), Measures(), [], []
+    seen: NDArray[np.int64] = np.empty(0, np.int64)
+    is_whole = len(records) == len(exports.records(step))
+    written = exports.written_summary(step) if is_whole else None
+    summary = written or StepSummary()
+    for batch in exports.batches(records):
+        for first, last in chunk_spans(batch.lengths):
+            starts.append(len(identity) + first)
+            chunk = batch.take(np.arange(first, last))
+            chunks.append(encode_chunk(chunk, roles, level=level))
+        identity.add(batch)
+        measures.add(batch)
+        if written is None:
+            summary.add(batch)
+        seen = np.union1d(seen, batch.columns["token_ids"])
+    index, point = encode_index(step, identity, summary, starts, level=level)
+    return EncodedStep(index, measures.encode(level=level), chunks, point, seen)
+
+
+def encode_index(
+    step: int, identity: Identity, summary: StepSummary, starts: Sequence[int], *, level: int
+) -> tuple[bytes, dict[str, Any]]:
+    """The index, and the step's points."""
+    blob = BlobWriter()
+    words = identity.write(blob)
+    blob.add("chunk_starts", np.array(starts, np.int32))
+    point = summarise(step, summary, identity.words["stop"], identity.words["env"])
+    meta = {"records": len(identity), "words": words, "histograms": histograms(summary), **point}
+    return blob.finish(meta, level=level), point
+
+
+def chunk_spans(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """[first, last) records of each chunk: as many as fit, at least one."""
+    first = num_tokens = 0
+    for index, length in enumerate(lengths.tolist()):
+        if index > first and num_tokens + length > CHUNK_TOKENS:
+            yield first, index
+            first, num_tokens = index, 0
+        num_tokens += length
+    if len(lengths):
+        yield first, len(lengths)
+
+
+def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int) -> bytes:
+    blob = BlobWriter()
+    lengths = batch.lengths
+    blob.add("lengths", lengths)
+    present = {name: _as_numbers(batch.columns[name]) for name in SHOWN if name in batch.columns}
+    derived = []
+    for name, values in present.items():
+        if name in FORMULAS and follows(name, values, present):
+            derived.append(name)
+        elif name == "position_ids" and np.array_equal(values, _ramp(lengths)):
+            blob.add_ramp(name)
+        elif name == "trainer_logprobs" and "inference_logprobs" in present:
+            blob.add_near(name, values, "inference_logprobs", present["inference_logprobs"])
+        elif (per_record := _per_record(values, lengths)) is not None:
+            blob.add(name, per_record, per="record")
+        else:
+            blob.add(name, values)
+    return blob.finish({"derived": derived, "segments": roles.segments(batch)}, level=level)
+
+
+def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
+    return values.astype(np.uint8) if values.dtype == np.bool_ else values
+
+
+def _ramp(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(int(lengths.sum())) - starts
+
+
+def _per_record(values: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any] | None:
+    """One value per record where a column is constant in each of several."""
+    if len(lengths) < 2 or not lengths.all():
+        return None
+    first = values[np.cumsum(lengths) - lengths]
+    repeated = np.repeat(first, lengths)
+    same = np.array_equal(repeated, values, equal_nan=values.dtype.kind == "f")
+    return first if same else None

@@ -1,0 +1,58 @@
+"""What every view needs at once: the run's name, its steps in a few numbers each, ledger, metrics, notes."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pellucid.viewer.run_folder import RunFolder
+from pellucid.viewer.summary import kl_domain
+
+API_VERSION = 1
+
+
+def make_head(
+    path: Path,
+    run: RunFolder,
+    summaries: Sequence[Mapping[str, Any]],
+    *,
+    held: Sequence[int],
+    notes: Sequence[str],
+    pending: int = 0,
+    live: bool = False,
+    start_record: int = 0,
+    max_mismatch: float | None = None,
+) -> dict[str, Any]:
+    """`held`: the steps whose tokens can be opened; `pending`: steps that are still being summarised."""
+    return {
+        "version": API_VERSION,
+        "name": (run.folder or path).name,
+        "steps": list(summaries),
+        "held": list(held),
+        "pending": pending,
+        "live": live,
+        "start_record": start_record,
+        "kl_limits": kl_limits(summaries, max_mismatch),
+        "metrics": run.metrics(),
+        "ledger": run.ledger(),
+        "loss": run.loss(),
+        "notes": list(notes),
+    }
+
+
+def kl_limits(summaries: Sequence[Mapping[str, Any]], highest: float | None = None) -> list[float]:
+    """[low, high] of the run's log scale: the p95 of trainable tokens, and three to four decades below it.
+
+    Over several steps, the p95 is the mean of the steps' own, weighted by their tokens.
+    """
+    points = [summary["points"]["all"] for summary in summaries]
+    known = [(point["kl_p95"], point["trainable"]) for point in points if point["kl_p95"] is not None]
+    total = sum(weight for _, weight in known)
+    mean = sum(value * weight for value, weight in known) / total if total else 0.0
+    return kl_domain(mean) if highest is None else [highest * 1e-3, highest]
+
+
+def deflate_json(value: Any) -> bytes:
+    return zlib.compress(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), 6)

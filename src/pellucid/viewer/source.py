@@ -1,0 +1,194 @@
+"""What the server answers with: names to bytes, made when asked for and kept while there is room.
+
+    run               the head: see `head.make_head`
+    step/N            the index of a step
+    rows/N            what its records' tokens add up to
+    chunk/N/K         tokens of some of its records
+    texts             texts of token ids
+
+Of a Parquet export only what an answer needs is read. A JSONL export has to be parsed whole: it is once, and
+all answers of the step are kept. Least recently used answers are dropped first.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from pellucid.errors import DataError
+from pellucid.viewer.access import ALL_FIELDS, Exports, Records, StepSummary
+from pellucid.viewer.encode import chunk_spans, encode_chunk, encode_index, encode_step
+from pellucid.viewer.head import deflate_json, make_head
+from pellucid.viewer.roles import RoleFinder
+from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, measure
+from pellucid.viewer.run_folder import RunFolder
+from pellucid.viewer.summary import summarise
+from pellucid.viewer.vocabulary import open_vocabulary
+
+CACHE_BYTES = 512 * 2**20
+DEFLATE_LEVEL = 1
+"""Over loopback, less work is faster than fewer bytes."""
+
+LOOK_AGAIN_S = 1.0
+
+
+class ServedRun:
+    def __init__(
+        self,
+        exports: Exports,
+        *,
+        tokenizer: str | None = None,
+        start_record: int = 0,
+        max_mismatch: float | None = None,
+    ) -> None:
+        self._exports = exports
+        self._run = RunFolder.around(exports.path)
+        self._vocabulary, self._note = open_vocabulary(tokenizer, self._run.model_folder())
+        self._roles = RoleFinder(self._vocabulary)
+        self._start_record = start_record
+        self._max_mismatch = max_mismatch
+        self._summaries: dict[int, dict[str, Any]] = {}
+        self._answers = Answers(CACHE_BYTES)
+        self._lock = threading.Lock()
+        self._making: dict[str, threading.Lock] = {}
+        self._closed = threading.Event()
+        exports.steps()  # a path that holds no export is an error now, not in the browser
+
+    def run(self) -> bytes:
+        steps = self._exports.steps()
+        known = [self._summaries[step] for step in steps if step in self._summaries]
+        head = make_head(
+            self._exports.path,
+            self._run,
+            known,
+            held=steps,
+            pending=len(steps) - len(known),
+            notes=[note for note in (self._note, *self._exports.warnings) if note],
+            live=True,
+            start_record=self._start_record,
+            max_mismatch=self._max_mismatch,
+        )
+        return deflate_json(head)
+
+    def pulse(self) -> dict[str, int]:
+        """Small enough to be asked for every second: has anything changed?"""
+        steps = self._exports.steps()
+        return {"steps": len(steps), "last": steps[-1] if steps else -1, "summarised": len(self._summaries)}
+
+    def step(self, number: int) -> bytes:
+        return self._answer(f"step/{number}", number, self._make_index)
+
+    def rows(self, number: int) -> bytes:
+        return self._answer(f"rows/{number}", number, self._make_rows)
+
+    def chunk(self, number: int, index: int) -> bytes:
+        return self._answer(
+            f"chunk/{number}/{index}", number, lambda records: self._make_chunk(records, index)
+        )
+
+    def texts(self, token_ids: Iterable[int]) -> bytes:
+        with self._lock:
+            return deflate_json(self._vocabulary.texts(token_ids))
+
+    def summarise(self) -> None:
+        """Reads every step that has no summary yet, newest first, and again whenever there are new ones."""
+        while not self._closed.is_set():
+            missing = [step for step in self._exports.steps() if step not in self._summaries]
+            for step in reversed(missing):
+                if self._closed.is_set():
+                    return
+                try:
+                    self.step(step)
+                except DataError as error:
+                    self._exports.warnings.setdefault(str(error))
+                    self._summaries.setdefault(step, summarise(step, StepSummary()))
+            self._closed.wait(LOOK_AGAIN_S)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _answer(self, name: str, step: int, make: Callable[[Records], bytes]) -> bytes:
+        if (found := self._answers.get(name)) is not None:
+            return found
+        with self._lock:
+            if step not in self._exports.steps():
+                raise DataError(f"there is no finished step {step}")
+            records = self._exports.records(step)
+            is_columnar = self._exports.is_columnar(records)
+            making = self._making.setdefault(name if is_columnar else f"step/{step}", threading.Lock())
+        with making:  # whoever asks for the same waits; others do not
+            if (found := self._answers.get(name)) is not None:
+                return found
+            if is_columnar:
+                self._answers.put(name, found := make(records))
+                return found
+            self._keep_all(step, records)
+            if (found := self._answers.get(name)) is None:
+                raise DataError(f"step {step} has no {name}")
+            return found
+
+    def _keep_all(self, step: int, records: Records) -> None:
+        made = encode_step(step, self._exports, records, self._roles, level=DEFLATE_LEVEL)
+        self._summaries[step] = made.summary
+        parts = {f"step/{step}": made.index, f"rows/{step}": made.rows}
+        parts |= {f"chunk/{step}/{index}": chunk for index, chunk in enumerate(made.chunks)}
+        self._answers.put_all(parts)
+
+    def _make_index(self, records: Records) -> bytes:
+        identity = Identity()
+        batch = records.batch(IDENTITY_FIELDS)
+        identity.add(batch)
+        step = records[0].key[0]
+        starts = [first for first, _ in chunk_spans(batch.lengths)]
+        summary = self._exports.summary(step)
+        index, self._summaries[step] = encode_index(step, identity, summary, starts, level=DEFLATE_LEVEL)
+        return index
+
+    def _make_rows(self, records: Records) -> bytes:
+        return measure([records.batch(MEASURED_FIELDS)]).encode(level=DEFLATE_LEVEL)
+
+    def _make_chunk(self, records: Records, index: int) -> bytes:
+        spans = list(chunk_spans(self._lengths(records)))
+        if not 0 <= index < len(spans):
+            raise DataError(f"step {records[0].key[0]} has {len(spans)} chunks, there is no chunk {index}")
+        first, last = spans[index]
+        return encode_chunk(records[first:last].batch(ALL_FIELDS), self._roles, level=DEFLATE_LEVEL)
+
+    def _lengths(self, records: Records) -> Any:
+        """Read once per step: every chunk asks for them."""
+        name = f"lengths/{records[0].key[0]}"
+        if (found := self._answers.get(name)) is None:
+            self._answers.put(name, found := records.lengths.astype(np.int64).tobytes())
+        return np.frombuffer(found, np.int64)
+
+
+class Answers:
+    """Bytes by name, up to a total; the least recently used go first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> bytes | None:
+        with self._lock:
+            if name not in self._kept:
+                return None
+            self._kept.move_to_end(name)
+            return self._kept[name]
+
+    def put(self, name: str, data: bytes) -> None:
+        self.put_all({name: data})
+
+    def put_all(self, parts: dict[str, bytes]) -> None:
+        """All of them are there afterwards, even if they alone are too many."""
+        with self._lock:
+            for name, data in parts.items():
+                self._num_bytes += len(data) - len(self._kept.pop(name, b""))
+                self._kept[name] = data
+            while self._num_bytes > self._max_bytes and len(self._kept) > len(parts):
+                _, dropped = self._kept.popitem(last=False)
+                self._num_bytes -= len(dropped)

@@ -1,0 +1,223 @@
+"""`pellucid view RUN --terminal`: records, colours, outliers and the ledger on a machine without a browser.
+
+    record 12 of 128, step 40 · reverse-text      reward 0.875   advantage +0.126   KL max 0.19
+    user       <|im_start|>user⏎ …
+    assistant  fmfteoa…                           backgrounds: mismatch KL; underlined: masked
+
+Nothing of a run is taken for markup, and no control character reaches the terminal.
+"""
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pellucid.viewer.access import ColumnBatch, Exports, trainable
+from pellucid.viewer.roles import RoleFinder
+from pellucid.viewer.run_folder import RunFolder
+from pellucid.viewer.summary import kl_domain, summarise
+from pellucid.viewer.vocabulary import Text as TokenText
+from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
+
+RECORDS_SHOWN = 20
+OUTLIERS_SHOWN = 10
+MAX_TOKENS = 2_000
+RAMP = ("#3b3228", "#67431c", "#a05a14", "#cf8428", "#f2b552", "#ffe9b8")
+GLYPHS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+
+
+def show(
+    exports: Exports, *, tokenizer: str | None, record_index: int, console: Console | None = None
+) -> None:
+    """The last step: its summary, its records, one record, its outliers; then the run's ledger."""
+    console = console or Console()
+    run = RunFolder.around(exports.path)
+    vocabulary, note = open_vocabulary(tokenizer, run.model_folder())
+    step = exports.steps()[-1]
+    records = exports.records(step)
+    batch = records[: max(RECORDS_SHOWN, record_index + 1)].batch(_COLUMNS)
+    point = summarise(step, exports.summary(step))["points"]["all"]
+    for line in (note, *exports.warnings):
+        if line:
+            console.print(Text(line, style="yellow"))
+    console.print(_title(f"step {step}", len(records), point))
+    console.print(_records(batch))
+    if record_index < batch.num_sequences:
+        chosen = batch.take([record_index])
+        scale = kl_domain(point["kl_p95"] or 0.0)
+        console.print(
+            Text(f"\nrecord {record_index} of {len(records)}", style="bold"),
+            _tokens(chosen, vocabulary, scale),
+        )
+        console.print(_outliers(chosen, vocabulary))
+    _print_ledger(console, run)
+
+
+_COLUMNS = (
+    "token_ids",
+    "loss_mask",
+    "env_name",
+    "reward",
+    "advantage",
+    "mismatch_kl",
+    "entropy",
+    "is_masked",
+    "prob_delta",
+    "advantages",
+    "role_spans",
+    "group_id",
+)
+
+
+def _title(name: str, num_records: int, point: dict[str, Any]) -> Text:
+    parts = [
+        f"{num_records:,} records",
+        f"{point['tokens']:,} tokens, {point['trainable']:,} trainable",
+        f"reward {_short(point['reward'])}",
+        f"mismatch KL mean {_short(point['kl_mean'])}, max {_short(point['kl_max'])}",
+        f"entropy {_short(point['entropy'])}",
+    ]
+    return Text.assemble((name, "bold"), "  ", " · ".join(parts))
+
+
+def _records(batch: ColumnBatch) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for title in ("#", "environment", "group", "reward", "adv.", "tokens", "trainable", "KL max", "masked"):
+        table.add_column(title, justify="left" if title in ("environment", "group") else "right")
+    chosen = trainable(batch)
+    for row in range(min(RECORDS_SHOWN, batch.num_sequences)):
+        span = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
+        kl = _finite(batch.columns.get("mismatch_kl"), span, chosen)
+        masked = batch.columns.get("is_masked")
+        table.add_row(
+            str(row),
+            Text(_plain(_field(batch, "env_name", row))),
+            Text(_plain(_field(batch, "group_id", row))),
+            _short(_field(batch, "reward", row)),
+            _short(_field(batch, "advantage", row)),
+            f"{batch.lengths[row]:,}",
+            f"{int(chosen[span].sum()):,}",
+            _short(float(kl.max()) if len(kl) else None),
+            "–" if masked is None else str(int((masked[span] == 1).sum())),
+        )
+    return table
+
+
+def _tokens(batch: ColumnBatch, vocabulary: Vocabulary, scale: Sequence[float]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    chosen, kl, masked = trainable(batch), batch.columns.get("mismatch_kl"), batch.columns.get("is_masked")
+    ids = batch.columns["token_ids"]
+    for role, start, end in RoleFinder(vocabulary).segments(batch)[0]:
+        text = Text(overflow="fold")
+        for index in range(start, min(end, MAX_TOKENS)):
+            style = "dim"
+            if chosen[index]:
+                value = math.nan if kl is None else float(kl[index])
+                style = _style(value, scale)
+                if masked is not None and masked[index] == 1:
+                    style += " underline"
+            shown = visible(vocabulary.text(int(ids[index])))
+            text.append(shown, style=style)
+            if shown.endswith("⏎"):
+                text.append("\n")
+        table.add_row(Text(_plain(role) or "–", style="bold cyan"), text)
+    if len(ids) > MAX_TOKENS:
+        table.add_row("", Text(f"… and {len(ids) - MAX_TOKENS:,} more tokens", style="dim"))
+    return table
+
+
+def _outliers(batch: ColumnBatch, vocabulary: Vocabulary) -> Table | str:
+    kl = batch.columns.get("mismatch_kl")
+    if kl is None or not np.isfinite(kl[trainable(batch)]).any():
+        return ""
+    scores = np.where(trainable(batch) & np.isfinite(kl), kl, -np.inf)
+    table = Table(title="outliers by mismatch KL", title_justify="left", box=None, header_style="dim")
+    for title in ("token", "at", "KL", "Δ", "A", "state"):
+        table.add_column(title, justify="left" if title in ("token", "state") else "right")
+    for index in np.argsort(-scores, kind="stable")[:OUTLIERS_SHOWN].tolist():
+        if not np.isfinite(scores[index]):
+            break
+        masked = batch.columns.get("is_masked")
+        state = "masked" if masked is not None and masked[index] == 1 else "trained"
+        table.add_row(
+            Text(visible(vocabulary.text(int(batch.columns["token_ids"][index])))),
+            str(index),
+            _short(float(kl[index])),
+            _short(_at(batch, "prob_delta", index)),
+            _short(_at(batch, "advantages", index)),
+            state,
+        )
+    return table
+
+
+def _print_ledger(console: Console, run: RunFolder) -> None:
+    ledger = run.ledger()
+    if ledger is None:
+        return
+    if "error" in ledger:
+        console.print(Text(ledger["error"], style="red"))
+        return
+    sampled = sum(account["sampled"] for account in ledger["accounts"])
+    states: dict[str, int] = {}
+    for account in ledger["accounts"]:
+        for state, tokens in account["states"].items():
+            states[state] = states.get(state, 0) + tokens
+    table = Table(title="where every sampled token went", title_justify="left", box=None, show_header=False)
+    for state, tokens in sorted(states.items(), key=lambda item: -item[1]):
+        share = tokens / sampled if sampled else 0.0
+        table.add_row(state, f"{tokens:,}", f"{share:.1%}", "█" * max(1, round(40 * share)))
+    console.print()
+    console.print(table)
+    for line in ledger["verdict"]:
+        console.print(Text(line, style="green" if ledger["balanced"] else "red"))
+
+
+def visible(text: TokenText) -> str:
+    """What cannot be seen, or would move the cursor, as a glyph; bytes that are no text as hex."""
+    if not isinstance(text, str):
+        return "".join(f"⟨{byte:02X}⟩" for byte in text)
+    return "".join(
+        GLYPHS.get(character)
+        or (character if unicodedata.category(character)[0] not in "CZ" else f"⟨U+{ord(character):04X}⟩")
+        for character in text
+    )
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else visible(str(value)).replace("·", " ")
+
+
+def _style(value: float, scale: Sequence[float]) -> str:
+    if not math.isfinite(value):
+        return "bold"
+    low, high = scale
+    share = math.log(max(value, low) / low) / math.log(high / low)
+    place = min(len(RAMP) - 1, int(share * len(RAMP)))
+    return f"{'#16181b' if place >= 3 else '#e9e7e2'} on {RAMP[place]}"
+
+
+def _finite(values: NDArray[Any] | None, span: slice, chosen: NDArray[np.bool_]) -> NDArray[Any]:
+    if values is None:
+        return np.empty(0)
+    known: NDArray[Any] = values[span][chosen[span] & np.isfinite(values[span])]
+    return known
+
+
+def _field(batch: ColumnBatch, name: str, row: int) -> Any:
+    values = batch.columns.get(name)
+    return None if values is None else values[row]
+
+
+def _at(batch: ColumnBatch, name: str, index: int) -> float | None:
+    values = batch.columns.get(name)
+    return None if values is None else float(values[index])
+
+
+def _short(value: Any) -> str:
+    return "–" if value is None or not math.isfinite(float(value)) else f"{float(value):.3g}"

@@ -1,0 +1,185 @@
+"""Records and tokens in a real browser: every token as text, its numbers, and why it did or did not train."""
+
+import csv
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+
+def tokens(page: Any) -> list[str]:
+    return page.locator(".token").evaluate_all("nodes => nodes.map((node) => node.textContent)")
+
+
+def test_every_token_is_text_and_nothing_of_a_run_is_markup(visit: Any, study: str, hostile: str) -> None:
+    page = visit(f"{study}#record?step=1&record=0", ".token")
+    shown = tokens(page)
+    text = "".join(shown)
+    assert text.startswith("<|im_start|>user⏎" + hostile.replace(" ", "·"))
+    assert text.count(hostile.replace(" ", "·")) == 2
+    assert "⟨U+202E⟩no·é👩‍🚀" in text.replace("‥", "")
+    assert shown[-1] == "<|im_end|>"
+    assert page.locator("img").count() == 0 and page.title() == "study · pellucid"
+
+
+def test_a_character_of_several_tokens_is_shown_by_its_first(visit: Any, study: str, made_run: Any) -> None:
+    page = visit(f"{study}#record?step=0&record=8", ".token")
+    assert len(tokens(page)) == len(made_run.steps[0][8]["token_ids"])
+    text = "".join(tokens(page))
+    assert "4·é‥🙂‥‥‥<|im_end|>" in text
+    assert page.locator(".gutter b").all_inner_texts() == ["user", "assistant", "tool", "assistant"]
+
+
+def test_a_token_tells_its_numbers_and_the_rule_that_decided(visit: Any, study: str, made_run: Any) -> None:
+    record = made_run.steps[2][1]  # advantage −0.25
+    masked = record["is_masked"].index(True)
+    page = visit(f"{study}#record?step=2&record=1&token={masked}", ".details-body")
+    details = page.locator(".details").inner_text()
+    delta = f"{record['prob_delta'][masked]:.4f}".replace("-", "−")
+    assert "Masked low" in details
+    assert f"A ≤ 0 and Δ = {delta} < −dppo_mask_low = −0.2" in details
+    kl = np.float32(record["mismatch_kl"][masked])
+    assert f"{kl:.7g}"[:8] in details.replace("\n", " ")
+    assert page.locator(".token.pinned").get_attribute("class") == "token masked-low pinned"
+    kept = next(i for i, m in enumerate(record["loss_mask"]) if m and not record["is_masked"][i])
+    page.locator(f'.token[data-i="{kept}"]').click()
+    assert "Its advantage −0.250 pushes its probability down." in page.locator(".details").inner_text()
+    page.locator('.token[data-i="2"]').click()
+    assert "the policy did not sample it" in page.locator(".details").inner_text()
+    assert page.locator("#spoken").inner_text().startswith("Token 2 of")
+
+
+def test_colours_follow_the_values_and_context_has_none(visit: Any, study: str, made_run: Any) -> None:
+    page = visit(f"{study}#record?step=0&record=0&fill=delta&scope=record", ".token")
+    record = made_run.steps[0][0]
+    trainable = [i for i, m in enumerate(record["loss_mask"]) if m]
+    backgrounds = page.locator(".token").evaluate_all("nodes => nodes.map((node) => node.style.background)")
+    assert all(bool(background) == record["loss_mask"][i] for i, background in enumerate(backgrounds))
+    high = max(trainable, key=lambda i: record["prob_delta"][i])
+    low = min(trainable, key=lambda i: record["prob_delta"][i])
+
+    def channels(colour: str) -> list[int]:
+        return [int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+
+    assert channels(backgrounds[high])[2] > channels(backgrounds[high])[0]  # blue above 0
+    assert channels(backgrounds[low])[0] > channels(backgrounds[low])[2]  # orange below
+
+
+def test_keys_move_through_tokens_records_steps_and_looks(visit: Any, study: str, made_run: Any) -> None:
+    page = visit(f"{study}#record?step=1&record=2", ".token")
+    state = "() => $state_store.parse(location.hash)"
+    press = page.keyboard.press
+
+    def after(key: str) -> dict[str, Any]:
+        press(key)
+        page.wait_for_timeout(60)
+        return page.evaluate(state)
+
+    assert after("j")["record"] == 3 and after("k")["record"] == 2
+    assert after("l")["step"] == 2 and after("h")["step"] == 1
+    assert after("ArrowRight")["token"] == 0 and after("ArrowRight")["token"] == 1
+    assert after("Escape")["token"] == -1
+    record = made_run.steps[1][2]
+    masked = [i for i, value in enumerate(record["is_masked"]) if value]
+    first = after("n")["token"]
+    assert record["loss_mask"][first] and first <= masked[0]
+    assert after("n")["token"] > first and after("N")["token"] == first
+    assert after("2")["fill"] == "entropy" and after("9")["fill"] == "stale"
+    assert after("m")["masks"] is False and page.locator(".masked-high, .masked-low").count() == 0
+    assert after("t")["table"] is True
+    assert page.locator(".token-table tbody tr[data-row]").count() > 10
+    assert after("g")["view"] == "group" and after("r")["view"] == "record" and after("w")["view"] == "worst"
+    press("/")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Search"
+    press("Escape")
+    press("?")
+    assert page.locator("#help dt").count() >= 17
+    press("Escape")
+    assert not page.locator("#help").is_visible()
+
+
+def test_a_link_restores_exactly_what_was_seen(visit: Any, study: str) -> None:
+    look = "fill=entropy&scope=step&masks=0&filter=kl+%3E+0.01&search=answer"
+    address = f"{study}#record?step=1&record=5&token=20&{look}"
+    first = visit(address, ".token.pinned")
+    second = visit(first.url, ".token.pinned")
+    assert second.url == first.url == address
+
+    def picture(page: Any) -> Any:
+        return page.evaluate(
+            """() => [document.querySelector('.token.pinned').dataset.i,
+            document.querySelector('.look select').value,
+            [...document.querySelectorAll('.token')].map((n) => [n.className, n.style.background]),
+            document.querySelector('.details').textContent, document.querySelector('.tokens').scrollTop]"""
+        )
+
+    assert picture(first) == picture(second)
+    assert picture(first)[0] == "20" and first.locator(".token.match").count() > 0
+    first.keyboard.press("j")
+    first.wait_for_function("location.hash.includes('record=6')")
+    first.go_back()
+    first.wait_for_selector(".token.pinned")
+    assert first.url == address
+
+
+def test_a_record_leaves_as_json_csv_parquet_and_picture(
+    visit: Any, study: str, made_run: Any, tmp_path: Any
+) -> None:
+    page = visit(f"{study}#record?step=0&record=0", ".token")
+    record = made_run.steps[0][0]
+    copied = json.loads(
+        page.evaluate("async () => $data_save.recordAsJson(await $main.app.run.record(0, 0))")
+    )
+    assert copied["token_ids"] == record["token_ids"] and copied["is_masked"] == record["is_masked"]
+    assert np.array_equal(np.float32(copied["trainer_logprobs"]), np.float32(record["trainer_logprobs"]))
+    saved = {}
+    for name in ("CSV", "Parquet", "PNG"):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=name, exact=True).click()
+        saved[name] = tmp_path / download.value.suggested_filename
+        download.value.save_as(saved[name])
+    rows = list(csv.DictReader(io.StringIO(saved["CSV"].read_text(encoding="utf-8"), newline="")))
+    assert [int(row["token_ids"]) for row in rows] == record["token_ids"]
+    table = pq.read_table(saved["Parquet"])
+    assert table["token_ids"].to_pylist() == record["token_ids"]
+    assert table["text"].to_pylist()[:1] == ["<|im_start|>"]
+    assert table["entropy"].to_pylist() == pytest.approx(record["entropy"])
+    assert saved["PNG"].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_record_that_contradicts_itself_is_said_to(
+    visit: Any, page_of: Any, write_export: Any, make_record: Any
+) -> None:
+    record = make_record([("user", "hi"), ("assistant", "ok")])
+    at = record["loss_mask"].index(True)
+    record["mismatch_kl"][at] = 0.75
+    page = visit(f"{page_of(write_export(record))}#record?token={at}", ".details-warning")
+    assert (
+        "mismatch_kl was recorded as 0.75, but r − ℓ − 1 gives"
+        in page.locator(".details-warning").inner_text()
+    )
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("(at) => document.querySelector('.token.pinned').dataset.i !== at", arg=str(at))
+    assert page.locator(".details-warning").count() == 0
+
+
+def test_of_a_very_long_record_only_what_is_in_sight_is_in_the_document(
+    visit: Any, page_of: Any, write_export: Any
+) -> None:
+    size = 131_072
+    generator = np.random.default_rng(0)
+    record = {
+        "step": 0,
+        "token_ids": generator.integers(0, 50_000, size).tolist(),
+        "loss_mask": [i > 1000 for i in range(size)],
+        "mismatch_kl": generator.exponential(0.01, size).round(5).tolist(),
+    }
+    page = visit(f"{page_of(write_export(record))}#record?token=130000", ".token.pinned")
+    assert page.locator(".token.pinned").inner_text() == f"#{record['token_ids'][130_000]}"
+    assert page.evaluate("document.getElementsByTagName('*').length") < 5000
+    page.locator(".tokens").evaluate("node => { node.scrollTop = 0; }")
+    page.wait_for_selector('.token[data-i="0"]')
+    assert page.locator('.token[data-i="130000"]').count() == 0

@@ -1,0 +1,117 @@
+"""Texts of ids, roles of tokens, and the terminal form."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from pellucid.data.tokenizer import load_tokenizer
+from pellucid.viewer.access import ColumnBatch, Exports
+from pellucid.viewer.roles import RoleFinder, cover
+from pellucid.viewer.spread import Size, choose_spread
+from pellucid.viewer.terminal import show, visible
+from pellucid.viewer.vocabulary import Vocabulary
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer_folder: Path) -> Vocabulary:
+    return Vocabulary(load_tokenizer(str(tokenizer_folder)))
+
+
+def batch_of(ids: list[int], **columns: Any) -> ColumnBatch:
+    return ColumnBatch(np.array([len(ids)]), {"token_ids": np.array(ids), **columns})
+
+
+def test_a_token_is_text_or_the_bytes_of_a_part(vocabulary: Vocabulary, encode: Any) -> None:
+    assert [vocabulary.text(token) for token in encode("é a")] == [[0xC3], [0xA9], " ", "a"]
+    assert vocabulary.words(encode("é🙂")) == "é🙂"
+    special = encode("<|im_end|>")[0]
+    assert vocabulary.texts([special, 10**6]) == {
+        "ids": [special, 10**6],
+        "texts": ["<|im_end|>", f"#{10**6}"],
+        "special": [special],
+    }
+    assert Vocabulary().text(7) == "#7"
+
+
+def test_sentencepiece_tokens_keep_their_space_and_bytes() -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = {"<unk>": 0, "▁two": 1, "<0xF0>": 2, "two": 3}
+    tokenizer = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+    assert [vocabulary.text(token) for token in (1, 2, 3)] == [" two", [0xF0], "two"]
+
+
+def test_recorded_roles_come_first_and_gaps_are_filled(vocabulary: Vocabulary, encode: Any) -> None:
+    ids = encode("<|im_start|>user\nhi")
+    spans = np.empty(1, object)
+    spans[0] = [["assistant", 2, 4], ["bad"], ["user", 3, 900]]
+    segments = RoleFinder(vocabulary).segments(batch_of(ids, role_spans=spans))
+    assert segments == [[("", 0, 2), ("assistant", 2, 4), ("user", 4, len(ids))]]
+    assert cover([], 3) == [("", 0, 3)]
+
+
+def test_chatml_is_known_without_a_template(vocabulary: Vocabulary, encode: Any) -> None:
+    ids = encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo")
+    at = ids.index(ids[0], 1)
+    assert RoleFinder(vocabulary).segments(batch_of(ids)) == [[("user", 0, at), ("assistant", at, len(ids))]]
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "first"),
+    [
+        (
+            "{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content }}<|eot|>{% endfor %}",
+            "<|start|>user<|end|>\n\nhi<|eot|><|start|>assistant<|end|>\n\nyo<|eot|>",
+            "<|eot|>",
+        ),
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+            "<|user|>hi<|assistant|>yo",
+            "hi",
+        ),
+    ],
+)
+def test_roles_from_the_headers_of_a_chat_template(
+    vocabulary: Vocabulary, template: str, text: str, first: str, tokenizer_folder: Path
+) -> None:
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    specials = ["<|start|>", "<|end|>", "<|eot|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer.chat_template = template
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    split = len(tokenizer.encode(text[: text.index(first) + len(first)], add_special_tokens=False))
+    segments = RoleFinder(Vocabulary(tokenizer)).segments(batch_of(ids))
+    assert segments == [[("user", 0, split), ("assistant", split, len(ids))]]
+
+
+def test_steps_are_spread_evenly() -> None:
+    sizes = {step: Size(records=10, tokens=100) for step in range(10)}
+    assert sorted(choose_spread(sizes, Size(records=30, tokens=10_000)).steps) == [0, 4, 9]
+    assert choose_spread(sizes, Size(records=100, tokens=1_000)).steps == frozenset(range(10))
+    cut = choose_spread(sizes, Size(records=1_000, tokens=50))
+    assert sorted(cut.steps) == [0, 9] and cut.tokens_per_step == 25
+
+
+def test_the_terminal_shows_records_outliers_and_ledger(made_run: Any, hostile: str) -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120, force_terminal=False)
+    show(Exports(made_run.folder), tokenizer=None, record_index=1, console=console)
+    text = output.getvalue()
+    assert "step 2  16 records" in text and "record 1 of 16" in text
+    assert "the·answer·is·5,·step·2<|im_end|>" in text.replace("\n", "")
+    assert "trained         850  85.0%" in text and "every one of the 1,000 sampled tokens" in text
+    record = made_run.steps[2][1]
+    kl = max(value for value, mask in zip(record["mismatch_kl"], record["loss_mask"], strict=True) if mask)
+    assert f"{np.float32(kl):.3g}" in text.partition("outliers")[2]
+
+
+def test_no_control_character_reaches_the_terminal() -> None:
+    assert visible("a\x1b[31m b\u202e\n") == "a⟨U+001B⟩[31m·b⟨U+202E⟩⏎"
+    assert visible([0xC3]) == "⟨C3⟩"
