@@ -1,6 +1,5 @@
 """What is exported is what the loss did: golden records, order, and files that appear when they are whole."""
 
-import gc
 import json
 import math
 import shutil
@@ -236,7 +235,6 @@ def test_an_export_holds_one_micro_batch_at_most(tmp_path) -> None:
         exporter.add(table, observed(table.num_tokens), step=0, micro_step=micro_step, denominator=1)
         alive.append(weakref.ref(table))
         del table
-        gc.collect()
         assert all(gone() is None for gone in alive[:-1])
     exporter.finish(0)
     exporter.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+
+class _MicroBatch(NamedTuple):
+    table: TokenTable
+    observed: "Mapping[str, Tensor | None]"
+    step: int
+    micro_step: int
+    denominator: int
 
 
 class TokenExporter:
@@ -61,6 +69,8 @@ class TokenExporter:
         self._failed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._job: Future[None] | None = None
+        self._held: _MicroBatch | None = None
+        """What the thread is about to export."""
         self.num_skipped = 0
         """Sequences without a trainable token so far: not exported, but counted."""
         self.num_lost = 0
@@ -77,8 +87,11 @@ class TokenExporter:
     ) -> None:
         """One micro batch; `observed` are the per-token values of forward and loss, None where absent."""
         self.flush()
-        held = {name: None if values is None else values.detach().cpu() for name, values in observed.items()}
-        self._job = self._thread.submit(self._export, table, held, step, micro_step, denominator)
+        on_cpu = {
+            name: None if values is None else values.detach().cpu() for name, values in observed.items()
+        }
+        self._held = _MicroBatch(table, on_cpu, step, micro_step, denominator)
+        self._job = self._thread.submit(self._export)
 
     def finish(self, step: int) -> None:
         """The step is complete: its file gets its name."""
@@ -114,21 +127,18 @@ class TokenExporter:
             job, self._job = self._job, None
             job.result()
 
-    def _export(
-        self,
-        table: TokenTable,
-        observed: "Mapping[str, Tensor | None]",
-        step: int,
-        micro_step: int,
-        denominator: int,
-    ) -> None:
+    def _export(self) -> None:
+        """What is held, which is let go of before anybody hears that it is done."""
+        held, self._held = self._held, None
+        assert held is not None
+        step = held.step
         batch, num_skipped = micro_batch_columns(
-            table,
-            observed,
+            held.table,
+            held.observed,
             step=step,
             rank=self._rank,
-            micro_step=micro_step,
-            denominator=denominator,
+            micro_step=held.micro_step,
+            denominator=held.denominator,
             num_written=self._num_written,
         )
         self.num_skipped += num_skipped
