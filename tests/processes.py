@@ -10,19 +10,24 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
+from pellucid.checks import verify
 from pellucid.checks.verify.gradients import difference
-from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig
+from pellucid.checks.verify.record import check_record
+from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig, VerifyConfig
 from pellucid.config.save import to_toml
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
@@ -36,6 +41,7 @@ from pellucid.trainer.loop import accumulate
 from pellucid.trainer.many.roster import Roster
 from pellucid.trainer.parallel import BF16, Processes, shard_module
 from pellucid.trainer.run import Run
+from pellucid.trainer.step import StepBatch
 
 SEQ_LEN = 48
 IMPORTED = (AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
@@ -314,6 +320,23 @@ class Jobs:
             return ranks.gather(str(error))
         return []
 
+    def verify(self, mesh: dict, fault: str = "") -> list[list]:
+        """(exit code, what it printed) of each process, with a fault planted or not."""
+        config = VerifyConfig.model_validate(
+            {
+                "model": {"name": str(self.tied)},
+                "seq_len": 256,
+                "trainer": {"threads": 1, "model": mesh},
+                "orchestrator": {"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 12}},
+                "json": True,
+            }
+        )
+        ranks = self.ranks(config.trainer)
+        checks, printed = [check_record], StringIO()
+        with planted(fault), patch.object(verify, "CHECKS", checks), redirect_stdout(printed):
+            code = verify.verify_with(config, ranks)
+        return ranks.gather([code, printed.getvalue()])
+
     def train(self, folder: str, mesh: dict, resume: bool = False) -> None:
         """A run on the batches that are in its folder."""
         config = settings(self.tied, Path(folder), **training(mesh))
@@ -351,6 +374,25 @@ def adapter_settings(weights: Path, folder: Path, **trainer) -> TrainerRunConfig
     own = {"ckpt": {"interval": 1}, "experimental": {"token_export": {}}, **trainer}
     model = {"seq_len": SEQ_LEN, **own.pop("model", {})}
     return TrainerRunConfig.model_validate({**config, "trainer": {"threads": 1, "model": model, **own}})
+
+
+def planted(fault: str) -> AbstractContextManager:
+    """Faults that only several processes can have."""
+    if fault == "a denominator per rank":
+
+        def own_tokens(batch: StepBatch) -> int:
+            return max(1, sum(part.counts.loss_tokens for part in batch.packed.micro_batches(batch.rank)))
+
+        return patch.object(StepBatch, "denominator", property(own_tokens))
+    if fault == "an average over processes":
+
+        def averaged(module, factor: float) -> None:
+            set_factor(module, factor * dist.get_world_size())
+
+        set_factor = FSDPModule.set_gradient_divide_factor
+        return patch.object(FSDPModule, "set_gradient_divide_factor", averaged)
+    assert fault == ""
+    return nullcontext()
 
 
 def training(mesh: dict) -> dict:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pellucid.cli import main
 from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
 
@@ -124,6 +125,20 @@ def test_tokens_carry_the_version_that_sampled_them(finished) -> None:
     # Step 0 trains on what its own weights sampled, step 1 on what version 0 sampled.
     assert metrics[0]["mismatch_kl/all/mean"] <= 1e-6
     assert metrics[1]["mismatch_kl/all/mean"] > metrics[0]["mismatch_kl/all/mean"]
+
+
+def test_the_record_replays(finished, capsys) -> None:
+    """Advantages, masks, losses and, from weights that are left, logprobs; and what if."""
+    folder, _ = finished
+    assert main(["replay", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {finding["check"] for finding in report["findings"]} == {
+        *("advantages", "ratios", "masks", "losses", "weights", "record", "loss")
+    }
+    assert report["steps"] == list(range(STEPS)) and report["notes"] == []
+    assert main(["replay", str(folder), "--set", "trainer.loss.dppo_mask_high=0", "--json"]) == 0
+    effect = json.loads(capsys.readouterr().out)["totals"]["all"]
+    assert effect["changed"]["masked_high"] > effect["recorded"]["masked_high"]
 
 
 def test_rollouts_and_exports_tell_the_same_story(finished) -> None:

@@ -24,9 +24,10 @@ from pellucid.config import (
     VerifyConfig,
 )
 from pellucid.config.base import Section
+from pellucid.config.cluster import RenderConfig
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
-from pellucid.config.tools import BenchSettings, KeysSettings, LedgerSettings, ViewSettings
+from pellucid.config.tools import BenchSettings, KeysSettings, LedgerSettings, ReplaySettings, ViewSettings
 from pellucid.errors import ConfigError, DiskError, PellucidError
 
 
@@ -53,8 +54,14 @@ COMMANDS: Mapping[str, Command] = {
     "rewind": Command(
         RLConfig, "pellucid.launch:run_rewind", "make a run's folder ready for its parts to be resumed"
     ),
+    "render": Command(
+        RenderConfig, "pellucid.launch.cluster:run_render", "write the files that start a run on a cluster"
+    ),
     "view": Command(ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser"),
     "ledger": Command(LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went"),
+    "replay": Command(
+        ReplaySettings, "pellucid.checks.replay:run_replay", "recompute what was recorded, or what if"
+    ),
     "verify": Command(
         VerifyConfig,
         "pellucid.checks.verify:run_verify",

@@ -2,6 +2,7 @@
 
 PellucidError
 ├── ConfigError        a setting, or a combination of settings, that cannot work
+│   └── MissingPackageError   what was asked for needs a package that is not installed
 ├── DataError          a sample, table or file whose content breaks its own rules
 │   └── ColumnError    the same, with the column and the sequence
 ├── ModelError         a model or tokenizer that cannot be loaded or is not supported
@@ -30,6 +31,10 @@ class PellucidError(Exception):
 
 class ConfigError(PellucidError):
     exit_code = 2
+
+
+class MissingPackageError(ConfigError):
+    pass
 
 
 class DataError(PellucidError):

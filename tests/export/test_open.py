@@ -1,17 +1,23 @@
 """`pellucid.export.open`: the same records from either format, in parts, derived, filtered, as frames."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 import pellucid.export
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import FIELDS
+from pellucid.export.batch import ColumnBatch
+from pellucid.export.sink import JsonlSink, ParquetSink
 from token_exports import write_run
 
 TOKENS = [field.name for field in FIELDS if field.per_token]
@@ -218,3 +224,56 @@ def test_the_code_of_the_page_runs(tmp_path, capsys) -> None:
     assert names["record"].key == (1, 0, 0) and len(names["correct"]) == 0
     assert names["count"].sum() == 3 == names["trainable"].sum() // 2
     assert capsys.readouterr().out.startswith("(0, 1)\na 1.0 ")
+
+
+numbers = st.floats(width=32) | st.just(math.nan)
+
+
+@st.composite
+def batches(draw) -> ColumnBatch:
+    """Any values, in sequences of any lengths; a mask may be null for the whole batch."""
+    lengths = np.array(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)), np.int64)
+    columns = {}
+    for field in FIELDS:
+        size = int(lengths.sum()) if field.per_token else len(lengths)
+        kind = np.dtype(field.dtype).kind
+        if field.name == "role_spans":
+            columns[field.name] = np.empty(size, object)
+            columns[field.name][:] = [[["user", 0, 1]]] * size
+        elif field.dtype is str:
+            columns[field.name] = np.array(draw(st.lists(st.text(), min_size=size, max_size=size)), object)
+        elif kind == "f":
+            values = draw(st.lists(numbers, min_size=size, max_size=size))
+            columns[field.name] = np.array(values, field.dtype)
+        elif kind == "b" and draw(st.booleans()):
+            columns[field.name] = np.full(size, np.nan, np.float32)
+        else:
+            high = 1 if kind == "b" else 2**31 - 1
+            values = draw(st.lists(st.integers(0, high), min_size=size, max_size=size))
+            columns[field.name] = np.array(values).astype(field.dtype)
+    return ColumnBatch(lengths, columns)
+
+
+@settings(max_examples=40)
+@given(batches())
+def test_what_is_written_is_what_is_read(batch) -> None:
+    """By both formats alike, whatever the values; what is not finite is null."""
+    with TemporaryDirectory() as folder:
+        for sink in (
+            JsonlSink(Path(folder) / "a.jsonl", FIELDS),
+            ParquetSink(Path(folder) / "a.parquet", FIELDS),
+        ):
+            sink.write(batch)
+            sink.close()
+        for name in ("a.jsonl", "a.parquet"):
+            records = pellucid.export.open(Path(folder) / name).records()
+            order = [record.row for record in records]
+            assert sorted(order) == list(range(batch.num_sequences))
+            found, expected = records.batch([field.name for field in FIELDS]), batch.take(order)
+            assert found.lengths.tolist() == expected.lengths.tolist()
+            for column, values in expected.columns.items():
+                own = found.columns[column]
+                if values.dtype.kind == "f":
+                    np.testing.assert_array_equal(own, np.where(np.isfinite(values), values, np.nan))
+                else:
+                    assert own.tolist() == values.tolist(), column

@@ -94,11 +94,8 @@ def test_worst_tokens_are_the_worst_of_all_parts() -> None:
     assert [token["value"] for token in part.worst["entropy"]][:4] == [99.0, 99.0, 98.0, 98.0]
     assert part.worst["entropy"][1] == {
         "value": 99.0,
-        "step": 0,
         "rank": 0,
         "export_sequence_idx": 90,
-        "env_name": "a",
-        "group_id": "g",
         "rollout_id": "r90",
         "token": 9,
         "token_id": 9,

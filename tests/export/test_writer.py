@@ -1,6 +1,5 @@
 """What is exported is what the loss did: golden records, order, and files that appear when they are whole."""
 
-import gc
 import json
 import math
 import shutil
@@ -141,6 +140,16 @@ def test_an_explicit_path_gets_the_rank_and_all_steps(tmp_path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
 
 
+def test_a_writer_that_is_killed_leaves_only_whole_steps(tmp_path) -> None:
+    """Killed in the middle of step 1: what it has of it, whole records too, is not to be seen."""
+    exporter = TokenExporter(tmp_path, path=tmp_path / "mine.jsonl")
+    write_steps(exporter, [0])
+    table = samples()
+    exporter.add(table, observed(table.num_tokens), step=1, micro_step=0, denominator=1)
+    exporter.close()
+    assert [record.key[0] for record in pellucid.export.open(tmp_path / "mine.rank_0.jsonl").records()] == [0]
+
+
 def write_steps(exporter, steps, spoil=None):
     """Exports one sequence a step; `spoil` is called before the step 2 is written."""
     table = samples()
@@ -205,6 +214,19 @@ def test_a_full_disk_leaves_no_half_of_a_parquet_file(tmp_path, caplog) -> None:
     assert exporter.num_lost == 2 and len(caplog.records) == 1
 
 
+def test_numbers_that_are_not_finite_are_null_in_both_formats(tmp_path) -> None:
+    table = samples()
+    values = observed(table.num_tokens)
+    values["trainer_logprobs"] = torch.tensor([0.0] * 3 + [float("-inf"), float("nan")] + [0.0] * 3)
+    for format in ("jsonl", "parquet"):
+        exporter = TokenExporter(tmp_path / format, format=format)
+        exporter.add(table, values, step=0, micro_step=0, denominator=1)
+        exporter.finish(0)
+        (record,) = pellucid.export.open(tmp_path / format / "token_exports" / "step_0").records()
+        assert record.as_dict()["trainer_logprobs"] == [None, None]
+        assert np.isnan(record["trainer_logprobs"]).all()
+
+
 def test_an_export_holds_one_micro_batch_at_most(tmp_path) -> None:
     exporter = TokenExporter(tmp_path, format="parquet")
     alive: list[weakref.ref[TokenTable]] = []
@@ -213,7 +235,6 @@ def test_an_export_holds_one_micro_batch_at_most(tmp_path) -> None:
         exporter.add(table, observed(table.num_tokens), step=0, micro_step=micro_step, denominator=1)
         alive.append(weakref.ref(table))
         del table
-        gc.collect()
         assert all(gone() is None for gone in alive[:-1])
     exporter.finish(0)
     exporter.close()

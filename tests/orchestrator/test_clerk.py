@@ -120,7 +120,7 @@ def test_books_and_snapshot_are_on_disk_before_the_batch_is_handed_over(tmp_path
     }
     assert saved(tmp_path, 1) == ["g2-r0"]
     snapshot = read_snapshot(tmp_path)
-    assert snapshot is not None and snapshot.rollouts_bytes > 0
+    assert snapshot is not None and snapshot.rollouts_bytes[1] > 0
 
 
 def test_a_cancelled_caller_is_told_only_when_its_job_is_done(tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def two(folder) -> dict:
         "cp2, adapter": ["adapter", {"cp": 2}],
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
         "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
+        "verify dp2": ["verify", {}],
+        "verify cp2": ["verify", {"cp": 2}],
+        "verify, a denominator per rank": ["verify", {}, "a denominator per rank"],
+        "verify, an average over processes": ["verify", {}, "an average over processes"],
         "train dp2": ["train", runs["dp2"], {}],
         "train cp2": ["train", runs["cp2"], {"cp": 2}],
         "train hsdp2": ["train", runs["hsdp2"], {"dp_replicate": 2}],
@@ -240,6 +244,49 @@ def test_what_the_main_process_raises_is_raised_in_all(two) -> None:
     assert two["sharing"] == ["of the main process"] * 2
 
 
+def verified(two: dict, job: str) -> tuple[list[int], list[dict]]:
+    """Exit codes, and what the main process printed."""
+    codes, (printed, *others) = zip(*two[job], strict=True)
+    assert not any(others)
+    return list(codes), [json.loads(line) for line in printed.splitlines()]
+
+
+@pytest.mark.parametrize(("mesh", "num_ranks"), [("dp2", 2), ("cp2", 1)])
+def test_verify_compares_the_processes_with_one(two, mesh, num_ranks) -> None:
+    codes, findings = verified(two, f"verify {mesh}")
+    assert codes == [0] * num_ranks
+    of_processes = [finding for finding in findings if finding["check"] == "processes"]
+    assert [finding["what"].split(",")[0] for finding in of_processes] == 3 * [
+        "denominators",
+        "loss",
+        "gradient",
+    ]
+    assert all("2 processes" in finding["what"] for finding in of_processes)
+    assert "record" in {finding["check"] for finding in findings}
+
+
+def failed(findings: list[dict]) -> dict[str, str]:
+    """The meaning of what failed with the trainer as configured, by what was measured."""
+    ours = [finding for finding in findings if "2 processes as configured" in finding["what"]]
+    return {finding["what"].split(",")[0]: finding["meaning"] for finding in ours if not finding["passed"]}
+
+
+def test_verify_names_a_denominator_per_rank(two) -> None:
+    codes, findings = verified(two, "verify, a denominator per rank")
+    assert codes == [1, 1]
+    meanings = failed(findings)
+    assert meanings.keys() == {"denominators", "loss", "gradient"}
+    assert "a per-rank denominator" in meanings["denominators"]
+
+
+def test_verify_names_an_average_over_processes(two) -> None:
+    codes, findings = verified(two, "verify, an average over processes")
+    assert codes == [1, 1]
+    meanings = failed(findings)
+    assert meanings.keys() == {"gradient"}
+    assert meanings["gradient"].startswith("the gradient is 0.5 times that of one process: it is averaged")
+
+
 def result_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
@@ -316,6 +363,7 @@ def test_its_ledger_balances(folder, alone, two, four, name, tmp_path) -> None:
         for journal, flows in ((engine, ("sampled", "delivered")), (orchestrator, ("received", "sent"))):
             for flow in flows:
                 journal.count(entry.run, entry.env, Flow(flow), entry.counts.get("received", 0))
+            journal.flush(entry.step)
     engine.close(NUM_STEPS)
     orchestrator.close(NUM_STEPS)
     report = reconcile(ledger)

@@ -19,6 +19,8 @@ from pellucid.trainer import train_on_dataset
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate, train
+from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.run import Told
 from pellucid.trainer.sft_data import load_data
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 
@@ -162,6 +164,29 @@ def test_the_gradient_is_the_mean_over_trainable_tokens(tiny_model, tmp_path) ->
     (total / table.num_trainable).backward()
     for name, parameter in policy.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, atol=2e-6, rtol=1e-4)
+
+
+class OtherRankLost(Ranks):
+    """Beside this rank another one, whose disk was full in step 0."""
+
+    def gather(self, value):
+        return [value, value._replace(left_out=(0, 5))] if isinstance(value, Told) else [value]
+
+
+def test_a_step_that_a_rank_did_not_export_is_not_marked_whole(tiny_model, tmp_path) -> None:
+    table = TokenTable.from_samples(rollouts(tiny_model, count=2))
+    channel = MemoryChannel()
+    for step in range(2):
+        channel.send(step, encode_batch(Batch("run", step, table)))
+    settings = config(tiny_model, tmp_path, max_steps=2)
+    run = build_run(settings, OrchestratorBatches(channel), None, [], OtherRankLost())
+    train(run)
+    run.close()
+    whole = [(tmp_path / "token_exports" / f"step_{step}" / "STABLE").exists() for step in range(2)]
+    assert whole == [False, True]
+    assert [
+        metrics["export/lost_sequences"] for metrics in read_metrics(tmp_path / "metrics/trainer.jsonl")
+    ] == [5, 5]
 
 
 def test_a_step_leaves_record_books_and_weights_that_agree(tiny_model, tmp_path) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pellucid.bench.result import Result, fastest_each_s
-from pellucid.bench.shapes import MODELS
+from pellucid.bench.shapes import made_policy
 from pellucid.model import PackedAttention, Policy
 from pellucid.model.attention import ATTENTION
 
@@ -20,7 +20,7 @@ def run() -> list[Result]:
 def _compare(model: str, lengths: list[int]) -> Result:
     tokens = sum(lengths)
     repeats = 6 if model == "tiny" else 2
-    with MODELS[model]() as policy:
+    with made_policy(model) as policy:
         token_ids = torch.randint(5, policy.vocab_size, (1, tokens))
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
 

@@ -16,7 +16,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from pellucid.bench.result import Result, fastest_each_s
-from pellucid.bench.shapes import MODELS
+from pellucid.bench.shapes import made_policy
 from pellucid.data import Completion
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, Request, run_to_end
@@ -37,7 +37,7 @@ def run() -> list[Result]:
 
 
 def _compare(model: str, num_requests: int, longest: int) -> Result:
-    with MODELS[model]() as policy:
+    with made_policy(model) as policy:
         asked = _requests(policy.vocab_size, num_requests, longest)
         sides = (partial(_sample, policy), partial(_generate, policy))
         for side in sides:

@@ -1,27 +1,21 @@
 """The models that benchmarks run on: the demo's, and one of 135 M parameters with random weights."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pellucid.config import ModelConfig
+from pellucid.data.tokenizer import quiet_transformers
 from pellucid.model import Policy, load_policy
-from pellucid.model.tiny import make_tiny_model
+from pellucid.model.tiny import character_tokenizer, make_tiny_model
 
 
-@contextmanager
-def tiny_policy() -> Iterator[Policy]:
-    with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model(Path(folder))
-        yield load_policy(ModelConfig(name=folder, dtype="float32"))
-
-
-@contextmanager
-def llama_135m_policy() -> Iterator[Policy]:
+def make_llama_135m(folder: Path) -> None:
     """The shape of SmolLM2-135M: 30 layers of 576, 9 query heads on 3 key/value heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    quiet_transformers()
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -34,9 +28,16 @@ def llama_135m_policy() -> Iterator[Policy]:
         bos_token_id=None,
         eos_token_id=None,
     )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {"tiny": make_tiny_model, "135M": make_llama_135m}
+"""What writes a model and its tokenizer into a folder."""
+
+
+@contextmanager
+def made_policy(name: str) -> Iterator[Policy]:
     with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
+        MAKERS[name](Path(folder))
         yield load_policy(ModelConfig(name=folder, dtype="float32"))
-
-
-MODELS = {"tiny": tiny_policy, "135M": llama_135m_policy}

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pellucid.bench.result import Result, fastest_s
-from pellucid.bench.shapes import tiny_policy
+from pellucid.bench.shapes import made_policy
 from pellucid.model import Layout, Policy, packed_layout, shared_layout
 
 CASES = {"the demo's shape": (16, 8, 25, (5, 9)), "long prompts": (1, 8, 2000, (500, 500))}
@@ -15,7 +15,7 @@ CASES = {"the demo's shape": (16, 8, 25, (5, 9)), "long prompts": (1, 8, 2000, (
 
 def run() -> list[Result]:
     torch.set_num_threads(1)
-    with tiny_policy() as policy:
+    with made_policy("tiny") as policy:
         return [_compare(policy, name, *shape) for name, shape in CASES.items()]
 
 

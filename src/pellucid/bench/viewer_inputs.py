@@ -86,7 +86,7 @@ def write_file(path: Path, batch: ColumnBatch) -> None:
     """JSONL or Parquet, by the path's suffix."""
     fields = [field for field in FIELDS if field.name not in LEFT_OUT]
     path.parent.mkdir(parents=True, exist_ok=True)
-    sink = ParquetSink(path, fields) if path.suffix == ".parquet" else JsonlSink(path, fields, append=False)
+    sink = ParquetSink(path, fields) if path.suffix == ".parquet" else JsonlSink(path, fields)
     for start in range(0, batch.num_sequences, WRITE_RECORDS):
         sink.write(batch.take(np.arange(start, min(start + WRITE_RECORDS, batch.num_sequences))))
     sink.close()

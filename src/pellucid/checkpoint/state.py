@@ -9,7 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -57,6 +63,18 @@ def read_state(
             f"{folder} does not fit the model: {failure}; resume with the model.name that the run began with"
         ) from failure
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def read_model(model: nn.Module, folder: Path) -> None:
+    """The weights alone, into the given model, in place."""
+    state = get_model_state_dict(model)
+    try:
+        with _quiet():
+            load({"model": state}, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise DataError(f"{folder} does not fit the model: {failure}") from failure
+    set_model_state_dict(model, state)
 
 
 def _copied(value: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Settings of the commands that read what a run left behind: `view`, `ledger`, `bench`; and of `keys`."""
+"""Settings of the commands that read what a run left behind, and of `bench` and `keys`."""
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from pellucid.config.base import Section
@@ -70,6 +71,41 @@ class LedgerSettings(Section):
 
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of a table."""
+
+
+class ReplaySettings(Section):
+    """`pellucid replay`: compute again what a run recorded of its tokens, or what other settings would do."""
+
+    run: CliPositionalArg[Path]
+    """Run folder with token exports, or exports alone."""
+
+    step: int | None = Field(default=None, ge=0)
+    """Step to replay; default: every step that is finished."""
+
+    sequence: int | None = Field(default=None, ge=0)
+    """One record of the step, by its place in the order of ranks and indices: shown token by token."""
+
+    changes: tuple[str, ...] = Field(default=(), alias="set")
+    """What if: `trainer.loss.KEY=VALUE` or `orchestrator.advantage.KEY=VALUE`, repeated for several. Masks
+    and losses under it are put beside the recorded ones; logprobs stay as they were."""
+
+    weights: bool = True
+    """Recompute the trainer's logprobs, too, of steps whose weights are still there."""
+
+    as_json: bool = Field(default=False, alias="json")
+    """Print one JSON object instead of tables."""
+
+    @field_validator("changes", mode="before")
+    @classmethod
+    def _one_by_one(cls, value: Any) -> Any:
+        """The command line joins repeated flags by commas."""
+        return re.split(r",(?=[\w.-]+=)", value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _a_sequence_is_of_a_step(self) -> "ReplaySettings":
+        if self.sequence is not None and self.step is None:
+            raise ValueError(f"sequence = {self.sequence} is a record of one step; name it with --step")
+        return self
 
 
 class KeysSettings(Section):

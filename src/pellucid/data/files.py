@@ -9,6 +9,8 @@ from pathlib import Path
 
 from pellucid.errors import DiskError
 
+_PART_BYTES = 1 << 24
+
 
 def replace_file(path: Path, content: bytes) -> None:
     """A reader sees the file as it was or as it shall be; a killed writer leaves it as it was."""
@@ -35,6 +37,19 @@ def append_whole(file: FileIO, data: bytes) -> None:
         try:
             while left:
                 left = left[file.write(left) :]
+        except BaseException:
+            with suppress(OSError):
+                file.truncate(start)
+            raise
+
+
+def append_file(path: Path, source: Path) -> None:
+    """Appends all of `source`, or leaves the file as it was and raises."""
+    with writing(path), path.open("ab", buffering=0) as file, source.open("rb") as parts:
+        start = file.seek(0, os.SEEK_END)
+        try:
+            while part := parts.read(_PART_BYTES):
+                append_whole(file, part)
         except BaseException:
             with suppress(OSError):
                 file.truncate(start)

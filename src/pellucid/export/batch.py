@@ -56,16 +56,21 @@ class ColumnBatch:
         """A per-sequence column with one entry per token."""
         return self.columns[name][self.owners]
 
+    def tokens_of(self, rows: Integers) -> Integers:
+        """The tokens of these sequences, in this order."""
+        lengths = self.lengths[rows]
+        ends = np.cumsum(lengths)
+        num_tokens = int(ends[-1]) if len(ends) else 0
+        return np.arange(num_tokens) + np.repeat(self.offsets[rows] - ends + lengths, lengths)
+
     def take(self, rows: Sequence[int] | Integers) -> "ColumnBatch":
         """These sequences, in this order."""
         chosen = np.asarray(rows, np.int64)
         if len(chosen) == self.num_sequences and (chosen == np.arange(len(chosen))).all():
             return self
-        lengths, starts = self.lengths[chosen], self.offsets[chosen]
-        ends = np.cumsum(lengths)
-        tokens = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + lengths, lengths)
+        tokens = self.tokens_of(chosen)
         return ColumnBatch(
-            lengths,
+            self.lengths[chosen],
             {
                 name: values[tokens if is_per_token(name, values, self) else chosen]
                 for name, values in self.columns.items()

@@ -66,14 +66,20 @@ class Distribution:
 
     def quantile(self, share: float) -> float | None:
         """The value that this share of the values is not above, interpolated within its bin."""
+        return self.quantiles([share])[0]
+
+    def quantiles(self, shares: Sequence[float]) -> list[float | None]:
         if not self.count:
-            return None
-        wanted = share * self.count
-        reached = np.cumsum(self.bins)
-        place = int(np.searchsorted(reached, max(wanted, 0.5)))  # never a bin before the first
-        inside = (wanted - (reached[place] - self.bins[place])) / max(1, int(self.bins[place]))
-        low, high = (float(edge[0]) for edge in edges(np.array([place])))
-        return float(np.clip(low + inside * (high - low), self.min, self.max))
+            return [None] * len(shares)
+        wanted = np.array(shares) * self.count
+        used = np.flatnonzero(self.bins)
+        counts = self.bins[used]
+        reached = np.cumsum(counts)
+        places = np.searchsorted(reached, np.maximum(wanted, 0.5))  # never a bin before the first
+        inside = (wanted - (reached - counts)[places]) / counts[places]
+        low, high = (edge.astype(np.float64) for edge in edges(used[places]))
+        values: list[float | None] = np.clip(low + inside * (high - low), self.min, self.max).tolist()
+        return values
 
     def histogram(self) -> tuple[NDArray[np.float32], NDArray[np.float32], Counts]:
         """Lower and upper edge and count of each bin that is not empty, ascending."""
@@ -88,7 +94,9 @@ class Distribution:
             "sum_of_squares": self.sum_of_squares,
             "min": self.min if self.count else None,
             "max": self.max if self.count else None,
-            "quantiles": {f"{share:g}": self.quantile(share) for share in quantiles},
+            "quantiles": {
+                f"{share:g}": value for share, value in zip(quantiles, self.quantiles(quantiles), strict=True)
+            },
             "bins": used.tolist(),
             "counts": self.bins[used].tolist(),
         }

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -27,6 +26,7 @@ class ParquetSource:
 
         self._lengths: Values | None = None
         self._found: dict[str, Values] = {}
+        self._num_rows: dict[int, int] = {}
         self._places: list[tuple[int, int]] = []
         """Row group, and row within it."""
 
@@ -59,18 +59,28 @@ class ParquetSource:
             yield file
 
     def _find_rows(self, file: Any, report: Report) -> None:
+        metadata = file.metadata
+        groups = range(metadata.num_row_groups)
+        self._num_rows = {group: metadata.row_group(group).num_rows for group in groups}
+        if not groups:
+            return
+        try:
+            self._add_rows(file, groups)
+        except OSError:  # then which of them is it?
+            for group in groups:
+                try:
+                    self._add_rows(file, [group])
+                except OSError as error:
+                    self.num_damaged += 1
+                    report(f"{self.path}, row group {group} is damaged; skipped: {error}")
+
+    def _add_rows(self, file: Any, groups: Sequence[int]) -> None:
         named = [name for name in KEY if name in self.columns]
-        for group in range(file.metadata.num_row_groups):
-            num_rows = file.metadata.row_group(group).num_rows
-            try:
-                table = file.read_row_group(group, columns=named, use_threads=False)
-            except OSError as error:
-                self.num_damaged += 1
-                report(f"{self.path}, row group {group} is damaged; skipped: {error}")
-                continue
-            columns = [table.column(name).to_pylist() if name in named else [0] * num_rows for name in KEY]
-            self.keys += zip(*columns, strict=True)
-            self._places += [(group, row) for row in range(num_rows)]
+        table = file.read_row_groups(groups, columns=named, use_threads=False)
+        num_rows = sum(self._num_rows[group] for group in groups)
+        columns = [table.column(name).to_pylist() if name in named else [0] * num_rows for name in KEY]
+        self.keys += zip(*columns, strict=True)
+        self._places += [(group, row) for group in groups for row in range(self._num_rows[group])]
 
     def names(self, row: int) -> Sequence[str]:
         return self.columns
@@ -79,12 +89,17 @@ class ParquetSource:
         known = [name for name in names if name in self.columns]
         if not any(name not in BY_NAME or BY_NAME[name].per_token for name in known):
             known.append("loss_mask" if "loss_mask" in self.columns else "token_ids")  # for the lengths
-        places = [self._places[row] for row in rows]
-        parts = [
-            self._read(group, known).take([row for _, row in members])
-            for group, members in groupby(places, key=lambda place: place[0])
-        ]
-        return ColumnBatch.concat(parts) if parts else ColumnBatch(np.zeros(0, np.int64), {})
+        groups = sorted({self._places[row][0] for row in rows})
+        if not groups:
+            return ColumnBatch(np.zeros(0, np.int64), {})
+        batch = self._read(groups[0], known) if len(groups) == 1 else self._read_all(groups, known)
+        starts = dict(zip(groups, np.cumsum([0, *(self._num_rows[group] for group in groups)]), strict=False))
+        return batch.take([starts[group] + row for group, row in (self._places[row] for row in rows)])
+
+    def _read_all(self, groups: Sequence[int], names: Sequence[str]) -> ColumnBatch:
+        with self._file() as file:
+            table = file.read_row_groups(groups, columns=names, use_threads=False)
+        return self._columns_of(table, "row groups", groups)
 
     def _read(self, group: int, names: Sequence[str]) -> ColumnBatch:
         """Columns of a row group; they stay until another one is read."""
@@ -94,11 +109,14 @@ class ParquetSource:
             if missing := [name for name in names if name not in self._found]:
                 with self._file() as file:
                     table = file.read_row_group(group, columns=missing, use_threads=False)
-                try:
-                    part = from_arrow(table, self._lengths)
-                except DataError as error:
-                    raise DataError(f"{self.path}, row group {group}: {error}") from error
+                part = self._columns_of(table, "row group", group, self._lengths)
                 self._lengths = part.lengths
                 self._found |= part.columns
             assert self._lengths is not None
             return ColumnBatch(self._lengths, {name: self._found[name] for name in names})
+
+    def _columns_of(self, table: Any, what: str, where: object, lengths: Values | None = None) -> ColumnBatch:
+        try:
+            return from_arrow(table, lengths)
+        except DataError as error:
+            raise DataError(f"{self.path}, {what} {where}: {error}") from error

@@ -21,14 +21,14 @@ Wanted = Any
 
 def read_columns(source: Source, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
     """With what can be derived in place of what is not stored; what can be neither is left out."""
-    derived = [name for name in names if name in BY_NAME and BY_NAME[name].derivable]
-    needed = {other: None for name in derived for other in sources(name)}
-    batch = source.batch(rows, list(dict.fromkeys([*names, *needed])))
+    batch = source.batch(rows, names)
     columns = {name: batch.columns[name] for name in names if name in batch.columns}
-    for name in derived:
-        has = set(sources(name)) - {"training_mode"} <= batch.columns.keys()
-        if name not in columns and has:
-            columns[name] = derive(batch, name)
+    derived = [name for name in names if name not in columns and name in BY_NAME and BY_NAME[name].derivable]
+    if derived:
+        needed = source.batch(rows, list({other: None for name in derived for other in sources(name)}))
+        for name in derived:
+            if set(sources(name)) - {"training_mode"} <= needed.columns.keys():
+                columns[name] = derive(needed, name)
     return ColumnBatch(batch.lengths, columns)
 
 
@@ -66,12 +66,18 @@ class Record(Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def arrays(self) -> dict[str, Any]:
+        """All fields at once, as `record[name]` has them."""
+        return self._all(_mask_or_none)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, null as None: what the JSONL has."""
-        names = list(self)
-        batch = read_columns(self.source, [self.row], names)
+        return self._all(lambda name, values: _plain(values))
+
+    def _all(self, present: Callable[[str, Values], Any]) -> dict[str, Any]:
+        batch = read_columns(self.source, [self.row], list(self))
         return {
-            name: _plain(values) if is_per_token(name, values, batch) else _scalar(values)
+            name: present(name, values) if is_per_token(name, values, batch) else _scalar(values)
             for name, values in batch.columns.items()
         }
 

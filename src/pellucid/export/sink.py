@@ -12,9 +12,6 @@ from pellucid.export.schema import Field
 
 
 class RecordSink(Protocol):
-    start: int
-    """Bytes that were in the file before."""
-
     def write(self, batch: ColumnBatch) -> None: ...
 
     def close(self) -> None:
@@ -25,10 +22,9 @@ class RecordSink(Protocol):
 
 
 class JsonlSink:
-    def __init__(self, path: Path, fields: Sequence[Field], *, append: bool) -> None:
+    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
         self._fields = fields
-        self._file = path.open("ab" if append else "wb")
-        self.start = self._file.tell()
+        self._file = path.open("wb")
 
     def write(self, batch: ColumnBatch) -> None:
         for line in encode_lines(batch, self._fields):
@@ -44,8 +40,6 @@ class JsonlSink:
 
 class ParquetSink:
     """A row group per batch."""
-
-    start = 0
 
     def __init__(self, path: Path, fields: Sequence[Field]) -> None:
         self._fields = fields

@@ -8,11 +8,12 @@ and ranks do not change it (but for which of several equal tokens is named). Tra
       reward, length                                                     distributions over sequences
       metrics.NAME                                                       a distribution over tokens
       positions.NAME    sums and counts over blocks of `block` positions
-      worst.NAME        the K tokens that stand out most: value, where, whose
+      worst.NAME        the K tokens that stand out most: value, record, token, id
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import neg, pos
 from typing import Any
 
 import numpy as np
@@ -27,28 +28,29 @@ QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 NUM_WORST = 20
 MAX_BLOCKS = 128
 
-_Score = Callable[[Values], Values]
+_Score = Callable[[Any], Any]
 
 METRICS: Mapping[str, _Score] = {
-    "trainer_logprobs": np.negative,
-    "entropy": np.positive,
-    "mismatch_kl": np.positive,
-    "log_importance_ratio": np.abs,
-    "importance_ratio": np.positive,
-    "prob_delta": np.abs,
-    "token_loss": np.abs,
-    "advantages": np.abs,
+    "trainer_logprobs": neg,
+    "entropy": pos,
+    "mismatch_kl": pos,
+    "log_importance_ratio": abs,
+    "importance_ratio": pos,
+    "prob_delta": abs,
+    "token_loss": abs,
+    "advantages": abs,
 }
 """Per-token columns that are summarised, and what makes a value stand out."""
 
 _MASKS = {"masked": "is_masked", "masked_high": "is_masked_high", "masked_low": "is_masked_low"}
 _COUNTED = ("sequences", "tokens", "trainable", *_MASKS)
-_OWNER = ("step", "rank", "export_sequence_idx", "env_name", "group_id", "rollout_id")
+_OWNER = ("rank", "export_sequence_idx", "rollout_id")
 
 NEEDED = (
     *METRICS,
     *_MASKS.values(),
     *_OWNER,
+    "env_name",
     "training_mode",
     "token_ids",
     "loss_mask",
@@ -144,7 +146,7 @@ class Part:
             if name in columns and np.isfinite(values := columns[name][tokens]).any():
                 self.metrics.setdefault(name, Distribution()).add(values)
                 self.positions.add(name, positions, values)
-                self._keep_worst(name, _worst(batch, tokens, values, name, score))
+                self._keep_worst(name, _worst(batch, tokens, values, score))
 
     def merge(self, other: "Part") -> None:
         for name, count in other.counts.items():
@@ -159,7 +161,7 @@ class Part:
     def _keep_worst(self, name: str, tokens: Iterable[dict[str, Any]]) -> None:
         score = METRICS[name]
         found = [*self.worst.get(name, []), *tokens]
-        found.sort(key=lambda token: (-float(score(np.array(token["value"]))), *_place(token)))
+        found.sort(key=lambda token: (-score(token["value"]), *_place(token)))
         self.worst[name] = found[:NUM_WORST]
 
     def as_dict(self) -> dict[str, Any]:
@@ -198,28 +200,26 @@ class Part:
 
 
 def _worst(
-    batch: ColumnBatch, tokens: NDArray[np.int64], values: Values, name: str, score: _Score
+    batch: ColumnBatch, tokens: NDArray[np.int64], values: Values, score: _Score
 ) -> Iterator[dict[str, Any]]:
     scores = np.where(np.isfinite(values), score(values), -np.inf)
-    chosen = np.argpartition(-scores, NUM_WORST)[:NUM_WORST] if len(scores) > NUM_WORST else ...
-    for index in np.arange(len(scores))[chosen][np.isfinite(scores[chosen])].tolist():
-        token = int(tokens[index])
-        row = int(batch.owners[token])
-        owner = {key: _plain(batch.columns[key][row]) for key in _OWNER if key in batch.columns}
-        yield {
-            "value": float(values[index]),
-            **owner,
-            "token": token - int(batch.offsets[row]),
-            "token_id": int(batch.columns["token_ids"][token]),
-        }
+    chosen = np.argpartition(-scores, NUM_WORST)[:NUM_WORST] if len(scores) > NUM_WORST else slice(None)
+    chosen = np.arange(len(scores))[chosen]
+    chosen = chosen[np.isfinite(scores[chosen])]
+    places = tokens[chosen]
+    rows = batch.owners[places]
+    columns = {
+        "value": values[chosen],
+        **{name: batch.columns[name][rows] for name in _OWNER if name in batch.columns},
+        "token": places - batch.offsets[rows],
+        "token_id": batch.columns["token_ids"][places],
+    }
+    for entry in zip(*(column.tolist() for column in columns.values()), strict=True):
+        yield dict(zip(columns, entry, strict=True))
 
 
 def _place(token: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(token.get(key, 0) for key in ("step", "rank", "export_sequence_idx", "token"))
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    return tuple(token.get(key, 0) for key in ("rank", "export_sequence_idx", "token"))
 
 
 class StepSummary:

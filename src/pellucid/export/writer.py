@@ -1,7 +1,8 @@
 """Writes what the loss did with every token: one record per sequence with a trainable token.
 
-Values come from the loss's own record and are never derived again here. A step's file appears under its
-final name when the step is complete, and `STABLE` beside it once every rank has written.
+Values come from the loss's own record and are never derived again here. A step is written under a hidden
+name; its file appears (or, with one file for all steps, its records are appended) when the step is complete,
+and `STABLE` beside it once every rank has written.
 
 Encoding and writing are done by a thread, one micro batch at a time: training waits for it only when the next
 micro batch is there already, so an export never holds more than one beyond what training holds.
@@ -11,18 +12,17 @@ back what it had of the step, and counts what it leaves out from then on.
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
 from pellucid.config import ExportColumns, ExportFormat
 from pellucid.data import TokenTable
-from pellucid.data.files import replace_file
+from pellucid.data.files import append_file, replace_file
 from pellucid.export.batch import micro_batch_columns
 from pellucid.export.optional import require
 from pellucid.export.paths import ExportPaths, partial_of
@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+
+class _MicroBatch(NamedTuple):
+    table: TokenTable
+    observed: "Mapping[str, Tensor | None]"
+    step: int
+    micro_step: int
+    denominator: int
 
 
 class TokenExporter:
@@ -61,6 +69,8 @@ class TokenExporter:
         self._failed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._job: Future[None] | None = None
+        self._held: _MicroBatch | None = None
+        """What the thread is about to export."""
         self.num_skipped = 0
         """Sequences without a trainable token so far: not exported, but counted."""
         self.num_lost = 0
@@ -77,8 +87,11 @@ class TokenExporter:
     ) -> None:
         """One micro batch; `observed` are the per-token values of forward and loss, None where absent."""
         self.flush()
-        held = {name: None if values is None else values.detach().cpu() for name, values in observed.items()}
-        self._job = self._thread.submit(self._export, table, held, step, micro_step, denominator)
+        on_cpu = {
+            name: None if values is None else values.detach().cpu() for name, values in observed.items()
+        }
+        self._held = _MicroBatch(table, on_cpu, step, micro_step, denominator)
+        self._job = self._thread.submit(self._export)
 
     def finish(self, step: int) -> None:
         """The step is complete: its file gets its name."""
@@ -97,7 +110,7 @@ class TokenExporter:
         self._attempt(step, lambda: self._delete_from(step, lambda rank: rank >= num_ranks))
 
     def close(self) -> None:
-        """In the middle of a step, if at all: its file keeps its hidden name (one for all steps stays)."""
+        """In the middle of a step, if at all: its file keeps its hidden name."""
         self._thread.shutdown()
         if self._sink is not None:
             self._sink.abandon()
@@ -114,21 +127,18 @@ class TokenExporter:
             job, self._job = self._job, None
             job.result()
 
-    def _export(
-        self,
-        table: TokenTable,
-        observed: "Mapping[str, Tensor | None]",
-        step: int,
-        micro_step: int,
-        denominator: int,
-    ) -> None:
+    def _export(self) -> None:
+        """What is held, which is let go of before anybody hears that it is done."""
+        held, self._held = self._held, None
+        assert held is not None
+        step = held.step
         batch, num_skipped = micro_batch_columns(
-            table,
-            observed,
+            held.table,
+            held.observed,
             step=step,
             rank=self._rank,
-            micro_step=micro_step,
-            denominator=denominator,
+            micro_step=held.micro_step,
+            denominator=held.denominator,
             num_written=self._num_written,
         )
         self.num_skipped += num_skipped
@@ -140,19 +150,19 @@ class TokenExporter:
 
     def _open(self, step: int) -> RecordSink:
         if self._sink is None:
-            target, shared = self._paths.file(step, self._rank), self._paths.is_shared
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path = target if shared else partial_of(target)
-            if self._paths.suffix == ".jsonl":
-                self._sink = JsonlSink(path, self._fields, append=shared)
-            else:
-                self._sink = ParquetSink(path, self._fields)
+            path = partial_of(self._paths.file(step, self._rank))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kind = JsonlSink if self._paths.suffix == ".jsonl" else ParquetSink
+            self._sink = kind(path, self._fields)
         return self._sink
 
     def _complete(self, step: int) -> None:
         self._open(step).close()
-        if not self._paths.is_shared:
-            target = self._paths.file(step, self._rank)
+        target = self._paths.file(step, self._rank)
+        if self._paths.is_shared:
+            append_file(target, partial_of(target))
+            partial_of(target).unlink()
+        else:
             partial_of(target).rename(target)
         if (summary := self._paths.summary(step, self._rank)) is not None:
             replace_file(summary, orjson.dumps(self._summary.as_dict(), option=orjson.OPT_SERIALIZE_NUMPY))
@@ -192,10 +202,8 @@ class TokenExporter:
         sink.abandon()
         target = self._paths.file(step, self._rank)
         with suppress(OSError):
-            if self._paths.is_shared:
-                os.truncate(target, sink.start)
-            else:
-                partial_of(target).unlink(missing_ok=True)
+            partial_of(target).unlink(missing_ok=True)
+            if not self._paths.is_shared:
                 target.unlink(missing_ok=True)
 
 

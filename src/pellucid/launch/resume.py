@@ -35,7 +35,7 @@ from pellucid.ledger import (
     sum_entries,
 )
 from pellucid.metrics import drop_metrics
-from pellucid.orchestrator.records import cut_rollouts, discard_rollouts
+from pellucid.orchestrator.records import cut_rollouts, discard_rollouts, saved_bytes
 from pellucid.orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
 from pellucid.transport import retract_folder, step_folders
 from pellucid.transport.filesystem import first_missing_batch
@@ -113,7 +113,8 @@ def rewind_rl(config: RunConfig) -> ResumePoint:
         held={(config.run_name, env): tokens for env, tokens in snapshot.held().items()},
     )
     cut_rollouts(folder, snapshot.batches_sent, snapshot.rollouts_bytes)
-    discard_rollouts(folder, range(next_batch, snapshot.batches_sent))
+    trained = {entry.step for entry in entries if entry.stage is Stage.TRAINER and entry.counts}
+    discard_rollouts(folder, range(next_batch, snapshot.batches_sent), trained)
     for name in ("batches", "token_exports"):
         _discard(folder / name, next_batch)
     _discard(folder / "weights", next_batch + 1)
@@ -124,7 +125,13 @@ def rewind_rl(config: RunConfig) -> ResumePoint:
     journal_bytes = _write_books(folder, entries, settlement, progress)
     # Last: only now would another resume cut the orchestrator's journal after what was settled here.
     write_snapshot(
-        folder, msgspec.structs.replace(snapshot, batches_sent=next_batch, journal_bytes=journal_bytes)
+        folder,
+        msgspec.structs.replace(
+            snapshot,
+            batches_sent=next_batch,
+            journal_bytes=journal_bytes,
+            rollouts_bytes=saved_bytes(folder, next_batch),
+        ),
     )
     return ResumePoint(
         checkpoint, next_batch, settlement.total(State.LOST), settlement.total(State.ROLLED_BACK)

@@ -88,10 +88,6 @@ class Books:
             raise self._torn
         return self._journal.num_bytes
 
-    def rollouts_bytes(self, step: int) -> int:
-        """Length of the saved rollouts of a step."""
-        return self._rollouts.num_bytes(step)
-
     def close(self, step: int, *, finished: bool) -> None:
         """Of a run that was stopped, step and journal stay open: it may be resumed."""
         if finished:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import TokenTable
 from pellucid.orchestrator.books import Books
+from pellucid.orchestrator.records import saved_bytes
 from pellucid.orchestrator.report import Groups, waiting_line
 from pellucid.orchestrator.scheduler import SchedulerState
 from pellucid.orchestrator.snapshot import take_snapshot, write_snapshot
@@ -80,7 +81,7 @@ class Clerk:
         snapshot = take_snapshot(
             state,
             journal_bytes=self._books.journal_bytes,
-            rollouts_bytes=self._books.rollouts_bytes(state.batches_sent),
+            rollouts_bytes=saved_bytes(self._config.output_dir, state.batches_sent),
         )
         write_snapshot(self._config.output_dir, snapshot)
 

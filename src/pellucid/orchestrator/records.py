@@ -7,7 +7,8 @@ looked into; `STABLE` says that the step is complete.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,6 @@ class RolloutLog:
             append_whole(file, lines)
         self._folder = folder
 
-    def num_bytes(self, step: int) -> int:
-        path = self._parent / f"step_{step}" / FILE
-        return path.stat().st_size if path.exists() else 0
-
     def finish_step(self) -> None:
         """The step that was appended to, if any, is complete."""
         if self._folder is not None:
@@ -56,26 +53,41 @@ class RolloutLog:
             self._folder = None
 
 
-def cut_rollouts(run_dir: Path, step: int, num_bytes: int) -> None:
-    """Takes back what was saved after this length of this step's file."""
-    for number, folder in step_folders(run_dir / "rollouts").items():
+def saved_bytes(run_dir: Path, start: int) -> dict[int, int]:
+    """Lengths of the saved rollouts of a step and of those after it, which only a resumed run has."""
+    lengths: dict[int, int] = {}
+    for step in count(start):
+        path = run_dir / "rollouts" / f"step_{step}" / FILE
+        if not path.exists():
+            break
+        lengths[step] = path.stat().st_size
+    return lengths
+
+
+def cut_rollouts(run_dir: Path, start: int, lengths: Mapping[int, int]) -> None:
+    """Takes back what was saved from this step on beyond these lengths; see `saved_bytes`."""
+    for step, folder in step_folders(run_dir / "rollouts").items():
         path = folder / FILE
-        if number == step and path.exists():
-            os.truncate(path, num_bytes)
-        elif number > step:
+        if step in lengths and path.exists():
+            os.truncate(path, lengths[step])
+        elif step >= start:
             path.unlink(missing_ok=True)
 
 
-def discard_rollouts(run_dir: Path, steps: Iterable[int]) -> None:
-    """What was sent with the batches of these steps will not train; the steps are open again."""
+def discard_rollouts(run_dir: Path, steps: Iterable[int], trained: Collection[int]) -> None:
+    """What was sent with the batches of these steps will not train any more; the steps are open again.
+
+    As in the ledger: rolled back if their step is among `trained`, else lost.
+    """
     for step in steps:
+        outcome = State.ROLLED_BACK if step in trained else State.LOST
         folder = run_dir / "rollouts" / f"step_{step}"
         path = folder / FILE
         if path.exists():
             records = [orjson.loads(line) for line in path.read_bytes().splitlines()]
             for record in records:
                 if record["outcome"] == Flow.SENT.value:
-                    record |= {"outcome": State.ROLLED_BACK.value, "reason": "its batch did not survive"}
+                    record |= {"outcome": outcome.value, "reason": "its batch did not survive"}
             replace_file(path, b"".join(orjson.dumps(record) + b"\n" for record in records))
             (folder / MARKER).unlink(missing_ok=True)
 

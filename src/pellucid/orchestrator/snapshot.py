@@ -71,8 +71,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     journal_bytes: int = 0
     """Length of the orchestrator's journal."""
 
-    rollouts_bytes: int = 0
-    """Length of the saved rollouts of step `batches_sent`."""
+    rollouts_bytes: dict[int, int] = {}
+    """Lengths of the saved rollouts of step `batches_sent` and later ones; see `records.saved_bytes`."""
 
     def held(self) -> Counter[str]:
         """Sampled tokens of the rollouts that wait for a batch, per environment: in no journal yet."""
@@ -93,7 +93,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         )
 
 
-def take_snapshot(state: SchedulerState, *, journal_bytes: int, rollouts_bytes: int) -> Snapshot:
+def take_snapshot(state: SchedulerState, *, journal_bytes: int, rollouts_bytes: dict[int, int]) -> Snapshot:
     return Snapshot(
         state.batches_sent,
         dict(state.positions),

@@ -29,6 +29,6 @@ def accumulate(run: Run, batch: StepBatch, observer: StepObserver | None = None)
     for micro_batch in batch.micro_batches:
         output = run.forward(micro_batch)
         result = run.loss(micro_batch, output, batch.denominator)
+        observer.add(micro_batch, output, result)  # an export writes it while the backward pass runs
         result.loss.backward()
-        observer.add(micro_batch, output, result)
     return observer

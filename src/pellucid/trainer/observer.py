@@ -49,6 +49,7 @@ class StepObserver:
 
     def __init__(self, batch: StepBatch, exporter: TokenExporter | None) -> None:
         self._batch = batch
+        self._denominator = batch.denominator
         self._exporter = exporter
         owners = set(zip(batch.table["run_id"], batch.table["env_name"], strict=True))
         self._accounts: list[_Account] = sorted({*owners, *((run, _PADDING) for run, _ in owners)})
@@ -64,7 +65,8 @@ class StepObserver:
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
         account = self._account_of_tokens(micro_batch)
         self._count(micro_batch, account)
-        self._stats.add_loss(result.loss.detach())
+        # In float64, so that it is the sum of what is exported however much of it cancels out.
+        self._stats.add_loss(result.record.token_loss.detach().sum(dtype=torch.float64) / self._denominator)
         on_device = torch.from_numpy(account).to(output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
         if output.replaced is not None:
@@ -75,7 +77,7 @@ class StepObserver:
                 observed_values(output, result.record),
                 step=self._batch.step,
                 micro_step=micro_batch.index,
-                denominator=self._batch.denominator,
+                denominator=self._denominator,
             )
 
     def _account_of_tokens(self, micro_batch: LoadedMicroBatch) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ class SavedRollout(msgspec.Struct):
     step: int
     group_id: str
     rollout_id: str
+    sample_ids: list[str]
     env_name: str
     example_id: str
     outcome: str
@@ -48,10 +49,10 @@ class Story:
     """Rewards of all rollouts of its group."""
 
     states: dict[str, int]
-    """What became of its sampled tokens; empty where only an export could tell and there is none."""
+    """What became of its sampled tokens, as far as it is known: once they are sent, by an export."""
 
     unknown: str = ""
-    """Why it is not known what became of them."""
+    """Why it is not known what became of the others."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -86,9 +87,12 @@ def _story(run: Path, rollout: SavedRollout, group: list[float | None]) -> Story
     if rollout.outcome != Flow.SENT:
         return Story(rollout, group, {rollout.outcome: rollout.num_tokens})
     try:
-        records = export.open(run).step(rollout.step).where(rollout_id=rollout.rollout_id)
+        reader = export.open(run)
     except DataError:
+        reader = None
+    if reader is None or rollout.step not in reader.steps:
         return Story(rollout, group, {}, "the run has no token export of that step")
+    records = reader.step(rollout.step).where(rollout_id=rollout.rollout_id)
     states: Counter[str] = Counter()
     for record in records:
         sampled, trainable = record["sampled"], record["loss_mask"]
@@ -97,11 +101,15 @@ def _story(run: Path, rollout: SavedRollout, group: list[float | None]) -> Story
         states[State.UNTRAINABLE.value] += int((sampled & ~trainable).sum())
         states[State.MASKED.value] += int((trainable & is_masked).sum())
         states[State.TRAINED.value] += int((trainable & ~is_masked).sum())
-    if not records:
+    num_left = rollout.num_tokens - states.total()
+    if len(records) < len(rollout.sample_ids):
         return Story(
-            rollout, group, {}, "no sequence of it is in the token export: none of its tokens was trainable"
+            rollout,
+            group,
+            dict(+states),
+            f"{num_left:,} untrainable or truncated: samples without a trainable token are not exported",
         )
-    states[State.TRUNCATED.value] = rollout.num_tokens - states.total()
+    states[State.TRUNCATED.value] = num_left
     return Story(rollout, group, dict(+states))
 
 

@@ -4,6 +4,7 @@
     columns      what a sample holds is what a micro batch holds
     packing      one batch packed in many ways has one gradient
     ranks        the same over 2, 4 and too many ranks
+    processes    the same over the processes of torchrun, if it started this one
     leakage      a packed sequence does not see another
     record       token losses add up to the loss
     agreement    trainer and engine give a token the same probability
@@ -15,14 +16,21 @@ A check is a function of the subject that yields findings: a number, its limit, 
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+from rich.console import Console
 
 from pellucid.checks.verify.agreement import check_agreement, check_leakage, check_swaps
 from pellucid.checks.verify.finding import Finding, findings_table
 from pellucid.checks.verify.gradients import check_packing, check_ranks
+from pellucid.checks.verify.processes import check_processes
 from pellucid.checks.verify.record import check_columns, check_record, check_tokenizer
 from pellucid.checks.verify.subject import Subject, opened
 from pellucid.config import VerifyConfig
 from pellucid.launch.console import make_console
+from pellucid.launch.preflight import is_torchrun
+from pellucid.trainer.parallel import joined
+from pellucid.trainer.ranks import Ranks
 
 CHECKS: Sequence[Callable[[Subject], Iterator[Finding]]] = [
     check_tokenizer,
@@ -38,24 +46,61 @@ CHECKS: Sequence[Callable[[Subject], Iterator[Finding]]] = [
 
 def run_verify(config: VerifyConfig) -> int:
     """0 if every check passes, 1 if one fails."""
-    console = make_console()
-    with console.status("loading the model, twice, and sampling") as status:
-        findings = verify(config, say=lambda check: status.update(f"checking {check}"))
-    failed = sum(not finding.passed for finding in findings)
+    if not is_torchrun():
+        return verify_with(config, Ranks())
+    with joined(config.trainer) as ranks:
+        return verify_with(config, ranks)
+
+
+def verify_with(config: VerifyConfig, ranks: Ranks) -> int:
+    """The same in processes that have found each other: the main one prints, all return the same."""
+    if ranks.is_main:
+        console = make_console()
+        with console.status("loading the model, twice, and sampling") as status:
+            findings = verify(config, ranks, say=lambda check: status.update(f"checking {check}"))
+        _print(findings, config, console)
+    else:
+        findings = verify(config, ranks)
+    return 0 if all(finding.passed for finding in findings) else 1
+
+
+def verify(
+    config: VerifyConfig, ranks: Ranks | None = None, say: Callable[[str], object] = lambda check: None
+) -> list[Finding]:
+    """What the main process found, in every process; `say` is told which check comes next."""
+    ranks = ranks or Ranks()
+    with ExitStack() as stack:
+        opened_here: list[Subject] = []
+        ranks.share(lambda: opened_here.append(stack.enter_context(opened(config))))
+        subject = opened_here[0] if opened_here else None
+        of_processes: list[Finding] = []
+        if ranks.group is not None:  # first: other checks train the subject's weights
+            say("processes")
+            of_processes += check_processes(config, ranks, subject)
+        return [*ranks.share(lambda: _check(subject, say)), *of_processes]
+
+
+def _check(subject: Subject | None, say: Callable[[str], object]) -> list[Finding]:
+    assert subject is not None
+    findings: list[Finding] = []
+    for check in CHECKS:
+        say(check.__name__.removeprefix("check_"))
+        findings += check(subject)
+    return findings
+
+
+def _print(findings: Sequence[Finding], config: VerifyConfig, console: Console) -> None:
     if config.as_json:
         for finding in findings:
             print(json.dumps(finding.as_dict()))
-    else:
-        console.print(findings_table(findings))
-        console.out(f"{len(findings) - failed} of {len(findings)} findings are within their limits")
-    return 1 if failed else 0
-
-
-def verify(config: VerifyConfig, say: Callable[[str], object] = lambda check: None) -> list[Finding]:
-    """`say` is told which check comes next."""
-    findings: list[Finding] = []
-    with opened(config) as subject:
-        for check in CHECKS:
-            say(check.__name__.removeprefix("check_"))
-            findings += check(subject)
-    return findings
+        return
+    passed = sum(finding.passed for finding in findings)
+    console.print(findings_table(findings))
+    console.out(f"{passed} of {len(findings)} findings are within their limits")
+    wanted = config.trainer.num_processes
+    if wanted > 1 and not is_torchrun():
+        console.out(
+            f"trainer.num_processes = {wanted}: to compare them with one, start `torchrun --standalone "
+            f"--nproc-per-node {wanted} -m pellucid.cli verify …`",
+            highlight=False,
+        )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pellucid.checks.verify.finding import Finding
 from pellucid.checks.verify.subject import Subject
@@ -77,13 +78,17 @@ def batches_of(
 
 def gradients(run: Run, table: TokenTable, **how: Any) -> Gradients:
     """The sum over all ranks, as the optimizer would see it; `how` as for `batches_of`."""
-    run.trained.module.zero_grad(set_to_none=True)
     for batch in batches_of(run, table, **how):
         accumulate(run, batch)
-    found = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in run.trained.module.named_parameters()
-    }
+    return take_gradients(run)
+
+
+def take_gradients(run: Run) -> Gradients:
+    """Those that are there, whole where the model is sharded; afterwards there are none."""
+    found = {}
+    for name, parameter in run.trained.module.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     run.trained.module.zero_grad(set_to_none=True)
     return found
 

@@ -14,26 +14,19 @@ import numpy as np
 from pellucid.config import TrainerRunConfig, VerifyConfig
 from pellucid.data import Completion, TokenTable, TrainingSample, join_experts
 from pellucid.data.tokenizer import load_tokenizer
-from pellucid.errors import DataError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, Request, run_to_end
 from pellucid.model import Policy, load_policy
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import load_environment
+from pellucid.trainer.batches import NoBatches
 from pellucid.trainer.build import build_run
+from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
 
 NUM_GROUPS, GROUP_SIZE = 4, 3
 MAX_TOKENS = 48
-
-
-class _NoBatches:
-    def next(self, step: int) -> TokenTable:
-        raise DataError("nothing is received while a run is verified")
-
-    def release_before(self, step: int) -> None:
-        """Nothing is kept."""
 
 
 @dataclass
@@ -102,24 +95,35 @@ class Subject:
         )
 
 
+def with_model(config: VerifyConfig, folder: Path) -> VerifyConfig:
+    model = config.model.model_copy(update={"name": str(folder)})
+    return config.model_copy(update={"model": model})
+
+
+def build_quiet_run(config: VerifyConfig, folder: Path, ranks: Ranks | None = None) -> Run:
+    """The user's trainer, which writes nothing outside the folder and draws nothing at random."""
+    model = config.model
+    if model.lora is not None:
+        model = model.model_copy(update={"lora": model.lora.model_copy(update={"dropout": 0.0})})
+    trainer = config.trainer.model_copy(
+        update={"experimental": config.trainer.experimental.model_copy(update={"token_export": None})}
+    )
+    quiet = config.model_copy(
+        update={"output_dir": folder / "run", "model": model, "trainer": trainer, "resume": False}
+    )
+    part = quiet.part(TrainerRunConfig, monitors={})
+    assert isinstance(part, TrainerRunConfig)
+    return build_run(part, NoBatches(), None, [], ranks)
+
+
 @contextmanager
 def opened(config: VerifyConfig) -> Iterator[Subject]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         if config.model.name == config.model.DEMO:
             make_tiny_model(folder / "demo", num_kv_heads=2)
-            model = config.model.model_copy(update={"name": str(folder / "demo")})
-            config = config.model_copy(update={"model": model})
-        if (lora := config.model.lora) is not None:  # what is drawn at random cannot be compared
-            model = config.model.model_copy(update={"lora": lora.model_copy(update={"dropout": 0.0})})
-            config = config.model_copy(update={"model": model})
-        trainer = config.trainer.model_copy(
-            update={"experimental": config.trainer.experimental.model_copy(update={"token_export": None})}
-        )
-        quiet = config.model_copy(update={"output_dir": folder / "run", "trainer": trainer, "resume": False})
-        part = quiet.part(TrainerRunConfig, monitors={})
-        assert isinstance(part, TrainerRunConfig)
-        run = build_run(part, _NoBatches(), None, [])
+            config = with_model(config, folder / "demo")
+        run = build_quiet_run(config, folder)
         tokenizer = load_tokenizer(config.model.name)
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS

@@ -1,0 +1,198 @@
+"""A run against itself: what follows from the record has to be in the record."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pellucid.checks.replay.advantages import not_replayable, replay_advantages
+from pellucid.checks.replay.comparison import Comparison, record_name, token_name
+from pellucid.checks.replay.losses import MASKS, NEEDED, RATIOS, num_trainable, replay_losses
+from pellucid.checks.replay.recorded import RecordedRun
+from pellucid.checks.replay.weights import Predictor
+from pellucid.checks.verify.finding import Finding
+from pellucid.errors import ConfigError, DataError, ModelError, PellucidError
+from pellucid.export import FIELDS
+from pellucid.export.batch import ColumnBatch, Values
+
+ROUNDING = 1e-5
+LOGPROB = 1e-4
+"""Another packing adds up in another order: so much a logprob may differ by."""
+
+LOSS = 1e-6
+
+_LOSS_HINT = (
+    "the recorded values do not follow from the recorded logprobs and advantages under the run's own "
+    "[trainer.loss]: it was changed since, or what is exported is not what the loss did"
+)
+_ADVANTAGE_HINT = (
+    "rewards or the group's members changed after the advantages were computed, or [orchestrator.advantage] "
+    "is not what the run had"
+)
+_WEIGHTS_HINT = (
+    "the weights of the step do not give the recorded logprobs: they are of another step, or the forward has "
+    "changed"
+)
+
+
+@dataclass
+class Loss:
+    """The sum of the token losses ÷ denominator against what was logged."""
+
+    worst: float = 0.0
+    where: str = ""
+    num_steps: int = 0
+
+    def add(self, step: int, exported: float, logged: float) -> None:
+        self.num_steps += 1
+        gap = abs(exported - logged) / max(abs(exported), 1e-12)
+        if not gap <= self.worst:
+            self.worst, self.where = gap, f"step {step}: {exported:.9g} exported, {logged:.9g} logged"
+
+    def finding(self) -> Finding:
+        return Finding(
+            "loss",
+            f"sum of token losses ÷ denominator against the logged loss, {self.num_steps:,} steps: largest "
+            "relative difference",
+            self.worst,
+            LOSS,
+            f"{self.where}. Tokens are missing from the export, or carry another loss than was optimised",
+        )
+
+
+@dataclass
+class Checks:
+    run: RecordedRun
+    predictor: Predictor | None = None
+    notes: list[str] = field(default_factory=list)
+    """What could not be checked, and why."""
+
+    def __post_init__(self) -> None:
+        self._comparisons: dict[str, Comparison] = {}
+        self._loss = Loss()
+        self._trainable = Comparison("record", "denominator", 0, of="steps", hint=_LOSS_HINT)
+
+    def add(self, number: int, step: ColumnBatch) -> dict[str, Values]:
+        """Compares one step; returns what was recomputed."""
+        recomputed: dict[str, Values] = {}
+        name = token_name(step)
+        missing = [column for column in NEEDED if column not in step.columns]
+        if missing:
+            self._note(f"losses were not recomputed: the export lacks {', '.join(missing)}")
+        else:
+            self._check_sums(number, step)
+            recomputed = replay_losses(step, self.run.trainer.loss)
+            for check, columns in (("ratios", RATIOS), ("masks", MASKS), ("losses", ("token_loss",))):
+                for column in columns:
+                    if column in step.columns:
+                        comparison = self._of(check, column, ROUNDING if check != "masks" else 0, _LOSS_HINT)
+                        comparison.add(number, _floats(step, column), recomputed[column], name)
+        self._check_advantages(number, step)
+        return {**recomputed, **self._check_weights(number, step)}
+
+    def _check_sums(self, number: int, step: ColumnBatch) -> None:
+        if "denominator" not in step.columns:
+            return
+        denominator = step.columns["denominator"][0]
+        total = max(1, int(num_trainable(step).sum()))
+        self._trainable.add(
+            number,
+            np.array([denominator], np.float64),
+            np.array([total], np.float64),
+            lambda index: "trainable tokens of all records",
+        )
+        logged = self.run.logged_losses.get(number)
+        if logged is None:
+            self._note("the loss was not compared: metrics/trainer.jsonl does not have it")
+        elif "token_loss" in step.columns:
+            exported = float(step.columns["token_loss"].astype(np.float64).sum()) / denominator
+            self._loss.add(number, exported, logged)
+
+    def _check_advantages(self, number: int, step: ColumnBatch) -> None:
+        orchestrator, rollouts = self.run.orchestrator, self.run.rollouts(number)
+        if orchestrator is None or not rollouts or "rollout_id" not in step.columns:
+            self._note("advantages were not recomputed: no rollouts were saved")
+            return
+        try:
+            if reason := not_replayable(orchestrator.advantage):
+                raise DataError(reason)
+            found = replay_advantages(rollouts, orchestrator.advantage)
+        except (ConfigError, DataError) as error:
+            self._note(f"advantages were not recomputed: {error}")
+            return
+        saved = [rollout for rollout in rollouts if rollout["rollout_id"] in found]
+        self._of("advantages", "advantage", ROUNDING, _ADVANTAGE_HINT, of="rollouts").add(
+            number,
+            np.array([rollout["advantage"] for rollout in saved]),
+            np.array([found[rollout["rollout_id"]] for rollout in saved]),
+            lambda index: f"group {saved[index]['group_id']}, rollout {saved[index]['rollout_id']}",
+        )
+        rows = [
+            row
+            for row, rollout in enumerate(step.columns["rollout_id"].tolist())
+            if rollout in found and not np.isnan(step.columns["advantage"][row])
+        ]
+        self._of("advantages", "advantage", ROUNDING, _ADVANTAGE_HINT, of="records").add(
+            number,
+            step.columns["advantage"][rows],
+            np.array([found[step.columns["rollout_id"][row]] for row in rows]),
+            lambda index: record_name(step, rows[index]),
+        )
+
+    def _check_weights(self, number: int, step: ColumnBatch) -> dict[str, Values]:
+        if self.predictor is None or "temperatures" not in step.columns:
+            return {}
+        try:
+            predicted = self.predictor.predict(number, step)
+        except PellucidError as error:
+            self._note(f"logprobs were not recomputed: {error}")
+            self.predictor = None
+            return {}
+        for column, values in (predicted or {}).items():
+            of = "tokens of steps with weights"
+            self._of("weights", column, LOGPROB, _WEIGHTS_HINT, of=of).add(
+                number, step.columns[column], values, token_name(step)
+            )
+        return predicted or {}
+
+    def _of(self, check: str, column: str, tolerance: float, hint: str, *, of: str = "tokens") -> Comparison:
+        known = Comparison(check, column, tolerance, of, hint)
+        return self._comparisons.setdefault(f"{check} {column} {of}", known)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def findings(self) -> list[Finding]:
+        order = ("advantages", "ratios", "masks", "losses", "weights")
+        found = sorted(self._comparisons.values(), key=lambda comparison: order.index(comparison.check))
+        sums = [self._trainable.finding()] if self._trainable.num_compared else []
+        return [
+            *(comparison.finding() for comparison in found),
+            *sums,
+            *([self._loss.finding()] if self._loss.num_steps else []),
+        ]
+
+
+def _floats(step: ColumnBatch, column: str) -> Values:
+    return step.columns[column].astype(np.float64)
+
+
+def open_predictor(run: RecordedRun, say: Callable[[str], object]) -> Predictor | None:
+    """The run's model, if it can be loaded here."""
+    if run.folder is None or run.model is None:
+        return None
+    if run.trainer.enable_router_replay:
+        say("logprobs were not recomputed: the experts that were replayed are not in the export")
+        return None
+    try:
+        return Predictor(run.folder, run.model, run.trainer.max_tokens)
+    except (ModelError, ConfigError) as error:
+        say(f"logprobs were not recomputed: {error}")
+        return None
+
+
+def read_steps(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, ColumnBatch]]:
+    names = [each.name for each in FIELDS if each.name != "role_spans"]
+    for number in steps:
+        yield number, run.export.step(number).batch(names)

@@ -1,0 +1,326 @@
+"""`pellucid replay`: agrees with what the trainer recorded, names planted differences, answers what if."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pellucid.cli import main
+from pellucid.config import TrainerRunConfig
+from pellucid.config.save import save
+from pellucid.data import TokenTable, TrainingSample
+from pellucid.trainer.batches import OrchestratorBatches
+from pellucid.trainer.build import build_run
+from pellucid.trainer.loop import train
+from pellucid.transport import Batch, MemoryChannel, encode_batch
+from token_exports import write_run
+
+VOCABULARY = 100
+LOSSES: dict[str, dict[str, Any]] = {
+    "dppo": {"dppo_mask_low": 0.005, "dppo_mask_high": 0.005},
+    "dppo by sequence": {"reduction": "sequence"},
+    "dppo with a teacher": {"teacher_tau": 0.5},
+    "ppo_clip by group": {"type": "ppo_clip", "reduction": "group"},
+    "cispo": {"type": "cispo", "kl_tau": 1e-3},
+    "gspo": {"type": "gspo"},
+    "icepop": {"type": "icepop", "max_ratio": 1.5},
+    "tis": {"type": "tis", "max_ratio": 1.1},
+    "custom": {"type": "custom", "import_path": "test_replay_loss:half", "kwargs": {"share": 0.5}},
+}
+
+
+def samples(seed: int) -> list[TrainingSample]:
+    """Of all modes and two environments; logprobs near those of an untrained model: some are masked."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(18):
+        mode = ("rl", "rl", "opd", "sft")[index % 4]
+        prompt, completion = (
+            rng.integers(5, VOCABULARY, 4 + index % 3),
+            rng.integers(5, VOCABULARY, 3 + index),
+        )
+        logprobs = np.log(1 / VOCABULARY) + rng.normal(0, 0.5, len(completion))
+        teacher = np.concatenate([np.full(len(prompt), np.nan), logprobs + 0.1])
+        made.append(
+            TrainingSample.from_turn(
+                prompt,
+                completion,
+                logprobs,
+                env_name="ab"[index % 2],
+                group_id=f"g{index // 4}",
+                rollout_id=f"r{index}",
+                reward=float(index % 2),
+                advantage=float(rng.normal()),
+                training_mode=mode,
+                temperature=0.8,
+                **({"teacher_logprobs": teacher} if index % 4 in (1, 2) else {}),
+            )
+        )
+    return made
+
+
+def train_run(
+    model: Path, folder: Path, loss: dict[str, Any], lora: dict[str, Any] | None = None, **export: Any
+) -> Path:
+    config = TrainerRunConfig.model_validate(
+        {
+            "output_dir": folder,
+            "max_steps": 2,
+            "seq_len": 64,
+            "model": {"name": str(model), "lora": lora},
+            "trainer": {
+                "threads": 1,
+                "optim": {"lr": 1e-2},
+                "loss": {"type": "dppo", **loss},
+                "experimental": {"token_export": export},
+            },
+        }
+    )
+    save(config, folder / "configs" / "trainer.toml")
+    channel = MemoryChannel()
+    for step in range(config.max_steps):
+        channel.send(step, encode_batch(Batch("run", step, TokenTable.from_samples(samples(step)))))
+    run = build_run(config, OrchestratorBatches(channel), None, [], publishes=True)
+    try:
+        train(run)
+    finally:
+        run.close()
+    return folder
+
+
+def replay(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = main(["replay", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def by_check(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {f"{found['check']} {found['what'].split()[0]}": found for found in report["findings"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_run(tiny_model, tmp_path_factory.mktemp("trained"), LOSSES["dppo"])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_what_was_recorded_and_adds_up_to_what_was_logged(
+    tiny_model, tmp_path, capsys, monkeypatch, name
+) -> None:
+    (tmp_path / "test_replay_loss.py").write_text(
+        "from pellucid.loss import LossRecord\n"
+        "def half(inputs, share):\n"
+        "    far = inputs.ratios.mismatch_kl > 0.1\n"
+        "    loss = -share * inputs.advantages * inputs.trainer_logprobs\n"
+        "    return LossRecord(loss, inputs.ratios, is_masked=far)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    format = "parquet" if "by" in name else "jsonl"
+    folder = train_run(tiny_model, tmp_path / "run", LOSSES[name], format=format)
+    code, report = replay(capsys, folder, *([] if name == "dppo" else ["--no-weights"]))
+    assert code == 0 and report["agrees"], report["findings"]
+    found = by_check(report)
+    assert found["loss sum"]["value"] <= 1e-6 and "2 steps" in found["loss sum"]["what"]
+    tokens = sum(sample.length for step in range(2) for sample in samples(step))
+    assert found["losses token_loss"]["what"] == f"token_loss of {tokens:,} tokens: those that differ"
+    if name == "dppo":
+        assert f"{tokens:,} tokens of steps with weights" in found["weights trainer_logprobs"]["what"]
+    assert report["notes"] == ["advantages were not recomputed: no rollouts were saved"]
+
+
+def spoil(folder: Path, copy: Path, column: str, token: int, value: Any) -> Path:
+    """A run whose record 3 of step 1 has another value; the file stays valid."""
+    run = shutil.copytree(folder, copy)
+    path = run / "token_exports" / "step_1" / "rank_0.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records[3][column][token] = value
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "caught"),
+    [
+        ("token_loss", 5.0, ["losses token_loss", "loss sum"]),
+        ("is_masked_low", None, ["masks is_masked_low"]),
+        ("entropy", 9.5, ["weights entropy"]),
+        ("mismatch_kl", -1.0, ["ratios mismatch_kl"]),
+        ("loss_mask", False, ["record denominator"]),
+        ("trainer_logprobs", -0.5, ["ratios log_importance_ratio", "weights trainer_logprobs"]),
+    ],
+)
+def test_a_planted_difference_is_named(trained, tmp_path, capsys, column, value, caught) -> None:
+    code, report = replay(capsys, spoil(trained, tmp_path / "run", column, -2, value))
+    assert code == 1 and not report["agrees"]
+    found = by_check(report)
+    failed = [check for check, finding in found.items() if not finding["passed"]]
+    assert set(caught) <= set(failed)
+    named = found[caught[0]]["meaning"]
+    if column == "loss_mask":
+        assert "trainable tokens of all records: recorded 207, recomputed 206" in named
+    else:
+        length = json.loads(
+            (trained / "token_exports" / "step_1" / "rank_0.jsonl").read_text().splitlines()[3]
+        )["token_ids"]
+        assert "step 1, rank 0, sequence 3 (rollout r" in named
+        assert f"token {len(length) - 2}: recorded" in named
+        if column in ("token_loss", "entropy"):
+            assert f"recorded {value:.9g}, recomputed" in named
+
+
+def test_only_the_step_asked_for_and_without_weights(trained, tmp_path, capsys) -> None:
+    spoiled = spoil(trained, tmp_path / "run", "token_loss", -1, 5.0)
+    code, report = replay(capsys, spoiled, "--step", "0", "--no-weights")
+    assert (code, report["steps"]) == (0, [0])
+    assert not any(check.startswith("weights") for check in by_check(report))
+    assert replay(capsys, spoiled, "--step", "1", "--no-weights")[0] == 1
+
+
+def test_weights_that_are_gone_are_not_missed(trained, tmp_path, capsys) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(run / "weights")
+    shutil.rmtree(run / "checkpoints")
+    code, report = replay(capsys, run)
+    (tokens,) = {sum(sample.length for sample in samples(0))}
+    assert code == 0
+    assert f"of {tokens:,} tokens of steps with weights" in by_check(report)["weights entropy"]["what"]
+
+
+def test_adapters_are_put_on_the_model_that_they_belong_to(tiny_model, tmp_path, capsys) -> None:
+    folder = train_run(tiny_model, tmp_path / "run", {}, lora={"rank": 4})
+    code, report = replay(capsys, folder)
+    tokens = sum(sample.length for step in range(2) for sample in samples(step))
+    assert code == 0, report["findings"]
+    assert f"of {tokens:,} tokens of steps" in by_check(report)["weights trainer_logprobs"]["what"]
+
+
+def test_a_checkpoint_gives_the_weights_of_its_step(trained, tmp_path, capsys) -> None:
+    """That of step 2, the last, put where step 1's would be: found, and found to be another's."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(run / "weights")
+    (run / "checkpoints" / "step_2").rename(run / "checkpoints" / "step_1")
+    code, report = replay(capsys, run, "--step", "1")
+    assert code == 1 and not by_check(report)["weights trainer_logprobs"]["passed"]
+
+
+def rollout(index: int, reward: float, advantage: float | None) -> dict[str, Any]:
+    return {
+        "group_id": "g",
+        "rollout_id": f"r{index}",
+        "env_name": "a",
+        "example_id": "e",
+        "reward": reward,
+        "advantage": advantage,
+        "trajectory": [{"num_tokens": 4}],
+    }
+
+
+@pytest.mark.parametrize("reward", [1.0, 0.5])
+def test_advantages_come_from_the_saved_rewards(trained, tmp_path, capsys, reward) -> None:
+    """Rewards 1, 0, 0 of a group, and one that failed: advantages 2/3, −1/3, −1/3."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    (run / "configs" / "orchestrator.toml").write_text('[orchestrator]\nenv = [{ id = "x" }]\n')
+    folder = run / "rollouts" / "step_0"
+    folder.mkdir(parents=True)
+    saved = [rollout(90, reward, 2 / 3), rollout(91, 0, -1 / 3), rollout(92, 0, -1 / 3), rollout(93, 7, None)]
+    (folder / "train_rollouts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in saved))
+    code, report = replay(capsys, run, "--step", "0", "--no-weights")
+    found = by_check(report)["advantages advantage"]
+    assert code == (0 if reward == 1 else 1)
+    if reward != 1:
+        finding = next(each for each in report["findings"] if not each["passed"])
+        assert finding["what"] == "advantage of 3 rollouts: those that differ" and finding["value"] == 3
+        assert "group g, rollout r90: recorded 0.666666667, recomputed 0.333333" in finding["meaning"]
+    assert found["check"] == "advantages"
+
+
+def small_run(folder: Path) -> Path:
+    """Hand-made values; the last token of environment b is masked with π − μ = 0.471 and A = 1."""
+    write_run(folder)
+    (folder / "configs").mkdir()
+    (folder / "configs" / "trainer.toml").write_text('[trainer.loss]\ntype = "dppo"\n')
+    return folder
+
+
+def test_what_if_by_hand(tmp_path, capsys) -> None:
+    change = "trainer.loss.dppo_mask_high=0.5"
+    code, report = replay(capsys, small_run(tmp_path), "--step", "0", "--set", change)
+    assert code == 0 and report["changes"] == [change]
+    effect = report["totals"]["b"]
+    assert effect["recorded"] == pytest.approx(
+        {"masked": 1, "masked_high": 1, "masked_low": 0, "loss": 1e-3 * 2.25 / 3}
+    )
+    assert effect["changed"] == pytest.approx(
+        {"masked": 0, "masked_high": 0, "masked_low": 0, "loss": (-np.exp(1.5) + 1e-3 * 2.25) / 3}
+    )
+    assert (effect["newly_masked"], effect["no_longer_masked"]) == (0, 1)
+    a, total = (report["totals"][env] for env in ("a", "all"))
+    assert a["recorded"] == pytest.approx(a["changed"])
+    assert total["changed"]["loss"] == pytest.approx(a["recorded"]["loss"] + effect["changed"]["loss"])
+
+
+def test_several_changes_over_a_whole_run(tmp_path, capsys) -> None:
+    """ℓ of a: −0.5 and 0.25, and exp 0.25 = 1.284 is above the bound. Two rl steps; sft has no masks."""
+    changes = ("--set", "trainer.loss.type=icepop", "--set", "trainer.loss.max_ratio=1.2")
+    code, report = replay(capsys, small_run(tmp_path), *changes)
+    assert code == 0 and [entry["step"] for entry in report["steps"]] == [0, 1]
+    effect = report["totals"]["a"]
+    assert (effect["trainable"], effect["recorded"]["masked"], effect["changed"]["masked_high"]) == (6, 0, 2)
+    losses = [sum(entry["envs"][env]["changed"]["loss"] for env in "ab") for entry in report["steps"]]
+    assert report["totals"]["all"]["changed"]["loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_what_if_the_advantages_were_others(tmp_path, capsys) -> None:
+    run = small_run(tmp_path)
+    (run / "configs" / "orchestrator.toml").write_text('[orchestrator]\nenv = [{ id = "x" }]\n')
+    code, report = replay(capsys, run, "--set", "orchestrator.advantage.type=rloo")
+    assert code == 0 and report["totals"]["all"]["recorded"] == pytest.approx(
+        report["totals"]["all"]["changed"]
+    )
+
+
+def test_the_tables_for_people(tmp_path, capsys) -> None:
+    run = small_run(tmp_path)
+    assert main(["replay", str(run), "--step", "0", "--sequence", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 0, sequence 1" in shown and "token_loss of 6 tokens: those that differ" in shown
+    row = next(line for line in shown.splitlines() if line.split()[:2] == ["1", "8"])
+    assert row.split() == [
+        "1",
+        "8",
+        "yes",
+        "-2.0000",
+        "-0.5000",
+        "1.0000",
+        "4.4817",
+        "0.4712",
+        "yes",
+        "0.0023",
+    ]
+    assert main(["replay", str(run), "--set", "trainer.loss.dppo_mask_high=0.5"]) == 0
+    assert "2 steps, as recorded and under the changes" in capsys.readouterr().out
+    _, report = replay(capsys, run, "--step", "0", "--sequence", "1")
+    assert report["tokens"]["recorded"]["token_ids"] == [7, 8]
+    assert report["tokens"]["recomputed"]["is_masked"] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step", "9"], "has no finished export of step 9; it has 0 to 1"),
+        (["--sequence", "1"], "sequence = 1 is a record of one step; name it with --step"),
+        (["--step", "0", "--sequence", "7"], "--sequence 7: step 0 has 2 records, numbered from 0"),
+        (["--set", "trainer.loss.dppo_mask_up=1"], "--set trainer.loss.dppo_mask_up: Extra inputs"),
+        (["--set", "trainer.optim.lr=1"], "other settings change what is sampled"),
+        (
+            ["--set", "trainer.loss.dppo_mask_high=-1"],
+            "--set trainer.loss.dppo_mask_high: Input should be greater",
+        ),
+    ],
+)
+def test_slips_are_explained(tmp_path, capsys, words, message) -> None:
+    assert main(["replay", str(small_run(tmp_path)), *words]) in (1, 2)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""`pellucid render`: the Slurm script is run with stand-ins, the Kubernetes objects against their schema."""
+
+import os
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from pellucid.config import RLConfig
+from pellucid.config.cluster import RenderConfig
+from pellucid.errors import ConfigError
+from pellucid.launch.cluster import write_files
+
+SCHEMA = "1.31"
+
+
+def config(folder: Path, scheduler: str, **changes) -> RenderConfig:
+    values = {
+        "output_dir": "outputs/demo",
+        "model": {"name": "some/model"},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+        "trainer": {"model": {"cp": 2}},
+        "cluster": {
+            "scheduler": scheduler,
+            "trainer_nodes": 2,
+            "processes_per_node": 8,
+            "inference_nodes": 3,
+            "gpus_per_node": 8,
+        },
+        "files": folder,
+    }
+    return RenderConfig.model_validate({**values, **changes})
+
+
+STANDINS = {
+    "scontrol": "printf '%s\\n' t0 t1 i0 i1 i2",
+    # Drops its own options, and says where the rest is run.
+    "srun": 'while [[ $1 == --* ]]; do host=${1#--nodelist=}; shift; done; HOST=$host exec "$@"',
+    "pellucid": 'echo "$HOST pellucid $*" >> "$CALLS"; [[ $1 != inference ]] || exec sleep 60',
+    "torchrun": 'echo "$HOST torchrun $*" >> "$CALLS"; [[ $HOST != "$FAILS" ]]',
+}
+
+
+def submit(script: Path, folder: Path, **environment: str) -> tuple[int, set[str]]:
+    folder.mkdir()
+    for name, body in STANDINS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    calls = folder / "calls"
+    ended = subprocess.run(
+        ["bash", str(script)],
+        env={
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_JOB_NODELIST": "t[0-1],i[0-2]",
+            "CALLS": str(calls),
+            "FAILS": "nobody",
+            "HOST": "here",
+            **environment,
+        },
+        timeout=30,
+    )
+    return ended.returncode, set(calls.read_text().splitlines())
+
+
+def test_slurm_starts_every_part_where_it_belongs(tmp_path) -> None:
+    toml, script = write_files(config(tmp_path / "a folder", "slurm"))
+    code, calls = submit(script, tmp_path / "bin")
+    assert code == 0
+    at = f"@ {toml}"
+    addresses = '["http://i0:8000", "http://i1:8000", "http://i2:8000"]'
+    torchrun = "torchrun --nnodes 2 --node-rank {} --nproc-per-node 8 --master-addr t0 --master-port 29500"
+    assert calls == {
+        *(
+            f"i{n} pellucid inference {at} --inference.host i{n} --inference.port 8000 "
+            f"--inference.replica {n}"
+            for n in range(3)
+        ),
+        f"t0 pellucid orchestrator {at} --inference.servers {addresses}",
+        *(f"t{n} {torchrun.format(n)} -m pellucid.cli trainer {at}" for n in range(2)),
+    }
+    head = script.read_text().split("\nset ", 1)[0].splitlines()
+    assert head == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=demo",
+        "#SBATCH --nodes=5",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --requeue",
+    ]
+
+
+def test_a_part_that_fails_ends_the_job_and_the_servers(tmp_path) -> None:
+    _, script = write_files(config(tmp_path / "files", "slurm"))
+    code, _ = submit(script, tmp_path / "bin", FAILS="t1")
+    assert code == 1
+
+
+def test_a_job_that_is_started_again_goes_on(tmp_path) -> None:
+    toml, script = write_files(config(tmp_path / "files", "slurm"))
+    _, calls = submit(script, tmp_path / "bin", SLURM_RESTART_COUNT="1")
+    assert f"here pellucid rewind @ {toml}" in calls
+    others = [call for call in calls if "rewind" not in call]
+    assert len(others) == 6 and all("--resume" in call for call in others)
+
+
+def objects(path: Path) -> dict[tuple[str, str], dict]:
+    found = list(yaml.safe_load_all(path.read_text()))
+    for each in found:
+        kubernetes_validate.validate(each, SCHEMA, strict=True)
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def test_kubernetes_objects_fit_their_schema_and_each_other(tmp_path) -> None:
+    toml, path = write_files(config(tmp_path, "kubernetes"))
+    found = objects(path)
+    assert found.keys() == {
+        ("ConfigMap", "demo"),
+        ("Service", "demo-inference"),
+        ("Service", "demo-trainer"),
+        ("StatefulSet", "demo-inference"),
+        ("Job", "demo-orchestrator"),
+        ("Job", "demo-trainer"),
+    }
+    assert found["ConfigMap", "demo"]["data"]["run.toml"] == toml.read_text()
+    servers, trainer = found["StatefulSet", "demo-inference"]["spec"], found["Job", "demo-trainer"]["spec"]
+    assert (servers["replicas"], trainer["completions"], trainer["parallelism"]) == (3, 2, 2)
+    for kind, name in (("StatefulSet", "demo-inference"), ("Job", "demo-trainer")):
+        selector = found["Service", name]["spec"]["selector"]
+        labels = found[kind, name]["spec"]["template"]["metadata"]["labels"]
+        assert selector.items() <= labels.items()
+        (container,) = found[kind, name]["spec"]["template"]["spec"]["containers"]
+        assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    (container,) = trainer["template"]["spec"]["containers"]
+    words = shlex.split(container["command"][2])
+    assert words[words.index("--master-addr") + 1] == "demo-trainer-0.demo-trainer"
+    assert trainer["template"]["spec"]["subdomain"] == "demo-trainer"
+    (container,) = found["Job", "demo-orchestrator"]["spec"]["template"]["spec"]["containers"]
+    assert '"http://demo-inference-2.demo-inference:8000"' in container["command"][2]
+
+
+def test_what_is_written_is_the_run(tmp_path) -> None:
+    toml, _ = write_files(config(tmp_path, "slurm"))
+    run = RLConfig.model_validate(tomllib.loads(toml.read_text()))
+    assert (run.trainer.num_processes, run.trainer.model.cp, run.run_name) == (16, 2, "demo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": {"model": {"cp": 3}}}, "trainer.model.cp = 3 does not divide the 16 process"),
+        ({"inference": {"servers": ["http://a:1"]}}, "inference.servers is for servers that you start"),
+        ({"transport": {"type": "zmq"}}, 'transport.type = "zmq" needs the address of a machine'),
+        ({"run_id": "9 lives"}, "run_id = '9 lives' cannot name Kubernetes objects"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(tmp_path, changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write_files(config(tmp_path, "kubernetes", **changes))
