@@ -41,7 +41,10 @@ STANDINS = {
     # Drops its own options, and says where the rest is run.
     "srun": 'while [[ $1 == --* ]]; do host=${1#--nodelist=}; shift; done; HOST=$host exec "$@"',
     "pellucid": 'echo "$HOST pellucid $*" >> "$CALLS"; [[ $1 != inference ]] || exec sleep 60',
-    "torchrun": 'echo "$HOST torchrun $*" >> "$CALLS"; [[ $HOST != "$FAILS" ]]',
+    # Ends once all servers were started: they are killed then.
+    "torchrun": 'echo "$HOST torchrun $*" >> "$CALLS"; '
+    'until [[ $(grep -c " pellucid inference" "$CALLS") == 3 ]]; do sleep 0.05; done; '
+    '[[ $HOST != "$FAILS" ]]',
 }
 
 

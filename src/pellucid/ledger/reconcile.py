@@ -9,7 +9,7 @@ step is what was received up to it, so that two mistakes of different steps cann
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,10 +49,10 @@ class Report:
     running: list[Stage]
     """Stages whose journal is not closed."""
 
-    stages: dict[Stage, Counter[str]]
+    stages: dict[Stage, Counter[str]] = field(default_factory=dict)
     """All that a stage counted, of all accounts together."""
 
-    steps: dict[int, Counter[str]]
+    steps: dict[int, Counter[str]] = field(default_factory=dict)
     """States of the tokens that were settled with the batch of each step; not those of the engine, which
     knows of no steps."""
 
@@ -94,7 +94,7 @@ def reconcile_journals(journals: Sequence[Sequence[LedgerEntry]]) -> Report:
         if journal:
             closed[journal[-1].stage] = closed.get(journal[-1].stage, True) and journal[-1].closed
     running = [stage for stage in Stage if not closed.get(stage, False)]
-    report = Report({}, {}, {}, [], running, {stage: Counter() for stage in Stage}, {})
+    report = Report({}, {}, {}, [], running, {stage: Counter() for stage in Stage})
     past = _steps_past(journals, running)
     for account, own in sorted(books.items()):
         _settle(account, own, past, report)
