@@ -45,7 +45,7 @@ from pellucid.data.tokenizer import end_of_turn_ids, load_tokenizer
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.inference.client import Account
-from pellucid.inference.engine import Engine, QueueFullError
+from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineDownError, EngineThread, StreamEvent, name_error
 from pellucid.inference.openai_answer import Served, answer_to, model_card
 from pellucid.inference.openai_request import RequestError, check_model, decode_request
@@ -65,6 +65,7 @@ from pellucid.inference.protocol import (
     ScoreResponse,
     UpdateWeightsRequest,
 )
+from pellucid.inference.slots import QueueFullError
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
