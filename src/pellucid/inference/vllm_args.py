@@ -9,13 +9,14 @@ from typing import Any
 
 from pellucid.config import InferenceRunConfig
 from pellucid.errors import ConfigError
-from pellucid.inference.vllm_engine import MAX_SCORINGS
 
 WORKER = "pellucid.inference.vllm_worker.PublishedWeights"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Of adapters that vLLM takes; any smaller one fits into the next."""
 CPU_KV_CACHE_BYTES = 1 << 30
-REMEDY = (
+MAX_SCORINGS = 8
+"""Sequences that are scored at a time, beside those that are sampled."""
+VLLM_REMEDY = (
     "`make vllm` makes an environment with it in .venv-vllm: set inference.python = "
     '".venv-vllm/bin/python" for `pellucid rl`, or start `.venv-vllm/bin/pellucid inference`'
 )
@@ -23,7 +24,7 @@ REMEDY = (
 
 def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f'inference.backend = "vllm", and vLLM is not installed here; {REMEDY}')
+        raise ConfigError(f'inference.backend = "vllm", and vLLM is not installed here; {VLLM_REMEDY}')
 
 
 def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict
         "dtype": dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_concurrent + MAX_SCORINGS,
-        "seed": config.seed,
+        "seed": config.seed + settings.replica,
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
         "enable_prefix_caching": True,

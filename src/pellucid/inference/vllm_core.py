@@ -22,6 +22,7 @@ from pellucid.model.load import default_device, parameter_shapes, resolve_dtype,
 from pellucid.transport.adapter import check_adapter, is_adapter
 from pellucid.transport.weights import check_weights
 
+_NUM_SEEDS = 2**63
 _ADAPTER = 1
 """vLLM's number for the policy's adapter: a newer one takes its place, and what runs goes on with it."""
 
@@ -70,7 +71,8 @@ class VllmCore:
 
     def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
         self._new.add(key)
-        wanted = {"temperature": params.temperature, "seed": params.seed, "max_tokens": params.max_tokens}
+        seed = None if params.seed is None else params.seed % _NUM_SEEDS
+        wanted = {"temperature": params.temperature, "seed": seed, "max_tokens": params.max_tokens}
         self._add(key, token_ids, salt, **wanted)
 
     def score(self, key: str, token_ids: Sequence[int]) -> None:

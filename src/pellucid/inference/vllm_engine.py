@@ -19,9 +19,7 @@ from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import SamplingParams
 from pellucid.inference.scoring import Scoring
 from pellucid.inference.slots import Request, SlottedEngine
-
-MAX_SCORINGS = 8
-"""Sequences that are scored at a time, beside those that are sampled."""
+from pellucid.inference.vllm_args import MAX_SCORINGS
 
 
 class Sampled(NamedTuple):
