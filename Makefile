@@ -80,7 +80,7 @@ $(VLLM)/.installed: requirements-vllm.txt
 	@touch $@
 
 test-vllm: $(TESTABLE) $(VLLM)/.installed
-	PELLUCID_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/vllm
+	PELLUCID_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/with_vllm
 
 check: $(TESTABLE)
 	$(BIN)/ruff format --check .

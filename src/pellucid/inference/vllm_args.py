@@ -23,7 +23,8 @@ VLLM_REMEDY = (
 
 
 def require_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:  # the latter: a folder of that name that happens to be there
         raise ConfigError(f'inference.backend = "vllm", and vLLM is not installed here; {VLLM_REMEDY}')
 
 

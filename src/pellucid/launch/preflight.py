@@ -50,7 +50,8 @@ def _check_server(settings: InferenceConfig) -> None:
         return
     needed = ("pellucid", "vllm") if settings.backend == "vllm" else ("pellucid",)
     script = (
-        "import importlib.util, sys; print(*(n for n in sys.argv[1:] if not importlib.util.find_spec(n)))"
+        "import importlib.util as util, sys\n"
+        "print(*(name for name in sys.argv[1:] if not getattr(util.find_spec(name), 'origin', None)))"
     )
     remedy = f"; {VLLM_REMEDY}" if settings.backend == "vllm" else ""
     try:

@@ -1,8 +1,8 @@
 """vLLM behind the server, asked by the client that the orchestrator uses."""
 
 import asyncio
-import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,7 +14,7 @@ from pellucid.config.model import LoraConfig
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.http import HttpInferenceClient
-from pellucid.ledger import Flow, State, read_journal
+from pellucid.ledger import read_journal
 from pellucid.model import Adapters, load_policy, packed_layout
 from pellucid.transport.adapter import ServedWeights, write_adapter
 from pellucid.transport.weights import write_version
@@ -147,10 +147,14 @@ def test_serves_what_the_trainer_publishes(vllm_server, vllm_model, tmp_path) ->
 
     with vllm_server(tmp_path) as url:
         asyncio.run(ask(url))
-    counted = {Flow.SAMPLED: 0, Flow.DELIVERED: 0, State.CANCELLED: 0}
-    for entry in read_journal(tmp_path / "ledger" / "inference.jsonl"):
-        print(json.dumps(str(entry)))
-    del counted
+    entries = list(read_journal(tmp_path / "ledger" / "inference.jsonl"))
+    counts = sum((Counter(entry.counts) for entry in entries), Counter())
+    assert entries[-1].closed
+    # Seven rounds of 4 to 23 tokens, one of 250, one that was cut short, one of 30 and one that was stopped.
+    assert (
+        counts["delivered"] == counts["sampled"] > 7 * sum(range(4, 24)) + 250 + 30
+        and not counts["cancelled"]
+    )
 
 
 def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_path) -> None:
