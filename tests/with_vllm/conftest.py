@@ -3,10 +3,12 @@
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pellucid.model.tiny import make_tiny_model
@@ -16,6 +18,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +58,9 @@ def vllm_server(vllm_python: str, vllm_model: Path) -> Callable[..., AbstractCon
         with (folder / "server.log").open("wb") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
         try:
+            while process.poll() is None and not answers(f"http://127.0.0.1:{port}/health"):
+                time.sleep(0.1)
+            assert process.poll() is None, (folder / "server.log").read_text()[-3000:]
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()

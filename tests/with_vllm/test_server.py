@@ -134,7 +134,8 @@ async def refuses_with_reasons(client) -> None:
         await client.score([5, 6], 0.5, "tempered")
 
 
-def test_serves_what_the_trainer_publishes(vllm_server, vllm_model, tmp_path) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_serves_what_the_trainer_publishes(vllm_server, vllm_model, tmp_path, num_workers) -> None:
     """One server for all of it: starting one takes ten seconds."""
 
     async def ask(url: str) -> None:
@@ -145,7 +146,7 @@ def test_serves_what_the_trainer_publishes(vllm_server, vllm_model, tmp_path) ->
             await stops_where_it_is_told(client)
             await refuses_with_reasons(client)
 
-    with vllm_server(tmp_path) as url:
+    with vllm_server(tmp_path, "--inference.vllm.tensor-parallel-size", str(num_workers)) as url:
         asyncio.run(ask(url))
     entries = list(read_journal(tmp_path / "ledger" / "inference.jsonl"))
     counts = sum((Counter(entry.counts) for entry in entries), Counter())

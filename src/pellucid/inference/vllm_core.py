@@ -33,8 +33,8 @@ def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
     shapes = parameter_shapes(config.model)
     if any(".experts." in parameter for parameter in shapes):
         raise ModelError(
-            f'model.name = {name!r} has experts, which inference.backend = "vllm" does not take new weights '
-            'for yet; use "embedded"'
+            f'model.name = {name!r} has experts, and inference.backend = "vllm" takes new weights of models '
+            'without them only; use "embedded"'
         )
     num_ids = vocab_size(config.model)
     check_vocabulary(name, num_tokens=len(tokenizer), vocab_size=num_ids)
@@ -57,8 +57,9 @@ class VllmCore:
         args = engine_args(config, dtype=dtype, on_cpu=device.type == "cpu")
         if device.type == "cpu" and args["enforce_eager"]:
             torch._dynamo.config.disable = True  # vLLM compiles parts of its sampler even so: 40 s
-        # vLLM falls back to one thread unless it is told otherwise here.
+        # On a CPU, vLLM falls back to one thread or binds threads to cores, which others need, too.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
