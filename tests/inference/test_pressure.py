@@ -9,10 +9,11 @@ import pytest
 
 from pellucid.config import ModelConfig
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, QueueFullError
+from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread
 from pellucid.inference.protocol import GenerateRequest
 from pellucid.inference.server import MAX_BODY_BYTES
+from pellucid.inference.slots import QueueFullError
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import JsonlSink
 from pellucid.model import load_policy

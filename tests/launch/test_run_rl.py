@@ -125,6 +125,32 @@ def test_processes_that_cannot_share_the_work_are_refused_before_anything_starts
         check_rl(config(tmp_path, trainer={"model": {"cp": 2}}))
 
 
+def test_the_server_runs_under_its_own_interpreter(tmp_path):
+    resolved = resolve(config(tmp_path, inference={"python": "/opt/vllm/bin/python"}), 2)
+    children = {child.name: child.argv[0] for child in rl_children(resolved)}
+
+    assert children == {
+        "inference": "/opt/vllm/bin/python",
+        "orchestrator": sys.executable,
+        "trainer": sys.executable,
+    }
+
+
+@pytest.mark.parametrize(
+    ("inference", "reason"),
+    [
+        ({"backend": "vllm"}, "vLLM is not installed here; `make vllm`"),
+        ({"backend": "vllm", "python": "no/python"}, "'no/python' cannot be run .*; `make vllm`"),
+        ({"backend": "vllm", "python": "/bin/false"}, "'/bin/false' is no Python interpreter; `make vllm`"),
+        ({"backend": "vllm", "python": sys.executable}, "has no vllm; install it there; `make vllm`"),
+        ({"python": "no/python"}, "'no/python' cannot be run .No such file or directory.$"),
+    ],
+)
+def test_an_interpreter_that_cannot_serve_is_refused_before_anything_starts(tmp_path, inference, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_rl(config(tmp_path, inference=inference))
+
+
 INFERENCE = """
 import signal, sys
 from pathlib import Path

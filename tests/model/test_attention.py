@@ -7,7 +7,8 @@ from pellucid.config import ModelConfig
 from pellucid.data import Completion
 from pellucid.errors import ModelError
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.inference.engine import Engine
+from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout, shared_layout
 from pellucid.model.attention import ATTENTION, register_attention
 

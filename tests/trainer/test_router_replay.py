@@ -13,7 +13,8 @@ from pellucid.data import TokenTable, TrainingSample, join_experts
 from pellucid.data.tensors import to_tensors
 from pellucid.errors import DataError, ModelError
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.inference.engine import Engine
+from pellucid.inference.slots import Request, run_to_end
 from pellucid.metrics import read_metrics
 from pellucid.model import RouterShape, load_policy
 from pellucid.trainer.batches import OrchestratorBatches

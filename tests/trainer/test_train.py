@@ -11,7 +11,8 @@ from pellucid.config import ModelConfig, SFTConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.inference.engine import Engine
+from pellucid.inference.slots import Request, run_to_end
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.metrics import read_metrics
 from pellucid.model import load_policy

@@ -19,7 +19,8 @@ from pellucid.bench.result import Result, fastest_each_s
 from pellucid.bench.shapes import made_policy
 from pellucid.data import Completion
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.inference.engine import Engine
+from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy
 from pellucid.model.attention import ATTENTION
 

@@ -20,7 +20,8 @@ from pellucid.bench.result import Result
 from pellucid.config import ModelConfig
 from pellucid.data import Completion, join_experts
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.inference.engine import Engine
+from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout
 from pellucid.model.routing import routers_of
 from pellucid.model.tiny import make_tiny_moe_model

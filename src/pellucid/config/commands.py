@@ -179,6 +179,23 @@ class OrchestratorRunConfig(RunConfig):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _teacher_can_be_asked(self) -> "OrchestratorRunConfig":
+        teacher, temperature = self.orchestrator.teacher, self.orchestrator.sampling.temperature
+        if (
+            self.inference.backend == "vllm"
+            and teacher is not None
+            and teacher.model is not None
+            and teacher.mode != "sft"
+            and temperature != 1
+        ):
+            raise ValueError(
+                f"orchestrator.sampling.temperature = {temperature} with a teacher that is served by vLLM, "
+                "which gives the logprobs of given tokens at temperature 1 only; set the temperature to 1, "
+                'or inference.backend = "embedded"'
+            )
+        return self
+
 
 class InferenceRunConfig(RunConfig):
     """`pellucid inference`: serve the model, follow its weights."""
@@ -242,6 +259,11 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
     def _replays_what_is_recorded(self) -> "RLConfig":
         if not self.trainer.enable_router_replay:
             return self
+        if self.inference.backend == "vllm":
+            raise ValueError(
+                'trainer.enable_router_replay = true with inference.backend = "vllm": only the embedded '
+                "engine records experts; leave one of them out"
+            )
         if self.inference.record_experts is False:
             raise ValueError(
                 "inference.record_experts = false contradicts trainer.enable_router_replay = true, which "

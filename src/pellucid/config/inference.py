@@ -1,8 +1,9 @@
 """`[inference]`: the server that samples rollouts."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from pellucid.config.base import Section
 
@@ -17,9 +18,35 @@ def _check_address(value: str) -> str:
 ServerAddress = Annotated[str, AfterValidator(_check_address)]
 
 
+class VllmConfig(Section):
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that one copy of the model is spread over."""
+
+    enforce_eager: bool | None = None
+    """Compile nothing and capture no graphs: a quick start, slower decoding. Default: on a CPU only."""
+
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Memory for keys and values; default: 1 GiB on a CPU, what `gpu_memory_utilization` leaves on a GPU."""
+
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that vLLM may take. The trainer needs GPUs of its own, or most of the rest."""
+
+    args: dict[str, Any] = Field(default={})
+    """Further arguments of vLLM's engine by its own names (`{max_num_batched_tokens = 4096}`). Those that
+    follow from other settings are refused."""
+
+
 class InferenceConfig(Section):
-    backend: Literal["embedded"] = "embedded"
-    """`embedded`: pellucid's own engine, the same forward as the trainer's."""
+    backend: Literal["embedded", "vllm"] = "embedded"
+    """`embedded`: pellucid's own engine, the same forward as the trainer's. `vllm`: vLLM behind the same
+    server, for large models; it has to be installed where the server runs (`make vllm`, `python`)."""
+
+    python: Path | None = None
+    """Interpreter that runs the server in `pellucid rl`, such as that of an environment with vLLM
+    (`.venv-vllm/bin/python`); default: the one that runs `pellucid rl`."""
+
+    vllm: VllmConfig = VllmConfig()
+    """Settings of `backend = "vllm"`."""
 
     host: str = "127.0.0.1"
     """Address the server binds to and the orchestrator calls."""
@@ -53,6 +80,20 @@ class InferenceConfig(Section):
 
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default: all cores alone, half of them in `rl`."""
+
+    @model_validator(mode="after")
+    def _fits_its_backend(self) -> "InferenceConfig":
+        if self.backend == "embedded" and self.vllm != VllmConfig():
+            raise ValueError(
+                'inference.vllm is for inference.backend = "vllm", and the backend is "embedded"; leave it '
+                "out or set the backend"
+            )
+        if self.backend == "vllm" and self.record_experts:
+            raise ValueError(
+                'inference.record_experts = true with inference.backend = "vllm": only the embedded engine '
+                "records them; leave one of them out"
+            )
+        return self
 
     @property
     def label(self) -> str | int:

@@ -19,14 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account
-from pellucid.inference.engine import Engine, QueueFullError, Request
 from pellucid.inference.protocol import GenerateRequest
 from pellucid.inference.scoring import Scoring
+from pellucid.inference.slots import QueueFullError, Request, SlottedEngine
 from pellucid.ledger import Flow, Journal, State
 from pellucid.metrics import Sink
 
@@ -49,7 +49,7 @@ class WorkDone:
     scored_tokens: int = 0
 
     @classmethod
-    def of(cls, engine: Engine, busy_s: float) -> "WorkDone":
+    def of(cls, engine: SlottedEngine[Any], busy_s: float) -> "WorkDone":
         counts = engine.counts
         sampled = sum(counts.sampled.values())
         return cls(
@@ -79,7 +79,11 @@ class EngineDownError(InferenceError):
 
 class EngineThread:
     def __init__(
-        self, engine: Engine, journal: Journal, sink: Sink, on_failure: Callable[[BaseException], None]
+        self,
+        engine: SlottedEngine[Any],
+        journal: Journal,
+        sink: Sink,
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         self._engine = engine
         self._journal = journal

@@ -1,4 +1,4 @@
-"""The embedded engine over HTTP.
+"""An engine over HTTP, the embedded one or vLLM.
 
     POST /inference/v1/generate_many   the same for many requests, answered line by line as each ends
     POST /inference/v1/generate   token ids in, token ids with logprobs and policy versions out
@@ -45,7 +45,7 @@ from pellucid.data.tokenizer import end_of_turn_ids, load_tokenizer
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.inference.client import Account
-from pellucid.inference.engine import Engine, QueueFullError
+from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineDownError, EngineThread, StreamEvent, name_error
 from pellucid.inference.openai_answer import Served, answer_to, model_card
 from pellucid.inference.openai_request import RequestError, check_model, decode_request
@@ -65,6 +65,7 @@ from pellucid.inference.protocol import (
     ScoreResponse,
     UpdateWeightsRequest,
 )
+from pellucid.inference.slots import QueueFullError, SlottedEngine
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
@@ -79,7 +80,12 @@ class Server:
     """Handlers around one engine."""
 
     def __init__(
-        self, engine: Engine, thread: EngineThread, tokenizer: Any, model: str, max_model_len: int
+        self,
+        engine: SlottedEngine[Any],
+        thread: EngineThread,
+        tokenizer: Any,
+        model: str,
+        max_model_len: int,
     ) -> None:
         self._engine = engine
         self._thread = thread
@@ -365,17 +371,8 @@ def run_inference(config: InferenceRunConfig) -> None:
         raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
     door = _bind(settings.host, settings.port)
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
-    policy = load_policy(config.model)
     tokenizer = load_tokenizer(config.model.name)
-    check_tokenizer(policy, tokenizer, config.model.name)
-    engine = Engine(
-        policy,
-        num_slots=settings.max_concurrent,
-        max_length=settings.max_model_len,
-        max_queued=settings.max_queued,
-        decode_text=tokenizer.decode,
-        record_experts=bool(settings.record_experts),
-    )
+    engine = open_engine(config, tokenizer)
     name = f"inference_{settings.label}" if settings.label else "inference"
     journal = Journal(config.output_dir / "ledger" / f"{name}.jsonl", Stage.INFERENCE, resume=config.resume)
     sink = Tee(open_sinks(config, "inference", settings.label))
@@ -395,6 +392,24 @@ def run_inference(config: InferenceRunConfig) -> None:
     ).run(sockets=[door])
     if failures:
         _raise(failures[0])
+
+
+def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any]:
+    settings = config.inference
+    if settings.backend == "vllm":
+        from pellucid.inference.vllm_core import open_vllm
+
+        return open_vllm(config, tokenizer)
+    policy = load_policy(config.model)
+    check_tokenizer(policy, tokenizer, config.model.name)
+    return Engine(
+        policy,
+        num_slots=settings.max_concurrent,
+        max_length=settings.max_model_len,
+        max_queued=settings.max_queued,
+        decode_text=tokenizer.decode,
+        record_experts=bool(settings.record_experts),
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

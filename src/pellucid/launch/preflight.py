@@ -5,15 +5,17 @@ check again, with what they really load. A run that is refused here leaves its o
 """
 
 import os
+import subprocess
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pellucid.config import CustomAdvantageConfig, CustomLossConfig, RLConfig, SFTConfig
+from pellucid.config import CustomAdvantageConfig, CustomLossConfig, InferenceConfig, RLConfig, SFTConfig
 from pellucid.config.imports import require_package
 from pellucid.data.model_folder import check_model_folder
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
+from pellucid.inference.vllm_args import VLLM_REMEDY, require_vllm
 from pellucid.orchestrator.environment import check_environment
 from pellucid.orchestrator.teacher import other_vocabulary
 
@@ -34,9 +36,37 @@ def check_rl(config: RLConfig) -> None:
     if isinstance(loss, CustomLossConfig):
         require_package(loss.import_path, "trainer.loss.import_path")
     config.trainer.check_num_processes(config.trainer.num_processes)
+    _check_server(config.inference)
     check_model_folder(config.model.name, chats=True, routes=config.trainer.enable_router_replay)
     if own.teacher is not None and own.teacher.model is not None:
         _check_teacher(own.teacher.model, config.model.name)
+
+
+def _check_server(settings: InferenceConfig) -> None:
+    """Whether its interpreter is there, and has what it needs; what is in the packages is not looked at."""
+    if settings.python is None:
+        if settings.backend == "vllm":
+            require_vllm()
+        return
+    needed = ("pellucid", "vllm") if settings.backend == "vllm" else ("pellucid",)
+    script = (
+        "import importlib.util as util, sys\n"
+        "print(*(name for name in sys.argv[1:] if not getattr(util.find_spec(name), 'origin', None)))"
+    )
+    remedy = f"; {VLLM_REMEDY}" if settings.backend == "vllm" else ""
+    try:
+        answer = subprocess.run([settings.python, "-c", script, *needed], capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(
+            f"inference.python = {str(settings.python)!r} cannot be run ({error.strerror}){remedy}"
+        ) from error
+    if answer.returncode:
+        raise ConfigError(f"inference.python = {str(settings.python)!r} is no Python interpreter{remedy}")
+    if missing := answer.stdout.split():
+        raise ConfigError(
+            f"inference.python = {str(settings.python)!r} has no {' and no '.join(missing)}; install it "
+            f"there{remedy}"
+        )
 
 
 def _check_teacher(teacher: str, model: str) -> None:

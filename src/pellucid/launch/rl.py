@@ -171,7 +171,8 @@ def _child(
     service: bool = False,
 ) -> Child:
     name = f"{part}_{number}" if number else part
-    argv = (sys.executable, "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
+    python = (config.inference.python if command == "inference" else None) or sys.executable
+    argv = (str(python), "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
     return Child(name, argv, config.output_dir / "logs" / f"{name}.log", env, service=service)
 
 

@@ -54,6 +54,15 @@ def vocab_size(config: ModelConfig) -> int:
         raise ModelError(_not_loadable(config.name, error)) from error
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Names and shapes of the parameters that a trainer of this model publishes; loads no weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.name))
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

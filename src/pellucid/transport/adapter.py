@@ -6,6 +6,7 @@ A server adds an adapter to the weights that it began with, so that serving one 
 none.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,12 +63,7 @@ class ServedWeights:
 
     def _add(self, updates: dict[str, "_Update"], folder: Path) -> None:
         parameters = dict(self._model.named_parameters())
-        for name, update in updates.items():
-            if name not in parameters or parameters[name].shape != update.shape:
-                raise TransportError(
-                    f"{folder} does not fit the model: it changes {name} of shape {list(update.shape)}, "
-                    f"which the model does not have; serve the model that it was trained on"
-                )
+        _check(updates, folder, {name: parameter.shape for name, parameter in parameters.items()})
         with torch.no_grad():
             for name in self._underneath.keys() - updates.keys():
                 parameters[name].copy_(self._underneath.pop(name))
@@ -75,6 +71,26 @@ class ServedWeights:
                 parameter = parameters[name]
                 before = self._underneath.setdefault(name, parameter.detach().clone())
                 parameter.copy_(before.float() + update.whole().to(parameter.device))
+
+
+def check_adapter(folder: Path, shapes: Mapping[str, torch.Size], *, max_rank: int) -> None:
+    """Raises TransportError unless the adapter belongs to a model with parameters of these shapes."""
+    updates = _read(folder)
+    _check(updates, folder, shapes)
+    if (rank := max(update.rank for update in updates.values())) > max_rank:
+        raise TransportError(
+            f"{folder} has rank {rank} and the server takes up to {max_rank}; start it with this "
+            "model.lora.rank"
+        )
+
+
+def _check(updates: Mapping[str, "_Update"], folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+    for name, update in updates.items():
+        if shapes.get(name) != update.shape:
+            raise TransportError(
+                f"{folder} does not fit the model: it changes {name} of shape {list(update.shape)}, "
+                f"which the model does not have; serve the model that it was trained on"
+            )
 
 
 class _Update(NamedTuple):
@@ -85,6 +101,10 @@ class _Update(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         return torch.Size((self.b.shape[0], self.a.shape[1]))
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
 
     def whole(self) -> Tensor:
         return self.scale * (self.b.float() @ self.a.float())

@@ -5,8 +5,10 @@ name and shape before it changes any.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,23 +80,41 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """Copies published weights into the model in place; on any mismatch nothing is changed."""
     path = folder / _FILE
     parameters = dict(model.named_parameters())
+    with _opened(path) as file:
+        _check(path, file, {name: parameter.shape for name, parameter in parameters.items()})
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(file.get_tensor(name))
+
+
+def check_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
+    """Raises TransportError unless the published weights are these, no more and no fewer."""
+    path = folder / _FILE
+    with _opened(path) as file:
+        _check(path, file, shapes)
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """One at a time."""
+    with _opened(folder / _FILE) as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            _check(path, {name: file.get_slice(name).get_shape() for name in file.keys()}, parameters)  # noqa: SIM118
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(file.get_tensor(name))
+            yield file
     except (OSError, SafetensorError) as error:
         raise TransportError(f"{path} is not a readable weight file: {error}") from error
 
 
-def _check(path: Path, shapes: dict[str, list[int]], parameters: dict[str, nn.Parameter]) -> None:
-    missing = sorted(parameters.keys() - shapes.keys())
-    surplus = sorted(shapes.keys() - parameters.keys())
+def _check(path: Path, file: Any, shapes: Mapping[str, torch.Size]) -> None:
+    found = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    missing, surplus = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
     if missing or surplus:
         raise TransportError(f"{path} does not fit the model: lacks {missing[:3]}, has unknown {surplus[:3]}")
-    for name, parameter in parameters.items():
-        if list(parameter.shape) != list(shapes[name]):
-            raise TransportError(
-                f"{path}: {name} has shape {list(shapes[name])}; the model has {list(parameter.shape)}"
-            )
+    for name, shape in shapes.items():
+        if list(shape) != found[name]:
+            raise TransportError(f"{path}: {name} has shape {found[name]}; the model has {list(shape)}")

@@ -15,7 +15,8 @@ from pellucid.config import TrainerRunConfig, VerifyConfig
 from pellucid.data import Completion, TokenTable, TrainingSample, join_experts
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine, Request, run_to_end
+from pellucid.inference.engine import Engine
+from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.chat import ChatTemplate

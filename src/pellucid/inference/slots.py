@@ -1,0 +1,295 @@
+"""Requests from arrival to end, whatever computes their tokens.
+
+Invariants:
+- Every sampled token is counted once when it is sampled, and once more when its request ends: delivered,
+  or cancelled if nobody waits for it any more.
+- A request holds one slot from its first step to its end; requests beyond the slots wait in order.
+- Each token carries the policy version that sampled it.
+"""
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pellucid.data import Completion, PackedArray
+from pellucid.errors import InferenceError
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.scoring import Scoring
+
+Slot = TypeVar("Slot")
+
+
+class QueueFullError(InferenceError):
+    pass
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    account: Account
+    on_finish: Callable[[Completion], None]
+    request_id: str = ""
+    on_token: Callable[[tuple[int, float]], None] | None = None
+    """Told each token with its logprob as it is sampled."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[list[int]] = field(default_factory=list)
+    experts: bytearray = field(default_factory=bytearray)
+    """Of each token computed so far, if they are recorded."""
+
+    generator: random.Random = field(init=False)
+    abandoned: bool = False
+    slot: Any = None
+    """What it holds, once it runs."""
+
+    prompt: bytes = b""
+    """The prompt's token ids as int64, once it runs: quick to compare."""
+
+    started_at: int = -1
+    """Policy version that computed the prompt."""
+
+    def __post_init__(self) -> None:
+        self.generator = random.Random(self.params.seed)
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1] if self.token_ids else self.prompt_ids[-1]
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1][1] += 1
+        else:
+            self.versions.append([version, 1])
+        if self.on_token is not None:
+            self.on_token((token, logprob))
+
+    def completion(self, finish_reason: str, routed_experts: PackedArray | None) -> Completion:
+        runs = [(version, count) for version, count in self.versions]
+        return Completion(self.token_ids, self.logprobs, runs, finish_reason, routed_experts)
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Tokens per account, for the ledger, and work done, for metrics."""
+
+    sampled: Counter[Account] = field(default_factory=Counter)
+    delivered: Counter[Account] = field(default_factory=Counter)
+    cancelled: Counter[Account] = field(default_factory=Counter)
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    """Prompt tokens that another request had already computed."""
+
+    decode_steps: int = 0
+    scored_tokens: int = 0
+    """Of sequences that were scored, not sampled."""
+
+
+class SlottedEngine(ABC, Generic[Slot]):
+    """An engine is one of these: it gives slots to waiting requests and samples for those that run."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_length: int,
+        max_queued: int,
+        vocab_size: int,
+        decode_text: Callable[[list[int]], str] | None,
+    ) -> None:
+        self.counts = EngineCounts()
+        self.version = 0
+        self._num_slots = num_slots
+        self._max_length = max_length
+        self._max_queued = max_queued
+        self._vocab_size = vocab_size
+        self._decode_text = decode_text
+        self._running: dict[Slot, Request] = {}
+        self._waiting: dict[Request, None] = {}
+        """In order of arrival; a dict, so that one that leaves does not have to be looked for."""
+        self._scorings: dict[Scoring, None] = {}
+
+    @abstractmethod
+    def step(self) -> None:
+        """Samples one token for every running sequence, new ones included; then scores."""
+
+    @abstractmethod
+    def update_weights(self, version: int, folder: Path) -> None:
+        """Serves policy version `version` from the next step on; also where a resumed run begins.
+
+        On any error the engine goes on with what it has.
+        """
+
+    @abstractmethod
+    def _free(self, slot: Slot) -> None:
+        """Gives back what a request held."""
+
+    def _experts_of(self, request: Request) -> PackedArray | None:
+        """Where its tokens were sent, if that is recorded."""
+        return None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._scorings)
+
+    @property
+    def capacity(self) -> int:
+        """Requests that it holds at a time, running or waiting."""
+        return self._num_slots + self._max_queued
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._running and not self._scorings
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises InferenceError with the reason why a request cannot be served."""
+        self._check_ids(prompt_ids)
+        if params.temperature != 0 and not _is_temperature(params.temperature):
+            raise InferenceError(
+                f"temperature = {params.temperature}; must be 0 (greedy) or between 0.001 and 1000"
+            )
+        if params.max_tokens < 1:
+            raise InferenceError(f"max_tokens = {params.max_tokens}; must be at least 1")
+        if len(prompt_ids) + params.max_tokens > self._max_length:
+            raise InferenceError(
+                f"prompt of {len(prompt_ids)} + max_tokens of {params.max_tokens} exceeds "
+                f"inference.max_model_len = {self._max_length}; shorten one of them or raise it"
+            )
+        if "" in params.stop:
+            raise InferenceError("stop has an empty string; every text contains it, so leave it out")
+        if params.stop and self._decode_text is None:
+            raise InferenceError("stop strings need a tokenizer; use stop_token_ids")
+
+    def check_scoring(self, token_ids: Sequence[int], temperature: float) -> None:
+        self._check_ids(token_ids)
+        if not _is_temperature(temperature):
+            raise InferenceError(f"temperature = {temperature}; must be between 0.001 and 1000")
+        if len(token_ids) > self._max_length:
+            raise InferenceError(
+                f"a sequence of {len(token_ids)} tokens exceeds inference.max_model_len = "
+                f"{self._max_length}; shorten it or raise the limit"
+            )
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise InferenceError("the prompt is empty; send at least one token")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise InferenceError(f"the prompt has a token id outside 0 … {self._vocab_size - 1}")
+
+    def submit(self, request: Request) -> None:
+        self.check(request.prompt_ids, request.params)
+        self._require_room()
+        self._waiting[request] = None
+
+    def submit_scoring(self, scoring: Scoring) -> None:
+        self.check_scoring(scoring.token_ids, scoring.temperature)
+        self._require_room()
+        self._scorings[scoring] = None
+
+    def abandon_scoring(self, scoring: Scoring) -> None:
+        """Nobody waits for it any more; one that is done is left alone."""
+        self._scorings.pop(scoring, None)
+
+    def _require_room(self) -> None:
+        if self.num_running + self.num_waiting >= self.capacity:
+            raise QueueFullError(f"{self._max_queued} requests are waiting already; try again later")
+
+    def abandon(self, request: Request) -> None:
+        """Nobody waits for this request any more: free its slot and count its tokens as cancelled."""
+        request.abandoned = True
+        self._end(request, "abort")
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests now; each delivers what it has."""
+        for request in self._requests():
+            if request.request_id in request_ids:
+                self._end(request, "abort")
+
+    def abort_all(self) -> None:
+        for request in self._requests():
+            self._end(request, "abort")
+        for scoring in list(self._scorings):
+            self.abandon_scoring(scoring)
+            scoring.on_finish(InferenceError("the engine ended before it was scored"))
+
+    def abandon_all(self) -> None:
+        for scoring in list(self._scorings):
+            self.abandon_scoring(scoring)
+        for request in self._requests():
+            self.abandon(request)
+
+    def _requests(self) -> list[Request]:
+        return [*self._waiting, *self._running.values()]
+
+    def _start(self, request: Request, slot: Slot) -> None:
+        """A waiting request gets its slot."""
+        del self._waiting[request]
+        self._running[slot] = request
+        request.slot = slot
+        request.started_at = self.version
+
+    def _take(self, requests: Sequence[Request], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """What a step has sampled, one token for each of these running requests."""
+        if not math.isfinite(sum(logprobs)):
+            raise InferenceError(
+                f"policy version {self.version} gives logits that are not finite; it has diverged"
+            )
+        self.counts.decode_steps += 1
+        self.counts.sampled.update(request.account for request in requests)
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            request.append(token, logprob, self.version)
+            if reason := self._finish_reason(request):
+                self._end(request, reason)
+
+    def _finish_reason(self, request: Request) -> str | None:
+        params = request.params
+        if request.token_ids[-1] in params.stop_token_ids or self._hit_stop_string(request):
+            return "stop"
+        return "length" if len(request.token_ids) >= params.max_tokens else None
+
+    def _hit_stop_string(self, request: Request) -> bool:
+        if not request.params.stop or self._decode_text is None:
+            return False
+        # A character takes at most four byte-level tokens, so the tail holds any stop string just completed.
+        longest = max(len(stop) for stop in request.params.stop)
+        tail = self._decode_text(request.token_ids[-(4 * longest + 1) :])
+        return any(stop in tail for stop in request.params.stop)
+
+    def _end(self, request: Request, reason: str) -> None:
+        """Frees what the request holds, and tells its tokens; one that has ended already is left alone."""
+        if request in self._waiting:
+            del self._waiting[request]
+        elif request.slot in self._running:
+            del self._running[request.slot]
+            self._free(request.slot)
+        else:
+            return
+        if request.abandoned:
+            self.counts.cancelled[request.account] += len(request.token_ids)
+        else:
+            self.counts.delivered[request.account] += len(request.token_ids)
+            request.on_finish(request.completion(reason, self._experts_of(request)))
+
+
+def _is_temperature(value: float) -> bool:
+    return 1e-3 <= value <= 1e3
+
+
+def run_to_end(engine: SlottedEngine[Any], requests: Iterable[Request]) -> None:
+    """Serves these requests and returns: for tests and benchmarks."""
+    for request in requests:
+        engine.submit(request)
+    while not engine.is_idle:
+        engine.step()

@@ -1,0 +1,272 @@
+"""What pellucid keeps of vLLM's requests: slots, books, versions. vLLM itself runs in `make test-vllm`."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pellucid.errors import InferenceError, TransportError
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.scoring import Scoring
+from pellucid.inference.slots import Request, run_to_end
+from pellucid.inference.vllm_args import MAX_SCORINGS
+from pellucid.inference.vllm_engine import Sampled, Scored, VllmEngine
+
+ENV = Account("run", "env")
+BLOCK = 4
+CHUNK = 16
+
+
+class FakeCore:
+    """Counts up from the last token, with minus the number of loaded weights as logprob.
+
+    A step computes 16 tokens of a prompt. Prompts are shared in blocks of four, as long as their salts are
+    equal. Like vLLM, it goes on until `max_tokens` unless it is stopped.
+
+    `bad` does not fit, `torn` fails half-way, `adapter` is an adapter.
+    """
+
+    def __init__(self) -> None:
+        self.num_loaded = 0
+        self.has_adapter = False
+        self.started: list[tuple[list[int], SamplingParams, str]] = []
+        self.num_steps = 0
+        self._last: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+        self._shared: dict[str, int] = {}
+        self._to_score: dict[str, list[int]] = {}
+        self._to_compute: dict[str, int] = {}
+        self._cached: set[tuple[str, tuple[int, ...]]] = set()
+
+    def start(self, key, token_ids, params, salt) -> None:
+        assert key not in self._last, "a key is never used twice"
+        self.started.append((list(token_ids), params, salt))
+        blocks = [(salt, tuple(token_ids[:end])) for end in range(BLOCK, len(token_ids), BLOCK)]
+        self._shared[key] = BLOCK * sum(block in self._cached for block in blocks)
+        self._cached.update(blocks)
+        self._last[key], self._left[key] = token_ids[-1], params.max_tokens
+        self._to_compute[key] = len(token_ids)
+
+    def score(self, key, token_ids) -> None:
+        self._to_score[key] = list(token_ids)
+        self._to_compute[key] = len(token_ids)
+
+    def stop(self, key) -> None:
+        self._left.pop(key, None)
+        self._to_score.pop(key, None)
+
+    def step(self):
+        self.num_steps += 1
+        for key in self._to_compute:
+            self._to_compute[key] -= CHUNK
+        sampled = []
+        for key in [key for key in self._left if self._to_compute[key] <= 0]:
+            self._last[key] += 1
+            sampled.append(
+                Sampled(key, self._last[key], -float(self.num_loaded), self._shared.pop(key, None))
+            )
+            self._left[key] -= 1
+            if not self._left[key]:
+                del self._left[key]
+        scored = [
+            Scored(key, [math.nan, *([-0.5] * (len(ids) - 1))])
+            for key, ids in self._to_score.items()
+            if self._to_compute[key] <= 0
+        ]
+        for key, _ in scored:
+            del self._to_score[key]
+        return sampled, scored
+
+    def load(self, folder: Path) -> bool:
+        if folder.name == "bad":
+            raise TransportError("does not fit")
+        if folder.name == "torn":
+            raise RuntimeError("half of it")
+        self.num_loaded += 1
+        had, self.has_adapter = self.has_adapter, folder.name == "adapter"
+        return had == self.has_adapter
+
+    @property
+    def num_running(self) -> int:
+        return len(self._left) + len(self._to_score)
+
+
+@pytest.fixture
+def core() -> FakeCore:
+    return FakeCore()
+
+
+def engine(core: FakeCore, **options) -> VllmEngine:
+    options = {"num_slots": 2, "max_length": 64, "max_queued": 8, "vocab_size": 100, **options}
+    return VllmEngine(core, **options)
+
+
+def request(prompt, finished, **params) -> Request:
+    return Request(prompt, SamplingParams(**params), ENV, finished.append)
+
+
+def test_every_request_gets_its_tokens_and_they_are_in_the_books(core) -> None:
+    finished: list = []
+    own = engine(core)
+    run_to_end(own, [request([10 * n], finished, max_tokens=n) for n in (3, 1, 2)])
+    assert [each.token_ids for each in finished] == [[11], [31, 32, 33], [21, 22]]
+    assert {each.finish_reason for each in finished} == {"length"}
+    assert own.counts.sampled == own.counts.delivered == Counter({ENV: 6})
+    assert core.num_steps == 3 and core.num_running == 0
+
+
+def test_it_stops_where_the_request_says_and_vllm_is_told(core) -> None:
+    finished: list = []
+    own = engine(core, decode_text=lambda ids: "".join(chr(64 + each) for each in ids))
+    run_to_end(
+        own,
+        [
+            request([1], finished, max_tokens=20, stop_token_ids=[4]),
+            request([1], finished, max_tokens=20, stop=["DE"]),
+        ],
+    )
+    assert [each.token_ids for each in finished] == [[2, 3, 4], [2, 3, 4, 5]]
+    assert {each.finish_reason for each in finished} == {"stop"}
+    assert core.num_running == 0
+
+
+def test_tokens_carry_the_version_of_their_step(core) -> None:
+    finished: list = []
+    own = engine(core)
+    own.submit(request([1], finished, max_tokens=5))
+    own.step()
+    own.update_weights(3, Path("step_3"))
+    own.step()
+    own.step()
+    own.update_weights(4, Path("step_4"))
+    while not own.is_idle:
+        own.step()
+    (answer,) = finished
+    assert answer.token_ids == [2, 3, 4, 5, 6]
+    assert answer.policy_versions == [(0, 1), (3, 2), (4, 2)]
+    assert answer.logprobs == [0, -1, -1, -2, -2]
+    assert len(core.started) == 1, "it keeps its cache"
+
+
+def test_prompts_are_shared_within_a_version_only(core) -> None:
+    own = engine(core)
+    prompt = list(range(10))
+    run_to_end(own, [request(prompt, [], max_tokens=1) for _ in range(2)])
+    assert (own.counts.prefill_tokens, own.counts.shared_tokens) == (12, 8)
+    own.update_weights(1, Path("step_1"))
+    run_to_end(own, [request(prompt, [], max_tokens=1)])
+    assert (own.counts.prefill_tokens, own.counts.shared_tokens) == (22, 8)
+    assert [salt for _, _, salt in core.started] == ["0", "0", "1"]
+
+
+def test_one_without_tokens_starts_again_under_new_weights(core) -> None:
+    finished: list = []
+    own = engine(core)
+    prompt = list(range(20))
+    own.submit(request(prompt, finished, max_tokens=2))
+    own.step()
+    own.update_weights(5, Path("step_5"))
+    while not own.is_idle:
+        own.step()
+    assert [(ids, salt) for ids, _, salt in core.started] == [(prompt, "0"), (prompt, "5")]
+    assert finished[0].policy_versions == [(5, 2)] and finished[0].token_ids == [20, 21]
+
+
+def test_the_first_adapter_makes_what_runs_start_again_and_the_next_does_not(core) -> None:
+    finished: list = []
+    own = engine(core)
+    own.submit(request([1], finished, max_tokens=4, seed=7, temperature=0.5))
+    own.step()
+    own.update_weights(1, Path("adapter"))
+    own.step()
+    own.update_weights(2, Path("adapter"))
+    while not own.is_idle:
+        own.step()
+    (_, first, _), (prompt, again, salt) = core.started
+    assert (prompt, salt) == ([1, 2], "1")
+    assert (first.max_tokens, again.max_tokens) == (4, 3)
+    assert (again.seed, again.temperature) == (8, 0.5)
+    assert finished[0].token_ids == [2, 3, 4, 5]
+    assert finished[0].policy_versions == [(0, 1), (1, 1), (2, 2)]
+
+
+def test_weights_that_do_not_fit_change_nothing(core) -> None:
+    finished: list = []
+    own = engine(core)
+    own.submit(request([1], finished, max_tokens=2))
+    with pytest.raises(TransportError, match="does not fit"):
+        own.update_weights(9, Path("bad"))
+    while not own.is_idle:
+        own.step()
+    assert finished[0].policy_versions == [(0, 2)]
+
+
+def test_weights_that_fail_half_way_end_the_engine(core) -> None:
+    own = engine(core)
+    with pytest.raises(RuntimeError, match="half of it"):
+        own.update_weights(9, Path("torn"))
+    with pytest.raises(InferenceError, match="not known which are served"):
+        own.step()
+
+
+def test_abandoned_and_aborted_requests_are_stopped_and_counted(core) -> None:
+    finished: list = []
+    own = engine(core)
+    gone = request([1], finished, max_tokens=9)
+    cut = Request([2], SamplingParams(max_tokens=9), ENV, finished.append, "cut")
+    own.submit(gone)
+    own.submit(cut)
+    own.step()
+    own.step()
+    own.abandon(gone)
+    own.abort(["cut"])
+    assert own.is_idle and core.num_running == 0
+    assert (own.counts.cancelled[ENV], own.counts.delivered[ENV], own.counts.sampled[ENV]) == (2, 2, 4)
+    assert [(each.token_ids, each.finish_reason) for each in finished] == [([3, 4], "abort")]
+
+
+def test_scoring_takes_no_slot_and_starts_again_under_new_weights(core) -> None:
+    own = engine(core, num_slots=1, max_queued=20)
+    answers: list = []
+    for length in range(20, 30):
+        own.submit_scoring(Scoring([1] * length, 1.0, answers.append))
+    own.submit(request([1], [], max_tokens=2))
+    own.step()
+    assert core.num_running == 1 + MAX_SCORINGS < 1 + 10
+    own.update_weights(1, Path("step_1"))
+    assert core.num_running == 1
+    while not own.is_idle:
+        own.step()
+    assert sorted(len(each) for each in answers) == list(range(20, 30))
+    assert own.counts.scored_tokens == sum(range(20, 30))
+
+
+def test_an_abandoned_scoring_is_stopped(core) -> None:
+    own = engine(core)
+    scoring = Scoring([1] * 20, 1.0, lambda _: pytest.fail("nobody waits for it"))
+    own.submit_scoring(scoring)
+    own.step()
+    own.abandon_scoring(scoring)
+    assert own.is_idle and core.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "temperature", "reason"),
+    [
+        ([1, 2], 0.5, "temperature = 0.5; vLLM gives the logprobs of given tokens at temperature 1 only"),
+        ([1] * 64, 1.0, "64 tokens leaves no room below inference.max_model_len = 64"),
+        ([1] * 65, 1.0, "65 tokens exceeds inference.max_model_len = 64"),
+    ],
+)
+def test_what_vllm_cannot_score_is_refused(core, token_ids, temperature, reason) -> None:
+    with pytest.raises(InferenceError, match=reason):
+        engine(core).submit_scoring(Scoring(token_ids, temperature, print))
+
+
+def test_logprobs_that_are_not_finite_are_a_divergence(core) -> None:
+    core.num_loaded = math.nan
+    own = engine(core)
+    own.submit(request([1], [], max_tokens=2))
+    with pytest.raises(InferenceError, match="policy version 0 gives logits that are not finite"):
+        own.step()

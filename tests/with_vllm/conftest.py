@@ -1,0 +1,70 @@
+"""A server with vLLM behind it, in its own environment; `make test-vllm` says where that is."""
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pellucid.model.tiny import make_tiny_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    return os.path.abspath(os.environ["PELLUCID_VLLM_PYTHON"])
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's attention for CPUs wants heads of at least 32."""
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, num_layers=2, num_kv_heads=2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_server(vllm_python: str, vllm_model: Path) -> Callable[..., AbstractContextManager[str]]:
+    """`with vllm_server(folder, *flags) as url`."""
+
+    @contextmanager
+    def serve(folder: Path, *flags: str) -> Iterator[str]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        argv = [
+            *(vllm_python, "-m", "pellucid.cli", "inference", "--model.name", str(vllm_model)),
+            *("--inference.backend", "vllm", "--inference.port", str(port), "--inference.threads", "1"),
+            *("--inference.max-model-len", "256", "--inference.max-concurrent", "8"),
+            *("--inference.vllm.kv-cache-bytes", str(64 << 20), "--output-dir", str(folder), *flags),
+        ]
+        with (folder / "server.log").open("wb") as log:
+            process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None and not answers(f"http://127.0.0.1:{port}/health"):
+                time.sleep(0.1)
+            assert process.poll() is None, (folder / "server.log").read_text()[-3000:]
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            code = process.wait(60)
+        assert code in (0, -15), (folder / "server.log").read_text()[-3000:]
+
+    return serve
