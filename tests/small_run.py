@@ -24,7 +24,7 @@ from pellucid.checkpoint import Progress, publish_checkpoint, read_progress
 from pellucid.config import DppoLossConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.inference.client import Account
-from pellucid.inference.engine import EngineCounts
+from pellucid.inference.slots import EngineCounts
 from pellucid.launch.resume import ResumePoint, rewind_rl
 from pellucid.ledger import Flow, Journal, Stage, State, sum_entries
 from pellucid.loss import LossInputs, dppo_loss

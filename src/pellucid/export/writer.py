@@ -68,7 +68,9 @@ class TokenExporter:
         """Sequences of this step, whether they could be written or not."""
         self._failed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
-        self._job: Future[None] | None = None
+        self._jobs: list[Future[None]] = []
+        self._is_completed = False
+        """Whether the thread was told that nothing more of this step will come."""
         self._held: _MicroBatch | None = None
         """What the thread is about to export."""
         self.num_skipped = 0
@@ -91,12 +93,19 @@ class TokenExporter:
             name: None if values is None else values.detach().cpu() for name, values in observed.items()
         }
         self._held = _MicroBatch(table, on_cpu, step, micro_step, denominator)
-        self._job = self._thread.submit(self._export)
+        self._jobs.append(self._thread.submit(self._export))
+
+    def complete(self, step: int) -> None:
+        """Nothing more of this step will be added: its file gets its name while training goes on."""
+        self._is_completed = True
+        self._jobs.append(self._thread.submit(self._attempt, step, lambda: self._complete(step)))
 
     def finish(self, step: int) -> None:
-        """The step is complete: its file gets its name."""
+        """The step is complete, and after this it is written."""
+        if not self._is_completed:
+            self.complete(step)
         self.flush()
-        self._attempt(step, lambda: self._complete(step))
+        self._is_completed = False
         self.num_lost += self._num_due if self._failed else 0
         self._num_due = self._num_written = 0
         self._summary = StepSummary()
@@ -123,9 +132,8 @@ class TokenExporter:
 
     def flush(self) -> None:
         """What was added so far has been written."""
-        if self._job is not None:
-            job, self._job = self._job, None
-            job.result()
+        while self._jobs:
+            self._jobs.pop(0).result()
 
     def _export(self) -> None:
         """What is held, which is let go of before anybody hears that it is done."""

@@ -31,4 +31,6 @@ def accumulate(run: Run, batch: StepBatch, observer: StepObserver | None = None)
         result = run.loss(micro_batch, output, batch.denominator)
         observer.add(micro_batch, output, result)  # an export writes it while the backward pass runs
         result.loss.backward()
+    if batch.is_last:
+        observer.complete()
     return observer

@@ -106,6 +106,11 @@ class StepObserver:
             for name in ("packed", "computed"):
                 self._books[name][self._numbers[micro_batch.packed.kind.run_id, _PADDING]] += filled
 
+    def complete(self) -> None:
+        """Nothing more will be added: what is exported can be finished while the weights are updated."""
+        if self._exporter is not None:
+            self._exporter.complete(self._batch.step)
+
     def metrics(self) -> MetricSet:
         """Of this rank: its share of the optimised loss, statistics, and the accounting of what it packed."""
         metrics = self._stats.metrics()

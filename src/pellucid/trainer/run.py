@@ -159,7 +159,8 @@ class Run:
         """Some of its samples, packed on their own; what they weigh is decided by the whole."""
         part = self.pack(batch.step, batch.table.select(np.arange(start, stop)))
         weights = None if batch.weights is None else batch.weights[start:stop]
-        return replace(part, weights=weights, whole=batch, num_before=num_before)
+        is_last = stop == batch.table.num_sequences
+        return replace(part, weights=weights, whole=batch, num_before=num_before, is_last=is_last)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around what is not this run's own time."""

@@ -67,6 +67,9 @@ class StepBatch:
     num_before: int = 0
     """Micro batches of earlier parts."""
 
+    is_last: bool = True
+    """Whether the step ends with it."""
+
     @property
     def table(self) -> TokenTable:
         """As received, before truncation."""
