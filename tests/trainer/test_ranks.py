@@ -175,6 +175,7 @@ def test_the_ledger_balances_with_padding_and_dummies(tiny_model, tmp_path) -> N
         for journal, flows in ((engine, ("sampled", "delivered")), (orchestrator, ("received", "sent"))):
             for flow in flows:
                 journal.count(run, env, Flow(flow), counts["received"])
+    orchestrator.flush(0)
     engine.close(1)
     orchestrator.close(1)
     report = reconcile(tmp_path / "ledger")
