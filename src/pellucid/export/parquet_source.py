@@ -53,7 +53,11 @@ class ParquetSource:
     @contextmanager
     def _file(self) -> Iterator[Any]:
         file = self._pq.ParquetFile(
-            self.path, metadata=self._metadata, memory_map=True, page_checksum_verification=True
+            self.path,
+            metadata=self._metadata,
+            memory_map=True,
+            pre_buffer=False,  # what is mapped is there: buffers of it only take time
+            page_checksum_verification=True,
         )
         with file:
             yield file
@@ -94,7 +98,8 @@ class ParquetSource:
             return ColumnBatch(np.zeros(0, np.int64), {})
         batch = self._read(groups[0], known) if len(groups) == 1 else self._read_all(groups, known)
         starts = dict(zip(groups, np.cumsum([0, *(self._num_rows[group] for group in groups)]), strict=False))
-        return batch.take([starts[group] + row for group, row in (self._places[row] for row in rows)])
+        wanted = [starts[group] + row for group, row in (self._places[row] for row in rows)]
+        return batch if wanted == list(range(batch.num_sequences)) else batch.take(wanted)
 
     def _read_all(self, groups: Sequence[int], names: Sequence[str]) -> ColumnBatch:
         with self._file() as file:
