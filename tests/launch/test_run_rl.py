@@ -126,11 +126,11 @@ def test_processes_that_cannot_share_the_work_are_refused_before_anything_starts
 
 
 def test_the_server_runs_under_its_own_interpreter(tmp_path):
-    resolved = resolve(config(tmp_path, inference={"python": "/opt/vllm/bin/python"}), 2)
+    resolved = resolve(config(tmp_path, inference={"python": ".venv-vllm/bin/python"}), 2)
     children = {child.name: child.argv[0] for child in rl_children(resolved)}
 
     assert children == {
-        "inference": "/opt/vllm/bin/python",
+        "inference": ".venv-vllm/bin/python",
         "orchestrator": sys.executable,
         "trainer": sys.executable,
     }

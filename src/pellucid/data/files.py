@@ -1,11 +1,13 @@
 """Files that are whole or not there, also on a disk that is full."""
 
+import fcntl
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import IO, Any
 
 from pellucid.errors import DiskError
 
@@ -54,6 +56,15 @@ def append_file(path: Path, source: Path) -> None:
             with suppress(OSError):
                 file.truncate(start)
             raise
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Whether nobody else had it; the system lets go of it when the file is closed, however that comes."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

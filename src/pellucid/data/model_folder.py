@@ -36,6 +36,11 @@ def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
         raise ModelError(no_chat_template(name))
 
 
+def everywhere(name: str) -> str:
+    """A name that means the same model to a process in another folder."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
 def _read_config(name: str) -> dict[str, Any]:
     path = Path(name) / "config.json"
     if not path.exists() and path.with_name("adapter_config.json").exists():

@@ -4,7 +4,6 @@ Only the command that owns the folder (`rl`, `sft`) prepares it. A folder is nev
 and cleaning one deletes by name what a run writes: a file of anybody else survives.
 """
 
-import fcntl
 import logging
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from pellucid.config import RLConfig, RunConfig
+from pellucid.data.files import try_lock
 from pellucid.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,11 @@ def claimed(folder: Path) -> Iterator[None]:
     """Makes the folder, if need be, and keeps any other run out of it."""
     _make_writable(folder)
     with (folder / LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             raise ConfigError(
                 f"output_dir = {folder} is in use by a run that is still going on; choose another folder, or "
                 "stop that run first"
-            ) from None
+            )
         yield
 
 

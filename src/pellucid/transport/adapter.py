@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pellucid.config.model import LoraConfig
+from pellucid.data.model_folder import everywhere
 from pellucid.errors import TransportError
 from pellucid.transport.weights import load_weights, write_weights
 
@@ -34,7 +35,7 @@ def write_adapter(adapter: nn.Module, config: LoraConfig, base: str, folder: Pat
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
+        "base_model_name_or_path": everywhere(base),
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pellucid.config import TrainerRunConfig
 from pellucid.config.save import to_toml
+from pellucid.data.model_folder import everywhere
 from pellucid.errors import ProcessError
 from pellucid.trainer.many.roster import Outcome, Roster
 from pellucid.trainer.stop import Stopped, StopRequest
@@ -66,8 +67,7 @@ class _Presence:
 
 def _absolute(config: TrainerRunConfig) -> TrainerRunConfig:
     """The same for a process in another folder."""
-    name = Path(config.model.name)
-    model = config.model.model_copy(update={"name": str(name.resolve())}) if name.exists() else config.model
+    model = config.model.model_copy(update={"name": everywhere(config.model.name)})
     return config.model_copy(
         update={"output_dir": config.output_dir.resolve(), "run_id": config.run_name, "model": model}
     )

@@ -9,7 +9,6 @@ The run writes all but `OUTCOME`, and deletes the folder once it has read that; 
 trainer does. `.serving`, locked, says that there is a trainer at all.
 """
 
-import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO
 
-from pellucid.data.files import replace_file
+from pellucid.data.files import replace_file, try_lock
 from pellucid.errors import ConfigError
 from pellucid.transport import is_stable, publish_folder
 
@@ -47,7 +46,7 @@ class Roster:
         """Runs that joined before are forgotten: their processes noticed that they were left alone."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / _SERVING).open("a") as lock:
-            if not _lock(lock):
+            if not try_lock(lock):
                 raise ConfigError(
                     f"output_dir = {self._folder} is in use by a trainer that is still going on; choose "
                     "another folder, or stop that trainer first"
@@ -95,7 +94,7 @@ class Roster:
 
         def write(partial: Path) -> None:
             locks.append((partial / _ALIVE).open("a"))
-            _lock(locks[0])
+            try_lock(locks[0])
             (partial / _CONFIG).write_text(config, encoding="utf-8")
 
         publish_folder(folder, write)
@@ -123,21 +122,10 @@ class Roster:
         return sorted(folder.name for folder in self._runs.glob("[!.]*") if is_stable(folder))
 
 
-def _lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _is_locked(path: Path) -> bool:
     """By a living process."""
     try:
         with path.open("r+") as file:
-            if not _lock(file):
-                return True
-            fcntl.flock(file, fcntl.LOCK_UN)
-            return False
+            return not try_lock(file)
     except FileNotFoundError:
         return False

@@ -20,6 +20,7 @@ from pathlib import Path
 import pydantic
 
 from pellucid.config import TrainerRunConfig
+from pellucid.data.model_folder import everywhere
 from pellucid.errors import ConfigError, DataError, PayloadError, PellucidError
 from pellucid.model import Policy
 from pellucid.model.load import vocab_size
@@ -252,7 +253,7 @@ def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:
     except (OSError, tomllib.TOMLDecodeError, pydantic.ValidationError) as error:
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
     for key, wanted, given in (
-        ("model.name", _resolved(config.model.name), _resolved(own.model.name)),
+        ("model.name", everywhere(config.model.name), everywhere(own.model.name)),
         ("model.lora", config.model.lora, own.model.lora),
         (
             "trainer.enable_router_replay",
@@ -269,10 +270,6 @@ def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:
             "or raise the trainer's"
         )
     return config
-
-
-def _resolved(name: str) -> str:
-    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def _checked(batch: Batch, member: Member) -> Batch:
