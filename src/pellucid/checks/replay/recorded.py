@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 import pellucid.export
-from pellucid.config import OrchestratorConfig, TrainerConfig
+from pellucid.config import LossConfig, OrchestratorConfig, TrainerConfig
 from pellucid.config.base import Section
 from pellucid.config.model import ModelConfig
+from pellucid.config.recorded import RecordedConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import Export
 from pellucid.export.jsonl_source import read_json_lines
@@ -50,6 +51,17 @@ class RecordedRun:
     def trainer(self) -> TrainerConfig:
         """As resolved; the defaults where there is no file."""
         return self._section("trainer", TrainerConfig) or TrainerConfig()
+
+    @cached_property
+    def loss(self) -> LossConfig | None:
+        """Of rl samples; None where another trainer did not say, or has one that is none of ours."""
+        is_told = any("loss" in table.get("trainer", {}) for table in self._tables.values())
+        return None if self.has_config and not is_told else self.trainer.loss
+
+    @cached_property
+    def recorded(self) -> RecordedConfig:
+        """What another trainer says of itself; empty for a run of pellucid's."""
+        return self._section("recorded", RecordedConfig) or RecordedConfig()
 
     @cached_property
     def orchestrator(self) -> OrchestratorConfig | None:
