@@ -40,7 +40,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # What only tests and checks need: the tools, and the optional packages that are tested for real.
 $(TESTABLE): $(INSTALLED)
-	$(PIP) -e '.[dev,datasets,export,tensorboard,verifiers,wandb]'
+	$(PIP) -e '.[dev,datasets,export,tensorboard,trl,verifiers,wandb]'
 	@touch $@
 
 demo: $(INSTALLED)

@@ -13,7 +13,7 @@ from torch import Tensor
 import pellucid.export
 from pellucid.cli import main
 from pellucid.errors import ConfigError, DataError
-from pellucid.integrations import TokenRecorder
+from pellucid.integrations import RecordedConfig, TokenRecorder
 
 CLIP = 0.05
 PAD = 0
@@ -232,7 +232,7 @@ def test_own_losses_of_an_unknown_kind_still_have_to_add_up(tmp_path, capsys) ->
     masks = {"is_masked_high": torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0]])}
     for logged, expected in ((2.0, []), (2.1, ["loss sum"])):
         folder = tmp_path / str(logged)
-        with TokenRecorder(folder, no_loss="it is squared") as recorder:
+        with TokenRecorder(folder, about=RecordedConfig(no_loss="it is squared")) as recorder:
             recorder.add(**ONE, token_loss=losses, **masks)
             recorder.finish_step(loss=logged)
         report = replay(capsys, folder)

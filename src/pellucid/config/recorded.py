@@ -9,3 +9,6 @@ class RecordedConfig(Section):
 
     no_loss: str = ""
     """Why there is no `[trainer.loss]`: what of that trainer's loss none of the built-in ones does."""
+
+    no_sum: str = ""
+    """Why the loss that it optimised is not the mean of its tokens' losses."""

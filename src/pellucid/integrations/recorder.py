@@ -66,15 +66,14 @@ class TokenRecorder:
         env_name: str = "train",
         format: ExportFormat = "jsonl",
         first_step: int = 0,
-        trainer: str = "",
-        no_loss: str = "",
+        about: RecordedConfig | None = None,
     ) -> None:
         """`loss` is one of pellucid's, by its name or with the keys of `[trainer.loss]`; None if the loop has
-        another one (`no_loss` may say in words what is different), of which `replay` then checks less.
+        another one, of which `replay` then checks less.
 
         `model` is the folder or hub name that training started from: `view` takes the tokenizer from it, and
         `replay` computes the logprobs of step 0 again. `first_step` above 0 goes on after a checkpoint: steps
-        from there on are written again. `trainer` is who trains, for the reader.
+        from there on are written again. `about` says in words who trains and how its loss is different.
         """
         self._dir = Path(run_dir)
         self._loss = _parse_loss(loss)
@@ -90,7 +89,7 @@ class TokenRecorder:
         self._metrics: Guarded | None = None
         if self._rank == 0:
             self._exporter.forget_ranks_from(num_ranks, first_step)
-            self._save_config(model, RecordedConfig(by=trainer, no_loss=no_loss))
+            self._save_config(model, about or RecordedConfig())
             path = self._dir / "metrics" / "trainer.jsonl"
             self._metrics = Guarded(JsonlSink(path, resume=True), str(path))
 
@@ -117,7 +116,7 @@ class TokenRecorder:
         is_masked_low: Given | None = None,
         teacher_logprobs: Given | None = None,
         temperature: PerSequence | float = 1.0,
-        policy_version: int = _UNKNOWN_VERSION,
+        policy_version: PerSequence | int = _UNKNOWN_VERSION,
         training_mode: str = TrainingMode.RL.value,
         **names: str | Sequence[str],
     ) -> None:
@@ -139,7 +138,9 @@ class TokenRecorder:
             "inference_logprobs": self._inference_logprobs(where, inference_logprobs, training_mode)[
                 was_sampled
             ],
-            "policy_versions": np.full(int(was_sampled.sum()), policy_version, np.int32),
+            "policy_versions": where.per_sequence("policy_version", policy_version)[
+                where.owners[was_sampled]
+            ].astype(np.int32),
             "reward": where.per_sequence("rewards", rewards),
             "temperature": where.per_sequence("temperature", temperature),
             "training_mode": where.texts("training_mode", training_mode),

@@ -44,9 +44,10 @@ class Loss:
     where: str = ""
     num_steps: int = 0
 
-    def add(self, step: int, exported: float, logged: float) -> None:
+    def add(self, step: int, exported: float, logged: float, scale: float) -> None:
+        """`scale` is what the difference is relative to."""
         self.num_steps += 1
-        gap = abs(exported - logged) / max(abs(exported), 1e-12)
+        gap = abs(exported - logged) / max(scale, 1e-12)
         if not gap <= self.worst:
             self.worst, self.where = gap, f"step {step}: {exported:.9g} exported, {logged:.9g} logged"
 
@@ -113,12 +114,16 @@ class Checks:
         )
         logged = self.run.logged_losses.get(number)
         if logged is None:
-            self._note("the loss was not compared: metrics/trainer.jsonl does not have it")
+            why = self.run.recorded.no_sum or "metrics/trainer.jsonl does not have it"
+            self._note(f"the loss was not compared: {why}")
         elif "token_loss" not in step.columns or np.isnan(step.columns["token_loss"]).all():
             self._note("the logged loss was not compared: the export has no token losses")
         else:
-            exported = float(step.columns["token_loss"].astype(np.float64).sum()) / denominator
-            self._loss.add(number, exported, logged)
+            losses = step.columns["token_loss"].astype(np.float64)
+            exported = float(losses.sum()) / denominator
+            # Other trainers add up in float32, where rounding is relative to the terms and not to their sum.
+            scale = float(np.abs(losses).sum()) / denominator if self.run.is_foreign else abs(exported)
+            self._loss.add(number, exported, logged, scale)
 
     def _check_advantages(self, number: int, step: ColumnBatch) -> None:
         orchestrator, rollouts = self.run.orchestrator, self.run.rollouts(number)

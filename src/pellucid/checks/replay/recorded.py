@@ -63,6 +63,11 @@ class RecordedRun:
         """What another trainer says of itself; empty for a run of pellucid's."""
         return self._section("recorded", RecordedConfig) or RecordedConfig()
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another trainer trained it."""
+        return any("recorded" in table for table in self._tables.values())
+
     @cached_property
     def orchestrator(self) -> OrchestratorConfig | None:
         return self._section("orchestrator", OrchestratorConfig)
@@ -97,7 +102,7 @@ class RecordedRun:
         path = None if self.folder is None else self.folder / "metrics" / "trainer.jsonl"
         if path is None or not path.exists():
             return {}
-        return {entry["step"]: entry["loss"] for _, entry in read_json_lines(path)}
+        return {entry["step"]: entry["loss"] for _, entry in read_json_lines(path) if "loss" in entry}
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Those that were settled with the step's batch; none where they were not saved."""
