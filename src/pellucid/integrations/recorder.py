@@ -189,7 +189,7 @@ class TokenRecorder:
                 denominator=denominator,
             )
         self._exporter.finish(self._step)
-        losses = _gather(None if loss is None else float(loss))
+        losses = _gather(loss.item() if isinstance(loss, torch.Tensor) else loss)
         if self._metrics is not None:  # only now: all of them have written
             self._exporter.mark_stable(self._step)
             known = [value for value in losses if value is not None]
