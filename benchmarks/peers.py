@@ -2,9 +2,9 @@
 
     python benchmarks/peers.py [--seeds 0 1] [--target 0.9]
 
-One run after the other, each with both cores. Writes the curves to benchmarks/peers.json and draws them into
-docs/images/peers.svg. The clock of a run starts when it begins to sample, with everything loaded; how long
-the loading took is told beside it.
+One run after the other, each with both cores. Writes the curves to benchmarks/peers.json, draws them into
+docs/images/peers.svg and puts the figures into docs/peers.md. The clock of a run starts when it begins to
+sample, with everything loaded; how long the loading took is told beside it.
 """
 
 import argparse
@@ -25,6 +25,9 @@ from pellucid.metrics import read_metrics
 HERE = Path("benchmarks")
 OUTPUTS = Path("outputs/peers")
 POLL_S = 0.5
+START, STOP = "<!-- measured -->\n", "<!-- /measured -->\n"
+PICTURE = "![Mean reward over wall time: thin lines are steps, thick ones means over ten](images/peers.svg)"
+CURVES = "All points are in [peers.json](../benchmarks/peers.json)."
 
 
 def warm_up(folder: Path) -> Path:
@@ -110,9 +113,30 @@ def main() -> None:
             print(told(curves[-1], options.target), flush=True)
     (HERE / "peers.json").write_text(json.dumps([asdict(curve) for curve in curves]) + "\n")
     Path("docs/images/peers.svg").write_text(draw(curves, options.target))
-    for theirs, ours in zip(curves[::2], curves[1::2], strict=True):
-        if (one := theirs.reached(options.target)) and (other := ours.reached(options.target)):
-            print(f"seed {ours.seed}: {one[0] / other[0]:.2f} × sooner than {theirs.name}")
+    table = figures(curves, options.target)
+    page = Path("docs/peers.md")
+    before, _, rest = page.read_text().partition(START)
+    _, _, after = rest.partition(STOP)
+    page.write_text(f"{before}{START}\n{PICTURE}\n\n{table}\n{CURVES}\n{STOP}{after}")
+    print(table)
+
+
+def figures(curves: Sequence[Curve], target: float) -> str:
+    """A table; TRL's run comes before pellucid's of the same seed."""
+    rows = [
+        f"| seed | | start-up | steps | a step | reward {target} after | sooner |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    before: float | None = None
+    for curve in curves:
+        reached = curve.reached(target)
+        time_s, steps = reached or (curve.points[-1][0], len(curve.points))
+        ratio = f"{before / time_s:.2f} ×" if curve.name == "pellucid" and before and reached else ""
+        before = time_s if reached else None
+        after = f"{time_s:.1f} s" if reached else f"not within {time_s:.0f} s"
+        startup, each = f"{curve.startup_s:.1f} s", f"{time_s / steps:.3f} s"
+        rows.append(f"| {curve.seed} | {curve.name} | {startup} | {steps} | {each} | {after} | {ratio} |")
+    return "\n".join(rows) + "\n"
 
 
 def told(curve: Curve, target: float) -> str:
