@@ -195,7 +195,7 @@ class TokenRecorder:
             known = [value for value in losses if value is not None]
             own = {"loss": sum(known) / len(known)} if known else {}
             self._metrics.log(
-                self._step, own | {_metric_name(name): value for name, value in metrics.items()}
+                self._step, own | {_metric_name(name): float(value) for name, value in metrics.items()}
             )
         self._step += 1
 
