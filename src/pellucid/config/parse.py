@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
 from itertools import pairwise, takewhile
-from typing import Any, Generic, NoReturn, TypeVar, cast, get_args, get_origin
+from typing import Any, Generic, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -173,8 +173,21 @@ class _FlagSource(CliSettingsSource[ArgumentParser]):
 
 
 def _read_flags(kind: type[Section], words: list[str], prog: str) -> _Flags:
+    source = _flag_source(kind, words, prog)
+    # Sections before their keys: a section that is set after one of its keys would overwrite it.
+    source.env_vars = dict(sorted(source.env_vars.items(), key=lambda item: item[0].count(".")))
+    values = source()
+    return _Flags(unknown=values.pop("unknown"), dry_run=values.pop("dry_run", False), values=values)
+
+
+def parser_of(kind: type[Section], *, prog: str) -> ArgumentParser:
+    """The parser of a command's flags, for pages that are made of it."""
+    return _flag_source(kind, False, prog).root_parser
+
+
+def _flag_source(kind: type[Section], words: list[str] | Literal[False], prog: str) -> _FlagSource:
     settings = create_model(kind.__name__, __base__=(_CommandLine, kind))
-    source = _FlagSource(
+    return _FlagSource(
         cast(type[BaseSettings], settings),
         root_parser=_parser(kind, prog),
         cli_parse_args=words,
@@ -183,10 +196,6 @@ def _read_flags(kind: type[Section], words: list[str], prog: str) -> _Flags:
         cli_kebab_case=True,
         cli_hide_none_type=True,
     )
-    # Sections before their keys: a section that is set after one of its keys would overwrite it.
-    source.env_vars = dict(sorted(source.env_vars.items(), key=lambda item: item[0].count(".")))
-    values = source()
-    return _Flags(unknown=values.pop("unknown"), dry_run=values.pop("dry_run", False), values=values)
 
 
 def _parser(kind: type[Section], prog: str) -> ArgumentParser:
