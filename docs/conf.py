@@ -57,8 +57,9 @@ def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
         return
     for section in source[0].split("\n## ")[1:]:
         entries = re.findall(r"^- \[(.+?)\]\(([\w-]+)\.md\)", section, flags=re.MULTILINE)
-        lines = [f":caption: {section.splitlines()[0]}", "", *(f"{title} <{page}>" for title, page in entries)]
-        source[0] += "\n".join(["\n```{toctree}", ":hidden:", *lines, "```\n"])
+        options = [":hidden:", f":caption: {section.splitlines()[0]}", ""]
+        lines = ["\n```{toctree}", *options, *(f"{title} <{page}>" for title, page in entries), "```\n"]
+        source[0] += "\n".join(lines)
 
 
 def setup(app: Sphinx) -> None:
