@@ -22,8 +22,8 @@ highlight_language = "text"  # blocks without a language are output and pictures
 nitpicky = True
 
 
-def _colours(paper: str, panel: str, rule: str, ink: str, accent: str) -> dict[str, str]:
-    """The viewer's."""
+def _theme(paper: str, panel: str, rule: str, ink: str, muted: str, accent: str, soft: str) -> dict[str, str]:
+    """The viewer's colours, under the theme's names."""
     return {
         "color-background-primary": paper,
         "color-background-secondary": panel,
@@ -33,10 +33,17 @@ def _colours(paper: str, panel: str, rule: str, ink: str, accent: str) -> dict[s
         "color-brand-content": accent,
         "color-brand-visited": accent,
         "color-code-background": panel,
+        "color-code-foreground": ink,
+        "color-highlight-on-target": soft,
+        "color-sidebar-link-text": muted,
+        "color-sidebar-link-text--top-level": ink,
+        "sidebar-item-spacing-vertical": "0.28rem",
     }
 
 
 html_theme = "furo"
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
 html_title = "pellucid"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -45,8 +52,10 @@ html_show_copyright = False
 html_show_sphinx = False
 html_theme_options = {
     "navigation_with_keys": True,
-    "light_css_variables": _colours("#fdfcfa", "#f6f4ef", "#e4e0d8", "#1c1e22", "#0b6b74"),
-    "dark_css_variables": _colours("#16181b", "#1d2024", "#2e3238", "#e9e7e2", "#62c4cc"),
+    "light_css_variables": _theme(
+        "#fdfcfa", "#f6f4ef", "#e4e0d8", "#1c1e22", "#666a70", "#0b6b74", "#d8ebec"
+    ),
+    "dark_css_variables": _theme("#16181b", "#1d2024", "#2e3238", "#e9e7e2", "#a0a4ab", "#62c4cc", "#17383b"),
 }
 copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output
 
