@@ -17,9 +17,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "scale-out.md"
 
 def documented(port: int) -> list[str]:
     """What the page has every machine run, up to the module, with one process on each of two."""
-    (line,) = re.findall(
-        r"^every-host\$ torchrun (.* -m pellucid\.cli) trainer @", PAGE.read_text(), re.MULTILINE
-    )
+    text = PAGE.read_text().replace("\\\n", " ")
+    (line,) = re.findall(r"^\$ torchrun (.*--rdzv-backend.* -m pellucid\.cli) trainer @", text, re.MULTILINE)
     changes = {"machine-a:29500": f"127.0.0.1:{port}", "--nproc-per-node 8": "--nproc-per-node 1"}
     for written, here in changes.items():
         assert written in line
@@ -43,7 +42,7 @@ def test_machines_that_meet_at_a_rendezvous_train_what_one_process_does(tiny_mod
     ]
     try:
         assert main(arguments(tmp_path / "one")) == 0
-        assert [node.wait(timeout=120) for node in nodes] == [0, 0]
+        assert [node.wait(timeout=240) for node in nodes] == [0, 0]
     finally:
         for node in nodes:
             node.kill()
