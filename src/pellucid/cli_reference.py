@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pellucid.bench import BENCHMARKS
 from pellucid.cli import COMMANDS, Command
 from pellucid.config.base import Section
-from pellucid.config.commands import RLConfig, RunConfig, SFTConfig
-from pellucid.config.parse import parser_of
+from pellucid.config.commands import PARTS, RLConfig, RunConfig, SFTConfig
+from pellucid.config.flags import parser_of
 
 _INTRODUCTION = """\
 # Command line
@@ -59,6 +59,8 @@ def _command(name: str, command: Command) -> Iterator[str]:
     yield f"{command.help[0].upper()}{command.help[1:]}."
     if issubclass(command.config, RunConfig):
         yield from ["", _configuration(actions)]
+        if section := PARTS.get(command.config):
+            yield f"`--{section}.KEY` may be written `--KEY`."
         actions = [action for action in actions if action.dest not in _DOCUMENTED]
     if actions:
         yield from ["", "| flag | default | meaning |", "|---|---|---|", *map(_row, actions)]
