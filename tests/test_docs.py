@@ -21,7 +21,7 @@ from pellucid.orchestrator.environment import load_environment
 from pellucid.orchestrator.filters import load_filter
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("skills/*/*.md")])
 
 
 @pytest.fixture
@@ -111,6 +111,17 @@ def test_the_advantage(docs_modules) -> None:
     assert function(AdvantageInputs(rollouts)).advantages == [0.25, -0.5, 0.25]
 
 
+def test_the_tutorial(docs_modules) -> None:
+    docs_modules("tutorial.md")
+    environment = load_environment(EnvConfig(id="last_letter:LastLetter"), seed=0)
+    example = environment.example(3)
+    last = example.messages[0]["content"][-1]
+    assert [environment.reward(example, text).reward for text in (last, last + "~", "~")] == [1.0, 0.5, 0.0]
+    config = CustomAdvantageConfig(type="custom", import_path="harder:harder_first", kwargs={"floor": 0.1})
+    rollouts = [ScoredRollout(reward, [1], 0, "env", "0", "g0") for reward in (1.0, 0.5, 0.0, 0.5)]
+    assert load_advantage(config).function(AdvantageInputs(rollouts)).advantages == [0.25, 0.0, -0.25, 0.0]
+
+
 def test_the_loss(docs_modules) -> None:
     docs_modules("write-a-loss.md")
     config = CustomLossConfig(type="custom", import_path="clipped:clipped_loss", kwargs={"high": 0.5})
@@ -157,6 +168,16 @@ def test_a_loop_beside(docs_modules, tmp_path, capsys) -> None:
     assert pellucid.export.open(tmp_path).steps == (0, 1, 2)
     assert main(["replay", str(tmp_path)]) == 0
     assert "sum of token losses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["denominator.md", "mismatch.md", "sizing.md", "staleness.md"])
+def test_worked_examples_give_what_the_page_says(page, capsys) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    examples = re.findall(r"```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert examples
+    for code, output in examples:
+        exec(compile(code, page, "exec"), {})
+        assert capsys.readouterr().out == output
 
 
 def test_every_field_of_an_export_is_documented() -> None:

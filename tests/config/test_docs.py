@@ -1,5 +1,6 @@
 """What the command line promises about every key: documented, shown by --help, and possible to save."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -7,6 +8,7 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic.fields import FieldInfo
 
+from pellucid import cli_reference
 from pellucid.cli import COMMANDS
 from pellucid.config.base import Section
 from pellucid.config.keys import TAG
@@ -29,6 +31,7 @@ def fields_of(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
             yield from fields_of(inner)
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 FIELDS = dict(entry for command in COMMANDS.values() for entry in fields_of(command.config))
 
 
@@ -77,3 +80,17 @@ def test_the_page_is_up_to_date() -> None:
     assert page.read_text() == reference(), (
         "run `python -m pellucid.config.reference > docs/configuration.md`"
     )
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    assert cli_reference.reference() == PAGE, "run `python -m pellucid.cli_reference > docs/commands.md`"
+
+
+@pytest.mark.parametrize("command", ["view", "ledger", "replay", "keys", "bench"])
+def test_the_page_of_commands_has_every_flag(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse(COMMANDS[command].config, ["--help"], prog=f"pellucid {command}")
+    shown = {word for word in capsys.readouterr().out.replace(",", " ").split() if word.startswith("--")}
+    (section,) = re.findall(rf"^## pellucid {command}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    listed = set(re.findall(r"`(--[\w-]+)", section))
+    assert listed == {word.strip("[]") for word in shown} - {"--help", "--dry-run", "--section.key=VALUE."}

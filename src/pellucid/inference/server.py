@@ -369,8 +369,13 @@ def run_inference(config: InferenceRunConfig) -> None:
     settings = config.inference
     if settings.port == 0:
         raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
+    num_threads = settings.threads or os.cpu_count() or 1
+    if settings.backend == "vllm":
+        from pellucid.inference.vllm_core import restart_with_threads
+
+        restart_with_threads(num_threads)
     door = _bind(settings.host, settings.port)
-    torch.set_num_threads(settings.threads or os.cpu_count() or 1)
+    torch.set_num_threads(num_threads)
     tokenizer = load_tokenizer(config.model.name)
     engine = open_engine(config, tokenizer)
     name = f"inference_{settings.label}" if settings.label else "inference"

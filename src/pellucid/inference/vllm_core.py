@@ -6,6 +6,7 @@ sampled in that step, under the weights of that step.
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
     )
 
 
+def restart_with_threads(num_threads: int) -> None:
+    """Starts this program anew, unless the environment says how many threads OpenMP may use.
+
+    vLLM's attention for CPUs plans in one thread what it does in another, and fails where their numbers
+    differ. They agree only if OpenMP finds the number in the environment when it is loaded.
+    """
+    require_vllm()
+    if default_device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 class VllmCore:
     """Implements `vllm_engine.Core`."""
 
@@ -57,8 +70,7 @@ class VllmCore:
         args = engine_args(config, dtype=dtype, on_cpu=device.type == "cpu")
         if device.type == "cpu" and args["enforce_eager"]:
             torch._dynamo.config.disable = True  # vLLM compiles parts of its sampler even so: 40 s
-        # On a CPU, vLLM falls back to one thread or binds threads to cores, which others need, too.
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        # On a CPU, vLLM binds threads to cores, which others need, too.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
