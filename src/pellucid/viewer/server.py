@@ -3,6 +3,7 @@
     GET  /                 the page                          text/html
     GET  /assets/…         its modules, also as one bundle.js; styles
     GET  /api/run          head of the run                   deflated JSON
+    GET  /api/slices       its points by rank and weights    deflated JSON
     GET  /api/step/N       index of a step                   deflated blob, see `blob`
     GET  /api/rows/N       measures of its records           deflated blob
     GET  /api/chunk/N/K    tokens of some of its records     deflated blob
@@ -76,6 +77,9 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
     async def head(request: Request) -> Response:
         return _blob(await run_in_threadpool(run.run))
 
+    async def slices(request: Request) -> Response:
+        return _blob(await run_in_threadpool(run.slices))
+
     async def step(request: Request) -> Response:
         return _blob(await run_in_threadpool(run.step, request.path_params["step"]))
 
@@ -108,6 +112,7 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
             Route("/", page),
             Route("/assets/{name:path}", file),
             Route("/api/run", head),
+            Route("/api/slices", slices),
             Route("/api/step/{step:int}", step),
             Route("/api/rows/{step:int}", rows),
             Route("/api/chunk/{step:int}/{index:int}", chunk),

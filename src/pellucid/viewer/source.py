@@ -1,6 +1,7 @@
 """What the server answers with: names to bytes, made when asked for and kept while there is room.
 
     run               the head: see `head.make_head`
+    slices            its points by rank and policy version
     step/N            the index of a step
     rows/N            what its records' tokens add up to
     chunk/N/K         tokens of some of its records
@@ -20,7 +21,7 @@ import numpy as np
 from pellucid.errors import DataError
 from pellucid.viewer.access import ALL_FIELDS, Exports, Records, StepSummary
 from pellucid.viewer.encode import chunk_spans, encode_chunk, encode_index, encode_step
-from pellucid.viewer.head import deflate_json, make_head
+from pellucid.viewer.head import deflate_json, make_head, make_slices
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, measure
 from pellucid.viewer.run_folder import RunFolder
@@ -71,6 +72,10 @@ class ServedRun:
             max_mismatch=self._max_mismatch,
         )
         return deflate_json(head)
+
+    def slices(self) -> bytes:
+        steps = self._exports.steps()
+        return deflate_json(make_slices([self._summaries[step] for step in steps if step in self._summaries]))
 
     def pulse(self) -> dict[str, int]:
         """Small enough to be asked for every second: has anything changed?"""

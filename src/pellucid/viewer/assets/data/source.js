@@ -5,7 +5,7 @@ import { inflate, parseBlob, parseJson } from "./blob.js";
 /**
  * @typedef {import("./blob.js").Blob} ColumnBlob
  * @typedef {{ids: number[], texts: (string | number[])[], special: number[]}} Texts
- * @typedef {{run(): Promise<any>, step(step: number): Promise<ColumnBlob>, rows(step: number): Promise<ColumnBlob>,
+ * @typedef {{run(): Promise<any>, slices(): Promise<any>, step(step: number): Promise<ColumnBlob>, rows(step: number): Promise<ColumnBlob>,
  *   chunk(step: number, index: number): Promise<ColumnBlob>, texts(ids: number[]): Promise<Texts>,
  *   pulse(): Promise<any>}} Source
  */
@@ -18,6 +18,8 @@ export function openSource() {
 /** @implements {Source} */
 class PageSource {
   run() { return this.json("run"); }
+
+  slices() { return this.json("slices"); }
 
   /** @param {number} step */
   step(step) { return this.blob(`step/${step}`); }
@@ -56,6 +58,8 @@ function fromBase64(text) {
 /** @implements {Source} */
 class ServerSource {
   async run() { return parseJson(await this.bytes("run")); }
+
+  async slices() { return parseJson(await this.bytes("slices")); }
 
   /** @param {number} step */
   async step(step) { return parseBlob(await this.bytes(`step/${step}`)); }

@@ -1,12 +1,14 @@
 // The tokens that stand out, each with what stands around it. A row leads to its token.
 
 import { METRICS, RATIO, metricOf, valuesOf } from "../data/metrics.js";
+import { joined, selectionColumns } from "../data/save.js";
 import { select } from "../data/select.js";
 import { KINDS, cut, worstTokens } from "../data/worst.js";
 import { contextLine } from "../draw/context.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
 import { count, plural, short, signed } from "../draw/format.js";
 import { legend } from "../draw/legend.js";
+import { saveBar } from "../draw/saving.js";
 import { ColourScale, domainOf } from "../draw/scale.js";
 import { VirtualTable } from "../draw/table.js";
 
@@ -33,7 +35,7 @@ export class WorstView {
       columns: [
         { key: "value", label: "value", width: "92px", cell: (row) => short(this.found[row].value, 4) },
         { key: "context", label: "token and ± 12 around it", width: "auto", text: true, cell: (row) => this.context(this.found[row]) },
-        { key: "state", label: "state", width: "96px", text: true, cell: (row) => this.state(this.found[row]) },
+        { key: "state", label: "state", width: "108px", text: true, cell: (row) => this.state(this.found[row]) },
         { key: "kl", label: "KL", width: "78px", cell: (row) => short(this.read("mismatch_kl", this.found[row])) },
         { key: "delta", label: "Δ", width: "78px", cell: (row) => signed(this.read("prob_delta", this.found[row]), 3) },
         { key: "adv", label: "A", width: "72px", cell: (row) => signed(this.read("advantages", this.found[row]), 3) },
@@ -42,9 +44,20 @@ export class WorstView {
         { key: "where", label: "step / record / token", width: "168px", cell: (row) => this.where(this.found[row]) },
       ],
     });
-    this.root = element("section", { class: "view worst-view", "aria-label": "Worst tokens" }, element("h2", {}, "Worst tokens"), this.bar, this.note,
+    this.root = element("section", { class: "view worst-view", "aria-label": "Worst tokens" }, element("header", { class: "step-head" }, element("h2", {}, "Worst tokens"),
+      element("span", { class: "view-tools" }, saveBar("these tokens", () => this.fileName(), { columns: () => this.columns(), shown: () => this.root }))), this.bar, this.note,
       element("div", { class: "card table-card" }, this.table.root));
     this.turn = 0;
+  }
+
+  fileName() {
+    const { step, within, kind, top } = this.app.state;
+    return this.app.fileName(`${within === "run" ? "run" : `step_${step}`}_worst_${kind}_by_${top}`);
+  }
+
+  /** Worst first. */
+  columns() {
+    return joined(this.found.map((found) => selectionColumns(this.all(found), [found.token], this.app.run.vocabulary)));
   }
 
   /** @param {import("../data/worst.js").Found} found @returns {any} */
