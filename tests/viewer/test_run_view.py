@@ -31,8 +31,8 @@ def test_curves_are_of_the_chosen_rank_and_weights(
 ) -> None:
     address = study if kind == "page" else served(made_run.folder)
     page = visit(f"{address}#run?rank=1&weights=age1", ".strip canvas")
-    page.wait_for_function("$main.app.run.head.pending === 0")
-    page.wait_for_function(f"({VALUES})('kl_mean')?.length === 3")
+    page.wait_for_function("() => $main.app.run.head.pending === 0")
+    page.wait_for_function(f"() => ({VALUES})('kl_mean')?.length === 3")
     expected = kl_means(made_run, lambda step, r: r["rank"] == 1 and version(r) == step - 1)
     assert expected[0] is None
     assert page.evaluate(VALUES, "kl_mean") == [None, *(pytest.approx(kl, rel=1e-6) for kl in expected[1:])]
@@ -40,9 +40,9 @@ def test_curves_are_of_the_chosen_rank_and_weights(
     assert "not kept by rank or weights" in page.locator(".run-view").inner_text()
     page.get_by_role("combobox", name="Weights").select_option(label="version 1")
     page.get_by_role("combobox", name="Rank").select_option(label="all ranks")
-    page.wait_for_function("location.hash === '#run?weights=v1'")
+    page.wait_for_function("() => location.hash === '#run?weights=v1'")
     expected = kl_means(made_run, lambda step, r: version(r) == 1)
-    page.wait_for_function(f"({VALUES})('kl_mean')[1] !== null")
+    page.wait_for_function(f"() => ({VALUES})('kl_mean')[1] !== null")
     assert page.evaluate(VALUES, "kl_mean") == [None, *(pytest.approx(kl, rel=1e-6) for kl in expected[1:])]
     assert page.evaluate(VALUES, "reward")[2] == 0.0  # of step 2, only the last members are so old
     page.locator(".strip-chart .u-over").nth(1).click(position={"x": 300, "y": 40})
@@ -62,27 +62,27 @@ def test_a_brush_looks_closer_in_all_curves_and_there_is_a_way_back(visit: Any, 
         page.mouse.move(box["x"] + box["width"] * 0.98, box["y"] + 30)
         page.mouse.move(box["x"] + box["width"] + 4, box["y"] + 30)
         page.mouse.up()
-        page.wait_for_function("location.hash === '#run?steps=1%3A2'")
+        page.wait_for_function("() => location.hash === '#run?steps=1%3A2'")
 
     brush()
     assert page.evaluate(SCALES) == [[1, 2]] * 5
     assert page.get_by_role("spinbutton", name="first step shown").input_value() == "1"
     assert "2 of 3" in page.locator(".facts").first.inner_text()
     over.dblclick(position={"x": 100, "y": 40})
-    page.wait_for_function("location.hash === '#run'")
+    page.wait_for_function("() => location.hash === '#run'")
     page.wait_for_timeout(400)
     assert page.evaluate("() => $main.app.viewName") == "run"  # neither click opened a step
     brush()
     page.keyboard.press("Escape")
-    page.wait_for_function("location.hash === '#run'")
+    page.wait_for_function("() => location.hash === '#run'")
     page.get_by_role("spinbutton", name="last step shown").fill("1")
     page.get_by_role("spinbutton", name="last step shown").press("Enter")
-    page.wait_for_function("location.hash === '#run?steps=0%3A1'")
+    page.wait_for_function("() => location.hash === '#run?steps=0%3A1'")
     page.reload()
     page.wait_for_selector(".strip canvas")
     assert page.evaluate(SCALES) == [[0, 1]] * 5
     page.get_by_role("button", name="all steps").click()
-    page.wait_for_function("location.hash === '#run'")
+    page.wait_for_function("() => location.hash === '#run'")
 
 
 def test_curves_are_used_by_keyboard(visit: Any, study: str) -> None:
@@ -91,7 +91,7 @@ def test_curves_are_used_by_keyboard(visit: Any, study: str) -> None:
     page.keyboard.press("End")
     page.keyboard.press("Shift+ArrowLeft")
     page.keyboard.press("Enter")
-    page.wait_for_function("location.hash === '#run?steps=1%3A2'")
+    page.wait_for_function("() => location.hash === '#run?steps=1%3A2'")
     assert page.locator("#spoken").inner_text() == "Steps 1 to 2"
     page.get_by_role("group", name="Entropy over steps").focus()
     page.keyboard.press("ArrowRight")
@@ -101,7 +101,7 @@ def test_curves_are_used_by_keyboard(visit: Any, study: str) -> None:
     row = page.locator("tbody tr[data-row]").first
     row.focus()
     page.keyboard.press("ArrowDown")
-    page.wait_for_function("document.activeElement.dataset.row === '1'")
+    page.wait_for_function("() => document.activeElement.dataset.row === '1'")
     page.keyboard.press("Enter")
     page.wait_for_selector(".record-view .token")
     assert page.evaluate("() => $main.app.state.record") == 1
@@ -130,41 +130,48 @@ COLOURS = """(selector) => { const canvas = $draw_picture.picture(document.query
 
 
 @pytest.mark.parametrize(
-    ("place", "selector", "button", "name"),
+    ("place", "ready", "charts"),
     [
-        ("run", ".ledger", "save the flow as PNG", "study_ledger.png"),
-        ("run", ".strip:nth-child(2)", "save Mismatch KL as PNG", "study_run_Mismatch_KL.png"),
-        ("step?step=1", ".histogram", "save Mismatch KL as PNG", "study_step_1_kl.png"),
-        ("step?step=1", ".step-side .card", "save the scatter as PNG", "study_step_1_entropy_over_kl.png"),
+        (
+            "run",
+            ".strip canvas",
+            {
+                ".ledger": ("the flow", "study_ledger.png", "47,125,120"),
+                ".strip:nth-child(2)": ("Mismatch KL", "study_run_Mismatch_KL.png", "11,107,116"),
+            },
+        ),
         (
             "step?step=1",
-            ".step-side .card:nth-child(2)",
-            "save the mean per position as PNG",
-            "study_step_1_kl_per_position.png",
+            "text=16 records",
+            {
+                ".histogram": ("Mismatch KL", "study_step_1_kl.png", "11,107,116"),
+                ".step-side .card": ("the scatter", "study_step_1_entropy_over_kl.png", None),
+                ".step-side .card:nth-child(2)": (
+                    "the mean per position",
+                    "study_step_1_kl_per_position.png",
+                    "180,84,26",
+                ),
+            },
         ),
     ],
 )
 def test_every_chart_leaves_as_a_picture(
-    visit: Any, study: str, place: str, selector: str, button: str, name: str
+    visit: Any, study: str, place: str, ready: str, charts: dict[str, tuple[str, str, str | None]]
 ) -> None:
-    page = visit(f"{study}#{place}", f"{selector} :is(canvas, svg)")
-    page.wait_for_selector("text=16 records" if place.startswith("step") else ".strip canvas")
+    page = visit(f"{study}#{place}", ready)
     page.wait_for_timeout(100)
-    card = page.locator(selector).first
-    with page.expect_download() as download:
-        card.get_by_role("button", name=button).click()
-    assert download.value.suggested_filename == name
-    png = download.value.path().read_bytes()
-    width, height, colours = page.evaluate(COLOURS, selector)
-    assert (int.from_bytes(png[16:20]), int.from_bytes(png[20:24])) == (width, height)
-    box = card.bounding_box()
-    assert (width, height) == (round(box["width"] + 32), round(box["height"] + 32))
-    ink = {"svg": "47,125,120", "scatter": None}.get("svg" if selector == ".ledger" else "", "11,107,116")
-    if "position" in button:
-        ink = "180,84,26"
-    if "scatter" not in button:  # its dots are translucent
-        assert colours[str(ink)] > 30
-    assert len(colours) > 20 and colours["253,252,250"] > 1000  # texts have soft edges; paper around
+    for selector, (what, name, ink) in charts.items():
+        card = page.locator(selector).first
+        with page.expect_download() as download:
+            card.get_by_role("button", name=f"save {what} as PNG").click()
+        assert download.value.suggested_filename == name
+        png = download.value.path().read_bytes()
+        width, height, colours = page.evaluate(COLOURS, selector)
+        assert (int.from_bytes(png[16:20]), int.from_bytes(png[20:24])) == (width, height)
+        box = card.bounding_box()
+        assert (width, height) == (round(box["width"] + 32), round(box["height"] + 32))
+        assert ink is None or colours[ink] > 10  # the scatter's dots are translucent
+        assert len(colours) > 20 and colours["253,252,250"] > 1000  # soft edges of texts; paper around
 
 
 def test_a_whole_view_leaves_as_a_picture(visit: Any, study: str) -> None:
@@ -175,6 +182,7 @@ def test_a_whole_view_leaves_as_a_picture(visit: Any, study: str) -> None:
     page.wait_for_timeout(100)
     _, _, colours = page.evaluate(COLOURS, ".record-view")
     fills = page.locator(".token[style]").evaluate_all(
-        "nodes => nodes.map((node) => getComputedStyle(node).backgroundColor.slice(4, -1).replaceAll(' ', ''))"
+        """nodes => nodes.map((node) => getComputedStyle(node).backgroundColor.slice(4, -1))
+        .map((numbers) => numbers.replaceAll(" ", ""))"""
     )
     assert fills and all(colours.get(fill, 0) > 20 for fill in fills)

@@ -81,13 +81,13 @@ function listenForClicks(chart, x, { onClick, onReset }) {
 function listenForKeys(root, chart, x, { label, onClick, onBrush, onHover }) {
   let [at, from] = [-1, -1];
   for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", `${label}: arrows move, Shift selects, Enter opens`]]) root.setAttribute(name, value);
-  const [first, last] = [x.findIndex((value) => value >= chart.scales.x.min), x.findLastIndex((value) => value <= chart.scales.x.max)];
   root.addEventListener("keydown", (event) => {
     const change = /** @type {Record<string, number>} */ ({ ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10, Home: -x.length, End: x.length })[event.key];
     if (change) {
+      const [first, last] = [x.findIndex((value) => value >= chart.scales.x.min), x.findLastIndex((value) => value <= chart.scales.x.max)];
       if (event.shiftKey && from < 0) from = Math.max(first, at);
       if (!event.shiftKey) from = -1;
-      at = at < 0 ? (change > 0 ? first : last) : Math.min(last, Math.max(first, at + change));
+      at = Math.min(last, Math.max(first, (at >= 0 ? at : change > 0 ? first - 1 : last + 1) + change));
       const place = (/** @type {number} */ index) => chart.valToPos(x[index], "x");
       chart.setCursor({ left: place(at), top: 10 });
       onHover?.(at);
