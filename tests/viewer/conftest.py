@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -276,8 +277,8 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     assert problems == []
 
 
-@pytest.fixture
-def served() -> Iterator[Callable[[Path], str]]:
+@contextmanager
+def serving() -> Iterator[Callable[[Path], str]]:
     """The address of a viewer that follows a folder."""
     import uvicorn
 
@@ -302,6 +303,19 @@ def served() -> Iterator[Callable[[Path], str]]:
         run.close()
         server.should_exit = True
         thread.join(5)
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[[Path], str]]:
+    with serving() as serve:
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def served_module() -> Iterator[Callable[[Path], str]]:
+    """As `served`, for a page that several tests share."""
+    with serving() as serve:
+        yield serve
 
 
 @pytest.fixture(scope="module")

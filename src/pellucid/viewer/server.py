@@ -8,6 +8,7 @@
     GET  /api/rows/N       measures of its records           deflated blob
     GET  /api/chunk/N/K    tokens of some of its records     deflated blob
     POST /api/texts        [id, …] -> texts of token ids     deflated JSON
+    POST /api/query        a question about the whole run    deflated JSON, see `queries`
     GET  /api/pulse        {"steps": …, "last": …, "summarised": …}
 
 Bound to 127.0.0.1, it answers to that name and to localhost. Bound elsewhere, it answers to whoever has the
@@ -96,6 +97,12 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
             return PlainTextResponse(f"expected a list of at most {MAX_IDS} token ids", 400)
         return _blob(await run_in_threadpool(run.texts, ids))
 
+    async def query(request: Request) -> Response:
+        question = await request.json()
+        if not isinstance(question, dict):
+            return PlainTextResponse("expected a question, see pellucid.viewer.queries", 400)
+        return _blob(await run_in_threadpool(run.query, question))
+
     async def pulse(request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(run.pulse))
 
@@ -117,6 +124,7 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
             Route("/api/rows/{step:int}", rows),
             Route("/api/chunk/{step:int}/{index:int}", chunk),
             Route("/api/texts", texts, methods=["POST"]),
+            Route("/api/query", query, methods=["POST"]),
             Route("/api/pulse", pulse),
         ],
         exception_handlers={DataError: failed},

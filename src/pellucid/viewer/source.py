@@ -6,6 +6,7 @@
     rows/N            what its records' tokens add up to
     chunk/N/K         tokens of some of its records
     texts             texts of token ids
+    query             an answer about the whole run, see `queries`
 
 Of a Parquet export only what an answer needs is read. A JSONL export has to be parsed whole: it is once, and
 all answers of the step are kept. Least recently used answers are dropped first.
@@ -22,6 +23,7 @@ from pellucid.errors import DataError
 from pellucid.viewer.access import ALL_FIELDS, Exports, Records, StepSummary
 from pellucid.viewer.encode import chunk_spans, encode_chunk, encode_index, encode_step
 from pellucid.viewer.head import deflate_json, make_head, make_slices
+from pellucid.viewer.queries import RunQueries
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, measure
 from pellucid.viewer.run_folder import RunFolder
@@ -50,6 +52,7 @@ class ServedRun:
         self._roles = RoleFinder(self._vocabulary)
         self._start_record = start_record
         self._max_mismatch = max_mismatch
+        self._queries = RunQueries(exports)
         self._summaries: dict[int, dict[str, Any]] = {}
         self._answers = Answers(CACHE_BYTES)
         self._lock = threading.Lock()
@@ -96,6 +99,9 @@ class ServedRun:
     def texts(self, token_ids: Iterable[int]) -> bytes:
         with self._lock:
             return deflate_json(self._vocabulary.texts(token_ids))
+
+    def query(self, question: dict[str, Any]) -> bytes:
+        return deflate_json({"answer": self._queries.answer(question)})
 
     def summarise(self) -> None:
         """Reads every step that has no summary yet, newest first, and again whenever there are new ones."""

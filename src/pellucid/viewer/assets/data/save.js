@@ -45,6 +45,13 @@ export function recordsColumns(records, vocabulary) {
   return joined(parts);
 }
 
+/** One token, with where it is. @param {TokenRecord} record @param {number} token @param {Vocabulary} vocabulary @returns {SavedColumn[]} */
+export function tokenRow(record, token, vocabulary) {
+  const ids = record.column("token_ids") ?? [];
+  const named = Object.entries({ step: record.step, record: record.record, token, env_name: record.field("env") ?? "", text: vocabulary.plain(ids[token]) });
+  return [...named, ...present(record).map((name) => [name, record.value(name, token) ?? null])].map(([name, value]) => ({ name: String(name), values: [/** @type {any} */ (value)] }));
+}
+
 /** Tables under each other; what one of them lacks is null. @param {SavedColumn[][]} parts @returns {SavedColumn[]} */
 export function joined(parts) {
   const names = [...new Set(parts.flatMap((part) => part.map(({ name }) => name)))];

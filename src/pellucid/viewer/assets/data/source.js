@@ -7,7 +7,8 @@ import { inflate, parseBlob, parseJson } from "./blob.js";
  * @typedef {{ids: number[], texts: (string | number[])[], special: number[]}} Texts
  * @typedef {{run(): Promise<any>, slices(): Promise<any>, step(step: number): Promise<ColumnBlob>, rows(step: number): Promise<ColumnBlob>,
  *   chunk(step: number, index: number): Promise<ColumnBlob>, texts(ids: number[]): Promise<Texts>,
- *   pulse(): Promise<any>}} Source
+ *   query(question: object): Promise<number[][] | null>, pulse(): Promise<any>}} Source
+ * `query`: what the server knows of the whole run; null where every step has to be looked through.
  */
 
 /** @returns {Source} */
@@ -32,6 +33,8 @@ class PageSource {
 
   /** @param {number[]} _ids */
   texts(_ids) { return this.json("texts"); }
+
+  async query() { return null; }
 
   async pulse() { return null; }
 
@@ -73,6 +76,11 @@ class ServerSource {
   /** @param {number[]} ids */
   async texts(ids) {
     return parseJson(await this.bytes("texts", { method: "POST", body: JSON.stringify(ids) }));
+  }
+
+  /** @param {object} question */
+  async query(question) {
+    return parseJson(await this.bytes("query", { method: "POST", body: JSON.stringify(question) })).answer;
   }
 
   async pulse() { return (await request("pulse")).json(); }
