@@ -27,7 +27,7 @@ def version(record: Any) -> int:
 
 @pytest.mark.parametrize("kind", ["page", "server"])
 def test_curves_are_of_the_chosen_rank_and_weights(
-    visit: Any, study: str, served: Any, made_run: Any, kind: str
+    served: Any, visit: Any, study: str, made_run: Any, kind: str
 ) -> None:
     address = study if kind == "page" else served(made_run.folder)
     page = visit(f"{address}#run?rank=1&weights=age1", ".strip canvas")

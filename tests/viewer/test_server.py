@@ -17,7 +17,7 @@ def client(made_run: Any) -> TestClient:
     return TestClient(make_app(ServedRun(Exports(made_run.folder))), base_url="http://127.0.0.1:7357")
 
 
-def test_it_follows_a_run_and_keeps_its_place(visit: Any, served: Any, made_run: Any, tmp_path: Path) -> None:
+def test_it_follows_a_run_and_keeps_its_place(served: Any, visit: Any, made_run: Any, tmp_path: Path) -> None:
     growing = tmp_path / "growing"
     shutil.copytree(made_run.folder, growing)
     last = growing / "token_exports" / "step_2"

@@ -42,9 +42,9 @@ export class TopBar {
         element("button", { type: "button", "aria-label": "previous step", title: "previous step (h)", onclick: () => app.moveStep(-1) }, "‹"),
         this.stepSelect,
         element("button", { type: "button", "aria-label": "next step", title: "next step (l)", onclick: () => app.moveStep(1) }, "›")),
-      this.envSelect, this.rankSelect, this.weightsSelect, element("span", { class: "search" }, this.search, this.within), this.filter, this.live,
+      this.envSelect, this.rankSelect, this.weightsSelect, element("span", { class: "search" }, this.search, this.within), this.filter, element("span", { class: "corner" }, this.live,
       element("button", { type: "button", class: "quiet", title: "dark or light (d)", "aria-label": "dark or light", onclick: () => app.switchTheme() }, "◐"),
-      element("button", { type: "button", class: "quiet", title: "keys (?)", "aria-label": "help", onclick: () => app.toggleHelp() }, "?"),
+      element("button", { type: "button", class: "quiet", title: "keys (?)", "aria-label": "help", onclick: () => app.toggleHelp() }, "?")),
       this.fault, this.results.root);
   }
 
