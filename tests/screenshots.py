@@ -23,7 +23,7 @@ from pellucid.viewer.source import ServedRun
 SIZE = {"width": 1360, "height": 800}
 SHOTS = (
     ("viewer", "light", "#run", ".strip canvas"),
-    ("viewer-closer", "light", "#run?steps=205:265", ".strip:nth-child(6) canvas"),
+    ("viewer-closer", "light", "#run?steps=205:265", ".strip:nth-child(8) canvas"),
     ("viewer-step", "light", "#step?step=228", ".histogram canvas"),
     ("viewer-ids", "light", "#step?step=228&ids=1&sort=kl", '[aria-label="Tokens by id"] tbody tr[data-row]'),
     ("viewer-worst", "light", "#worst?step=228&kind=masked", "tbody tr[data-row]"),

@@ -79,7 +79,11 @@ export class TopBar {
 
   /** Rank and weights, where there are several, or one is asked for. @param {import("../state/store.js").State} state */
   updateSlices({ rank, weights }) {
-    const { ranks, versions, ages } = choicesOf(this.app.run.head);
+    if (this.head !== this.app.run.head) {
+      this.head = this.app.run.head;
+      this.choices = choicesOf(this.head);
+    }
+    const { ranks, versions, ages } = /** @type {ReturnType<typeof choicesOf>} */ (this.choices);
     this.fill(this.rankSelect, [["-1", "all ranks"], ...ranks.map((one) => /** @type {[string, string]} */ ([String(one), `rank ${one}`]))], String(rank));
     this.rankSelect.hidden = ranks.length < 2 && rank < 0;
     this.fill(this.weightsSelect, [["", "all weights"], ...ages.map((age) => /** @type {[string, string]} */ ([`age${age}`, age ? `${plural(age, "step")} old` : "of this step"])),
