@@ -3,33 +3,30 @@
     <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-…'; …">
     <script type="text/plain" id="chunk/7/0">eNqt…</script>
 
-Only the scripts and the style whose hashes are in the policy run or apply; nothing is ever loaded. A block is
-base64 of what the server would answer under the same name, so no byte of a run is parsed as HTML.
+Nothing is ever loaded. A block is base64 of what the server would answer under the same name, deflated, so no
+byte of a run is parsed as HTML. What every view needs stands first, then the scripts, then the steps: a
+record is shown as soon as its own block has been read.
 """
 
-import base64
-import hashlib
 import os
-import re
+import shutil
+import tempfile
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from pellucid.viewer.access import Exports, Records
-from pellucid.viewer.bundle import asset, bundle
 from pellucid.viewer.encode import EncodedStep, encode_step
+from pellucid.viewer.frame import block, frame
 from pellucid.viewer.head import deflate_json, make_head
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.spread import PAGE_BUDGET, Size, choose_spread
 from pellucid.viewer.vocabulary import open_vocabulary
 
-SCRIPTS = ("vendor/uPlot.iife.min.js",)
 KEEP_BUDGETS = 4
 """Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
-
-STYLES = ("vendor/uPlot.min.css", "page.css")
 
 
 def write_page(
@@ -70,8 +67,28 @@ def _write(
     start_record: int,
     max_mismatch: float | None,
 ) -> None:
-    before, after = frame()
-    file.write(before)
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as steps:
+        head, texts = _write_steps(steps, exports, tokenizer, budget, start_record, max_mismatch)
+        page = frame()
+        meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
+        file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
+        file.write(block("run", deflate_json(head)))
+        file.write(block("texts", deflate_json(texts)))
+        file.write(page.scripts)
+        steps.seek(0)
+        shutil.copyfileobj(steps, file)
+        file.write(page.closing)
+
+
+def _write_steps(
+    file: TextIO,
+    exports: Exports,
+    tokenizer: str | None,
+    budget: Size,
+    start_record: int,
+    max_mismatch: float | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The blocks of the steps; returns what stands before them: the head, and the texts of their tokens."""
     run = RunFolder.around(exports.path)
     vocabulary, vocabulary_note = open_vocabulary(tokenizer, run.model_folder())
     roles = RoleFinder(vocabulary)
@@ -95,10 +112,12 @@ def _write(
         held.append(step)
         kept += made.summary["points"]["all"]["records"]
         seen = np.union1d(seen, made.token_ids)
-        file.write(_block(f"step/{step}", made.index))
-        file.write(_block(f"rows/{step}", made.rows))
+        file.write(block(f"step/{step}", made.index))
+        file.write(block(f"rows/{step}", made.rows))
+        for record, lead in made.leads.items():
+            file.write(block(f"lead/{step}/{record}", lead))
         for index, chunk in enumerate(made.chunks):
-            file.write(_block(f"chunk/{step}/{index}", chunk))
+            file.write(block(f"chunk/{step}/{index}", chunk))
     notes = [note for note in (spread.note(kept), vocabulary_note, *exports.warnings) if note]
     head = make_head(
         exports.path,
@@ -109,9 +128,7 @@ def _write(
         start_record=start_record,
         max_mismatch=max_mismatch,
     )
-    file.write(_block("texts", deflate_json(vocabulary.texts(seen.tolist()))))
-    file.write(_block("run", deflate_json(head)))
-    file.write(after)
+    return head, vocabulary.texts(seen.tolist())
 
 
 def _first_tokens(records: Records, limit: int | None) -> Records:
@@ -120,34 +137,3 @@ def _first_tokens(records: Records, limit: int | None) -> Records:
         return records
     fitting = int(np.searchsorted(np.cumsum(records.lengths), limit, side="right"))
     return records[: max(1, fitting)]
-
-
-def frame() -> tuple[str, str]:
-    """What stands before and after the data of a page."""
-    scripts = [asset(name) for name in SCRIPTS] + [bundle()]
-    style = "\n".join(asset(name) for name in STYLES)
-    policy = content_policy(scripts, style)
-    html = asset("page.html")
-    html = re.sub(r"<link [^>]*>\n?|<script [^>]*></script>\n?", "", html)
-    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
-    html = html.replace("</head>", f"{meta}</head>")
-    before, after = html.split("</body>")
-    closing = "".join(f"<script>{script}</script>\n" for script in scripts)
-    return before, f"{closing}</body>{after}"
-
-
-def content_policy(scripts: list[str], style: str) -> str:
-    allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
-    )
-
-
-def _block(name: str, data: bytes) -> str:
-    return f'<script type="text/plain" id="{name}">{base64.b64encode(data).decode("ascii")}</script>\n'
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -4,6 +4,11 @@
 import { percent, short } from "./format.js";
 import { themeColour } from "./dom.js";
 
+/** @type {any} */
+let uPlot;
+// What uPlot gets to know of `Intl`: its numbers and dates are never shown, and the real ones take long to load.
+const NO_INTL = { NumberFormat: class { format = String; }, DateTimeFormat: class { resolvedOptions() { return { timeZone: "UTC" }; } } };
+
 /**
  * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, dash?: number[], fill?: boolean, width?: number}} Line
  * @typedef {{height: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
@@ -18,7 +23,8 @@ export function lineChart(root, options) {
     grid: { stroke: () => themeColour("rule"), width: 1 } };
   const data = /** @type {any} */ ([Array.from(x), ...lines.map(({ values }) => Array.from(values, (value) =>
     (value === null || Number.isNaN(value) || (log && value <= 0) ? null : value)))]);
-  const chart = new /** @type {any} */ (window).uPlot({
+  uPlot ??= /** @type {any} */ (window).loadUPlot(NO_INTL);
+  const chart = new uPlot({
     width: Math.max(120, root.clientWidth),
     height,
     padding: [8, 10, 0, 0],
