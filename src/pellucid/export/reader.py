@@ -79,13 +79,15 @@ class Export:
         return records.where(**wanted) if wanted else records
 
     def summary(self, step: int) -> StepSummary:
-        """What the step's tokens look like; made from the records where the writer left no summary."""
+        """What the step's tokens look like; made from the records where the writer left no summary, or an
+        older one that has less."""
         total = StepSummary()
         folder = None if self._folders is None else self._folders.get(step)
-        written = [] if folder is None else [_summary_of(file) for file in _rank_files(folder)]
-        if written and all(path.exists() for path in written):
-            for path in written:
-                total.merge(StepSummary.from_dict(orjson.loads(path.read_bytes())))
+        paths = [] if folder is None else [_summary_of(file) for file in _rank_files(folder)]
+        written = [orjson.loads(path.read_bytes()) for path in paths if path.exists()]
+        if paths and len(written) == len(paths) and all(map(StepSummary.is_current, written)):
+            for value in written:
+                total.merge(StepSummary.from_dict(value))
         else:
             for source, rows in self.step(step).files():
                 total.add(read_columns(source, rows, NEEDED))

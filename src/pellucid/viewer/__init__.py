@@ -17,6 +17,7 @@ from pellucid.errors import DataError
 from pellucid.viewer.access import Exports, Selection
 from pellucid.viewer.page import page_text, write_page
 from pellucid.viewer.source import ServedRun
+from pellucid.viewer.spread import PAGE_BUDGET
 
 __all__ = ["View", "ViewSettings", "run_view"]
 
@@ -43,6 +44,8 @@ class ViewSettings(Protocol):
     @property
     def record_index(self) -> int: ...
     @property
+    def all_records(self) -> bool: ...
+    @property
     def max_mismatch(self) -> float | None: ...
     @property
     def host(self) -> str: ...
@@ -59,14 +62,16 @@ def run_view(settings: ViewSettings) -> None:
 
         show(exports, tokenizer=settings.tokenizer, record_index=settings.record_index)
     elif settings.output is not None:
-        num_bytes = write_page(
+        page = write_page(
             exports,
             settings.output,
             tokenizer=settings.tokenizer,
+            budget=None if settings.all_records else PAGE_BUDGET,
             start_record=settings.record_index,
             max_mismatch=settings.max_mismatch,
         )
-        log.info("%s: %.1f MB, opens in any browser without a server", settings.output, num_bytes / 1e6)
+        rest = "" if page.is_whole else " (--all-records for the rest)"
+        log.info("%s: %s%s; opens in any browser without a server", settings.output, page, rest)
     else:
         from pellucid.viewer.server import serve
 

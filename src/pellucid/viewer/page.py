@@ -11,6 +11,7 @@ record is shown as soon as its own block has been read.
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +20,7 @@ import numpy as np
 from pellucid.viewer.access import Exports, Records
 from pellucid.viewer.encode import EncodedStep, encode_step
 from pellucid.viewer.frame import block, frame
-from pellucid.viewer.head import deflate_json, make_head
+from pellucid.viewer.head import deflate_json, make_head, make_slices
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.spread import PAGE_BUDGET, Size, choose_spread
@@ -29,26 +30,49 @@ KEEP_BUDGETS = 4
 """Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenPage:
+    num_records: int
+    num_records_in_all: int
+    num_steps: int
+    num_steps_in_all: int
+    num_bytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_records == self.num_records_in_all
+
+    def __str__(self) -> str:
+        """`3,968 of 38,400 records from 31 of 300 steps, 2.1 MB`."""
+        records = f"{self.num_records:,} of {self.num_records_in_all:,} records"
+        steps = f"{self.num_steps:,} of {self.num_steps_in_all:,} steps"
+        return f"{records} from {steps}, {self.num_bytes / 1e6:.1f} MB"
+
+
 def write_page(
     exports: Exports,
     output: Path,
     *,
     tokenizer: str | None = None,
-    budget: Size = PAGE_BUDGET,
+    budget: Size | None = PAGE_BUDGET,
     start_record: int = 0,
     max_mismatch: float | None = None,
-) -> int:
-    """Writes the page, whole or not at all; returns its length in bytes."""
+) -> WrittenPage:
+    """Writes the page, whole or not at all. `budget`: how much it holds at most; None: everything."""
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            _write(file, exports, tokenizer, budget, start_record, max_mismatch)
-        num_bytes = partial.stat().st_size
+            steps = _write(file, exports, tokenizer, budget, start_record, max_mismatch)
+        num_records = sum(size.records for size in steps.sizes.values())
+        num_steps = len(steps.head["held"])
+        page = WrittenPage(
+            steps.num_records, num_records, num_steps, len(steps.sizes), partial.stat().st_size
+        )
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
-    return num_bytes
+    return page
 
 
 def page_text(exports: Exports, *, tokenizer: str | None = None, budget: Size = PAGE_BUDGET) -> str:
@@ -63,52 +87,55 @@ def _write(
     file: TextIO,
     exports: Exports,
     tokenizer: str | None,
-    budget: Size,
+    budget: Size | None,
     start_record: int,
     max_mismatch: float | None,
-) -> None:
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as steps:
-        head, texts = _write_steps(steps, exports, tokenizer, budget, start_record, max_mismatch)
+) -> "_Steps":
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
+        steps = _write_steps(blocks, exports, tokenizer, budget, start_record, max_mismatch)
         page = frame()
         meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
         file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
-        file.write(block("run", deflate_json(head)))
-        file.write(block("texts", deflate_json(texts)))
+        file.write(block("run", deflate_json(steps.head)))
+        file.write(block("texts", deflate_json(steps.texts)))
         file.write(page.scripts)
-        steps.seek(0)
-        shutil.copyfileobj(steps, file)
+        file.write(block("slices", deflate_json(steps.slices)))
+        blocks.seek(0)
+        shutil.copyfileobj(blocks, file)
         file.write(page.closing)
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What stands before the steps of a page, and what they are of those that there are."""
+
+    head: dict[str, Any]
+    texts: dict[str, Any]
+    slices: dict[str, Any]
+    num_records: int
+    sizes: dict[int, Size]
+    """Of all."""
 
 
 def _write_steps(
     file: TextIO,
     exports: Exports,
     tokenizer: str | None,
-    budget: Size,
+    budget: Size | None,
     start_record: int,
     max_mismatch: float | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The blocks of the steps; returns what stands before them: the head, and the texts of their tokens."""
+) -> _Steps:
     run = RunFolder.around(exports.path)
     vocabulary, vocabulary_note = open_vocabulary(tokenizer, run.model_folder())
     roles = RoleFinder(vocabulary)
-    sizes, summaries, held, kept = {}, [], [], 0
+    sizes: dict[int, Size] = {}
+    summaries, held, kept = [], [], 0
     seen = np.empty(0, np.int64)
     encoded: dict[int, EncodedStep] = {}
-    for step in exports.steps():
-        made = encode_step(step, exports, exports.records(step), roles)
-        summaries.append(made.summary)
-        point = made.summary["points"]["all"]
-        sizes[step] = Size(point["records"], point["tokens"])
-        if sum(size.tokens for size in sizes.values()) <= KEEP_BUDGETS * budget.tokens:
-            encoded[step] = made
-    spread = choose_spread(sizes, budget)
-    for step in sorted(spread.steps):
-        if step in encoded and spread.tokens_per_step is None:
-            made = encoded[step]
-        else:
-            records = _first_tokens(exports.records(step), spread.tokens_per_step)
-            made = encode_step(step, exports, records, roles)
+
+    def put(step: int, made: EncodedStep) -> None:
+        nonlocal kept, seen
         held.append(step)
         kept += made.summary["points"]["all"]["records"]
         seen = np.union1d(seen, made.token_ids)
@@ -118,6 +145,24 @@ def _write_steps(
             file.write(block(f"lead/{step}/{record}", lead))
         for index, chunk in enumerate(made.chunks):
             file.write(block(f"chunk/{step}/{index}", chunk))
+
+    for step in exports.steps():
+        made = encode_step(step, exports, exports.records(step), roles)
+        summaries.append(made.summary)
+        point = made.summary["points"]["all"]
+        sizes[step] = Size(point["records"], point["tokens"])
+        if budget is None:
+            put(step, made)
+        elif sum(size.tokens for size in sizes.values()) <= KEEP_BUDGETS * budget.tokens:
+            encoded[step] = made
+    spread = choose_spread(sizes, budget or PAGE_BUDGET)
+    for step in () if budget is None else sorted(spread.steps):
+        if step in encoded and spread.tokens_per_step is None:
+            made = encoded[step]
+        else:
+            records = _first_tokens(exports.records(step), spread.tokens_per_step)
+            made = encode_step(step, exports, records, roles)
+        put(step, made)
     notes = [note for note in (spread.note(kept), vocabulary_note, *exports.warnings) if note]
     head = make_head(
         exports.path,
@@ -128,7 +173,7 @@ def _write_steps(
         start_record=start_record,
         max_mismatch=max_mismatch,
     )
-    return head, vocabulary.texts(seen.tolist())
+    return _Steps(head, vocabulary.texts(seen.tolist()), make_slices(summaries), kept, sizes)
 
 
 def _first_tokens(records: Records, limit: int | None) -> Records:

@@ -2,11 +2,13 @@
 
     GET  /                 the page, with the head of the run in it
     GET  /api/run          head of the run                   JSON
+    GET  /api/slices       its points by rank and weights    JSON
     GET  /api/step/N       index of a step                   blob, see `blob`
     GET  /api/rows/N       measures of its records           blob
     GET  /api/chunk/N/K    tokens of some of its records     blob
     GET  /api/lead/N/R     first tokens of a long record     blob
     POST /api/texts        [id, …] -> texts of token ids     JSON
+    POST /api/query        a question about the whole run    JSON, see `queries`
     GET  /api/pulse        {"steps": …, "last": …, "summarised": …}
 
 Within this machine answers are sent as they are: deflating them takes longer than sending them. Elsewhere
@@ -82,6 +84,9 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
     async def head(request: Request) -> Response:
         return await answer(request, run.run)
 
+    async def slices(request: Request) -> Response:
+        return await answer(request, run.slices)
+
     async def step(request: Request) -> Response:
         return await answer(request, run.step, request.path_params["step"])
 
@@ -102,6 +107,12 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
             return PlainTextResponse(f"expected a list of at most {MAX_IDS} token ids", 400)
         return await answer(request, run.texts, ids)
 
+    async def query(request: Request) -> Response:
+        question = await request.json()
+        if not isinstance(question, dict):
+            return PlainTextResponse("expected a question, see pellucid.viewer.queries", 400)
+        return await answer(request, run.query, question)
+
     async def pulse(request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(run.pulse))
 
@@ -112,11 +123,13 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
         routes=[
             Route("/", page),
             Route("/api/run", head),
+            Route("/api/slices", slices),
             Route("/api/step/{step:int}", step),
             Route("/api/rows/{step:int}", rows),
             Route("/api/chunk/{step:int}/{index:int}", chunk),
             Route("/api/lead/{step:int}/{record:int}", lead),
             Route("/api/texts", texts, methods=["POST"]),
+            Route("/api/query", query, methods=["POST"]),
             Route("/api/pulse", pulse),
         ],
         exception_handlers={DataError: failed},

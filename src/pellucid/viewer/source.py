@@ -1,11 +1,13 @@
 """What the server answers with: names to bytes, made when asked for and kept while there is room.
 
     run               the head: see `head.make_head`
+    slices            its points by rank and policy version
     step/N            the index of a step
     rows/N            what its records' tokens add up to
     chunk/N/K         tokens of some of its records
     lead/N/R          the first tokens of a long one
     texts             texts of token ids
+    query             an answer about the whole run, see `queries`
 
 Of a Parquet export only what an answer needs is read. A JSONL export has to be parsed whole: it is once, and
 all answers of the step are kept. Least recently used answers are dropped first.
@@ -28,7 +30,8 @@ from pellucid.viewer.encode import (
     encode_lead,
     encode_step,
 )
-from pellucid.viewer.head import as_json, make_head
+from pellucid.viewer.head import as_json, make_head, make_slices
+from pellucid.viewer.queries import RunQueries
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, measure
 from pellucid.viewer.run_folder import RunFolder
@@ -54,6 +57,7 @@ class ServedRun:
         self._roles = RoleFinder(self._vocabulary)
         self._start_record = start_record
         self._max_mismatch = max_mismatch
+        self._queries = RunQueries(exports)
         self._summaries: dict[int, dict[str, Any]] = {}
         self._head: tuple[object, bytes] = (None, b"")
         self._answers = Answers(CACHE_BYTES)
@@ -86,6 +90,10 @@ class ServedRun:
         )
         return as_json(head)
 
+    def slices(self) -> bytes:
+        steps = self._exports.steps()
+        return as_json(make_slices([self._summaries[step] for step in steps if step in self._summaries]))
+
     def pulse(self) -> dict[str, int]:
         """Small enough to be asked for every second: has anything changed?"""
         steps = self._exports.steps()
@@ -110,6 +118,9 @@ class ServedRun:
     def texts(self, token_ids: Iterable[int]) -> bytes:
         with self._lock:
             return as_json(self._vocabulary.texts(token_ids))
+
+    def query(self, question: dict[str, Any]) -> bytes:
+        return as_json({"answer": self._queries.answer(question)})
 
     def summarise(self) -> None:
         """Reads every step that has no summary yet, newest first, and again whenever there are new ones."""

@@ -3,10 +3,9 @@
 import { compileFilter, tokensOfRecord } from "./data/filter.js";
 import { METRICS, valuesOf } from "./data/metrics.js";
 import { Abandoned, Run } from "./data/run.js";
-import { recordAsJson, recordColumns, saveColumns, saveFile } from "./data/save.js";
+import { recordAsJson, saveFile } from "./data/save.js";
 import { occurrences, parseQuery } from "./data/search.js";
 import { byId, element, notice } from "./draw/dom.js";
-import { picture } from "./draw/picture.js";
 import { currentTheme, domainOf, followSystemTheme } from "./draw/scale.js";
 import { BINDINGS } from "./state/keys.js";
 import { AcrossView } from "./views/across.js";
@@ -170,6 +169,7 @@ export class App {
     const help = byId("help");
     if (help.open) help.close();
     else if (this.topBar?.closeResults()) return;
+    else if (this.viewName === "run" && this.view.showAll()) return;
     else if (this.state.token >= 0) this.store.set({ token: -1 });
     /** @type {HTMLElement} */ (document.activeElement)?.blur?.();
   }
@@ -211,17 +211,8 @@ export class App {
     }
   }
 
-  /** @param {"csv" | "parquet"} kind */
-  async saveTokens(kind) {
-    const { step, record } = this.state;
-    const tokens = await this.run.record(step, record);
-    saveColumns(`step_${step}_record_${record}`, kind, recordColumns(tokens, this.run.vocabulary));
-  }
-
-  savePicture() {
-    if (this.viewName !== "record") return;
-    picture(this.view).toBlob((blob) => blob && saveFile(`step_${this.state.step}_record_${this.state.record}.png`, "image/png", blob));
-  }
+  /** Of what is saved: the run, then what it is, without an ending. @param {string} what */
+  fileName(what) { return `${this.run.head.name}_${what}`.replace(/[^\w.-]+/g, "_"); }
 
   /** @param {string} text */
   flash(text) {

@@ -3,6 +3,7 @@
 
 import { readColumn } from "./blob.js";
 import { DERIVED, derive } from "./derive.js";
+import { Points } from "./points.js";
 import { lastAtMost } from "./sorted.js";
 import { Vocabulary } from "./texts.js";
 
@@ -25,6 +26,7 @@ export class Run {
     this.source = source;
     this.head = head;
     this.vocabulary = new Vocabulary(source);
+    this.points = new Points(source);
     /** Whether all tokens of a step are still worth reading: they may be many. @type {(step: number) => boolean} */
     this.wantsTokens = () => true;
     /** @type {Map<number, Promise<StepIndex>>} */

@@ -6,9 +6,10 @@ import { inflate, parseBlob, parseJson } from "./blob.js";
 /**
  * @typedef {import("./blob.js").Blob} ColumnBlob
  * @typedef {{ids: number[], texts: (string | number[])[], special: number[], complete?: boolean}} Texts
- * @typedef {{run(): Promise<any>, step(step: number): Promise<ColumnBlob>, rows(step: number): Promise<ColumnBlob>,
+ * @typedef {{run(): Promise<any>, slices(): Promise<any>, step(step: number): Promise<ColumnBlob>, rows(step: number): Promise<ColumnBlob>,
  *   chunk(step: number, index: number): Promise<ColumnBlob>, lead(step: number, record: number): Promise<ColumnBlob>, texts(ids: number[]): Promise<Texts>,
- *   pulse(): Promise<any>}} Source
+ *   query(question: object): Promise<number[][] | null>, pulse(): Promise<any>}} Source
+ * `query`: what the server knows of the whole run; null where every step has to be looked through.
  */
 
 /** @returns {Source} */
@@ -24,6 +25,8 @@ class PageSource {
 
   run() { return this.json("run"); }
 
+  slices() { return this.json("slices"); }
+
   /** @param {number} step */
   step(step) { return this.blob(`step/${step}`); }
 
@@ -38,6 +41,8 @@ class PageSource {
 
   /** @param {number[]} _ids */
   async texts(_ids) { return { ...await this.allTexts, complete: true }; }
+
+  async query() { return null; }
 
   async pulse() { return null; }
 
@@ -86,6 +91,8 @@ class ServerSource {
     return parseJson(/** @type {ArrayBuffer} */ (head));
   }
 
+  async slices() { return parseJson(await this.bytes("slices")); }
+
   /** @param {number} step */
   async step(step) { return parseBlob(await this.bytes(`step/${step}`)); }
 
@@ -101,6 +108,11 @@ class ServerSource {
   /** @param {number[]} ids */
   async texts(ids) {
     return parseJson(await this.bytes("texts", { method: "POST", body: JSON.stringify(ids) }));
+  }
+
+  /** @param {object} question */
+  async query(question) {
+    return parseJson(await this.bytes("query", { method: "POST", body: JSON.stringify(question) })).answer;
   }
 
   async pulse() { return (await request("pulse")).json(); }

@@ -2,12 +2,14 @@
 
 import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
 import { maskSide } from "../data/reason.js";
+import { recordColumns } from "../data/save.js";
 import { lineChart } from "../draw/chart.js";
 import { afterPaint, choice, element, notice, refill, toggle } from "../draw/dom.js";
 import { extremes } from "../draw/extremes.js";
 import { count, plural, short, signed } from "../draw/format.js";
 import { legend } from "../draw/legend.js";
 import { Minimap } from "../draw/minimap.js";
+import { saveBar } from "../draw/saving.js";
 import { ColourScale } from "../draw/scale.js";
 import { TokenText } from "../draw/tokens.js";
 import { TokenTable } from "./token_table.js";
@@ -126,15 +128,13 @@ export class RecordView {
     refill(this.head,
       element("div", { class: "record-title" },
         element("h2", {}, `Record ${record.record}`, element("small", {}, ` of ${count(index.length)} in step ${record.step}${value("env") ? ` · ${value("env")}` : ""}`)),
-        element("span", { class: "record-buttons" },
+        element("span", { class: "record-buttons no-picture" },
           element("button", { type: "button", title: "previous record (k)", "aria-label": "previous record", onclick: () => app.moveRecord(-1) }, "‹"),
           element("button", { type: "button", title: "next record (j)", "aria-label": "next record", onclick: () => app.moveRecord(1) }, "›"),
           value("group") === null ? null : element("button", { type: "button", title: "all rollouts of this example (g)", onclick: () => app.go({ view: "group" }) }, "group"),
           value("example") === null ? null : element("button", { type: "button", title: "the same example in other steps", onclick: () => app.go({ view: "across" }) }, "across steps"),
-          element("button", { type: "button", title: "copy as JSON (c)", onclick: () => app.copyRecord() }, "copy JSON"),
-          element("button", { type: "button", title: "tokens as CSV", onclick: () => app.saveTokens("csv") }, "CSV"),
-          element("button", { type: "button", title: "tokens as Parquet", onclick: () => app.saveTokens("parquet") }, "Parquet"),
-          element("button", { type: "button", title: "what is in sight as a picture", onclick: () => app.savePicture() }, "PNG"))),
+          saveBar("this record", () => app.fileName(`step_${record.step}_record_${record.record}`), { columns: async () => recordColumns(await app.run.record(record.step, record.record), app.run.vocabulary), shown: () => this.root },
+            element("button", { type: "button", title: "copy as JSON (c)", onclick: () => app.copyRecord() }, "copy JSON")))),
       element("dl", { class: "facts" }, ...numbers.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(text))))),
       element("p", { class: "ids" }, ...ids.map(([name, text]) => element("span", {}, `${name} `, element("code", {}, String(text))))));
   }
