@@ -11,7 +11,7 @@ const NO_INTL = { NumberFormat: class { format = String; }, DateTimeFormat: clas
 
 /**
  * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, dash?: number[], fill?: boolean, width?: number}} Line
- * @typedef {{height: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
+ * @typedef {{height: number, width?: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
  *   points?: boolean, marker?: () => number | null, onClick?: (x: number) => void, onBrush?: (low: number, high: number) => void,
  *   onHover?: (index: number | null) => void, onReset?: () => void, range?: [number, number] | null, label?: string, percent?: boolean,
  *   fractions?: boolean}} ChartOptions
@@ -31,7 +31,7 @@ export function lineChart(root, options) {
     (value === null || Number.isNaN(value) || (log && value <= 0) ? null : value)))]);
   uPlot ??= /** @type {any} */ (window).loadUPlot(NO_INTL);
   const chart = new uPlot({
-    width: Math.max(120, root.clientWidth),
+    width: Math.max(120, options.width ?? root.clientWidth),
     height,
     padding: [8, 10, 0, 0],
     legend: { show: false },
