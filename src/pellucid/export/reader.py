@@ -11,6 +11,7 @@ line; so is an input without records. What is torn or damaged is reported and le
 """
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -147,7 +148,7 @@ def _step_folders(path: Path) -> dict[int, Path] | None:
     finished = {
         number: exports / f"step_{number}"
         for number in numbers
-        if (exports / f"step_{number}" / MARKER).exists()
+        if os.path.exists(f"{exports}/step_{number}/{MARKER}")  # of a long run these are thousands
     }
     if not finished:
         raise DataError(
@@ -158,10 +159,11 @@ def _step_folders(path: Path) -> dict[int, Path] | None:
 
 
 def _step_numbers(exports: Path) -> Iterator[int]:
-    for folder in exports.glob("step_*"):
-        number = folder.name.removeprefix("step_")
-        if number.isdecimal() and folder.is_dir():
-            yield int(number)
+    with os.scandir(exports) as entries:
+        for entry in entries:
+            kind, _, number = entry.name.partition("_")
+            if kind == "step" and number.isdecimal() and entry.is_dir():
+                yield int(number)
 
 
 def _rank_files(folder: Path) -> list[Path]:

@@ -64,5 +64,9 @@ def kl_limits(summaries: Sequence[Mapping[str, Any]], highest: float | None = No
     return kl_domain(mean) if highest is None else [highest * 1e-3, highest]
 
 
+def as_json(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 def deflate_json(value: Any) -> bytes:
-    return zlib.compress(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), 6)
+    return zlib.compress(as_json(value), 6)

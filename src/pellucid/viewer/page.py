@@ -3,34 +3,31 @@
     <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-…'; …">
     <script type="text/plain" id="chunk/7/0">eNqt…</script>
 
-Only the scripts and the style whose hashes are in the policy run or apply; nothing is ever loaded. A block is
-base64 of what the server would answer under the same name, so no byte of a run is parsed as HTML.
+Nothing is ever loaded. A block is base64 of what the server would answer under the same name, deflated, so no
+byte of a run is parsed as HTML. What every view needs stands first, then the scripts, then the steps: a
+record is shown as soon as its own block has been read.
 """
 
-import base64
-import hashlib
 import os
-import re
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from pellucid.viewer.access import Exports, Records
-from pellucid.viewer.bundle import asset, bundle
 from pellucid.viewer.encode import EncodedStep, encode_step
+from pellucid.viewer.frame import block, frame
 from pellucid.viewer.head import deflate_json, make_head, make_slices
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.spread import PAGE_BUDGET, Size, choose_spread
 from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
 
-SCRIPTS = ("vendor/uPlot.iife.min.js",)
 KEEP_BUDGETS = 4
 """Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
-
-STYLES = ("vendor/uPlot.min.css", "page.css")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +66,12 @@ def write_page(
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            kept, sizes, num_steps = _write(
-                file, exports, run, vocabulary, budget, start_record, max_mismatch
-            )
-        num_records = sum(size.records for size in sizes.values())
-        page = WrittenPage(kept, num_records, num_steps, len(sizes), partial.stat().st_size)
+            steps = _write(file, exports, run, vocabulary, budget, start_record, max_mismatch)
+        num_records = sum(size.records for size in steps.sizes.values())
+        num_steps = len(steps.head["held"])
+        page = WrittenPage(
+            steps.num_records, num_records, num_steps, len(steps.sizes), partial.stat().st_size
+        )
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
@@ -97,10 +95,43 @@ def _write(
     budget: Size | None,
     start_record: int,
     max_mismatch: float | None,
-) -> tuple[int, dict[int, Size], int]:
-    """The number of records in it, the size of every step that there is, the number of steps in it."""
-    before, after = frame()
-    file.write(before)
+) -> "_Steps":
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
+        steps = _write_steps(blocks, exports, run, texts, budget, start_record, max_mismatch)
+        page = frame()
+        meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
+        file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
+        file.write(block("run", deflate_json(steps.head)))
+        file.write(block("texts", deflate_json(steps.texts)))
+        file.write(page.scripts)
+        file.write(block("slices", deflate_json(steps.slices)))
+        blocks.seek(0)
+        shutil.copyfileobj(blocks, file)
+        file.write(page.closing)
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What stands before the steps of a page, and what they are of those that there are."""
+
+    head: dict[str, Any]
+    texts: dict[str, Any]
+    slices: dict[str, Any]
+    num_records: int
+    sizes: dict[int, Size]
+    """Of all."""
+
+
+def _write_steps(
+    file: TextIO,
+    exports: Exports,
+    run: RunFolder,
+    texts: tuple[Vocabulary, str | None],
+    budget: Size | None,
+    start_record: int,
+    max_mismatch: float | None,
+) -> _Steps:
     vocabulary, vocabulary_note = texts
     roles = RoleFinder(vocabulary)
     sizes: dict[int, Size] = {}
@@ -113,10 +144,12 @@ def _write(
         held.append(step)
         kept += made.summary["points"]["all"]["records"]
         seen = np.union1d(seen, made.token_ids)
-        file.write(_block(f"step/{step}", made.index))
-        file.write(_block(f"rows/{step}", made.rows))
+        file.write(block(f"step/{step}", made.index))
+        file.write(block(f"rows/{step}", made.rows))
+        for record, lead in made.leads.items():
+            file.write(block(f"lead/{step}/{record}", lead))
         for index, chunk in enumerate(made.chunks):
-            file.write(_block(f"chunk/{step}/{index}", chunk))
+            file.write(block(f"chunk/{step}/{index}", chunk))
 
     for step in exports.steps():
         made = encode_step(step, exports, exports.records(step), roles)
@@ -145,11 +178,7 @@ def _write(
         start_record=start_record,
         max_mismatch=max_mismatch,
     )
-    file.write(_block("texts", deflate_json(vocabulary.texts(seen.tolist()))))
-    file.write(_block("slices", deflate_json(make_slices(summaries))))
-    file.write(_block("run", deflate_json(head)))
-    file.write(after)
-    return kept, sizes, len(held)
+    return _Steps(head, vocabulary.texts(seen.tolist()), make_slices(summaries), kept, sizes)
 
 
 def _first_tokens(records: Records, limit: int | None) -> Records:
@@ -158,34 +187,3 @@ def _first_tokens(records: Records, limit: int | None) -> Records:
         return records
     fitting = int(np.searchsorted(np.cumsum(records.lengths), limit, side="right"))
     return records[: max(1, fitting)]
-
-
-def frame() -> tuple[str, str]:
-    """What stands before and after the data of a page."""
-    scripts = [asset(name) for name in SCRIPTS] + [bundle()]
-    style = "\n".join(asset(name) for name in STYLES)
-    policy = content_policy(scripts, style)
-    html = asset("page.html")
-    html = re.sub(r"<link [^>]*>\n?|<script [^>]*></script>\n?", "", html)
-    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
-    html = html.replace("</head>", f"{meta}</head>")
-    before, after = html.split("</body>")
-    closing = "".join(f"<script>{script}</script>\n" for script in scripts)
-    return before, f"{closing}</body>{after}"
-
-
-def content_policy(scripts: list[str], style: str) -> str:
-    allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
-    )
-
-
-def _block(name: str, data: bytes) -> str:
-    return f'<script type="text/plain" id="{name}">{base64.b64encode(data).decode("ascii")}</script>\n'
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

@@ -89,11 +89,12 @@ export class App {
       return;
     }
     if (state.view !== this.viewName || !this.view) {
+      const isFirst = !this.view;
       this.viewName = state.view;
       this.view = new VIEWS[state.view].View(this);
       this.main.dataset.view = state.view;
       this.main.replaceChildren(this.view.root);
-      this.main.scrollTop = 0;
+      if (!isFirst) this.main.scrollTop = 0; // it takes a layout
       changed = new Set(Object.keys(state));
     }
     this.topBar?.update(state);

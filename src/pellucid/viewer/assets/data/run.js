@@ -93,6 +93,16 @@ export class Run {
     return opened;
   }
 
+  /** The first tokens of a long record, unless all of them are here already; null for others. @param {number} step @param {number} record
+   * @returns {Promise<TokenRecord | null>} */
+  async lead(step, record) {
+    const index = await this.index(step);
+    if (!index.summary.leads.includes(record) || this.chunks.has(`${step}/${index.chunkOf(record)}`)) return null;
+    const opened = new TokenRecord(index, record, new Chunk(await this.source.lead(step, record)), 0);
+    await this.vocabulary.learn(opened.column("token_ids") ?? []);
+    return opened;
+  }
+
   /** All tokens of a step. @param {number} step @returns {Promise<StepTokens>} */
   stepTokens(step) {
     if (this.tokens.size > 3) this.tokens.delete(/** @type {number} */ (this.tokens.keys().next().value));

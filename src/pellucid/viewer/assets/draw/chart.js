@@ -4,9 +4,14 @@
 import { percent, short } from "./format.js";
 import { themeColour } from "./dom.js";
 
+/** @type {any} */
+let uPlot;
+// What uPlot gets to know of `Intl`: its numbers and dates are never shown, and the real ones take long to load.
+const NO_INTL = { NumberFormat: class { format = String; }, DateTimeFormat: class { resolvedOptions() { return { timeZone: "UTC" }; } } };
+
 /**
  * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, dash?: number[], fill?: boolean, width?: number}} Line
- * @typedef {{height: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
+ * @typedef {{height: number, width?: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
  *   points?: boolean, marker?: () => number | null, onClick?: (x: number) => void, onBrush?: (low: number, high: number) => void,
  *   onHover?: (index: number | null) => void, onReset?: () => void, range?: [number, number] | null, label?: string, percent?: boolean,
  *   fractions?: boolean}} ChartOptions
@@ -24,8 +29,9 @@ export function lineChart(root, options) {
     grid: { stroke: () => themeColour("rule"), width: 1 } };
   const data = /** @type {any} */ ([Array.from(x), ...lines.map(({ values }) => Array.from(values, (value) =>
     (value === null || Number.isNaN(value) || (log && value <= 0) ? null : value)))]);
-  const chart = new /** @type {any} */ (window).uPlot({
-    width: Math.max(120, root.clientWidth),
+  uPlot ??= /** @type {any} */ (window).loadUPlot(NO_INTL);
+  const chart = new uPlot({
+    width: Math.max(120, options.width ?? root.clientWidth),
     height,
     padding: [8, 10, 0, 0],
     legend: { show: false },

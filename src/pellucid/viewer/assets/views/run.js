@@ -4,7 +4,7 @@
 import { isSliced } from "../data/points.js";
 import { parseRange, stripsOf } from "../data/strips.js";
 import { lineChart } from "../draw/chart.js";
-import { element, notice, refill } from "../draw/dom.js";
+import { afterPaint, element, notice, refill } from "../draw/dom.js";
 import { compact, count, percent, plural, short } from "../draw/format.js";
 import { sankey } from "../draw/sankey.js";
 import { saveBar, saveChart } from "../draw/saving.js";
@@ -134,12 +134,19 @@ export class RunView {
       this.strips.append(isSliced(this.state) ? notice("empty", "No such records", "No step has records of this rank and these weights.") : notice("empty", "No step has been read yet"));
       return;
     }
-    for (const strip of this.drawn) this.drawStrip(strip);
+    const strips = this.drawn.map((strip) => this.addStrip(strip));
+    const boxes = strips.map(({ root }) => root.getBoundingClientRect()); // of all at once: it takes a layout
+    const draw = (/** @type {(top: number) => boolean} */ isMeant) => strips.forEach((strip, i) => {
+      if (isMeant(boxes[i].top)) this.charts.push(strip.chart(boxes[i].width));
+    });
+    const { turn } = this;
+    draw((top) => top < innerHeight);
     this.strips.children[focused]?.querySelector(".strip-chart")?.focus({ preventScroll: true });
+    afterPaint().then(() => { if (turn === this.turn) draw((top) => top >= innerHeight); });
   }
 
-  /** @param {import("../data/strips.js").Strip} strip */
-  drawStrip({ title, about, lines, log, percent: isShare }) {
+  /** A card, and what draws the chart in it. @param {import("../data/strips.js").Strip} strip @returns {{root: HTMLElement, chart: (width: number) => any}} */
+  addStrip({ title, about, lines, log, percent: isShare }) {
     const { app, steps, shown } = this;
     const value = element("span", { class: "strip-value" });
     const root = element("div", { class: "strip-chart" });
@@ -153,11 +160,12 @@ export class RunView {
       return element("span", {}, swatch, `${lines.length > 1 ? `${line.label} ` : ""}${isShare ? percent(number) : short(number)}`);
     }), at === null ? null : element("span", { class: "muted" }, `step ${steps[at]}`));
     tell(null);
-    this.charts.push(lineChart(root, { height: 136, x: steps, lines, log, percent: isShare, sync: "run", points: steps.length < 3, range: shown, onHover: tell,
+    const chart = (/** @type {number} */ width) => lineChart(root, { height: 136, width, x: steps, lines, log, percent: isShare, sync: "run", points: steps.length < 3, range: shown, onHover: tell,
       label: `${title} over steps`,
       onClick: (step) => app.go({ view: "step", step: app.run.nearestStep(step) }),
       onBrush: (low, high) => this.show(low, high),
-      onReset: shown ? () => this.showAll() : undefined }));
+      onReset: shown ? () => this.showAll() : undefined });
+    return { root, chart };
   }
 }
 
