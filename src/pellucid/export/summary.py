@@ -9,6 +9,7 @@ and ranks do not change it (but for which of several equal tokens is named). Tra
       metrics.NAME                                                       a distribution over tokens
       positions.NAME    sums and counts over blocks of `block` positions
       worst.NAME        the K tokens that stand out most: value, record, token, id
+      slices[]          counts, reward, entropy and mismatch KL by rank and policy version, see `slices`
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,8 +23,10 @@ from numpy.typing import NDArray
 from pellucid.errors import DataError
 from pellucid.export.batch import ColumnBatch, Values
 from pellucid.export.distribution import Distribution
+from pellucid.export.slices import NEEDED as SLICED_BY
+from pellucid.export.slices import Slices
 
-VERSION = 1
+VERSION = 2
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 NUM_WORST = 20
 MAX_BLOCKS = 128
@@ -49,7 +52,7 @@ _OWNER = ("rank", "export_sequence_idx", "rollout_id")
 NEEDED = (
     *METRICS,
     *_MASKS.values(),
-    *_OWNER,
+    *dict.fromkeys((*_OWNER, *SLICED_BY)),
     "env_name",
     "training_mode",
     "token_ids",
@@ -127,6 +130,7 @@ class Part:
     metrics: dict[str, Distribution] = field(default_factory=dict)
     positions: PerPosition = field(default_factory=PerPosition)
     worst: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    slices: Slices = field(default_factory=Slices)
 
     def add(self, batch: ColumnBatch) -> None:
         columns = batch.columns
@@ -138,6 +142,7 @@ class Part:
         for name, column in _MASKS.items():
             if column in columns:
                 self.counts[name] += int((columns[column][tokens] == 1).sum())
+        self.slices.add(batch, tokens)
         self.length.add(batch.lengths.astype(np.float32))
         if "reward" in columns:
             self.reward.add(columns["reward"])
@@ -154,6 +159,7 @@ class Part:
         self.reward.merge(other.reward)
         self.length.merge(other.length)
         self.positions.merge(other.positions)
+        self.slices.merge(other.slices)
         for name, distribution in other.metrics.items():
             self.metrics.setdefault(name, Distribution()).merge(distribution)
             self._keep_worst(name, other.worst[name])
@@ -178,6 +184,7 @@ class Part:
                 for name, sums in self.positions.sums.items()
             },
             "worst": self.worst,
+            "slices": self.slices.as_dicts(),
         }
 
     @classmethod
@@ -196,6 +203,7 @@ class Part:
                 {name: np.array(entry["counts"], np.int64) for name, entry in positions},
             ),
             dict(value["worst"]),
+            Slices.from_dicts(value["slices"]),
         )
 
 
@@ -259,8 +267,13 @@ class StepSummary:
     def as_dict(self) -> dict[str, Any]:
         return {"version": VERSION, "parts": [part.as_dict() for part in self.parts]}
 
+    @staticmethod
+    def is_current(value: Mapping[str, Any]) -> bool:
+        """Whether a written summary has all that this version writes."""
+        return value.get("version") == VERSION
+
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "StepSummary":
-        if value.get("version") != VERSION:
+        if not cls.is_current(value):
             raise DataError(f"a summary of version {value.get('version')}; this reader knows {VERSION}")
         return cls(Part.from_dict(part) for part in value["parts"])
