@@ -12,8 +12,10 @@ and ranks do not change it (but for which of several equal tokens is named). Tra
       slices[]          counts, reward, entropy and mismatch KL by rank and policy version, see `slices`
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import neg, pos
 from typing import Any
 
@@ -165,10 +167,10 @@ class Part:
             self._keep_worst(name, other.worst[name])
 
     def _keep_worst(self, name: str, tokens: Iterable[dict[str, Any]]) -> None:
-        score = METRICS[name]
-        found = [*self.worst.get(name, []), *tokens]
-        found.sort(key=lambda token: (-score(token["value"]), *_place(token)))
-        self.worst[name] = found[:NUM_WORST]
+        """`tokens`, worst first, with those that are there."""
+        score, known = METRICS[name], self.worst.get(name, [])
+        merged = heapq.merge(known, tokens, key=lambda token: (-score(token["value"]), *_place(token)))
+        self.worst[name] = list(islice(merged, NUM_WORST)) if known else list(tokens)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -214,6 +216,7 @@ def _worst(
     chosen = np.argpartition(-scores, NUM_WORST)[:NUM_WORST] if len(scores) > NUM_WORST else slice(None)
     chosen = np.arange(len(scores))[chosen]
     chosen = chosen[np.isfinite(scores[chosen])]
+    chosen = chosen[np.lexsort((chosen, -scores[chosen]))]
     places = tokens[chosen]
     rows = batch.owners[places]
     columns = {
