@@ -119,3 +119,53 @@ def test_what_the_writer_leaves_is_what_the_records_give(tmp_path, format) -> No
     assert total.metrics["entropy"].count == 6 and total.metrics["mismatch_kl"].count == 3
     assert total.worst["mismatch_kl"][0]["value"] == pytest.approx(np.exp(1.5) - 2.5)
     assert total.reward.mean == 0.5
+
+
+def versioned(env: str, rank: int, versions: list[int], reward: float, stop: str) -> ColumnBatch:
+    """One sequence whose first token is a prompt; the KL of a token is its version ÷ 8."""
+    batch = batch_of(len(versions), env=env)
+    columns = {
+        **batch.columns,
+        "rank": np.array([rank]),
+        "policy_versions": np.array(versions, np.int32),
+        "mismatch_kl": np.array(versions, np.float32) / 8,
+        "reward": np.array([reward], np.float32),
+        "stop_reason": np.array([stop], object),
+    }
+    return ColumnBatch(batch.lengths, columns)
+
+
+def test_slices_are_by_rank_and_by_the_oldest_weights() -> None:
+    batches = [
+        versioned("a", 0, [-1, 4, 4], 1.0, "stop"),
+        versioned("a", 0, [-1, 5, 4, 4], 0.0, "length"),
+        versioned("a", 1, [-1, 5], 0.5, "stop"),
+        versioned("b", 0, [-1, 4], 1.0, "stop"),
+    ]
+    at_once, one_by_one = StepSummary(), StepSummary()
+    at_once.add(ColumnBatch.concat(batches))
+    for batch in batches:
+        own = StepSummary()
+        own.add(batch)
+        one_by_one.merge(StepSummary.from_dict(orjson.loads(orjson.dumps(own.as_dict()))))
+    for summary in (at_once, one_by_one):
+        first, _ = summary.parts
+        assert [owner for owner, _ in first.slices] == [(0, 4), (1, 5)]
+        found = dict(first.slices)[0, 4]
+        assert found.counts == {
+            "sequences": 2, "tokens": 7, "trainable": 5,
+            "masked_high": 0, "masked_low": 0, "ended": 2, "cut": 1,
+        }  # fmt: skip
+        assert found.reward.mean == 0.5 and found.kl.count == 5
+        assert found.kl.mean == (4 * 0.5 + 0.625) / 5 and found.kl.max == 0.625
+        total = dict(summary.total().slices)
+        assert total[0, 4].counts["sequences"] == 3 and total[1, 5].entropy.mean == 1.0
+    assert dict(at_once.total().slices)[0, 4].as_dict() == dict(one_by_one.total().slices)[0, 4].as_dict()
+
+
+def test_a_summary_with_less_is_made_again(tmp_path) -> None:
+    export = pellucid.export.open(write_run(tmp_path))
+    path = tmp_path / "token_exports" / "step_1" / "summary.rank_0.json"
+    written = orjson.loads(path.read_bytes())
+    path.write_bytes(orjson.dumps({"version": 1, "parts": []}))
+    assert export.summary(1).as_dict() == written

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def encode(tokenizer_folder: Path) -> Callable[[str], list[int]]:
 def make_record(encode: Callable[[str], list[int]]) -> Callable[..., Record]:
     """A conversation; the assistant's replies are trainable, with numbers drawn from a seed."""
 
-    def make(turns: list[tuple[str, str]], seed: int = 0, **changes: Any) -> Record:
+    def make(turns: list[tuple[str, str]], seed: int = 0, version: int = 0, **changes: Any) -> Record:
         generator = np.random.default_rng(seed)
         ids: list[int] = []
         mask: list[bool] = []
@@ -109,7 +110,7 @@ def make_record(encode: Callable[[str], list[int]]) -> Callable[..., Record]:
             "token_loss": loss.tolist(),
             "denominator": 100,
             "sampled": mask,
-            "policy_versions": [0 if reply else -1 for reply in mask],
+            "policy_versions": [version if reply else -1 for reply in mask],
             "role_spans": spans,
             "example_id": "e0",
             "group_id": "g0",
@@ -149,7 +150,10 @@ class MadeRun:
 def made_run(
     tmp_path_factory: pytest.TempPathFactory, make_record: Callable[..., Record], tokenizer_folder: Path
 ) -> MadeRun:
-    """Three steps, two environments, groups of four, several turns, an example in every step, a ledger."""
+    """Three steps, two environments, groups of four, several turns, an example in every step, a ledger.
+
+    The last group is of rank 1; the last member of each was sampled by the weights of the step before.
+    """
     run = MadeRun(tmp_path_factory.mktemp("run") / "study")
     for step in range(3):
         records = []
@@ -168,6 +172,8 @@ def made_run(
                     make_record(
                         turns,
                         seed=step * 100 + group * 10 + member,
+                        version=max(0, step - (member == 3)),
+                        rank=int(group == 3),
                         env_name=env,
                         reward=reward,
                         advantage=advantage,
@@ -271,8 +277,8 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     assert problems == []
 
 
-@pytest.fixture
-def served() -> Iterator[Callable[[Path], str]]:
+@contextmanager
+def serving() -> Iterator[Callable[[Path], str]]:
     """The address of a viewer that follows a folder."""
     import uvicorn
 
@@ -297,6 +303,19 @@ def served() -> Iterator[Callable[[Path], str]]:
         run.close()
         server.should_exit = True
         thread.join(5)
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[[Path], str]]:
+    with serving() as serve:
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def served_module() -> Iterator[Callable[[Path], str]]:
+    """As `served`, for a page that several tests share."""
+    with serving() as serve:
+        yield serve
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,7 @@ def test_a_page_holds_what_fits_and_says_what_it_leaves_out(made_run: Any, tmp_p
     assert head["held"] == [0, 2] and [summary["step"] for summary in head["steps"]] == [0, 1, 2]
     assert "step/1" not in found and "chunk/2/0" in found
     assert head["notes"][0].startswith("This page shows 32 of 48 records, from 2 of 3 steps")
+    assert "`--all-records` puts all of them into it" in head["notes"][0]
 
 
 def test_of_steps_that_are_too_long_the_first_records_are_shown(made_run: Any, tmp_path: Path) -> None:
@@ -80,6 +81,38 @@ def test_of_steps_that_are_too_long_the_first_records_are_shown(made_run: Any, t
     head = json.loads(blocks(page)["run"])
     assert "This page shows 5 of 16 records" in head["notes"][0]
     assert head["steps"][0]["points"]["all"]["records"] == 16
+
+
+def test_points_by_rank_and_weights_are_exact(made_run: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    written = write_page(Exports(made_run.folder), page, budget=None)
+    assert written.is_whole and str(written).startswith("48 of 48 records from 3 of 3 steps, ")
+    found = blocks(page)
+    head = json.loads(found["run"])
+    assert [(step["ranks"], step["versions"]) for step in head["steps"]] == [
+        ([0, 1], [0]), ([0, 1], [0, 1]), ([0, 1], [1, 2])
+    ]  # fmt: skip
+    assert "slices" not in head["steps"][0]
+    points = {(p["env"], p["rank"], p["version"]): p for p in json.loads(found["slices"])["2"]}
+    # Three environments, ranks and versions each with "any": less what is empty, less what is no slice.
+    assert len(points) == 3 * 3 * 3 - 3 - 3
+    for (env, rank, version), point in points.items():
+        records = [
+            record
+            for record in made_run.steps[2]
+            if env in ("all", record["env_name"])
+            and rank in (None, record["rank"])
+            and version in (None, max(record["policy_versions"]))
+        ]
+        kl = np.concatenate([np.array(r["mismatch_kl"])[np.array(r["loss_mask"])] for r in records])
+        masked = sum(sum(record["is_masked_low"]) for record in records)
+        assert point["records"] == len(records) and point["trainable"] == len(kl)
+        assert point["kl_mean"] == pytest.approx(kl.mean(), rel=1e-6)
+        assert point["kl_max"] == pytest.approx(kl.max(), rel=1e-6)
+        assert point["masked_low"] == pytest.approx(masked / len(kl))
+        assert point["reward"] == np.mean([record["reward"] for record in records])
+        cut = [record["stop_reason"] == "length" for record in records]
+        assert point["truncated"] == np.mean(cut)
 
 
 def test_points_of_a_step_are_exact(made_run: Any, tmp_path: Path) -> None:
@@ -149,6 +182,22 @@ def test_the_command_writes_a_page(made_run: Any, tmp_path: Path) -> None:
     run_view(ViewSettings(path=made_run.folder, output=tmp_path / "new" / "page.html", record_index=3))
     head = json.loads(blocks(tmp_path / "new" / "page.html")["run"])
     assert head["start_record"] == 3 and head["loss"]["type"] == "dppo"
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [(False, "of 48 records from 2 of 3 steps"), (True, "48 of 48 records from 3 of 3 steps")],
+)
+def test_the_command_says_how_much_a_page_holds(
+    made_run: Any, tmp_path: Path, caplog: Any, monkeypatch: Any, flag: bool, said: str
+) -> None:
+    monkeypatch.setattr("pellucid.viewer.PAGE_BUDGET", Size(records=20, tokens=100_000))
+
+    from pellucid.config.tools import ViewSettings
+
+    caplog.set_level("INFO")
+    run_view(ViewSettings(path=made_run.folder, output=tmp_path / "page.html", all_records=flag))
+    assert said in caplog.text and ("--all-records" in caplog.text) is not flag
 
 
 def test_modules_become_one_script_in_the_order_of_their_imports() -> None:

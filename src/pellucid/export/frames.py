@@ -38,7 +38,7 @@ def polars(records: "Records", columns: Sequence[str] | None = None) -> Any:
 
 def duckdb(records: "Records") -> Any:
     connection = require("duckdb", "duckdb()").connect()
-    if (files := _whole_parquet_files(records)) is not None:
+    if (files := whole_parquet_files(records)) is not None:
         names = ", ".join(f"'{file.replace(chr(39), chr(39) * 2)}'" for file in files)
         connection.execute(
             f"CREATE VIEW sequences AS SELECT * FROM read_parquet([{names}], union_by_name = true)"
@@ -56,7 +56,7 @@ def duckdb(records: "Records") -> Any:
     return connection
 
 
-def _whole_parquet_files(records: "Records") -> list[str] | None:
+def whole_parquet_files(records: "Records") -> list[str] | None:
     """Their paths, if the records are all there is in Parquet files that leave out nothing."""
     files = []
     for source, rows in records.files():

@@ -11,6 +11,7 @@ line; so is an input without records. What is torn or damaged is reported and le
 """
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -78,13 +79,15 @@ class Export:
         return records.where(**wanted) if wanted else records
 
     def summary(self, step: int) -> StepSummary:
-        """What the step's tokens look like; made from the records where the writer left no summary."""
+        """What the step's tokens look like; made from the records where the writer left no summary, or an
+        older one that has less."""
         total = StepSummary()
         folder = None if self._folders is None else self._folders.get(step)
-        written = [] if folder is None else [_summary_of(file) for file in _rank_files(folder)]
-        if written and all(path.exists() for path in written):
-            for path in written:
-                total.merge(StepSummary.from_dict(orjson.loads(path.read_bytes())))
+        paths = [] if folder is None else [_summary_of(file) for file in _rank_files(folder)]
+        written = [orjson.loads(path.read_bytes()) for path in paths if path.exists()]
+        if paths and len(written) == len(paths) and all(map(StepSummary.is_current, written)):
+            for value in written:
+                total.merge(StepSummary.from_dict(value))
         else:
             for source, rows in self.step(step).files():
                 total.add(read_columns(source, rows, NEEDED))
@@ -145,7 +148,7 @@ def _step_folders(path: Path) -> dict[int, Path] | None:
     finished = {
         number: exports / f"step_{number}"
         for number in numbers
-        if (exports / f"step_{number}" / MARKER).exists()
+        if os.path.exists(f"{exports}/step_{number}/{MARKER}")  # of a long run these are thousands
     }
     if not finished:
         raise DataError(
@@ -156,10 +159,11 @@ def _step_folders(path: Path) -> dict[int, Path] | None:
 
 
 def _step_numbers(exports: Path) -> Iterator[int]:
-    for folder in exports.glob("step_*"):
-        number = folder.name.removeprefix("step_")
-        if number.isdecimal() and folder.is_dir():
-            yield int(number)
+    with os.scandir(exports) as entries:
+        for entry in entries:
+            kind, _, number = entry.name.partition("_")
+            if kind == "step" and number.isdecimal() and entry.is_dir():
+                yield int(number)
 
 
 def _rank_files(folder: Path) -> list[Path]:

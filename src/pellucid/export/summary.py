@@ -9,10 +9,13 @@ and ranks do not change it (but for which of several equal tokens is named). Tra
       metrics.NAME                                                       a distribution over tokens
       positions.NAME    sums and counts over blocks of `block` positions
       worst.NAME        the K tokens that stand out most: value, record, token, id
+      slices[]          counts, reward, entropy and mismatch KL by rank and policy version, see `slices`
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import neg, pos
 from typing import Any
 
@@ -22,8 +25,10 @@ from numpy.typing import NDArray
 from pellucid.errors import DataError
 from pellucid.export.batch import ColumnBatch, Values
 from pellucid.export.distribution import Distribution
+from pellucid.export.slices import NEEDED as SLICED_BY
+from pellucid.export.slices import Slices
 
-VERSION = 1
+VERSION = 2
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 NUM_WORST = 20
 MAX_BLOCKS = 128
@@ -49,7 +54,7 @@ _OWNER = ("rank", "export_sequence_idx", "rollout_id")
 NEEDED = (
     *METRICS,
     *_MASKS.values(),
-    *_OWNER,
+    *dict.fromkeys((*_OWNER, *SLICED_BY)),
     "env_name",
     "training_mode",
     "token_ids",
@@ -127,6 +132,7 @@ class Part:
     metrics: dict[str, Distribution] = field(default_factory=dict)
     positions: PerPosition = field(default_factory=PerPosition)
     worst: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    slices: Slices = field(default_factory=Slices)
 
     def add(self, batch: ColumnBatch) -> None:
         columns = batch.columns
@@ -138,6 +144,7 @@ class Part:
         for name, column in _MASKS.items():
             if column in columns:
                 self.counts[name] += int((columns[column][tokens] == 1).sum())
+        self.slices.add(batch, tokens)
         self.length.add(batch.lengths.astype(np.float32))
         if "reward" in columns:
             self.reward.add(columns["reward"])
@@ -154,15 +161,16 @@ class Part:
         self.reward.merge(other.reward)
         self.length.merge(other.length)
         self.positions.merge(other.positions)
+        self.slices.merge(other.slices)
         for name, distribution in other.metrics.items():
             self.metrics.setdefault(name, Distribution()).merge(distribution)
             self._keep_worst(name, other.worst[name])
 
     def _keep_worst(self, name: str, tokens: Iterable[dict[str, Any]]) -> None:
-        score = METRICS[name]
-        found = [*self.worst.get(name, []), *tokens]
-        found.sort(key=lambda token: (-score(token["value"]), *_place(token)))
-        self.worst[name] = found[:NUM_WORST]
+        """`tokens`, worst first, with those that are there."""
+        score, known = METRICS[name], self.worst.get(name, [])
+        merged = heapq.merge(known, tokens, key=lambda token: (-score(token["value"]), *_place(token)))
+        self.worst[name] = list(islice(merged, NUM_WORST)) if known else list(tokens)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -178,6 +186,7 @@ class Part:
                 for name, sums in self.positions.sums.items()
             },
             "worst": self.worst,
+            "slices": self.slices.as_dicts(),
         }
 
     @classmethod
@@ -196,6 +205,7 @@ class Part:
                 {name: np.array(entry["counts"], np.int64) for name, entry in positions},
             ),
             dict(value["worst"]),
+            Slices.from_dicts(value["slices"]),
         )
 
 
@@ -206,6 +216,7 @@ def _worst(
     chosen = np.argpartition(-scores, NUM_WORST)[:NUM_WORST] if len(scores) > NUM_WORST else slice(None)
     chosen = np.arange(len(scores))[chosen]
     chosen = chosen[np.isfinite(scores[chosen])]
+    chosen = chosen[np.lexsort((chosen, -scores[chosen]))]
     places = tokens[chosen]
     rows = batch.owners[places]
     columns = {
@@ -259,8 +270,13 @@ class StepSummary:
     def as_dict(self) -> dict[str, Any]:
         return {"version": VERSION, "parts": [part.as_dict() for part in self.parts]}
 
+    @staticmethod
+    def is_current(value: Mapping[str, Any]) -> bool:
+        """Whether a written summary has all that this version writes."""
+        return value.get("version") == VERSION
+
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "StepSummary":
-        if value.get("version") != VERSION:
+        if not cls.is_current(value):
             raise DataError(f"a summary of version {value.get('version')}; this reader knows {VERSION}")
         return cls(Part.from_dict(part) for part in value["parts"])

@@ -17,6 +17,7 @@ from pellucid.errors import DataError
 from pellucid.viewer.access import Exports, Selection
 from pellucid.viewer.page import page_text, write_page
 from pellucid.viewer.source import ServedRun
+from pellucid.viewer.spread import PAGE_BUDGET
 
 __all__ = ["View", "ViewSettings", "run_view"]
 
@@ -35,6 +36,8 @@ class ViewSettings(Protocol):
     @property
     def tokenizer(self) -> str | None: ...
     @property
+    def trust_remote_code(self) -> bool: ...
+    @property
     def step(self) -> int | None: ...
     @property
     def rank(self) -> int | None: ...
@@ -42,6 +45,8 @@ class ViewSettings(Protocol):
     def env_name(self) -> str | None: ...
     @property
     def record_index(self) -> int: ...
+    @property
+    def all_records(self) -> bool: ...
     @property
     def max_mismatch(self) -> float | None: ...
     @property
@@ -57,16 +62,24 @@ def run_view(settings: ViewSettings) -> None:
     if settings.terminal:
         from pellucid.viewer.terminal import show
 
-        show(exports, tokenizer=settings.tokenizer, record_index=settings.record_index)
+        show(
+            exports,
+            tokenizer=settings.tokenizer,
+            record_index=settings.record_index,
+            trust_remote_code=settings.trust_remote_code,
+        )
     elif settings.output is not None:
-        num_bytes = write_page(
+        page = write_page(
             exports,
             settings.output,
             tokenizer=settings.tokenizer,
+            budget=None if settings.all_records else PAGE_BUDGET,
             start_record=settings.record_index,
             max_mismatch=settings.max_mismatch,
+            trust_remote_code=settings.trust_remote_code,
         )
-        log.info("%s: %.1f MB, opens in any browser without a server", settings.output, num_bytes / 1e6)
+        rest = "" if page.is_whole else " (--all-records for the rest)"
+        log.info("%s: %s%s; opens in any browser without a server", settings.output, page, rest)
     else:
         from pellucid.viewer.server import serve
 
@@ -75,6 +88,7 @@ def run_view(settings: ViewSettings) -> None:
             tokenizer=settings.tokenizer,
             start_record=settings.record_index,
             max_mismatch=settings.max_mismatch,
+            trust_remote_code=settings.trust_remote_code,
         )
         serve(run, host=settings.host, port=settings.port, open_browser=settings.open_browser)
 

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from pellucid.errors import DataError
 from pellucid.export import Export, Records
 from pellucid.export import open as open_export
-from pellucid.export.batch import ColumnBatch
+from pellucid.export.batch import ColumnBatch, is_per_token
 from pellucid.export.parquet_source import ParquetSource
 from pellucid.export.schema import FIELDS
 from pellucid.export.summary import StepSummary
 
-__all__ = ["ColumnBatch", "Exports", "Records", "Selection", "StepSummary", "trainable"]
+__all__ = ["ColumnBatch", "Exports", "Records", "Selection", "StepSummary", "is_per_token", "trainable"]
 
 FIRST_RECORDS, MOST_RECORDS = 16, 512
 TOKENS_AT_ONCE = 500_000
@@ -64,6 +64,11 @@ class Exports:
         if self._export is None or fresh.steps != self._steps:
             self._export, self._steps = fresh, fresh.steps
         return [step for step in self._steps if self.selection.step in (None, step)]
+
+    def has(self, step: int) -> bool:
+        """Whether a step can be read. Finished ones stay so: folders are looked at for others only."""
+        is_known = step in self._steps and self.selection.step in (None, step)
+        return is_known or step in self.steps()
 
     def records(self, step: int) -> Records:
         """In the order of their addresses: (rank, index in the rank's file)."""

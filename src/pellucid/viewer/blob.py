@@ -58,12 +58,12 @@ class BlobWriter:
     def add_ramp(self, name: str) -> None:
         self._columns[name] = {"ramp": 0}
 
-    def finish(self, meta: Mapping[str, Any], *, level: int = 6) -> bytes:
-        """Deflated, as `DecompressionStream("deflate")` takes it."""
+    def finish(self, meta: Mapping[str, Any], *, level: int | None = 6) -> bytes:
+        """Deflated, as `DecompressionStream("deflate")` takes it; as it is where `level` is None."""
         header = orjson.dumps({"meta": meta, "columns": self._columns}, option=orjson.OPT_SERIALIZE_NUMPY)
         header += b" " * (-(len(header) + 4) % 8)
         raw = b"".join([len(header).to_bytes(4, "little"), header, *self._payload])
-        return zlib.compress(raw, level)
+        return raw if level is None else zlib.compress(raw, level)
 
     def _column(self, values: NDArray[Any]) -> Column:
         known = np.isfinite(values)

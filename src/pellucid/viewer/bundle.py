@@ -15,6 +15,7 @@ from posixpath import dirname, join, normpath
 from pellucid.errors import DataError
 
 ENTRY = "main.js"
+UPLOT = "vendor/uPlot.iife.min.js"
 
 _IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"([^"]+)";?\n', re.MULTILINE)
 _EXPORT = re.compile(
@@ -30,6 +31,15 @@ def bundle(entry: str = ENTRY) -> str:
     parts: dict[str, str] = {}
     _visit(entry, parts, [])
     return '"use strict";\n' + "\n".join(parts.values())
+
+
+def vendored() -> str:
+    """uPlot as a function that returns it: it is run when the first chart is drawn, and not before.
+
+    While it loads it makes formats of numbers and dates, which takes a browser longer than all the rest of it
+    and which no axis of ours needs: `Intl` is a parameter.
+    """
+    return f"window.loadUPlot = (Intl) => {{\n{asset(UPLOT)}\nreturn uPlot;\n}};"
 
 
 def _visit(path: str, parts: dict[str, str], above: list[str]) -> None:

@@ -3,6 +3,7 @@
 step      what the records say of themselves, points, histograms, where each chunk begins
 rows      what their tokens add up to, one row per record
 chunk k   the columns of a few short records, or of one long one: inflated when a record of it is opened
+lead r    the first tokens of a long record: what is in sight first does not wait for all of them
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary
+from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary, is_per_token
 from pellucid.viewer.blob import BlobWriter
 from pellucid.viewer.derive import FORMULAS, follows
 from pellucid.viewer.roles import RoleFinder
@@ -20,6 +21,9 @@ from pellucid.viewer.rows import Identity, Measures
 from pellucid.viewer.summary import histograms, summarise
 
 CHUNK_TOKENS = 8192
+LEAD_TOKENS = 4096
+LONG_TOKENS = 4 * LEAD_TOKENS
+"""Records of more have a lead."""
 
 SHOWN = (
     "token_ids",
@@ -50,16 +54,19 @@ class EncodedStep:
     index: bytes
     rows: bytes
     chunks: list[bytes]
+    leads: dict[int, bytes]
+    """By record."""
+
     summary: dict[str, Any]
     token_ids: NDArray[np.int64]
     """The distinct ones."""
 
 
 def encode_step(
-    step: int, exports: Exports, records: Records, roles: RoleFinder, *, level: int = 6
+    step: int, exports: Exports, records: Records, roles: RoleFinder, *, level: int | None = 6
 ) -> EncodedStep:
     """All of it in one pass over the records."""
-    identity, measures, chunks, starts = Identity(), Measures(), [], []
+    identity, measures, chunks, starts, leads = Identity(), Measures(), [], [], {}
     seen: NDArray[np.int64] = np.empty(0, np.int64)
     is_whole = len(records) == len(exports.records(step))
     written = exports.written_summary(step) if is_whole else None
@@ -69,24 +76,33 @@ def encode_step(
             starts.append(len(identity) + first)
             chunk = batch.take(np.arange(first, last))
             chunks.append(encode_chunk(chunk, roles, level=level))
+            if chunk.num_tokens > LONG_TOKENS:
+                leads[starts[-1]] = encode_lead(chunk, roles, level=level)
         identity.add(batch)
         measures.add(batch)
         if written is None:
             summary.add(batch)
         seen = np.union1d(seen, batch.columns["token_ids"])
     index, point = encode_index(step, identity, summary, starts, level=level)
-    return EncodedStep(index, measures.encode(level=level), chunks, point, seen)
+    return EncodedStep(index, measures.encode(level=level), chunks, leads, point, seen)
 
 
 def encode_index(
-    step: int, identity: Identity, summary: StepSummary, starts: Sequence[int], *, level: int
+    step: int, identity: Identity, summary: StepSummary, starts: Sequence[int], *, level: int | None
 ) -> tuple[bytes, dict[str, Any]]:
     """The index, and the step's points."""
     blob = BlobWriter()
     words = identity.write(blob)
     blob.add("chunk_starts", np.array(starts, np.int32))
     point = summarise(step, summary, identity.words["stop"], identity.words["env"])
-    meta = {"records": len(identity), "words": words, "histograms": histograms(summary), **point}
+    long = np.flatnonzero(np.concatenate(identity.numbers["tokens"]) > LONG_TOKENS)
+    meta = {
+        "records": len(identity),
+        "leads": long,
+        "words": words,
+        "histograms": histograms(summary),
+        **point,
+    }
     return blob.finish(meta, level=level), point
 
 
@@ -102,7 +118,7 @@ def chunk_spans(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         yield first, len(lengths)
 
 
-def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int) -> bytes:
+def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) -> bytes:
     blob = BlobWriter()
     lengths = batch.lengths
     blob.add("lengths", lengths)
@@ -120,6 +136,15 @@ def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int) -> bytes:
         else:
             blob.add(name, values)
     return blob.finish({"derived": derived, "segments": roles.segments(batch)}, level=level)
+
+
+def encode_lead(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) -> bytes:
+    """The first tokens of one record, in the form of a chunk."""
+    columns = {
+        name: values[:LEAD_TOKENS] if is_per_token(name, values, batch) else values
+        for name, values in batch.columns.items()
+    }
+    return encode_chunk(ColumnBatch(np.array([LEAD_TOKENS]), columns), roles, level=level)
 
 
 def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:

@@ -1,4 +1,7 @@
-"""What every view needs at once: the run's name, its steps in a few numbers each, ledger, metrics, notes."""
+"""What every view needs at once: the run's name, its steps in a few numbers each, ledger, metrics, notes.
+
+The same numbers by rank and policy version are an answer of their own, for whoever filters by them.
+"""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,7 +32,9 @@ def make_head(
     return {
         "version": API_VERSION,
         "name": (run.folder or path).name,
-        "steps": list(summaries),
+        "steps": [
+            {name: value for name, value in summary.items() if name != "slices"} for summary in summaries
+        ],
         "held": list(held),
         "pending": pending,
         "live": live,
@@ -40,6 +45,11 @@ def make_head(
         "loss": run.loss(),
         "notes": list(notes),
     }
+
+
+def make_slices(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Step -> its points by environment, rank and policy version, see `summary.summarise`."""
+    return {str(summary["step"]): summary["slices"] for summary in summaries if summary["slices"]}
 
 
 def kl_limits(summaries: Sequence[Mapping[str, Any]], highest: float | None = None) -> list[float]:
@@ -54,5 +64,9 @@ def kl_limits(summaries: Sequence[Mapping[str, Any]], highest: float | None = No
     return kl_domain(mean) if highest is None else [highest * 1e-3, highest]
 
 
+def as_json(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 def deflate_json(value: Any) -> bytes:
-    return zlib.compress(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), 6)
+    return zlib.compress(as_json(value), 6)

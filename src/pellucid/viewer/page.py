@@ -3,33 +3,50 @@
     <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-…'; …">
     <script type="text/plain" id="chunk/7/0">eNqt…</script>
 
-Only the scripts and the style whose hashes are in the policy run or apply; nothing is ever loaded. A block is
-base64 of what the server would answer under the same name, so no byte of a run is parsed as HTML.
+Nothing is ever loaded. A block is base64 of what the server would answer under the same name, deflated, so no
+byte of a run is parsed as HTML. What every view needs stands first, then the scripts, then the steps: a
+record is shown as soon as its own block has been read.
 """
 
-import base64
-import hashlib
 import os
-import re
+import shutil
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
 from pellucid.viewer.access import Exports, Records
-from pellucid.viewer.bundle import asset, bundle
 from pellucid.viewer.encode import EncodedStep, encode_step
-from pellucid.viewer.head import deflate_json, make_head
+from pellucid.viewer.frame import block, frame
+from pellucid.viewer.head import deflate_json, make_head, make_slices
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.spread import PAGE_BUDGET, Size, choose_spread
-from pellucid.viewer.vocabulary import open_vocabulary
+from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
 
-SCRIPTS = ("vendor/uPlot.iife.min.js",)
 KEEP_BUDGETS = 4
 """Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
 
-STYLES = ("vendor/uPlot.min.css", "page.css")
+
+@dataclass(frozen=True, slots=True)
+class WrittenPage:
+    num_records: int
+    num_records_in_all: int
+    num_steps: int
+    num_steps_in_all: int
+    num_bytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_records == self.num_records_in_all
+
+    def __str__(self) -> str:
+        """`3,968 of 38,400 records from 31 of 300 steps, 2.1 MB`."""
+        records = f"{self.num_records:,} of {self.num_records_in_all:,} records"
+        steps = f"{self.num_steps:,} of {self.num_steps_in_all:,} steps"
+        return f"{records} from {steps}, {self.num_bytes / 1e6:.1f} MB"
 
 
 def write_page(
@@ -37,68 +54,120 @@ def write_page(
     output: Path,
     *,
     tokenizer: str | None = None,
-    budget: Size = PAGE_BUDGET,
+    budget: Size | None = PAGE_BUDGET,
     start_record: int = 0,
     max_mismatch: float | None = None,
-) -> int:
-    """Writes the page, whole or not at all; returns its length in bytes."""
+    trust_remote_code: bool = False,
+) -> WrittenPage:
+    """Writes the page, whole or not at all. `budget`: how much it holds at most; None: everything."""
+    run = RunFolder.around(exports.path)
+    vocabulary = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            _write(file, exports, tokenizer, budget, start_record, max_mismatch)
-        num_bytes = partial.stat().st_size
+            steps = _write(file, exports, run, vocabulary, budget, start_record, max_mismatch)
+        num_records = sum(size.records for size in steps.sizes.values())
+        num_steps = len(steps.head["held"])
+        page = WrittenPage(
+            steps.num_records, num_records, num_steps, len(steps.sizes), partial.stat().st_size
+        )
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
-    return num_bytes
+    return page
 
 
 def page_text(exports: Exports, *, tokenizer: str | None = None, budget: Size = PAGE_BUDGET) -> str:
     from io import StringIO
 
     file = StringIO()
-    _write(file, exports, tokenizer, budget, 0, None)
+    run = RunFolder.around(exports.path)
+    _write(file, exports, run, open_vocabulary(tokenizer, run.model_folder()), budget, 0, None)
     return file.getvalue()
 
 
 def _write(
     file: TextIO,
     exports: Exports,
-    tokenizer: str | None,
-    budget: Size,
+    run: RunFolder,
+    texts: tuple[Vocabulary, str | None],
+    budget: Size | None,
     start_record: int,
     max_mismatch: float | None,
-) -> None:
-    before, after = frame()
-    file.write(before)
-    run = RunFolder.around(exports.path)
-    vocabulary, vocabulary_note = open_vocabulary(tokenizer, run.model_folder())
+) -> "_Steps":
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
+        steps = _write_steps(blocks, exports, run, texts, budget, start_record, max_mismatch)
+        page = frame()
+        meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
+        file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
+        file.write(block("run", deflate_json(steps.head)))
+        file.write(block("texts", deflate_json(steps.texts)))
+        file.write(page.scripts)
+        file.write(block("slices", deflate_json(steps.slices)))
+        blocks.seek(0)
+        shutil.copyfileobj(blocks, file)
+        file.write(page.closing)
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What stands before the steps of a page, and what they are of those that there are."""
+
+    head: dict[str, Any]
+    texts: dict[str, Any]
+    slices: dict[str, Any]
+    num_records: int
+    sizes: dict[int, Size]
+    """Of all."""
+
+
+def _write_steps(
+    file: TextIO,
+    exports: Exports,
+    run: RunFolder,
+    texts: tuple[Vocabulary, str | None],
+    budget: Size | None,
+    start_record: int,
+    max_mismatch: float | None,
+) -> _Steps:
+    vocabulary, vocabulary_note = texts
     roles = RoleFinder(vocabulary)
-    sizes, summaries, held, kept = {}, [], [], 0
+    sizes: dict[int, Size] = {}
+    summaries, held, kept = [], [], 0
     seen = np.empty(0, np.int64)
     encoded: dict[int, EncodedStep] = {}
+
+    def put(step: int, made: EncodedStep) -> None:
+        nonlocal kept, seen
+        held.append(step)
+        kept += made.summary["points"]["all"]["records"]
+        seen = np.union1d(seen, made.token_ids)
+        file.write(block(f"step/{step}", made.index))
+        file.write(block(f"rows/{step}", made.rows))
+        for record, lead in made.leads.items():
+            file.write(block(f"lead/{step}/{record}", lead))
+        for index, chunk in enumerate(made.chunks):
+            file.write(block(f"chunk/{step}/{index}", chunk))
+
     for step in exports.steps():
         made = encode_step(step, exports, exports.records(step), roles)
         summaries.append(made.summary)
         point = made.summary["points"]["all"]
         sizes[step] = Size(point["records"], point["tokens"])
-        if sum(size.tokens for size in sizes.values()) <= KEEP_BUDGETS * budget.tokens:
+        if budget is None:
+            put(step, made)
+        elif sum(size.tokens for size in sizes.values()) <= KEEP_BUDGETS * budget.tokens:
             encoded[step] = made
-    spread = choose_spread(sizes, budget)
-    for step in sorted(spread.steps):
+    spread = choose_spread(sizes, budget or PAGE_BUDGET)
+    for step in () if budget is None else sorted(spread.steps):
         if step in encoded and spread.tokens_per_step is None:
             made = encoded[step]
         else:
             records = _first_tokens(exports.records(step), spread.tokens_per_step)
             made = encode_step(step, exports, records, roles)
-        held.append(step)
-        kept += made.summary["points"]["all"]["records"]
-        seen = np.union1d(seen, made.token_ids)
-        file.write(_block(f"step/{step}", made.index))
-        file.write(_block(f"rows/{step}", made.rows))
-        for index, chunk in enumerate(made.chunks):
-            file.write(_block(f"chunk/{step}/{index}", chunk))
+        put(step, made)
     notes = [note for note in (spread.note(kept), vocabulary_note, *exports.warnings) if note]
     head = make_head(
         exports.path,
@@ -109,9 +178,7 @@ def _write(
         start_record=start_record,
         max_mismatch=max_mismatch,
     )
-    file.write(_block("texts", deflate_json(vocabulary.texts(seen.tolist()))))
-    file.write(_block("run", deflate_json(head)))
-    file.write(after)
+    return _Steps(head, vocabulary.texts(seen.tolist()), make_slices(summaries), kept, sizes)
 
 
 def _first_tokens(records: Records, limit: int | None) -> Records:
@@ -120,34 +187,3 @@ def _first_tokens(records: Records, limit: int | None) -> Records:
         return records
     fitting = int(np.searchsorted(np.cumsum(records.lengths), limit, side="right"))
     return records[: max(1, fitting)]
-
-
-def frame() -> tuple[str, str]:
-    """What stands before and after the data of a page."""
-    scripts = [asset(name) for name in SCRIPTS] + [bundle()]
-    style = "\n".join(asset(name) for name in STYLES)
-    policy = content_policy(scripts, style)
-    html = asset("page.html")
-    html = re.sub(r"<link [^>]*>\n?|<script [^>]*></script>\n?", "", html)
-    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
-    html = html.replace("</head>", f"{meta}</head>")
-    before, after = html.split("</body>")
-    closing = "".join(f"<script>{script}</script>\n" for script in scripts)
-    return before, f"{closing}</body>{after}"
-
-
-def content_policy(scripts: list[str], style: str) -> str:
-    allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
-    )
-
-
-def _block(name: str, data: bytes) -> str:
-    return f'<script type="text/plain" id="{name}">{base64.b64encode(data).decode("ascii")}</script>\n'
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

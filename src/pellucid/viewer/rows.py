@@ -96,7 +96,7 @@ class Measures:
     def add(self, batch: ColumnBatch) -> None:
         self.parts.append(_measure(batch) | {"sparks": _sparks(batch)})
 
-    def encode(self, *, level: int) -> bytes:
+    def encode(self, *, level: int | None) -> bytes:
         blob = BlobWriter()
         for name in self.parts[0] if self.parts else ():
             blob.add(name, np.concatenate([part[name] for part in self.parts]))

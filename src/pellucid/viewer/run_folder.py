@@ -29,6 +29,15 @@ class RunFolder:
                 return cls(parent.parent)
         return cls(None)
 
+    def state(self) -> tuple[tuple[Path, int, int], ...]:
+        """Changes whenever one of the files that are read here does."""
+        files = [
+            *self._files("configs", "*.toml"),
+            *self._files("metrics", "*.jsonl"),
+            *self._files("ledger", "*.jsonl"),
+        ]
+        return tuple((file, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
+
     def model_folder(self) -> str | None:
         """`model.name` of the run's configs, where that is a folder on this machine.
 

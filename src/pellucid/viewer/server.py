@@ -1,13 +1,18 @@
 """`pellucid view RUN`: the page over HTTP, for this machine's browser only unless told otherwise.
 
-    GET  /                 the page                          text/html
-    GET  /assets/…         its modules, also as one bundle.js; styles
-    GET  /api/run          head of the run                   deflated JSON
-    GET  /api/step/N       index of a step                   deflated blob, see `blob`
-    GET  /api/rows/N       measures of its records           deflated blob
-    GET  /api/chunk/N/K    tokens of some of its records     deflated blob
-    POST /api/texts        [id, …] -> texts of token ids     deflated JSON
+    GET  /                 the page, with the head of the run in it
+    GET  /api/run          head of the run                   JSON
+    GET  /api/slices       its points by rank and weights    JSON
+    GET  /api/step/N       index of a step                   blob, see `blob`
+    GET  /api/rows/N       measures of its records           blob
+    GET  /api/chunk/N/K    tokens of some of its records     blob
+    GET  /api/lead/N/R     first tokens of a long record     blob
+    POST /api/texts        [id, …] -> texts of token ids     JSON
+    POST /api/query        a question about the whole run    JSON, see `queries`
     GET  /api/pulse        {"steps": …, "last": …, "summarised": …}
+
+Within this machine answers are sent as they are: deflating them takes longer than sending them. Elsewhere
+they are deflated (`Content-Encoding`).
 
 Bound to 127.0.0.1, it answers to that name and to localhost. Bound elsewhere, it answers to whoever has the
 random token of its address. A request that another site's page makes is refused; so is a frame.
@@ -18,19 +23,22 @@ import secrets
 import socket
 import threading
 import webbrowser
-from collections.abc import Awaitable, Callable
-from importlib.resources import files
+import zlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pellucid.errors import ConfigError, DataError
-from pellucid.viewer.bundle import asset, bundle
+from pellucid.viewer.frame import block, frame
 from pellucid.viewer.source import ServedRun
 
 log = logging.getLogger(__name__)
@@ -39,58 +47,71 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 USUAL_PORT = 7357
 MAX_IDS = 300_000
 COOKIE = "pellucid-viewer"
-TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html"}
+DEFLATE_LEVEL = 1
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Frame-Options": "DENY",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
+
+@cache
+def headers() -> Mapping[str, str]:
+    """Of every answer."""
+    return {
+        "Content-Security-Policy": f"{frame().policy}; connect-src 'self'; frame-ancestors 'none'",
+        "X-Frame-Options": "DENY",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-store",
+    }
 
 
 def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
     """`token`: what a visitor must show; None: whoever reaches it may look."""
 
-    script = bundle()  # one request instead of one per module
+    is_near = host in LOOPBACK
 
     async def page(request: Request) -> Response:
-        return Response(asset("page.html"), media_type="text/html")
+        head = block("run", await run_in_threadpool(run.run), is_served=True)
+        html = frame()
+        return Response(f"{html.opening}{head}{html.scripts}{html.closing}", media_type="text/html")
 
-    async def file(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name == "bundle.js":
-            return Response(script, media_type=TYPES["js"])
-        root = files("pellucid.viewer") / "assets"
-        kind = TYPES.get(name.rpartition(".")[2])
-        if kind is None or ".." in name.split("/") or not (root / name).is_file():
-            return PlainTextResponse("no such asset", 404)
-        return Response((root / name).read_bytes(), media_type=kind)
+    async def answer(request: Request, make: Callable[..., bytes], *args: Any) -> Response:
+        data = await run_in_threadpool(make, *args)
+        is_deflated = not is_near and "deflate" in request.headers.get("accept-encoding", "")
+        if is_deflated:
+            data = await run_in_threadpool(zlib.compress, data, DEFLATE_LEVEL)
+        encoding = {"Content-Encoding": "deflate"} if is_deflated else None
+        return Response(data, media_type="application/octet-stream", headers=encoding)
 
     async def head(request: Request) -> Response:
-        return _blob(await run_in_threadpool(run.run))
+        return await answer(request, run.run)
+
+    async def slices(request: Request) -> Response:
+        return await answer(request, run.slices)
 
     async def step(request: Request) -> Response:
-        return _blob(await run_in_threadpool(run.step, request.path_params["step"]))
+        return await answer(request, run.step, request.path_params["step"])
 
     async def rows(request: Request) -> Response:
-        return _blob(await run_in_threadpool(run.rows, request.path_params["step"]))
+        return await answer(request, run.rows, request.path_params["step"])
 
     async def chunk(request: Request) -> Response:
         path = request.path_params
-        return _blob(await run_in_threadpool(run.chunk, path["step"], path["index"]))
+        return await answer(request, run.chunk, path["step"], path["index"])
+
+    async def lead(request: Request) -> Response:
+        path = request.path_params
+        return await answer(request, run.lead, path["step"], path["record"])
 
     async def texts(request: Request) -> Response:
         ids = await request.json()
         if not isinstance(ids, list) or len(ids) > MAX_IDS or not all(type(i) is int for i in ids):
             return PlainTextResponse(f"expected a list of at most {MAX_IDS} token ids", 400)
-        return _blob(await run_in_threadpool(run.texts, ids))
+        return await answer(request, run.texts, ids)
+
+    async def query(request: Request) -> Response:
+        question = await request.json()
+        if not isinstance(question, dict):
+            return PlainTextResponse("expected a question, see pellucid.viewer.queries", 400)
+        return await answer(request, run.query, question)
 
     async def pulse(request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(run.pulse))
@@ -98,26 +119,45 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
     async def failed(request: Request, error: Exception) -> Response:
         return PlainTextResponse(str(error), 404)
 
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        response = _refusal(request, host, token) or await call_next(request)
-        response.headers.update(HEADERS)
-        return response
-
     app = Starlette(
         routes=[
             Route("/", page),
-            Route("/assets/{name:path}", file),
             Route("/api/run", head),
+            Route("/api/slices", slices),
             Route("/api/step/{step:int}", step),
             Route("/api/rows/{step:int}", rows),
             Route("/api/chunk/{step:int}/{index:int}", chunk),
+            Route("/api/lead/{step:int}/{record:int}", lead),
             Route("/api/texts", texts, methods=["POST"]),
+            Route("/api/query", query, methods=["POST"]),
             Route("/api/pulse", pulse),
         ],
         exception_handlers={DataError: failed},
     )
-    app.add_middleware(BaseHTTPMiddleware, dispatch=guard)
+    app.add_middleware(Guard, host=host, token=token)
     return app
+
+
+class Guard:
+    """Refuses who may not ask, and adds the headers of every answer."""
+
+    def __init__(self, app: ASGIApp, *, host: str, token: str | None) -> None:
+        self._app = app
+        self._host = host
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(headers())
+            await send(message)
+
+        answering = _refusal(Request(scope), self._host, self._token) or self._app
+        await answering(scope, receive, send_with_headers)
 
 
 def serve(run: ServedRun, *, host: str, port: int | None, open_browser: bool) -> None:
@@ -154,10 +194,6 @@ def _listen(host: str, port: int | None) -> socket.socket:
                     f"port = {candidate}: {host} cannot listen there ({error.strerror})"
                 ) from error
     raise AssertionError("port 0 binds or fails")
-
-
-def _blob(data: bytes) -> Response:
-    return Response(data, media_type="application/octet-stream")
 
 
 def _refusal(request: Request, host: str, token: str | None) -> Response | None:

@@ -1,10 +1,13 @@
 """What the server answers with: names to bytes, made when asked for and kept while there is room.
 
     run               the head: see `head.make_head`
+    slices            its points by rank and policy version
     step/N            the index of a step
     rows/N            what its records' tokens add up to
     chunk/N/K         tokens of some of its records
+    lead/N/R          the first tokens of a long one
     texts             texts of token ids
+    query             an answer about the whole run, see `queries`
 
 Of a Parquet export only what an answer needs is read. A JSONL export has to be parsed whole: it is once, and
 all answers of the step are kept. Least recently used answers are dropped first.
@@ -19,8 +22,16 @@ import numpy as np
 
 from pellucid.errors import DataError
 from pellucid.viewer.access import ALL_FIELDS, Exports, Records, StepSummary
-from pellucid.viewer.encode import chunk_spans, encode_chunk, encode_index, encode_step
-from pellucid.viewer.head import deflate_json, make_head
+from pellucid.viewer.encode import (
+    LONG_TOKENS,
+    chunk_spans,
+    encode_chunk,
+    encode_index,
+    encode_lead,
+    encode_step,
+)
+from pellucid.viewer.head import as_json, make_head, make_slices
+from pellucid.viewer.queries import RunQueries
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, measure
 from pellucid.viewer.run_folder import RunFolder
@@ -28,9 +39,6 @@ from pellucid.viewer.summary import summarise
 from pellucid.viewer.vocabulary import open_vocabulary
 
 CACHE_BYTES = 512 * 2**20
-DEFLATE_LEVEL = 1
-"""Over loopback, less work is faster than fewer bytes."""
-
 LOOK_AGAIN_S = 1.0
 
 
@@ -42,14 +50,19 @@ class ServedRun:
         tokenizer: str | None = None,
         start_record: int = 0,
         max_mismatch: float | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         self._exports = exports
         self._run = RunFolder.around(exports.path)
-        self._vocabulary, self._note = open_vocabulary(tokenizer, self._run.model_folder())
+        self._vocabulary, self._note = open_vocabulary(
+            tokenizer, self._run.model_folder(), trust_remote_code=trust_remote_code
+        )
         self._roles = RoleFinder(self._vocabulary)
         self._start_record = start_record
         self._max_mismatch = max_mismatch
+        self._queries = RunQueries(exports)
         self._summaries: dict[int, dict[str, Any]] = {}
+        self._head: tuple[object, bytes] = (None, b"")
         self._answers = Answers(CACHE_BYTES)
         self._lock = threading.Lock()
         self._making: dict[str, threading.Lock] = {}
@@ -57,8 +70,16 @@ class ServedRun:
         exports.steps()  # a path that holds no export is an error now, not in the browser
 
     def run(self) -> bytes:
+        """Made again only when a step, a summary or a file of the run folder is new."""
         steps = self._exports.steps()
         known = [self._summaries[step] for step in steps if step in self._summaries]
+        state = (tuple(steps), len(known), tuple(self._exports.warnings), self._run.state())
+        made_of, head = self._head
+        if made_of != state:
+            self._head = state, (head := self._make_head(steps, known))
+        return head
+
+    def _make_head(self, steps: list[int], known: list[dict[str, Any]]) -> bytes:
         head = make_head(
             self._exports.path,
             self._run,
@@ -70,7 +91,11 @@ class ServedRun:
             start_record=self._start_record,
             max_mismatch=self._max_mismatch,
         )
-        return deflate_json(head)
+        return as_json(head)
+
+    def slices(self) -> bytes:
+        steps = self._exports.steps()
+        return as_json(make_slices([self._summaries[step] for step in steps if step in self._summaries]))
 
     def pulse(self) -> dict[str, int]:
         """Small enough to be asked for every second: has anything changed?"""
@@ -88,9 +113,17 @@ class ServedRun:
             f"chunk/{number}/{index}", number, lambda records: self._make_chunk(records, index)
         )
 
+    def lead(self, number: int, record: int) -> bytes:
+        return self._answer(
+            f"lead/{number}/{record}", number, lambda records: self._make_lead(records, record)
+        )
+
     def texts(self, token_ids: Iterable[int]) -> bytes:
         with self._lock:
-            return deflate_json(self._vocabulary.texts(token_ids))
+            return as_json(self._vocabulary.texts(token_ids))
+
+    def query(self, question: dict[str, Any]) -> bytes:
+        return as_json({"answer": self._queries.answer(question)})
 
     def summarise(self) -> None:
         """Reads every step that has no summary yet, newest first, and again whenever there are new ones."""
@@ -113,7 +146,7 @@ class ServedRun:
         if (found := self._answers.get(name)) is not None:
             return found
         with self._lock:
-            if step not in self._exports.steps():
+            if not self._exports.has(step):
                 raise DataError(f"there is no finished step {step}")
             records = self._exports.records(step)
             is_columnar = self._exports.is_columnar(records)
@@ -130,10 +163,11 @@ class ServedRun:
             return found
 
     def _keep_all(self, step: int, records: Records) -> None:
-        made = encode_step(step, self._exports, records, self._roles, level=DEFLATE_LEVEL)
+        made = encode_step(step, self._exports, records, self._roles, level=None)
         self._summaries[step] = made.summary
         parts = {f"step/{step}": made.index, f"rows/{step}": made.rows}
         parts |= {f"chunk/{step}/{index}": chunk for index, chunk in enumerate(made.chunks)}
+        parts |= {f"lead/{step}/{record}": lead for record, lead in made.leads.items()}
         self._answers.put_all(parts)
 
     def _make_index(self, records: Records) -> bytes:
@@ -144,18 +178,25 @@ class ServedRun:
         self._answers.put(f"lengths/{step}", batch.lengths.astype(np.int64).tobytes())
         starts = [first for first, _ in chunk_spans(batch.lengths)]
         summary = self._exports.summary(step)
-        index, self._summaries[step] = encode_index(step, identity, summary, starts, level=DEFLATE_LEVEL)
+        index, self._summaries[step] = encode_index(step, identity, summary, starts, level=None)
         return index
 
     def _make_rows(self, records: Records) -> bytes:
-        return measure([records.batch(MEASURED_FIELDS)]).encode(level=DEFLATE_LEVEL)
+        return measure([records.batch(MEASURED_FIELDS)]).encode(level=None)
 
     def _make_chunk(self, records: Records, index: int) -> bytes:
         spans = list(chunk_spans(self._lengths(records)))
         if not 0 <= index < len(spans):
             raise DataError(f"step {records[0].key[0]} has {len(spans)} chunks, there is no chunk {index}")
         first, last = spans[index]
-        return encode_chunk(records[first:last].batch(ALL_FIELDS), self._roles, level=DEFLATE_LEVEL)
+        return encode_chunk(records[first:last].batch(ALL_FIELDS), self._roles, level=None)
+
+    def _make_lead(self, records: Records, record: int) -> bytes:
+        lengths = self._lengths(records)
+        if not 0 <= record < len(lengths) or lengths[record] <= LONG_TOKENS:
+            raise DataError(f"step {records[0].key[0]} has no record {record} that is long")
+        batch = records[record : record + 1].batch(ALL_FIELDS)
+        return encode_lead(batch, self._roles, level=None)
 
     def _lengths(self, records: Records) -> Any:
         """Read once per step: every chunk asks for them."""

@@ -51,7 +51,7 @@ class Spread:
             f"This page shows {num_kept:,} of {self.total.records:,} records, "
             f"from {len(self.steps):,} of {len(self.sizes):,} steps: {which}. "
             f"A page is kept to about {self.budget.records:,} records and {self.budget.tokens:,} tokens; "
-            "`pellucid view` without `-o` serves all of them; a step folder alone makes a page of its own."
+            "`--all-records` puts all of them into it, `pellucid view` without `-o` serves them."
         )
 
 

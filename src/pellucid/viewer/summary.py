@@ -5,13 +5,15 @@ those of the summaries beside the export: means and extremes exact, quantiles wi
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.export.distribution import Distribution
+from pellucid.export.slices import Slice
 from pellucid.export.summary import Part
 from pellucid.viewer.access import StepSummary
 
@@ -47,14 +49,26 @@ DEEPEST_AT_LEAST = 0.05
 def summarise(
     step: int, summary: StepSummary, stops: Sequence[str] = (), envs: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """`stops`, `envs`: why sampling ended, and the environment, of each record."""
+    """`stops`, `envs`: why sampling ended, and the environment, of each record.
+
+    `slices` has a point for each environment, rank and policy version and for what they have in common, where
+    there are several ranks or versions; with one of each, `points` says it all.
+    """
     total = summary.total()
     points = {"all": _point(total, _truncated(stops))}
     names = sorted({part.env_name for part in summary.parts})
     for name in names:
         own = [stop for stop, env in zip(stops, envs, strict=True) if env == name]
         points[name] = _point(_of_env(summary, name), _truncated(own))
-    return {"step": step, "points": points, "limits": _limits(total)}
+    owners = [owner for owner, _ in total.slices]
+    return {
+        "step": step,
+        "points": points,
+        "limits": _limits(total),
+        "ranks": sorted({rank for rank, _ in owners}),
+        "versions": sorted({version for _, version in owners if version is not None}),
+        "slices": list(_sliced(summary)),
+    }
 
 
 def histograms(summary: StepSummary) -> dict[str, Any]:
@@ -122,6 +136,39 @@ def _point(part: Part, truncated: float | None) -> dict[str, Any]:
         "masked_high": part.counts["masked_high"] / trainable if has_masks else None,
         "masked_low": part.counts["masked_low"] / trainable if has_masks else None,
         "truncated": truncated,
+    }
+
+
+def _sliced(summary: StepSummary) -> Iterator[dict[str, Any]]:
+    """What is null or "all" is whichever."""
+    parts = [(part.env_name, *owner, own) for part in summary.parts for owner, own in part.slices]
+    if len({owner[1:3] for owner in parts}) < 2:
+        return
+    total: dict[tuple[str, int | None, int | None], Slice] = {}
+    for env, rank, version, own in parts:
+        for owner in {*product(("all", env), (None, rank), (None, version))}:
+            total.setdefault(owner, Slice()).merge(own)
+    for owner, own in total.items():
+        if owner[1:] != (None, None):
+            yield dict(zip(("env", "rank", "version"), owner, strict=True)) | _point_of_slice(own)
+
+
+def _point_of_slice(own: Slice) -> dict[str, Any]:
+    counts, kl = own.counts, own.kl
+    share = 1 / counts["trainable"] if kl.count and counts["trainable"] else None
+    return {
+        "records": counts["sequences"],
+        "tokens": counts["tokens"],
+        "trainable": counts["trainable"],
+        "reward": own.reward.mean,
+        "kl_mean": kl.mean,
+        "kl_p95": kl.quantile(0.95),
+        "kl_p99": kl.quantile(0.99),
+        "kl_max": kl.max if kl.count else None,
+        "entropy": own.entropy.mean,
+        "masked_high": None if share is None else counts["masked_high"] * share,
+        "masked_low": None if share is None else counts["masked_low"] * share,
+        "truncated": counts["cut"] / counts["ended"] if counts["ended"] else None,
     }
 
 

@@ -3,10 +3,9 @@
 import { compileFilter, tokensOfRecord } from "./data/filter.js";
 import { METRICS, valuesOf } from "./data/metrics.js";
 import { Abandoned, Run } from "./data/run.js";
-import { recordAsJson, recordColumns, saveColumns, saveFile } from "./data/save.js";
+import { recordAsJson, saveFile } from "./data/save.js";
 import { occurrences, parseQuery } from "./data/search.js";
 import { byId, element, notice } from "./draw/dom.js";
-import { picture } from "./draw/picture.js";
 import { currentTheme, domainOf, followSystemTheme } from "./draw/scale.js";
 import { BINDINGS } from "./state/keys.js";
 import { AcrossView } from "./views/across.js";
@@ -90,11 +89,12 @@ export class App {
       return;
     }
     if (state.view !== this.viewName || !this.view) {
+      const isFirst = !this.view;
       this.viewName = state.view;
       this.view = new VIEWS[state.view].View(this);
       this.main.dataset.view = state.view;
       this.main.replaceChildren(this.view.root);
-      this.main.scrollTop = 0;
+      if (!isFirst) this.main.scrollTop = 0; // it takes a layout
       changed = new Set(Object.keys(state));
     }
     this.topBar?.update(state);
@@ -105,8 +105,15 @@ export class App {
     } catch (error) {
       if (view !== this.view || error instanceof Abandoned) return;
       console.error(error);
-      this.main.replaceChildren(notice("error", "This cannot be shown", /** @type {Error} */ (error).message));
+      this.main.replaceChildren(notice("error", "This cannot be shown", /** @type {Error} */ (error).message,
+        element("button", { type: "button", onclick: () => this.again() }, "try again")));
     }
+  }
+
+  /** Draws the view anew. */
+  again() {
+    this.view = null;
+    this.update(new Set(["view"]));
   }
 
   /** @param {Partial<import("./state/store.js").State>} changes */
@@ -169,6 +176,7 @@ export class App {
     const help = byId("help");
     if (help.open) help.close();
     else if (this.topBar?.closeResults()) return;
+    else if (this.viewName === "run" && this.view.showAll()) return;
     else if (this.state.token >= 0) this.store.set({ token: -1 });
     /** @type {HTMLElement} */ (document.activeElement)?.blur?.();
   }
@@ -210,17 +218,8 @@ export class App {
     }
   }
 
-  /** @param {"csv" | "parquet"} kind */
-  async saveTokens(kind) {
-    const { step, record } = this.state;
-    const tokens = await this.run.record(step, record);
-    saveColumns(`step_${step}_record_${record}`, kind, recordColumns(tokens, this.run.vocabulary));
-  }
-
-  savePicture() {
-    if (this.viewName !== "record") return;
-    picture(this.view).toBlob((blob) => blob && saveFile(`step_${this.state.step}_record_${this.state.record}.png`, "image/png", blob));
-  }
+  /** Of what is saved: the run, then what it is, without an ending. @param {string} what */
+  fileName(what) { return `${this.run.head.name}_${what}`.replace(/[^\w.-]+/g, "_"); }
 
   /** @param {string} text */
   flash(text) {
@@ -274,17 +273,19 @@ export class App {
 
   /** Follows a running job: asks for a pulse, one request at a time, and reads what is new. */
   async listen() {
+    let isUp = true;
     for (;;) {
       await new Promise((resolve) => { setTimeout(resolve, PULSE_MS); });
       if (document.hidden) continue;
       try {
         const { steps, last, summarised } = await this.source.pulse();
         const { held, steps: known } = this.run.head;
-        if (steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) await this.refresh();
-        this.topBar?.connected(true);
-      } catch {
-        this.topBar?.connected(false);
-      }
+        const isBack = !isUp;
+        if (isBack || steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) await this.refresh();
+        isUp = true;
+        if (isBack && !this.view?.root.isConnected) this.again();
+      } catch { isUp = false; }
+      this.topBar?.connected(isUp);
     }
   }
 

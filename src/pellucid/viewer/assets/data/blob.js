@@ -12,8 +12,11 @@ const ARRAYS = { u1: Uint8Array, i2: Int16Array, i4: Int32Array, f4: Float32Arra
 
 /** @param {Uint8Array} bytes */
 export async function inflate(bytes) {
-  const stream = new Blob([/** @type {any} */ (bytes)]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Response(stream).arrayBuffer();
+  const { readable, writable } = new DecompressionStream("deflate");
+  const writer = writable.getWriter();
+  // Both fail with what reading fails with.
+  Promise.allSettled([writer.write(/** @type {any} */ (bytes)), writer.close()]);
+  return new Response(readable).arrayBuffer();
 }
 
 /** @param {ArrayBuffer} buffer */

@@ -13,7 +13,8 @@ import { METRICS, RATIO } from "./metrics.js";
  * @typedef {{column(name: string): any, step: number, word(name: string, token: number): any, text(token: number): string,
  *   at(token: number): number}} Tokens
  * @typedef {(token: number) => boolean} Test
- * @typedef {{bind(tokens: Tokens): Test, usesTokens: boolean, fields: string[]}} Filter
+ * @typedef {{any: Tree[]} | {all: Tree[]} | {not: Tree} | {field: string, is?: string, value?: string | number}} Tree
+ * @typedef {{bind(tokens: Tokens): Test, tree: Tree}} Filter
  */
 
 const FLAGS = /** @type {Record<string, string>} */ ({ masked: "is_masked", high: "is_masked_high", low: "is_masked_low", trainable: "loss_mask", sampled: "sampled" });
@@ -28,10 +29,9 @@ export class FilterError extends Error {}
 /** @param {string} text @returns {Filter} */
 export function compileFilter(text) {
   const parser = new Parser(text);
-  const bind = parser.expression();
+  const filter = parser.expression();
   parser.end();
-  const usesTokens = parser.fields.some((name) => !WORDS.includes(name) && !NUMBERS.includes(name) && name !== "step");
-  return { bind, usesTokens, fields: parser.fields };
+  return filter;
 }
 
 const TOKEN = /\s*(?:(>=|<=|!=|[><=~&|!()])|"([^"]*)"|([^\s>=<!~&|()"]+))/y;
@@ -42,8 +42,6 @@ class Parser {
     this.text = text;
     /** @type {{kind: "operator" | "word" | "quoted", text: string, at: number}[]} */
     this.parts = [];
-    /** @type {string[]} */
-    this.fields = [];
     this.place = 0;
     TOKEN.lastIndex = 0;
     while (TOKEN.lastIndex < text.trimEnd().length) {
@@ -68,23 +66,28 @@ class Parser {
     if (part) throw new FilterError(`expected & or | before “${part.text}”`);
   }
 
-  /** @returns {(tokens: Tokens) => Test} */
+  /** @returns {Filter} */
   expression() {
     const parts = [this.conjunction()];
     while (this.takes("|")) parts.push(this.conjunction());
-    return (tokens) => { const tests = parts.map((part) => part(tokens)); return (i) => tests.some((test) => test(i)); };
+    return { tree: { any: parts.map(({ tree }) => tree) },
+      bind: (tokens) => { const tests = parts.map((part) => part.bind(tokens)); return (i) => tests.some((test) => test(i)); } };
   }
 
-  /** @returns {(tokens: Tokens) => Test} */
+  /** @returns {Filter} */
   conjunction() {
     const parts = [this.term()];
     while (this.takes("&")) parts.push(this.term());
-    return (tokens) => { const tests = parts.map((part) => part(tokens)); return (i) => tests.every((test) => test(i)); };
+    return { tree: { all: parts.map(({ tree }) => tree) },
+      bind: (tokens) => { const tests = parts.map((part) => part.bind(tokens)); return (i) => tests.every((test) => test(i)); } };
   }
 
-  /** @returns {(tokens: Tokens) => Test} */
+  /** @returns {Filter} */
   term() {
-    if (this.takes("!")) { const inner = this.term(); return (tokens) => { const test = inner(tokens); return (i) => !test(i); }; }
+    if (this.takes("!")) {
+      const inner = this.term();
+      return { tree: { not: inner.tree }, bind: (tokens) => { const test = inner.bind(tokens); return (i) => !test(i); } };
+    }
     if (this.takes("(")) {
       const inner = this.expression();
       if (!this.takes(")")) throw new FilterError("a ( is not closed");
@@ -94,10 +97,9 @@ class Parser {
     if (!part || part.kind === "operator") throw new FilterError(part ? `expected a field before “${part.text}”` : "something is missing at the end");
     this.place += 1;
     if (!FIELD_NAMES.includes(part.text)) throw new FilterError(`no field “${part.text}”; there are ${FIELD_NAMES.join(", ")}`);
-    this.fields.push(part.text);
     const operator = this.parts[this.place];
     if (operator?.kind !== "operator" || !COMPARISONS[operator.text]) {
-      return (tokens) => { const read = reader(part.text, tokens); return (i) => Boolean(read(i)); };
+      return { tree: { field: part.text }, bind: (tokens) => { const read = reader(part.text, tokens); return (i) => Boolean(read(i)); } };
     }
     const value = this.parts[this.place + 1];
     if (!value || value.kind === "operator") throw new FilterError(`${part.text} ${operator.text} what?`);
@@ -112,16 +114,16 @@ const COMPARISONS = {
   "=": (a, b) => a === b, "!=": (a, b) => a !== b, "~": (a, b) => String(a).toLowerCase().includes(String(b).toLowerCase()),
 };
 
-/** @param {string} field @param {string} operator @param {string} text @returns {(tokens: Tokens) => Test} */
+/** @param {string} field @param {string} operator @param {string} text @returns {Filter} */
 function comparison(field, operator, text) {
   const isText = WORDS.includes(field) || field === "text" || operator === "~";
   const value = isText ? text : Number(text.replace("−", "-"));
   if (!isText && Number.isNaN(value)) throw new FilterError(`${field} is a number, “${text}” is not`);
   const compare = COMPARISONS[operator];
-  return (tokens) => {
+  return { tree: { field, is: operator, value }, bind: (tokens) => {
     const read = reader(field, tokens);
     return (i) => { const found = read(i); return found !== null && found !== undefined && !Number.isNaN(found) && compare(found, value); };
-  };
+  } };
 }
 
 /** @param {string} field @param {Tokens} tokens @returns {(token: number) => any} */

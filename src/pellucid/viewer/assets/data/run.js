@@ -3,6 +3,7 @@
 
 import { readColumn } from "./blob.js";
 import { DERIVED, derive } from "./derive.js";
+import { Points } from "./points.js";
 import { lastAtMost } from "./sorted.js";
 import { Vocabulary } from "./texts.js";
 
@@ -25,6 +26,7 @@ export class Run {
     this.source = source;
     this.head = head;
     this.vocabulary = new Vocabulary(source);
+    this.points = new Points(source);
     /** Whether all tokens of a step are still worth reading: they may be many. @type {(step: number) => boolean} */
     this.wantsTokens = () => true;
     /** @type {Map<number, Promise<StepIndex>>} */
@@ -74,12 +76,29 @@ export class Run {
     return kept(this.chunks, `${step}/${number}`, async () => new Chunk(await this.source.chunk(step, number)));
   }
 
+  /** The index of a step that has this record. @param {number} step @param {number} record @returns {Promise<StepIndex>} */
+  async indexWith(step, record) {
+    const index = await this.index(step);
+    if (record < 0 || record >= index.length) throw new Error(`Step ${step} has ${index.length} records, from 0 on; there is no record ${record}.`);
+    return index;
+  }
+
   /** @param {number} step @param {number} record @returns {Promise<TokenRecord>} */
   async record(step, record) {
-    const index = await this.index(step);
+    const index = await this.indexWith(step, record);
     const number = index.chunkOf(record);
     const chunk = await this.chunk(step, number);
     const opened = new TokenRecord(index, record, chunk, record - index.chunkStarts[number]);
+    await this.vocabulary.learn(opened.column("token_ids") ?? []);
+    return opened;
+  }
+
+  /** The first tokens of a long record, unless all of them are here already; null for others. @param {number} step @param {number} record
+   * @returns {Promise<TokenRecord | null>} */
+  async lead(step, record) {
+    const index = await this.index(step);
+    if (!index.summary.leads.includes(record) || this.chunks.has(`${step}/${index.chunkOf(record)}`)) return null;
+    const opened = new TokenRecord(index, record, new Chunk(await this.source.lead(step, record)), 0);
     await this.vocabulary.learn(opened.column("token_ids") ?? []);
     return opened;
   }

@@ -36,12 +36,39 @@ export function recordColumns(record, vocabulary) {
     ...present(record).map((name) => ({ name, values: each((i) => record.value(name, i) ?? null) }))];
 }
 
-/** Chosen tokens of a step, with where they are. @param {import("./run.js").StepTokens} all @param {Uint8Array} chosen @param {Vocabulary} vocabulary
- * @returns {SavedColumn[]} */
-export function selectionColumns(all, chosen, vocabulary) {
+/** The tokens of several records, with where they are. @param {TokenRecord[]} records @param {Vocabulary} vocabulary @returns {SavedColumn[]} */
+export function recordsColumns(records, vocabulary) {
+  const parts = records.map((record) => {
+    const each = (/** @type {(i: number) => any} */ read) => Array.from({ length: record.length }, (_, i) => read(i));
+    return [{ name: "step", values: each(() => record.step) }, { name: "record", values: each(() => record.record) }, { name: "token", values: each((i) => i) }, ...recordColumns(record, vocabulary)];
+  });
+  return joined(parts);
+}
+
+/** One token, with where it is. @param {TokenRecord} record @param {number} token @param {Vocabulary} vocabulary @returns {SavedColumn[]} */
+export function tokenRow(record, token, vocabulary) {
+  const ids = record.column("token_ids") ?? [];
+  const named = Object.entries({ step: record.step, record: record.record, token, env_name: record.field("env") ?? "", text: vocabulary.plain(ids[token]) });
+  return [...named, ...present(record).map((name) => [name, record.value(name, token) ?? null])].map(([name, value]) => ({ name: String(name), values: [/** @type {any} */ (value)] }));
+}
+
+/** Tables under each other; what one of them lacks is null. @param {SavedColumn[][]} parts @returns {SavedColumn[]} */
+export function joined(parts) {
+  const names = [...new Set(parts.flatMap((part) => part.map(({ name }) => name)))];
+  return names.map((name) => ({ name, values: parts.flatMap((part) => part.find((one) => one.name === name)?.values ?? part[0].values.map(() => null)) }));
+}
+
+/** The tokens that are 1. @param {Uint8Array} chosen */
+export function chosenTokens(chosen) {
   /** @type {number[]} */
   const tokens = [];
   for (let i = 0; i < chosen.length; i += 1) if (chosen[i]) tokens.push(i);
+  return tokens;
+}
+
+/** Some tokens of a step, with where they are. @param {import("./run.js").StepTokens} all @param {number[]} tokens @param {Vocabulary} vocabulary
+ * @returns {SavedColumn[]} */
+export function selectionColumns(all, tokens, vocabulary) {
   const ids = all.column("token_ids") ?? [];
   const names = COLUMNS.filter((name) => all.column(name) !== undefined);
   return [{ name: "step", values: tokens.map(() => all.step) }, { name: "record", values: tokens.map((i) => all.owners[i]) },

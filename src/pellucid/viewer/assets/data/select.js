@@ -1,7 +1,8 @@
-// Which tokens of a step are meant: those of an environment, of a filter expression, of the brushes.
+// Which tokens of a step are meant: those of an environment, a rank, some weights, a filter expression, the brushes.
 
 import { compileFilter, tokensOfStep } from "./filter.js";
 import { metricOf, valuesOf } from "./metrics.js";
+import { versionIn } from "./points.js";
 
 /**
  * @typedef {{metric: string, low: number, high: number}} Brush
@@ -22,17 +23,26 @@ export function serialiseBrushes(brushes) {
 
 /**
  * @param {import("./run.js").StepTokens} all @param {import("./texts.js").Vocabulary} vocabulary
- * @param {{env: string, filter: string, brush: string}} state @param {string} [except] a brush that does not count: a
+ * @param {{env: string, rank?: number, weights?: string, filter: string, brush: string}} state @param {string} [except] a brush that does not count: a
  *   histogram is not cut by its own
  * @returns {Selection}
  */
-export function select(all, vocabulary, { env, filter, brush }, except) {
+export function select(all, vocabulary, { env, rank = -1, weights = "", filter, brush }, except) {
   const brushes = parseBrushes(brush).filter(({ metric }) => metric !== except);
   const tests = [];
   if (env) {
     const code = all.index.words.env.indexOf(env);
     const envs = all.index.column("env");
     tests.push((/** @type {number} */ i) => envs[all.owners[i]] === code);
+  }
+  if (rank >= 0) {
+    const ranks = all.index.column("rank");
+    tests.push((/** @type {number} */ i) => ranks[all.owners[i]] === rank);
+  }
+  const version = versionIn(weights, all.step);
+  if (version !== null) {
+    const oldest = oldestVersions(all);
+    tests.push((/** @type {number} */ i) => oldest[all.owners[i]] === version);
   }
   for (const { metric, low, high } of brushes) {
     const values = valuesOf(all, metricOf(metric));
@@ -54,4 +64,12 @@ export function select(all, vocabulary, { env, filter, brush }, except) {
     }
   }
   return { tokens, records, isAll: !tests.length, count };
+}
+
+/** The lowest policy version of each record's tokens; Infinity where none is known. @param {import("./run.js").StepTokens} all */
+function oldestVersions(all) {
+  const versions = all.column("policy_versions");
+  const oldest = new Float64Array(all.index.length).fill(Infinity);
+  if (versions) for (let i = 0; i < all.length; i += 1) if (versions[i] >= 0) oldest[all.owners[i]] = Math.min(oldest[all.owners[i]], versions[i]);
+  return oldest;
 }

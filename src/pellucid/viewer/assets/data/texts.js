@@ -30,12 +30,15 @@ export class Vocabulary {
     this.special = new Set();
     /** @type {Map<number, string>} */
     this.shown = new Map();
-    /** @type {Set<number>} ids whose glyphs depend on their neighbours */
-    this.partial = new Set();
+    /** @type {Map<number, boolean>} ids whose glyphs depend on their neighbours */
+    this.partial = new Map();
+    /** Whether all ids that there are have been looked up. */
+    this.isComplete = false;
   }
 
   /** Looks up the ids that are not known yet. @param {ArrayLike<number>} ids */
   async learn(ids) {
+    if (this.isComplete) return;
     const missing = new Set();
     for (let i = 0; i < ids.length; i += 1) if (!this.texts.has(ids[i])) missing.add(ids[i]);
     if (!missing.size) return;
@@ -43,9 +46,9 @@ export class Vocabulary {
     found.ids.forEach((id, at) => {
       const text = found.texts[at];
       this.texts.set(id, text);
-      if (typeof text !== "string" || ATTACHES.test(text)) this.partial.add(id);
     });
     for (const id of found.special) this.special.add(id);
+    this.isComplete = found.complete ?? false;
   }
 
   /** @param {number} id */
@@ -57,10 +60,21 @@ export class Vocabulary {
     return typeof text === "string" ? text : text.map(hex).join("");
   }
 
+  /** @param {number} id */
+  isPartial(id) {
+    let found = this.partial.get(id);
+    if (found === undefined) {
+      const text = this.texts.get(id);
+      found = text !== undefined && (typeof text !== "string" || ATTACHES.test(text));
+      if (text !== undefined) this.partial.set(id, found);
+    }
+    return found;
+  }
+
   /** What a token of a sequence shows. @param {ArrayLike<number>} ids @param {number} at */
   show(ids, at) {
     const id = ids[at];
-    if (this.partial.has(id) || (at + 1 < ids.length && this.partial.has(ids[at + 1]))) return this.spell(ids, at);
+    if (this.isPartial(id) || (at + 1 < ids.length && this.isPartial(ids[at + 1]))) return this.spell(ids, at);
     let shown = this.shown.get(id);
     if (shown === undefined) {
       shown = visible(this.plain(id));

@@ -76,18 +76,18 @@ const tally = () => ({ trainable: 0, high: 0, low: 0, other: 0, loss: 0, recorde
 
 /**
  * A step under other bounds. Only rl tokens have a trust region that these losses speak of.
- * @param {import("./run.js").StepTokens} all @param {string} type @param {Record<string, number>} bounds @param {string} env @returns {Outcome}
+ * @param {import("./run.js").StepTokens} all @param {string} type @param {Record<string, number>} bounds
+ * @param {Uint8Array} chosen which tokens count @returns {Outcome}
  */
-export function outcomeOf(all, type, bounds, env) {
+export function outcomeOf(all, type, bounds, chosen) {
   const [A, delta, ratio, logRatio, logProb, masked, high, low, loss] = ["advantages", "prob_delta", "importance_ratio", "log_importance_ratio",
     "trainer_logprobs", "is_masked", "is_masked_high", "is_masked_low", "token_loss"].map((name) => all.column(name));
   const result = { all: tally(), envs: new Map(), changed: /** @type {number[]} */ ([]), denominator: all.index.value("denominator", 0) || 0, hasRecord: Boolean(masked), hasLoss: Boolean(loss), skipped: 0 };
   const { index } = all;
   for (let i = 0; i < all.length; i += 1) {
-    if (!all.isTrainable(i)) continue;
+    if (!chosen[i]) continue;
     const record = all.owners[i];
     const name = index.value("env", record) ?? "";
-    if (env && name !== env) continue;
     if (!A || !ratio || !delta || !logRatio || Number.isNaN(ratio[i]) || (index.value("mode", record) ?? "rl") !== "rl") { result.skipped += 1; continue; }
     const { mask, loss: now } = decide(type, bounds, { A: A[i], delta: delta[i], ratio: ratio[i], logRatio: logRatio[i], logProb: logProb ? logProb[i] : 0 });
     if (!result.envs.has(name)) result.envs.set(name, tally());

@@ -3,7 +3,7 @@
 import { metricOf, valuesOf } from "./metrics.js";
 import { domainOf } from "../draw/scale.js";
 
-/** @typedef {import("./run.js").StepTokens} StepTokens @typedef {{step: number, token: number, value: number, score: number}} Found */
+/** @typedef {import("./run.js").StepTokens} StepTokens @typedef {{step: number, record: number, token: number, value: number, score: number}} Found */
 
 /** @type {Record<string, {title: string, about: string}>} */
 export const KINDS = {
@@ -30,7 +30,7 @@ export function worstTokens(all, kind, key, chosen, limit) {
     if (!chosen[token] || Number.isNaN(values[token])) continue;
     const score = Math.abs(values[token]);
     if (score <= bar || !test(token)) continue;
-    found.push({ step: all.step, token, value: values[token], score });
+    found.push({ step: all.step, record: all.owners[token], token: all.position(token), value: values[token], score });
     if (found.length >= 4 * limit) bar = cut(found, limit);
   }
   cut(found, limit);
@@ -39,7 +39,7 @@ export function worstTokens(all, kind, key, chosen, limit) {
 
 /** Keeps the best; returns what a further one has to beat. @param {Found[]} found @param {number} limit */
 export function cut(found, limit) {
-  found.sort((a, b) => b.score - a.score || a.step - b.step || a.token - b.token);
+  found.sort((a, b) => b.score - a.score || a.step - b.step || a.record - b.record || a.token - b.token);
   if (found.length <= limit) return -Infinity;
   found.length = limit;
   return found[limit - 1].score;

@@ -4,12 +4,23 @@
 import { percent, short } from "./format.js";
 import { themeColour } from "./dom.js";
 
+/** @type {any} */
+let uPlot;
+// What uPlot gets to know of `Intl`: its numbers and dates are never shown, and the real ones take long to load.
+const NO_INTL = { NumberFormat: class { format = String; }, DateTimeFormat: class { resolvedOptions() { return { timeZone: "UTC" }; } } };
+
 /**
  * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, dash?: number[], fill?: boolean, width?: number}} Line
- * @typedef {{height: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
+ * @typedef {{height: number, width?: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
  *   points?: boolean, marker?: () => number | null, onClick?: (x: number) => void, onBrush?: (low: number, high: number) => void,
- *   onHover?: (index: number | null) => void, percent?: boolean}} ChartOptions
+ *   onHover?: (index: number | null) => void, onReset?: () => void, range?: [number, number] | null, label?: string, percent?: boolean,
+ *   fractions?: boolean}} ChartOptions
+ * `range`: of the x axis, whose ticks are whole numbers unless `fractions`; `label`: makes the chart usable by keyboard, and says what it is.
  */
+
+const SECOND_CLICK_MS = 260;
+/** Charts share the cursor, not what is dragged. */
+const SHARED = { pub: (/** @type {string} */ type) => type.startsWith("mousemove") || type === "mouseleave", sub: () => true };
 
 /** @param {HTMLElement} root @param {ChartOptions} options @returns {any} */
 export function lineChart(root, options) {
@@ -18,18 +29,19 @@ export function lineChart(root, options) {
     grid: { stroke: () => themeColour("rule"), width: 1 } };
   const data = /** @type {any} */ ([Array.from(x), ...lines.map(({ values }) => Array.from(values, (value) =>
     (value === null || Number.isNaN(value) || (log && value <= 0) ? null : value)))]);
-  const chart = new /** @type {any} */ (window).uPlot({
-    width: Math.max(120, root.clientWidth),
+  uPlot ??= /** @type {any} */ (window).loadUPlot(NO_INTL);
+  const chart = new uPlot({
+    width: Math.max(120, options.width ?? root.clientWidth),
     height,
     padding: [8, 10, 0, 0],
     legend: { show: false },
     cursor: { y: false, drag: { x: Boolean(options.onBrush), y: false, setScale: false },
-      sync: options.sync ? { key: options.sync } : undefined, points: { size: 6 } },
-    scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+      sync: options.sync ? { key: options.sync, filters: SHARED } : undefined, points: { size: 6 } },
+    scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => spanOf(options.range ?? [low, high]) },
       y: log ? { distr: 3, range: logRange } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
-      { ...axis, size: 24, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")), grid: { show: false } },
-      { ...axis, size: 52, space: 26, ...(log ? { splits: decades } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick) : tidy(tick, log))) },
+      { ...axis, size: 24, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : "")), grid: { show: false } },
+      { ...axis, size: 52, space: 26, ...(log ? { splits: decades } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : tidy(tick, log))) },
     ],
     series: [{}, ...lines.map((line) => ({
       label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, dash: line.dash, spanGaps: true,
@@ -41,19 +53,58 @@ export function lineChart(root, options) {
       setSelect: [(/** @type {any} */ plot) => brushed(plot, options)],
     },
   }, data, root);
-  if (options.onClick) {
-    let pressedAt = 0;
-    chart.over.addEventListener("mousedown", (/** @type {MouseEvent} */ event) => { pressedAt = event.clientX; });
-    chart.over.addEventListener("click", (/** @type {MouseEvent} */ event) => {
-      if (Math.abs(event.clientX - pressedAt) < 4 && chart.cursor.idx !== null) options.onClick?.(data[0][chart.cursor.idx]);
-    });
-  }
+  if (options.onClick) listenForClicks(chart, data[0], options);
+  if (options.label) listenForKeys(root, chart, data[0], options);
   const observer = new ResizeObserver(() => {
     if (!root.isConnected) { observer.disconnect(); chart.destroy(); return; }
     if (root.clientWidth > 0 && root.clientWidth !== chart.width) chart.setSize({ width: root.clientWidth, height });
   });
   observer.observe(root);
   return chart;
+}
+
+/** @param {[number, number]} range */
+const spanOf = ([low, high]) => (low === high ? [low - 1, high + 1] : [low, high]);
+
+/** @param {any} chart @param {number[]} x @param {ChartOptions} options */
+function listenForClicks(chart, x, { onClick, onReset }) {
+  let pressedAt = 0;
+  let waiting = 0;
+  chart.over.addEventListener("mousedown", (/** @type {MouseEvent} */ event) => { pressedAt = event.clientX; });
+  chart.over.addEventListener("click", (/** @type {MouseEvent} */ event) => {
+    const { idx } = chart.cursor;
+    if (Math.abs(event.clientX - pressedAt) >= 4 || idx === null || idx === undefined) return;
+    // Where a second click means something, the first one waits for it.
+    clearTimeout(waiting);
+    if (onReset) waiting = setTimeout(() => onClick?.(x[idx]), SECOND_CLICK_MS);
+    else onClick?.(x[idx]);
+  });
+  if (onReset) chart.over.addEventListener("dblclick", () => { clearTimeout(waiting); onReset(); });
+}
+
+/** Arrows move the cursor, with Shift they select; Enter opens the place, or looks closer at what is selected.
+ * @param {HTMLElement} root @param {any} chart @param {number[]} x @param {ChartOptions} options */
+function listenForKeys(root, chart, x, { label, onClick, onBrush, onHover }) {
+  let [at, from] = [-1, -1];
+  for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", `${label}: arrows move, Shift selects, Enter opens`]]) root.setAttribute(name, value);
+  root.addEventListener("keydown", (event) => {
+    const change = /** @type {Record<string, number>} */ ({ ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10, Home: -x.length, End: x.length })[event.key];
+    if (change) {
+      const [first, last] = [x.findIndex((value) => value >= chart.scales.x.min), x.findLastIndex((value) => value <= chart.scales.x.max)];
+      if (event.shiftKey && from < 0) from = Math.max(first, at);
+      if (!event.shiftKey) from = -1;
+      at = Math.min(last, Math.max(first, (at >= 0 ? at : change > 0 ? first - 1 : last + 1) + change));
+      const place = (/** @type {number} */ index) => chart.valToPos(x[index], "x");
+      chart.setCursor({ left: place(at), top: 10 });
+      onHover?.(at);
+      const [low, high] = [Math.min(from, at), Math.max(from, at)];
+      chart.setSelect({ left: from < 0 ? 0 : place(low), width: from < 0 ? 0 : place(high) - place(low), top: 0, height: chart.over.clientHeight }, false);
+    } else if (event.key === "Enter" && at >= 0) {
+      if (from >= 0 && from !== at) onBrush?.(x[Math.min(from, at)], x[Math.max(from, at)]); else onClick?.(x[at]);
+    } else return;
+    event.preventDefault();
+    event.stopPropagation();
+  });
 }
 
 /** At most six decades, up to the highest value. @param {any} _plot @param {number} low @param {number} high */

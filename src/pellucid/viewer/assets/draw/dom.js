@@ -56,10 +56,11 @@ export function toggle(label, checked, onChange, title) {
   return element("label", { class: "toggle", title }, box, element("span", {}, label));
 }
 
-/** What stands where a view cannot be shown yet, or at all. @param {"loading" | "empty" | "error"} kind @param {string} title @param {string} [text] */
-export function notice(kind, title, text) {
+/** What stands where a view cannot be shown yet, or at all. @param {"loading" | "empty" | "error"} kind @param {string} title @param {string} [text]
+ * @param {...Node} more */
+export function notice(kind, title, text, ...more) {
   return element("div", { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" },
-    element("strong", {}, title), text ? element("p", {}, text) : null);
+    element("strong", {}, title), text ? element("p", {}, text) : null, ...more);
 }
 
 /** A canvas for drawing in CSS pixels. @param {number} width @param {number} height @param {HTMLCanvasElement} [canvas]
@@ -75,9 +76,24 @@ export function canvasOf(width, height, canvas = document.createElement("canvas"
   return { canvas, context };
 }
 
-/** A colour of the page's theme. @param {string} name */
+/** @type {Map<string, string>} of this frame */
+const colours = new Map();
+
+/** A colour of the page's theme: asking the browser for it may take a layout, so once per frame. @param {string} name */
 export function themeColour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const key = `${document.documentElement.dataset.theme} ${name}`;
+  let colour = colours.get(key);
+  if (colour === undefined) {
+    if (!colours.size) requestAnimationFrame(() => colours.clear());
+    colour = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+    colours.set(key, colour);
+  }
+  return colour;
+}
+
+/** When the next frame is on screen. @returns {Promise<void>} */
+export function afterPaint() {
+  return new Promise((resolve) => { requestAnimationFrame(() => setTimeout(resolve)); });
 }
 
 /** Calls back at most once per frame. @param {() => void} callback */

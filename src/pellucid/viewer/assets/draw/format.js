@@ -1,13 +1,15 @@
 // Numbers as people read them.
 
 export const ABSENT = "–";
-const grouped = new Intl.NumberFormat("en");
+
+/** 1,234,567: the first use of `Intl` takes a browser longer than drawing a page. @param {number} value */
+const grouped = (value) => String(Math.round(value * 1000) / 1000).replace(/\d(?=(\d{3})+(\.|$))/g, "$&,");
 
 /** @param {number | null | undefined} value */
 const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
 
 /** @param {number | null | undefined} value */
-export const count = (value) => (isKnown(value) ? grouped.format(/** @type {number} */ (value)) : ABSENT);
+export const count = (value) => (isKnown(value) ? grouped(/** @type {number} */ (value)) : ABSENT);
 
 /** Three significant digits. @param {number | null | undefined} value @param {number} [digits] */
 export function short(value, digits = 3) {
@@ -23,7 +25,7 @@ export function short(value, digits = 3) {
 }
 
 /** Seven significant digits: what a float32 holds. @param {number} value */
-export const precise = (value) => (Number.isInteger(value) ? grouped.format(value) : short(value, 7));
+export const precise = (value) => (Number.isInteger(value) ? grouped(value) : short(value, 7));
 
 /** @param {number | null | undefined} value @param {number} digits */
 export const fixed = (value, digits) => (isKnown(value) ? /** @type {number} */ (value).toFixed(digits).replace(/^-(?=[0.]*$)/, "").replace("-", "−") : ABSENT);
@@ -46,7 +48,7 @@ export const plural = (number, one, many = `${one}s`) => `${count(number)} ${num
 
 /** @param {number} value 12,300 → "12.3k" */
 export function compact(value) {
-  if (Math.abs(value) < 10_000) return grouped.format(value);
+  if (Math.abs(value) < 10_000) return grouped(value);
   const [divisor, unit] = Math.abs(value) >= 1e9 ? [1e9, "G"] : Math.abs(value) >= 1e6 ? [1e6, "M"] : [1e3, "k"];
   return `${short(value / /** @type {number} */ (divisor))}${unit}`;
 }

@@ -1,49 +1,149 @@
-// What is in sight of a record, as a picture: its title, its legend, its coloured lines.
+// What is in sight of a view or a chart, as a picture: boxes, texts, canvases and flows are drawn where they
+// stand. The page's policy allows no image to be loaded, so nothing can be handed to the browser to draw.
 
 import { canvasOf, themeColour } from "./dom.js";
-import { short } from "./format.js";
-import { TOKEN_FONT } from "./tokens.js";
 
-const MARGIN = 20;
-const HEADER = 54;
+const MARGIN = 16;
+const LEFT_OUT = ".save-bar, .no-picture, .u-over, .u-under, .minimap-frame";
+const COLOUR = /rgba?\([^)]*\)/g;
 
-/** @param {any} view the record's view @returns {HTMLCanvasElement} */
-export function picture(view) {
-  const { text, record, scale, metric } = view;
-  const { width, height } = text.root.getBoundingClientRect();
-  const { canvas, context } = canvasOf(width, height + HEADER);
+/** @param {Element} root @returns {HTMLCanvasElement} */
+export function picture(root) {
+  const frame = root.getBoundingClientRect();
+  const [width, height] = [frame.width + 2 * MARGIN, frame.height + 2 * MARGIN];
+  const { canvas, context } = canvasOf(width, height);
   context.fillStyle = themeColour("paper");
-  context.fillRect(0, 0, width, height + HEADER);
-  context.fillStyle = themeColour("ink");
-  context.font = "600 14px system-ui, sans-serif";
-  context.fillText(`Step ${record.step}, record ${record.record}`, MARGIN, 22);
-  context.font = "12px system-ui, sans-serif";
-  context.fillStyle = themeColour("muted");
-  context.fillText(`${metric.label}, ${metric.formula}: ${short(scale.low, 2)}`, MARGIN, 42);
-  const from = MARGIN + context.measureText(`${metric.label}, ${metric.formula}: ${short(scale.low, 2)}`).width + 8;
-  scale.colours.forEach((/** @type {[string, string]} */ [colour], /** @type {number} */ i) => { context.fillStyle = colour; context.fillRect(from + i * 6, 33, 6, 10); });
-  context.fillStyle = themeColour("muted");
-  context.fillText(short(scale.high, 2), from + scale.colours.length * 6 + 8, 42);
-  const frame = text.root.getBoundingClientRect();
-  context.save();
-  context.beginPath();
-  context.rect(0, HEADER, width, height);
-  context.clip();
-  for (const node of text.root.querySelectorAll(".token, .gutter b")) drawNode(context, node, frame);
-  context.restore();
+  context.fillRect(0, 0, width, height);
+  context.translate(MARGIN - frame.left, MARGIN - frame.top);
+  paint(context, root);
   return canvas;
 }
 
-/** @param {CanvasRenderingContext2D} context @param {HTMLElement} node @param {DOMRect} frame */
-function drawNode(context, node, frame) {
+/** @param {CanvasRenderingContext2D} context @param {Node} node */
+function paint(context, node) {
+  if (node.nodeType === Node.TEXT_NODE) { paintText(context, /** @type {Text} */ (node)); return; }
+  if (!(node instanceof Element) || node.matches(LEFT_OUT)) return;
   const box = node.getBoundingClientRect();
   const style = getComputedStyle(node);
-  const [x, y] = [box.left - frame.left, box.top - frame.top + HEADER];
+  if (style.display === "none" || style.visibility === "hidden") return;
+  if (node instanceof SVGElement) { paintShape(context, node, style); return; }
+  if (!box.width || !box.height) { for (const child of node.childNodes) paint(context, child); return; }
+  paintBox(context, node, box, style);
+  context.save();
+  if (style.overflowX !== "visible") { context.beginPath(); context.rect(box.left, box.top, box.width, box.height); context.clip(); }
+  if (node instanceof HTMLCanvasElement) context.drawImage(node, box.left, box.top, box.width, box.height);
+  else if (node instanceof HTMLSelectElement) write(context, style, node.selectedOptions[0]?.text ?? "", box.left + 10, box);
+  else if (node instanceof HTMLInputElement) paintInput(context, node, box, style);
+  else for (const child of node.childNodes) paint(context, child);
+  context.restore();
+}
+
+/** @param {CanvasRenderingContext2D} context @param {Element} node @param {DOMRect} box @param {CSSStyleDeclaration} style */
+function paintBox(context, node, box, style) {
+  const outline = new Path2D();
+  outline.roundRect(box.left, box.top, box.width, box.height, Number.parseFloat(style.borderTopLeftRadius) || 0);
   context.fillStyle = style.backgroundColor;
-  context.fillRect(x, y, box.width, box.height);
+  context.fill(outline);
+  if (style.backgroundImage !== "none") paintGradient(context, outline, box, style.backgroundImage);
+  const sides = /** @type {[number, string, number, number, number, number][]} */ ([
+    [Number.parseFloat(style.borderTopWidth), style.borderTopColor, 0, 0, 1, 0], [Number.parseFloat(style.borderBottomWidth), style.borderBottomColor, 0, 1, 1, 1],
+    [Number.parseFloat(style.borderLeftWidth), style.borderLeftColor, 0, 0, 0, 1], [Number.parseFloat(style.borderRightWidth), style.borderRightColor, 1, 0, 1, 1]]);
+  if (sides.every(([size]) => size > 0)) {
+    [context.lineWidth, context.strokeStyle] = [sides[0][0], sides[0][1]];
+    context.stroke(outline);
+  } else {
+    for (const [size, colour, x, y, toX, toY] of sides) {
+      if (!size) continue;
+      [context.lineWidth, context.strokeStyle] = [size, colour];
+      context.beginPath();
+      context.moveTo(box.left + x * box.width, box.top + y * box.height);
+      context.lineTo(box.left + toX * box.width, box.top + toY * box.height);
+      context.stroke();
+    }
+  }
   context.fillStyle = style.color;
-  if (node.classList.contains("masked-high")) context.fillRect(x, y, box.width, 2);
-  if (node.classList.contains("masked-low")) context.fillRect(x, y + box.height - 2, box.width, 2);
-  context.font = node.classList.contains("token") ? TOKEN_FONT : `${style.fontWeight} ${style.fontSize} system-ui, sans-serif`;
-  context.fillText(node.textContent ?? "", x + 1, y + box.height * 0.72);
+  if (node.matches(".masked-high, .key-high")) context.fillRect(box.left, box.top, box.width, 2.5);
+  if (node.matches(".masked-low, .key-low")) context.fillRect(box.left, box.bottom - 2.5, box.width, 2.5);
+  if (style.outlineStyle !== "none" && node.matches(".pinned, .match")) {
+    [context.lineWidth, context.strokeStyle] = [2, style.outlineColor];
+    context.stroke(outline);
+  }
+}
+
+/** From left to right, or hatched. @param {CanvasRenderingContext2D} context @param {Path2D} outline @param {DOMRect} box @param {string} image */
+function paintGradient(context, outline, box, image) {
+  const colours = image.match(COLOUR) ?? [];
+  if (!colours.length) return;
+  context.save();
+  context.clip(outline);
+  if (image.startsWith("repeating")) {
+    [context.lineWidth, context.strokeStyle] = [1, colours[colours.length - 1]];
+    context.beginPath();
+    for (let x = box.left - box.height; x < box.right; x += 5.6) { context.moveTo(x, box.bottom); context.lineTo(x + box.height, box.top); }
+    context.stroke();
+  } else if (image.startsWith("linear")) {
+    const gradient = context.createLinearGradient(box.left, 0, box.right, 0);
+    colours.forEach((colour, i) => gradient.addColorStop(colours.length < 2 ? 0 : i / (colours.length - 1), colour));
+    context.fillStyle = gradient;
+    context.fillRect(box.left, box.top, box.width, box.height);
+  }
+  context.restore();
+}
+
+/** @param {CanvasRenderingContext2D} context @param {HTMLInputElement} node @param {DOMRect} box @param {CSSStyleDeclaration} style */
+function paintInput(context, node, box, style) {
+  if (node.type === "checkbox") write(context, style, node.checked ? "☑" : "☐", box.left, box);
+  else if (node.type !== "range") write(context, style, node.value, box.left + 10, box);
+}
+
+/** A part of a flow. @param {CanvasRenderingContext2D} context @param {SVGElement} node @param {CSSStyleDeclaration} style */
+function paintShape(context, node, style) {
+  context.save();
+  context.globalAlpha *= Number(style.opacity);
+  context.fillStyle = style.fill;
+  if (node instanceof SVGRectElement) {
+    const box = node.getBoundingClientRect();
+    context.fillRect(box.left, box.top, box.width, box.height);
+  } else if (node instanceof SVGPathElement) {
+    const origin = /** @type {SVGSVGElement} */ (node.ownerSVGElement).getBoundingClientRect();
+    context.translate(origin.left, origin.top);
+    context.fill(new Path2D(node.getAttribute("d") ?? ""));
+  } else if (!(node instanceof SVGTitleElement)) for (const child of node.childNodes) paint(context, child);
+  context.restore();
+}
+
+/** Line by line, as the browser broke it. @param {CanvasRenderingContext2D} context @param {Text} node */
+function paintText(context, node) {
+  const parent = node.parentElement;
+  if (!parent || !node.data.trim()) return;
+  const style = getComputedStyle(parent);
+  const colour = parent instanceof SVGElement ? style.fill : style.color;
+  const range = document.createRange();
+  range.selectNodeContents(node);
+  const boxes = range.getClientRects();
+  if (boxes.length === 1) { write(context, style, node.data, boxes[0].left, boxes[0], colour); return; }
+  let from = 0;
+  /** @type {DOMRect | null} */
+  let line = null;
+  for (let i = 0; i <= node.length; i += 1) {
+    range.setStart(node, Math.min(i, node.length));
+    range.setEnd(node, Math.min(i + 1, node.length));
+    const box = i < node.length ? range.getBoundingClientRect() : null;
+    if (box && !box.width && !box.height) continue;
+    if (!line) { line = box; from = i; continue; }
+    if (box && Math.abs(box.top - line.top) < box.height / 2) continue;
+    write(context, style, node.data.slice(from, i), line.left, line, colour);
+    [line, from] = [box, i];
+  }
+}
+
+/** @param {CanvasRenderingContext2D} context @param {CSSStyleDeclaration} style @param {string} text @param {number} left @param {DOMRect} box
+ * @param {string} [colour] */
+function write(context, style, text, left, box, colour = style.color) {
+  context.font = `${style.fontStyle} ${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+  context.letterSpacing = style.letterSpacing === "normal" ? "0px" : style.letterSpacing;
+  context.fillStyle = colour;
+  const { fontBoundingBoxAscent: above, fontBoundingBoxDescent: below } = context.measureText(text);
+  const shown = style.whiteSpace.startsWith("pre") ? text.replace(/\n/g, "") : text.replace(/\s+/g, " ");
+  context.fillText(shown, left, box.top + (box.height - above - below) / 2 + above);
 }

@@ -29,6 +29,7 @@ export class VirtualTable {
       const row = /** @type {HTMLElement} */ (event.target).closest("tr[data-row]");
       if (row) options.onChoose?.(Number(/** @type {HTMLElement} */ (row).dataset.row));
     });
+    this.body.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.key(event));
     new ResizeObserver(perFrame(() => this.draw())).observe(this.root);
   }
 
@@ -62,19 +63,40 @@ export class VirtualTable {
     this.draw();
   }
 
+  /** Rows are reached by arrows, as the tokens are; Enter opens one. @param {KeyboardEvent} event */
+  key(event) {
+    const row = /** @type {HTMLElement} */ (event.target).closest("tr[data-row]");
+    if (!row) return;
+    const number = Number(/** @type {HTMLElement} */ (row).dataset.row);
+    const page = Math.max(1, Math.floor(this.root.clientHeight / this.rowHeight) - 2);
+    const change = /** @type {Record<string, number>} */ ({ ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -this.order.length, End: this.order.length })[event.key];
+    if (change) {
+      const place = Array.prototype.indexOf.call(this.order, number) + change;
+      const next = this.order[Math.min(this.order.length - 1, Math.max(0, place))];
+      this.choose(next);
+      this.body.querySelector(`tr[data-row="${next}"]`)?.focus({ preventScroll: true });
+    } else if (event.key === "Enter" || event.key === " ") this.options.onChoose?.(number);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
   draw() {
+    const focused = this.body.contains(document.activeElement) ? /** @type {HTMLElement} */ (document.activeElement).dataset.row : undefined;
     const first = Math.max(0, Math.floor(this.root.scrollTop / this.rowHeight) - MARGIN);
     const room = Math.ceil(this.root.clientHeight / this.rowHeight) + 2 * MARGIN;
     const last = Math.min(this.order.length, first + room);
     const rows = [];
     for (let place = first; place < last; place += 1) rows.push(this.row(place));
     this.body.replaceChildren(this.spacer(first), ...rows, this.spacer(this.order.length - last));
+    if (!rows.some((row) => row.tabIndex === 0) && rows.length) rows[0].tabIndex = 0;
+    if (focused !== undefined) this.body.querySelector(`tr[data-row="${focused}"]`)?.focus({ preventScroll: true });
   }
 
   /** @param {number} place */
   row(place) {
     const row = this.order[place];
-    const node = element("tr", { "data-row": row, "aria-rowindex": place + 2, "aria-current": row === this.chosen ? "true" : null },
+    const node = element("tr", { "data-row": row, "aria-rowindex": place + 2, "aria-current": row === this.chosen ? "true" : null, tabindex: row === this.chosen ? 0 : -1 },
       ...this.options.columns.map((column) => element("td", { class: column.text ? "text" : "number" }, column.cell(row))));
     node.style.height = `${this.rowHeight}px`;
     return node;

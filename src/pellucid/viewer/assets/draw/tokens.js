@@ -1,14 +1,11 @@
 // The tokens of a record as text. Lines are laid out by width first; only those in sight are in the document.
 
-import { lastAtMost } from "../data/sorted.js";
 import { element, perFrame } from "./dom.js";
+import { LINE, Lines, PADDING } from "./lines.js";
 
-const LINE = 25;
-const GAP = 14; // between two speakers
 const GUTTER = 92;
-const PADDING = 16;
 const OVERSCAN = 8;
-const TOKEN_PADDING = 2;
+const SLICE_MS = 8; // of a frame, for lines that nobody sees yet
 export const TOKEN_FONT = '13.5px ui-monospace, "SF Mono", SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace';
 const ASCII = /^[\x20-\x7e·]*$/;
 
@@ -48,14 +45,8 @@ export class TokenText {
   /** @type {ArrayLike<number>} */
   ids;
 
-  /** @type {Int32Array} the first token of each line, and the number of tokens at the end */
-  starts;
-
-  /** @type {Float64Array} */
-  tops;
-
-  /** @type {Int32Array} the segment of each line */
-  owners;
+  /** @type {Lines} */
+  laid;
 
   /** @param {{onPin(token: number): void, onHover(token: number): void, onScroll?: () => void}} handlers */
   constructor(handlers) {
@@ -73,7 +64,7 @@ export class TokenText {
       if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.tokenAt(event, handlers.onPin); }
     });
     this.observer = new ResizeObserver(perFrame(() => {
-      if (this.record && this.root.clientWidth !== this.laidOutFor) { this.layOut(); this.draw(true); }
+      if (this.record && this.root.clientWidth !== this.laidOutFor) { this.layOut(this.root.scrollTop + this.root.clientHeight); this.draw(true); }
     }));
     this.observer.observe(this.root);
   }
@@ -87,68 +78,44 @@ export class TokenText {
   /** @param {import("../data/run.js").TokenRecord} record @param {import("../data/texts.js").Vocabulary} vocabulary @param {Look} look */
   show(record, vocabulary, look) {
     const isNew = record !== this.record;
+    const isOther = record.step !== this.record?.step || record.record !== this.record.record;
     this.record = record;
     this.vocabulary = vocabulary;
     this.look = look;
     if (isNew) {
+      if (isOther) this.root.scrollTop = 0; // else it is the whole of what was begun
       this.ids = record.column("token_ids") ?? [];
-      this.layOut();
-      this.root.scrollTop = 0;
     }
-    this.draw(true);
+    const { scrollTop, clientHeight } = this.root; // read before anything changes: it takes a layout
+    if (isNew) this.layOut(scrollTop + clientHeight);
+    this.draw(true, scrollTop, clientHeight);
   }
 
-  layOut() {
-    const room = Math.max(160, this.root.clientWidth - GUTTER - 2 * PADDING);
-    this.laidOutFor = this.root.clientWidth;
-    /** @type {number[]} */
-    const starts = [];
-    /** @type {number[]} */
-    const tops = [];
-    /** @type {number[]} */
-    const owners = [];
-    let top = PADDING;
-    const { ids, vocabulary, record } = this;
-    record.segments.forEach(([, start, end], segment) => {
-      if (segment) top += GAP;
-      let used = 0;
-      let lineStart = start;
-      let wordStart = start;
-      let wordUsed = 0;
-      const finish = (/** @type {number} */ upTo) => {
-        starts.push(lineStart); tops.push(top); owners.push(segment);
-        top += LINE;
-        lineStart = upTo;
-      };
-      for (let at = start; at < end; at += 1) {
-        const shown = vocabulary.show(ids, at);
-        const width = Math.min(widthOf(shown) + TOKEN_PADDING, room);
-        const first = shown[0];
-        if (first === "·" || first === "<" || first === "#") { wordStart = at; wordUsed = used; }
-        if (used + width > room && at > lineStart) {
-          // Whole words go to the next line, unless that leaves this one half empty.
-          const breakAt = wordStart > lineStart && wordUsed > room * 0.6 ? wordStart : at;
-          finish(breakAt);
-          used = breakAt === at ? 0 : used - wordUsed;
-          wordUsed = 0;
-        }
-        used += width;
-        if (shown.endsWith("⏎") && at + 1 < end) { finish(at + 1); used = 0; wordStart = at + 1; wordUsed = 0; }
-      }
-      if (lineStart < end) finish(end);
-    });
-    this.starts = Int32Array.from([...starts, record.length]);
-    this.tops = Float64Array.from(tops);
-    this.owners = Int32Array.from(owners);
-    this.height = top + PADDING;
-    this.sheet.style.height = `${this.height}px`;
+  /** @param {number} bottom of what is in sight */
+  layOut(bottom) {
+    const { ids, vocabulary, root } = this;
+    this.laidOutFor = root.clientWidth;
+    const room = Math.max(160, root.clientWidth - GUTTER - 2 * PADDING);
+    this.laid = new Lines(this.record.segments, room, (at) => vocabulary.show(ids, at), widthOf);
+    this.laid.reach({ top: bottom + OVERSCAN * LINE });
+    this.sheet.style.height = `${this.laid.height}px`;
+    if (!this.laid.isDone) setTimeout(() => this.layOutMore(this.laid));
   }
 
-  /** @param {boolean} [again] also the lines that are there already */
-  draw(again = false) {
+  /** The lines further down, a little at a time. @param {Lines} laid */
+  layOutMore(laid) {
+    if (laid !== this.laid) return;
+    laid.reach({ until: performance.now() + SLICE_MS });
+    this.sheet.style.height = `${laid.height}px`;
+    if (!laid.isDone) setTimeout(() => this.layOutMore(laid));
+  }
+
+  /** @param {boolean} [again] also the lines that are there already @param {number} [scrollTop] @param {number} [clientHeight] */
+  draw(again = false, scrollTop = this.root.scrollTop, clientHeight = this.root.clientHeight) {
     if (!this.record) return;
-    const from = Math.max(0, this.lineAtHeight(this.root.scrollTop) - OVERSCAN);
-    const to = Math.min(this.tops.length, this.lineAtHeight(this.root.scrollTop + this.root.clientHeight) + OVERSCAN + 1);
+    const last = this.laid.atHeight(scrollTop + clientHeight + OVERSCAN * LINE);
+    const from = Math.max(0, this.laid.atHeight(scrollTop) - OVERSCAN);
+    const to = Math.min(this.laid.length, last + 1);
     for (const [line, node] of this.lines) {
       if (again || line < from || line >= to) { node.remove(); this.lines.delete(line); }
     }
@@ -165,16 +132,17 @@ export class TokenText {
 
   /** @param {number} line */
   line(line) {
-    const segment = this.owners[line];
+    const { starts, tops, owners } = this.laid;
+    const segment = owners[line];
     const [role, start] = this.record.segments[segment];
-    const isFirst = line === 0 || this.owners[line - 1] !== segment;
+    const isFirst = line === 0 || owners[line - 1] !== segment;
     const node = element("div", { class: "line" });
-    node.style.top = `${this.tops[line]}px`;
+    node.style.top = `${tops[line]}px`;
     const gutter = element("span", { class: `gutter role-${ROLES.has(role) ? role : "other"}` },
-      isFirst ? element("b", {}, role || (this.record.segments.length > 1 ? "no role" : "sequence")) : element("i", {}, String(this.starts[line])));
+      isFirst ? element("b", {}, role || (this.record.segments.length > 1 ? "no role" : "sequence")) : element("i", {}, String(starts[line])));
     if (isFirst) gutter.title = `from token ${start}`;
     node.append(gutter);
-    for (let at = this.starts[line]; at < this.starts[line + 1]; at += 1) node.append(this.token(at));
+    for (let at = starts[line]; at < starts[line + 1]; at += 1) node.append(this.token(at));
     return node;
   }
 
@@ -191,30 +159,26 @@ export class TokenText {
     return node;
   }
 
-  /** @param {number} height */
-  lineAtHeight(height) { return lastAtMost(this.tops, height); }
-
-  /** @param {number} token */
-  lineOf(token) { return lastAtMost(this.starts, token, this.tops.length); }
-
   /** The tokens in sight: [first, last). @returns {[number, number]} */
   window() {
-    const first = this.lineAtHeight(this.root.scrollTop);
-    const last = this.lineAtHeight(this.root.scrollTop + this.root.clientHeight);
-    return [this.starts[first], this.starts[last + 1]];
+    const last = this.laid.atHeight(this.root.scrollTop + this.root.clientHeight);
+    const first = this.laid.atHeight(this.root.scrollTop);
+    return [this.laid.starts[first], this.laid.starts[last + 1]];
   }
 
   /** @param {number} token @param {{focus?: boolean, middle?: boolean}} [options] */
   pin(token, { focus = false, middle = false } = {}) {
+    const isOther = token !== this.pinned;
     this.pinned = token;
     if (token >= 0) this.reveal(token, middle);
-    this.draw(true);
+    if (isOther || token >= 0) this.draw(isOther);
     if (focus) this.sheet.querySelector(".token.pinned")?.focus({ preventScroll: true });
   }
 
   /** @param {number} token @param {boolean} [middle] */
   reveal(token, middle = false) {
-    const top = this.tops[this.lineOf(token)];
+    const top = this.laid.tops[this.laid.of(token)];
+    this.sheet.style.height = `${this.laid.height}px`;
     const { scrollTop, clientHeight } = this.root;
     if (middle || top < scrollTop + LINE || top > scrollTop + clientHeight - 2 * LINE) {
       this.root.scrollTop = Math.max(0, top - clientHeight / 2);

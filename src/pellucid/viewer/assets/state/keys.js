@@ -23,7 +23,7 @@ export const BINDINGS = [
   { keys: ["c"], shown: "c", what: "copy the record as JSON", run: (app) => app.copyRecord() },
   { keys: ["d"], shown: "d", what: "dark or light", run: (app) => app.switchTheme() },
   { keys: ["?"], shown: "?", what: "this help", run: (app) => app.toggleHelp() },
-  { keys: ["Escape"], shown: "Esc", what: "close the help, unpin the token", run: (app) => app.escape() },
+  { keys: ["Escape"], shown: "Esc", what: "close the help, show all steps, unpin the token", run: (app) => app.escape() },
 ];
 
 /** @param {any} app */

@@ -6,9 +6,9 @@
 
 /**
  * @typedef {{view: string, step: number, record: number, token: number, fill: string, scope: string,
- *   masks: boolean, table: boolean, env: string, filter: string, search: string, within: string, sort: string,
+ *   masks: boolean, table: boolean, env: string, rank: number, weights: string, steps: string, filter: string, search: string, within: string, sort: string,
  *   up: boolean, x: string, y: string, brush: string, top: string, kind: string, loss: string, bounds: string,
- *   other: number, curve: string, ids: boolean}} State
+ *   other: number, ids: boolean, more: boolean}} State
  */
 
 /** @type {State} */
@@ -22,6 +22,9 @@ export const DEFAULTS = {
   masks: true,
   table: false, // tokens as a table
   env: "",
+  rank: -1, // all
+  weights: "", // v37: of policy version 37; age1: one step old
+  steps: "", // 40:80, what the run's curves show
   filter: "",
   search: "",
   within: "record", // where a search looks: record, step, run
@@ -35,8 +38,8 @@ export const DEFAULTS = {
   loss: "", // of what-if; empty: the run's own
   bounds: "", // high=0.3,low=0.2
   other: -1, // the step compared with
-  curve: "reward",
   ids: false, // the table per token id instead of records
+  more: false, // histograms of all metrics
 };
 
 /** A change of these is a new place, to which the back button returns. */

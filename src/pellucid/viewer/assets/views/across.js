@@ -4,6 +4,7 @@ import { diff } from "../data/diff.js";
 import { lineChart } from "../draw/chart.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
 import { count, fixed, plural, short } from "../draw/format.js";
+import { saveBar, saveChart } from "../draw/saving.js";
 
 const FOLD = 24; // common tokens in a row that are shown at most
 
@@ -27,7 +28,7 @@ export class AcrossView {
   async update(state, changed) {
     const turn = (this.turn += 1);
     const { run } = this.app;
-    const index = await run.index(state.step);
+    const index = await run.indexWith(state.step, state.record);
     const [env, example] = [index.value("env", state.record), index.value("example", state.record)];
     if (example === null) {
       refill(this.head, element("h2", {}, "Across steps"));
@@ -38,12 +39,14 @@ export class AcrossView {
     if (this.key !== `${env} ${example}` || changed.has("head")) {
       this.key = `${env} ${example}`;
       this.found = [];
-      refill(this.head, element("h2", {}, `Example ${example}`), element("dl", { class: "facts" }, element("div", {}, element("dt", {}, "environment"), element("dd", {}, env ?? "–"))));
+      refill(this.head, element("div", { class: "about" }, element("h2", {}, `Example ${example}`), element("dl", { class: "facts" }, element("div", {}, element("dt", {}, "environment"), element("dd", {}, env ?? "–")))),
+        element("span", { class: "view-tools" }, saveBar("its rollouts", () => this.app.fileName(`example_${example}`), { columns: () => this.columns(), shown: () => this.root })));
       for (const [place, step] of run.steps.entries()) {
-        const other = await run.measured(step);
+        const other = await run.index(step);
+        const records = other.withWord("example", example).filter((/** @type {number} */ record) => other.value("env", record) === env);
+        if (records.length) await run.measured(step);
         if (turn !== this.turn) { this.key = ""; return; }
-        for (const record of other.withWord("example", example)) {
-          if (other.value("env", record) !== env) continue;
+        for (const record of records) {
           this.found.push({ step, record, reward: other.value("reward", record), tokens: other.value("tokens", record), trainable: other.value("trainable", record) });
         }
         if (place % 20 === 0) this.status.textContent = `${count(place + 1)} of ${plural(run.steps.length, "step")} looked through …`;
@@ -51,6 +54,11 @@ export class AcrossView {
       this.drawCharts();
     }
     await this.drawCompare(state);
+  }
+
+  /** A row per rollout. */
+  columns() {
+    return ["step", "record", "reward", "tokens", "trainable"].map((name) => ({ name, values: this.found.map((one) => /** @type {any} */ (one)[name]) }));
   }
 
   drawCharts() {
@@ -65,7 +73,7 @@ export class AcrossView {
     });
     for (const [title, about, values, colour] of /** @type {[string, string, number[], string][]} */ ([["Reward", "mean of its rollouts", mean("reward"), "series-1"], ["Length", "trainable tokens, mean of its rollouts", mean("trainable"), "series-2"]])) {
       const root = element("div", { class: "strip-chart" });
-      this.charts.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, title), element("small", {}, about)), root));
+      this.charts.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, title), element("small", {}, about), saveChart(title, () => this.app.fileName(`${this.key}_${title}`))), root));
       lineChart(root, { height: 150, x: steps, lines: [{ label: title, values, colour }], points: true, sync: "across",
         onClick: (step) => { const one = this.found.find((other) => other.step === step); if (one) this.app.go({ step, record: one.record }); } });
     }

@@ -2,10 +2,12 @@
 
 import { commonPrefix } from "../data/diff.js";
 import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
+import { recordsColumns } from "../data/save.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
 import { count, fixed, plural, short, signed } from "../draw/format.js";
 import { legend } from "../draw/legend.js";
 import { drawStrip } from "../draw/minimap.js";
+import { saveBar } from "../draw/saving.js";
 import { ColourScale } from "../draw/scale.js";
 
 const SHOWN = 360; // tokens of a member after the fold; the rest is in its record
@@ -26,6 +28,7 @@ export class GroupView {
   async update(state) {
     const turn = (this.turn += 1);
     const { run } = this.app;
+    await run.indexWith(state.step, state.record);
     const index = await run.measured(state.step);
     const [name, word] = index.value("group", state.record) !== null ? ["group", index.value("group", state.record)] : ["example", index.value("example", state.record)];
     if (word === null) {
@@ -53,10 +56,12 @@ export class GroupView {
     const known = rewards.filter((reward) => reward !== null);
     const mean = known.length ? known.reduce((sum, reward) => sum + reward, 0) / known.length : null;
     const best = rewards.indexOf(Math.max(...known));
-    refill(this.head, element("h2", {}, `${title[0].toUpperCase()}${title.slice(1)}`),
+    refill(this.head, element("div", { class: "about" }, element("h2", {}, `${title[0].toUpperCase()}${title.slice(1)}`),
       element("dl", { class: "facts" }, ...[["step", String(state.step)], ["environment", index.value("env", state.record) ?? "–"], ["rollouts here", count(records.length)],
         ["mean reward", short(mean)], ["common beginning", plural(shared, "token")], ["example", index.value("example", state.record) ?? "–"]]
-        .map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)))));
+        .map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))))),
+    element("span", { class: "view-tools" }, saveBar("the tokens of this group", () => this.app.fileName(`step_${state.step}_${title}`),
+      { columns: () => recordsColumns(records, this.app.run.vocabulary), shown: () => this.root })));
     refill(this.look, choice("Colour", METRICS.map(({ key, label }) => [key, label]), state.fill, (fill) => this.app.go({ fill })), legend(scale, state.scope),
       element("span", { class: "muted" }, "a bar before a token: where the rollout leaves the best one's text"));
     const longest = Math.max(...records.map(({ length }) => length));

@@ -2,21 +2,29 @@
 
 import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
 import { maskSide } from "../data/reason.js";
+import { recordColumns } from "../data/save.js";
 import { lineChart } from "../draw/chart.js";
-import { choice, element, notice, refill, toggle } from "../draw/dom.js";
+import { afterPaint, choice, element, notice, refill, toggle } from "../draw/dom.js";
+import { extremes } from "../draw/extremes.js";
 import { count, plural, short, signed } from "../draw/format.js";
 import { legend } from "../draw/legend.js";
 import { Minimap } from "../draw/minimap.js";
+import { saveBar } from "../draw/saving.js";
 import { ColourScale } from "../draw/scale.js";
 import { TokenText } from "../draw/tokens.js";
 import { TokenTable } from "./token_table.js";
 import { spokenToken, tokenDetails } from "./token.js";
 
 const CHART_HEIGHT = 118;
+const CHART_POINTS = 4000; // more than there are pixels
+const LOOKS = ["fill", "scope", "masks", "table", "filter", "search", "theme", "env"];
 
 export class RecordView {
   /** @type {import("../data/run.js").TokenRecord} */
   record;
+
+  /** Whether only the first tokens of the record are here yet. */
+  isLead = false;
 
   /** @type {import("../data/metrics.js").Metric} */
   metric;
@@ -60,20 +68,42 @@ export class RecordView {
   /** @param {import("../state/store.js").State} state @param {Set<string>} changed */
   async update(state, changed) {
     const turn = (this.turn += 1);
+    if (this.isLead || this.record?.step !== state.step || this.record.record !== state.record) {
+      if (!await this.open(state, turn)) return;
+    } else {
+      if (LOOKS.some((name) => changed.has(name))) await this.colour(state);
+      if (turn !== this.turn) return;
+      if (changed.has("token")) this.pin(state, false);
+    }
+  }
+
+  /** Shows another record: of a long one the beginning first. @param {import("../state/store.js").State} state @param {number} turn */
+  async open(state, turn) {
     const { run } = this.app;
-    const isNew = !this.record || this.record.step !== state.step || this.record.record !== state.record;
-    if (isNew) {
-      const record = await run.record(state.step, state.record);
-      if (turn !== this.turn) return;
-      this.record = record;
-      this.drawHead();
-      if (!record.index.measures) run.measured(state.step).then(() => { if (turn === this.turn || this.record === record) this.drawHead(); });
+    const isPlain = !state.table && !state.search && !state.filter && state.scope !== "record" && state.token < 0;
+    const lead = isPlain ? await run.lead(state.step, state.record) : null;
+    if (turn !== this.turn) return false;
+    if (lead) {
+      if (!await this.present(lead, state, turn)) return false;
+      await afterPaint();
     }
-    if (isNew || ["fill", "scope", "masks", "table", "filter", "search", "theme", "env"].some((name) => changed.has(name))) {
-      await this.colour(state);
-      if (turn !== this.turn) return;
+    const record = await run.record(state.step, state.record);
+    if (turn !== this.turn || !await this.present(record, state, turn)) return false;
+    if (!record.index.measures) {
+      await afterPaint(); // the server reads the whole step for it
+      run.measured(state.step).then(() => { if (this.record === record) this.drawHead(); });
     }
-    if (isNew || changed.has("token")) this.pin(state, isNew);
+    return true;
+  }
+
+  /** @param {import("../data/run.js").TokenRecord} record @param {import("../state/store.js").State} state @param {number} turn */
+  async present(record, state, turn) {
+    this.record = record;
+    this.isLead = record.length < record.field("tokens");
+    this.drawHead();
+    await this.colour(state);
+    if (turn === this.turn) this.pin(state, true);
+    return turn === this.turn;
   }
 
   drawHead() {
@@ -84,7 +114,7 @@ export class RecordView {
     const numbers = [
       ["reward", short(value("reward"), 4)],
       ["advantage", signed(value("advantage"), 3)],
-      ["tokens", `${count(record.length)}${trainable === null ? "" : `, ${count(trainable)} trainable`}`],
+      ["tokens", `${count(value("tokens"))}${trainable === null ? "" : `, ${count(trainable)} trainable`}`],
       ["mismatch KL", value("kl_mean") === null ? null : `mean ${short(value("kl_mean"))}, max ${short(value("kl_max"))}`],
       ["entropy", value("entropy") === null ? null : `mean ${short(value("entropy"))}`],
       ["masked", value("masked") === null ? null : `${count(value("masked_high") ?? 0)} high, ${count(value("masked_low") ?? 0)} low`],
@@ -98,15 +128,13 @@ export class RecordView {
     refill(this.head,
       element("div", { class: "record-title" },
         element("h2", {}, `Record ${record.record}`, element("small", {}, ` of ${count(index.length)} in step ${record.step}${value("env") ? ` · ${value("env")}` : ""}`)),
-        element("span", { class: "record-buttons" },
+        element("span", { class: "record-buttons no-picture" },
           element("button", { type: "button", title: "previous record (k)", "aria-label": "previous record", onclick: () => app.moveRecord(-1) }, "‹"),
           element("button", { type: "button", title: "next record (j)", "aria-label": "next record", onclick: () => app.moveRecord(1) }, "›"),
           value("group") === null ? null : element("button", { type: "button", title: "all rollouts of this example (g)", onclick: () => app.go({ view: "group" }) }, "group"),
           value("example") === null ? null : element("button", { type: "button", title: "the same example in other steps", onclick: () => app.go({ view: "across" }) }, "across steps"),
-          element("button", { type: "button", title: "copy as JSON (c)", onclick: () => app.copyRecord() }, "copy JSON"),
-          element("button", { type: "button", title: "tokens as CSV", onclick: () => app.saveTokens("csv") }, "CSV"),
-          element("button", { type: "button", title: "tokens as Parquet", onclick: () => app.saveTokens("parquet") }, "Parquet"),
-          element("button", { type: "button", title: "what is in sight as a picture", onclick: () => app.savePicture() }, "PNG"))),
+          saveBar("this record", () => app.fileName(`step_${record.step}_record_${record.record}`), { columns: async () => recordColumns(await app.run.record(record.step, record.record), app.run.vocabulary), shown: () => this.root },
+            element("button", { type: "button", title: "copy as JSON (c)", onclick: () => app.copyRecord() }, "copy JSON")))),
       element("dl", { class: "facts" }, ...numbers.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(text))))),
       element("p", { class: "ids" }, ...ids.map(([name, text]) => element("span", {}, `${name} `, element("code", {}, String(text))))));
   }
@@ -138,7 +166,7 @@ export class RecordView {
     } else this.text.show(record, app.run.vocabulary, look);
     this.drawLook(state);
     // The text first: what stands above it waits for the next frame.
-    requestAnimationFrame(() => setTimeout(() => { if (this.record === record) this.drawOverview(look); }));
+    if (!this.isLead) afterPaint().then(() => { if (this.record === record) this.drawOverview(look); });
   }
 
   /** @param {import("../state/store.js").State} state */
@@ -159,22 +187,24 @@ export class RecordView {
   /** @param {any} look */
   drawOverview(look) {
     const { record, values } = this;
+    const masked = record.column("is_masked");
     this.minimap.show({
       length: record.length, segments: record.segments, value: (i) => (values ? values[i] : null), colour: look.colour,
-      trains: (i) => record.isTrainable(i), masked: (i) => record.value("is_masked", i) === 1,
+      trains: (i) => record.isTrainable(i), masked: (i) => masked?.[i] === 1,
     });
     if (!this.text.root.hidden) this.minimap.mark(...this.text.window());
     this.chart?.destroy();
     this.chartRoot.replaceChildren();
     this.chart = null;
     if (!values || record.length < 2) return;
-    const shown = Array.from({ length: record.length }, (_, i) => (record.isTrainable(i) ? values[i] : null));
+    const places = extremes(values, (i) => record.isTrainable(i), CHART_POINTS);
     this.chart = lineChart(this.chartRoot, {
-      height: CHART_HEIGHT, x: Array.from({ length: record.length }, (_, i) => i), log: this.metric.kind === "log",
-      lines: [{ label: this.metric.label, values: shown, colour: "line", width: 1.25 }], spans: trainableSpans(record),
+      height: CHART_HEIGHT, x: places, log: this.metric.kind === "log",
+      lines: [{ label: this.metric.label, values: places.map((i) => (record.isTrainable(i) ? values[i] : NaN)), colour: "line", width: 1.25 }],
+      spans: trainableSpans(record),
       points: record.length < 200, marker: () => this.app.store.state.token,
       onClick: (token) => this.app.go({ token }),
-      onHover: (index) => { if (index !== null) this.hover(index); },
+      onHover: (index) => { if (index !== null) this.hover(places[index]); },
     });
   }
 

@@ -15,23 +15,23 @@ export class RecordsTable {
       onChoose: (record) => app.go({ view: "record", record, token: -1 }),
       onSort: (sort, up) => app.go({ sort, up }),
       columns: [
-        { key: "record", label: "#", width: "52px", cell: (row) => String(row) },
-        { key: "hits", label: "hits", width: "58px", title: "tokens that filter and brushes select", cell: (row) => (this.hits ? count(this.hits[row]) : "–") },
-        { key: "env", label: "environment", width: "118px", text: true, cell: text("env") },
+        { key: "record", label: "#", width: "48px", cell: (row) => String(row) },
+        { key: "hits", label: "hits", width: "50px", title: "tokens that filter and brushes select", cell: (row) => (this.hits ? count(this.hits[row]) : "–") },
+        { key: "env", label: "environment", width: "104px", text: true, cell: text("env") },
         { key: "group", label: "group", width: "74px", text: true, cell: text("group") },
         { key: "reward", label: "reward", width: "66px", cell: number("reward", (value) => fixed(value, 3)) },
         { key: "advantage", label: "adv.", width: "66px", cell: number("advantage", (value) => signed(value, 3)) },
         { key: "tokens", label: "tokens", width: "68px", cell: number("tokens", count) },
-        { key: "trainable", label: "trainable", width: "78px", cell: number("trainable", count) },
+        { key: "trainable", label: "trainable", width: "74px", cell: number("trainable", count) },
         { key: "spark", label: "KL along it", width: "112px", sortable: false, text: true, cell: (row) => spark(this.index.spark(row)) },
         { key: "kl_mean", label: "KL mean", width: "76px", cell: number("kl_mean", short) },
         { key: "kl_max", label: "KL max", width: "76px", cell: number("kl_max", short) },
         { key: "entropy", label: "entropy", width: "72px", cell: number("entropy", short) },
-        { key: "masked", label: "masked", width: "70px", title: "share of trainable tokens out of the trust region", cell: (row) => {
+        { key: "masked", label: "masked", width: "66px", title: "share of trainable tokens out of the trust region", cell: (row) => {
           const [masked, trainable] = [this.index.value("masked", row), this.index.value("trainable", row)];
           return masked === null || !trainable ? "–" : percent(masked / trainable);
         } },
-        { key: "loss", label: "loss", width: "80px", title: "sum of its token losses", cell: number("loss", (value) => signed(value, 4)) },
+        { key: "loss", label: "loss", width: "74px", title: "sum of its token losses", cell: number("loss", (value) => signed(value, 4)) },
         { key: "stop", label: "ended by", width: "76px", text: true, cell: text("stop") },
       ],
     });

@@ -1,71 +1,111 @@
-// The whole run: what happened over its steps, and where its tokens went. A click on a step opens it; a brush
-// over steps looks closer.
+// The whole run: what happened over its steps, and where its tokens went. A click on a curve opens the step; a
+// brush looks closer, in all curves.
 
+import { isSliced } from "../data/points.js";
+import { parseRange, stripsOf } from "../data/strips.js";
 import { lineChart } from "../draw/chart.js";
-import { element, notice, refill } from "../draw/dom.js";
+import { afterPaint, element, notice, refill } from "../draw/dom.js";
 import { compact, count, percent, plural, short } from "../draw/format.js";
 import { sankey } from "../draw/sankey.js";
-
-/**
- * @typedef {{title: string, about: string, log?: boolean, percent?: boolean, lines: (context: any) => any[]}} Strip
- */
-
-/** @type {Strip[]} */
-const STRIPS = [
-  { title: "Reward", about: "mean over rollouts", lines: ({ series, points, envs, env }) => (series(`reward/${env || "all"}`)
-    ? [{ label: env || "all", values: series(`reward/${env || "all"}`), colour: "series-1", width: 2 },
-      ...(env || envs.length < 2 ? [] : envs.map((/** @type {string} */ name, /** @type {number} */ i) => ({ label: name, values: series(`reward/${name}`), colour: `series-${(i % 5) + 2}`, width: 1 })))]
-    : [{ label: "exported records", values: points("reward"), colour: "series-1", width: 2 }]) },
-  { title: "Mismatch KL", about: "trainer against inference, trainable tokens", log: true, lines: ({ points }) => [
-    { label: "max", values: points("kl_max"), colour: "series-6", width: 1 }, { label: "p99", values: points("kl_p99"), colour: "series-2", width: 1.25 },
-    { label: "mean", values: points("kl_mean"), colour: "series-1", width: 2 }] },
-  { title: "Entropy", about: "mean, trainable tokens", lines: ({ points }) => [{ label: "entropy", values: points("entropy"), colour: "series-1" }] },
-  { title: "Masked", percent: true, about: "share of trainable tokens outside the trust region", lines: ({ points }) => [
-    { label: "high", values: points("masked_high"), colour: "series-2" }, { label: "low", values: points("masked_low"), colour: "series-3" }] },
-  { title: "Cut by length", percent: true, about: "share of exported records", lines: ({ points }) => [{ label: "cut", values: points("truncated"), colour: "series-1" }] },
-  { title: "Groups without signal", about: "all rewards equal: advantage 0, not trained", lines: ({ series }) => [{ label: "groups", values: series("zero_advantage_groups/all"), colour: "series-5" }] },
-  { title: "Staleness", about: "steps between sampling and training", lines: ({ series, env }) => [
-    { label: "max", values: series(`off_policy_level/${env || "all"}/max`), colour: "series-6", width: 1 }, { label: "mean", values: series(`off_policy_level/${env || "all"}/mean`), colour: "series-1" }] },
-  { title: "Loss", about: "as optimised", lines: ({ series }) => [{ label: "loss", values: series("loss"), colour: "series-4" }] },
-];
+import { saveBar, saveChart } from "../draw/saving.js";
 
 export class RunView {
+  /** @type {import("../state/store.js").State} */
+  state;
+
+  /** @type {number[]} */
+  steps = [];
+
+  /** @type {import("../data/strips.js").Strip[]} */
+  drawn = [];
+
+  drawnFor = "";
+
+  /** @type {any[]} */
+  charts = [];
+
   /** @param {any} app */
   constructor(app) {
     this.app = app;
-    this.head = element("header", { class: "step-head" });
+    this.about = element("div", { class: "about" });
+    this.range = new StepRange((low, high) => this.show(low, high), () => this.showAll());
+    this.head = element("header", { class: "step-head" }, this.about, element("span", { class: "view-tools" }, this.range.root,
+      saveBar("these curves", () => app.fileName(this.shown ? `run_steps_${this.shown[0]}-${this.shown[1]}` : "run"), { columns: () => this.columns(), shown: () => this.root })));
     this.ledger = element("div", { class: "card ledger" });
     this.strips = element("div", { class: "strips" });
     this.root = element("section", { class: "view run-view", "aria-label": "Run" }, this.head, this.ledger, this.strips);
     new ResizeObserver(() => this.drawLedger()).observe(this.ledger);
+    this.isDragging = false;
+    this.strips.addEventListener("pointerdown", () => { this.isDragging = true; });
+    window.addEventListener("pointerup", () => { this.isDragging = false; });
+    this.turn = 0;
   }
 
-  /** @param {import("../state/store.js").State} state */
-  async update(state) {
-    this.env = state.env;
-    this.drawHead();
+  /** @param {import("../state/store.js").State} state @param {Set<string>} [changed] */
+  async update(state, changed) {
+    if (this.isDragging && changed?.has("head")) return; // a new step does not take the curve from under the pointer
+    const turn = (this.turn += 1);
+    const { run } = this.app;
+    const points = await run.points.over(run.head, state);
+    if (turn !== this.turn) return;
+    this.state = state;
+    const { steps, strips } = stripsOf(run.head, run.envs, state, points);
+    this.steps = steps;
+    this.drawn = strips;
+    const asked = parseRange(state.steps);
+    this.shown = asked && steps.some((step) => step >= asked[0] && step <= asked[1]) ? asked : null;
+    this.drawHead(points);
     this.drawLedger();
     this.drawStrips();
   }
 
-  drawHead() {
-    const { head } = this.app.run;
-    const points = head.steps.map((/** @type {any} */ summary) => summary.points[this.env || "all"]).filter(Boolean);
-    const sum = (/** @type {string} */ name) => points.reduce((/** @type {number} */ total, /** @type {any} */ point) => total + point[name], 0);
-    const facts = [["steps", `${count(head.steps.length)}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
+  /** Looks closer at some steps. @param {number} low @param {number} high */
+  show(low, high) {
+    const [from, to] = [Math.max(Math.ceil(low), this.steps[0]), Math.min(Math.floor(high), this.steps[this.steps.length - 1])];
+    const inside = this.steps.filter((step) => step >= from && step <= to);
+    if (inside.length < 2) { this.update(this.state); this.app.say("A range has at least two steps"); return; }
+    this.app.go({ steps: from === this.steps[0] && to === this.steps[this.steps.length - 1] ? "" : `${from}:${to}` });
+    this.app.say(`Steps ${from} to ${to}`);
+  }
+
+  /** @returns {boolean} whether there was anything to go back from */
+  showAll() {
+    if (!this.app.store.state.steps) return false;
+    this.app.go({ steps: "" });
+    this.app.say("All steps");
+    return true;
+  }
+
+  /** @param {any[]} points */
+  drawHead(points) {
+    const { app, state, shown } = this;
+    const { head } = app.run;
+    const inside = points.filter((point, i) => point && (!shown || (head.steps[i].step >= shown[0] && head.steps[i].step <= shown[1])));
+    const sum = (/** @type {string} */ name) => inside.reduce((total, point) => total + point[name], 0);
+    const facts = [["steps", `${count(inside.length)}${inside.length < head.steps.length ? ` of ${count(head.steps.length)}` : ""}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
       ["records", count(sum("records"))], ["tokens", `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable`],
-      ["environments", this.env || this.app.run.envs.join(", ")]];
+      ["environments", state.env || app.run.envs.join(", ")]];
     if (head.loss) facts.push(["loss", head.loss.type]);
-    refill(this.head, element("h2", {}, head.name), element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)))),
-      head.pending ? element("span", { class: "muted", role: "status" }, `reading ${plural(head.pending, "more step")} …`) : null);
+    this.range.show(this.steps, shown);
+    refill(this.about, element("h2", {}, head.name), element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)))),
+      head.pending ? element("span", { class: "muted", role: "status" }, `reading ${plural(head.pending, "more step")} …`) : null,
+      isSliced(state) ? element("span", { class: "muted" }, "Only what exported records say: the run's own metrics and its ledger are not kept by rank or weights.") : null);
+  }
+
+  /** What the curves show, a row per step. */
+  columns() {
+    const rows = this.steps.map((_, i) => i).filter((i) => !this.shown || (this.steps[i] >= this.shown[0] && this.steps[i] <= this.shown[1]));
+    return [{ name: "step", values: rows.map((i) => this.steps[i]) },
+      ...this.drawn.flatMap(({ lines }) => lines.map(({ name, values }) => ({ name, values: rows.map((i) => values[i]) })))];
   }
 
   drawLedger() {
     const { ledger } = this.app.run.head;
-    this.ledger.hidden = !ledger;
-    if (!ledger) return;
+    this.ledger.hidden = !ledger || !this.state || isSliced(this.state);
+    if (this.ledger.hidden) return;
     if (ledger.error) { refill(this.ledger, notice("error", "The ledger cannot be read", ledger.error)); return; }
-    const accounts = ledger.accounts.filter((/** @type {any} */ account) => !this.env || account.env === this.env);
+    const { env } = this.state;
+    const accounts = ledger.accounts.filter((/** @type {any} */ account) => !env || account.env === env);
     /** @type {Record<string, number>} */
     const states = {};
     let sampled = 0;
@@ -75,54 +115,78 @@ export class RunView {
       context += account.beside.context ?? 0;
       for (const [state, tokens] of Object.entries(account.states)) states[state] = (states[state] ?? 0) + Number(tokens);
     }
-    const width = Math.max(560, this.ledger.clientWidth - 30);
-    if (this.drawnFor === `${width} ${sampled} ${JSON.stringify(states)} ${document.documentElement.dataset.theme}`) return;
-    this.drawnFor = `${width} ${sampled} ${JSON.stringify(states)} ${document.documentElement.dataset.theme}`;
-    refill(this.ledger, element("header", {}, element("h3", {}, "Where every sampled token went"),
+    const width = Math.max(760, this.ledger.clientWidth - 30);
+    const key = `${width} ${Boolean(this.shown)} ${sampled} ${JSON.stringify(states)} ${document.documentElement.dataset.theme}`;
+    if (this.drawnFor === key) return;
+    this.drawnFor = key;
+    refill(this.ledger, element("header", {}, element("h3", {}, `Where every sampled token went${this.shown ? ", over all steps" : ""}`),
       element("small", { class: ledger.balanced ? "good" : "bad" }, ...ledger.verdict.map((/** @type {string} */ line) => element("span", {}, `${ledger.balanced ? "✓ " : "✗ "}${line}`))),
-      context ? element("small", {}, `${compact(context)} context tokens beside them`) : null),
+      context ? element("small", {}, `${compact(context)} context tokens beside them`) : null, saveChart("the flow", () => this.app.fileName("ledger"))),
     element("div", { class: "flow-frame", tabindex: 0, role: "region", "aria-label": "ledger" }, sankey(states, sampled, width, (state) => this.app.go({ view: "worst", kind: state === "masked" ? "masked" : "all" }))));
   }
 
   drawStrips() {
-    const { head } = this.app.run;
-    const steps = head.steps.map((/** @type {any} */ summary) => summary.step);
-    const metrics = head.metrics;
-    const names = Object.keys(metrics);
-    const all = [...new Set([...steps, ...names.flatMap((name) => (name.startsWith("reward/") ? metrics[name].map((/** @type {number[]} */ [step]) => step) : []))])].sort((a, b) => a - b);
-    const place = new Map(all.map((step, i) => [step, i]));
-    const series = (/** @type {string} */ name) => {
-      if (!metrics[name]) return null;
-      const values = new Array(all.length).fill(null);
-      for (const [step, value] of metrics[name]) if (place.has(step)) values[/** @type {number} */ (place.get(step))] = value;
-      return values;
-    };
-    const points = (/** @type {string} */ name) => {
-      const values = new Array(all.length).fill(null);
-      for (const summary of head.steps) values[/** @type {number} */ (place.get(summary.step))] = summary.points[this.env || "all"]?.[name] ?? null;
-      return values;
-    };
-    const context = { series, points, envs: this.app.run.envs, env: this.env };
+    const focused = [...this.strips.children].findIndex((card) => card.querySelector(".strip-chart") === document.activeElement);
+    for (const chart of this.charts) chart.destroy();
+    this.charts = [];
     this.strips.replaceChildren();
-    if (!all.length) { this.strips.append(notice("empty", "No step has been read yet")); return; }
-    for (const strip of STRIPS) {
-      const lines = strip.lines(context).filter(({ values }) => values && values.some((/** @type {any} */ value) => value !== null));
-      if (!lines.length) continue;
-      const value = element("span", { class: "strip-value" });
-      const root = element("div", { class: "strip-chart" });
-      this.strips.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, strip.title), element("small", {}, strip.about), value), root));
-      const last = lines.map(({ values }) => values.findLastIndex((/** @type {any} */ v) => v !== null));
-      const tell = (/** @type {number | null} */ at) => refill(value, ...lines.map((line, i) => {
-        const index = at ?? last[i];
-        const swatch = element("i", { class: "swatch" });
-        swatch.style.background = `var(--${line.colour})`;
-        const text = strip.percent ? percent(line.values[index]) : short(line.values[index]);
-        return element("span", {}, swatch, `${lines.length > 1 ? `${line.label} ` : ""}${text}`);
-      }), at === null ? null : element("span", { class: "muted" }, `step ${all[at]}`));
-      tell(null);
-      lineChart(root, { height: 136, x: all, lines, log: strip.log, percent: strip.percent, sync: "run", points: all.length < 3, onHover: tell,
-        onClick: (step) => this.app.go({ view: "step", step: this.app.run.nearestStep(step) }),
-        onBrush: (low, high) => this.app.go({ view: "step", step: this.app.run.nearestStep(Math.round((low + high) / 2)) }) });
+    if (!this.drawn.length) {
+      this.strips.append(isSliced(this.state) ? notice("empty", "No such records", "No step has records of this rank and these weights.") : notice("empty", "No step has been read yet"));
+      return;
     }
+    const strips = this.drawn.map((strip) => this.addStrip(strip));
+    const boxes = strips.map(({ root }) => root.getBoundingClientRect()); // of all at once: it takes a layout
+    const draw = (/** @type {(top: number) => boolean} */ isMeant) => strips.forEach((strip, i) => {
+      if (isMeant(boxes[i].top)) this.charts.push(strip.chart(boxes[i].width));
+    });
+    const { turn } = this;
+    draw((top) => top < innerHeight);
+    this.strips.children[focused]?.querySelector(".strip-chart")?.focus({ preventScroll: true });
+    afterPaint().then(() => { if (turn === this.turn) draw((top) => top >= innerHeight); });
+  }
+
+  /** A card, and what draws the chart in it. @param {import("../data/strips.js").Strip} strip @returns {{root: HTMLElement, chart: (width: number) => any}} */
+  addStrip({ title, about, lines, log, percent: isShare }) {
+    const { app, steps, shown } = this;
+    const value = element("span", { class: "strip-value" });
+    const root = element("div", { class: "strip-chart" });
+    this.strips.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, title), element("small", {}, about), saveChart(title, () => app.fileName(`run_${title}`)), value), root));
+    const end = shown ? steps.findLastIndex((step) => step <= shown[1]) : steps.length - 1;
+    const last = lines.map(({ values }) => values.findLastIndex((one, i) => one !== null && i <= end));
+    const tell = (/** @type {number | null} */ at) => refill(value, ...lines.map((line, i) => {
+      const swatch = element("i", { class: "swatch" });
+      swatch.style.background = `var(--${line.colour})`;
+      const number = line.values[at ?? last[i]];
+      return element("span", {}, swatch, `${lines.length > 1 ? `${line.label} ` : ""}${isShare ? percent(number) : short(number)}`);
+    }), at === null ? null : element("span", { class: "muted" }, `step ${steps[at]}`));
+    tell(null);
+    const chart = (/** @type {number} */ width) => lineChart(root, { height: 136, width, x: steps, lines, log, percent: isShare, sync: "run", points: steps.length < 3, range: shown, onHover: tell,
+      label: `${title} over steps`,
+      onClick: (step) => app.go({ view: "step", step: app.run.nearestStep(step) }),
+      onBrush: (low, high) => this.show(low, high),
+      onReset: shown ? () => this.showAll() : undefined });
+    return { root, chart };
+  }
+}
+
+/** From which step to which: what a brush sets, and what can be typed. */
+class StepRange {
+  /** @param {(low: number, high: number) => void} onChange @param {() => void} onReset */
+  constructor(onChange, onReset) {
+    const change = () => onChange(Number(this.low.value), Number(this.high.value));
+    this.low = element("input", { type: "number", "aria-label": "first step shown", onchange: change });
+    this.high = element("input", { type: "number", "aria-label": "last step shown", onchange: change });
+    this.all = element("button", { type: "button", title: "all steps (Esc, or a double click on a curve)", onclick: onReset }, "all steps");
+    this.root = element("span", { class: "step-range", title: "drag over a curve to look closer" }, "steps", this.low, "to", this.high, this.all);
+  }
+
+  /** @param {number[]} steps @param {[number, number] | null | undefined} shown */
+  show(steps, shown) {
+    this.root.hidden = steps.length < 2;
+    const [first, last] = [steps[0], steps[steps.length - 1]];
+    for (const input of [this.low, this.high]) { input.min = String(first); input.max = String(last); }
+    this.low.value = String(shown ? shown[0] : first);
+    this.high.value = String(shown ? shown[1] : last);
+    this.all.hidden = !shown;
   }
 }

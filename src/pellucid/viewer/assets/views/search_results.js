@@ -47,10 +47,14 @@ export class SearchResults {
     this.list.replaceChildren();
     let total = 0;
     let records = 0;
-    const steps = state.within === "run" ? run.steps : [state.step];
+    const known = state.within === "run" && query.kind === "ids" ? await this.app.source.query({ ask: "find", ids: [...new Set(query.ids)] }) : null;
+    if (turn !== this.turn) return;
+    const steps = known ? [...new Set(known.map((/** @type {number[]} */ [step]) => step))] : state.within === "run" ? run.steps : [state.step];
+    if (!steps.length) this.status.textContent = "0 hits in 0 records";
     for (const [place, step] of steps.entries()) {
       const index = await run.index(step);
-      const numbers = state.within === "record" ? [state.record] : Array.from({ length: index.length }, (_, i) => i);
+      const numbers = known ? known.filter((/** @type {number[]} */ [own]) => own === step).map((/** @type {number[]} */ [, record]) => record)
+        : state.within === "record" ? [state.record] : Array.from({ length: index.length }, (_, i) => i);
       for (const number of numbers) {
         const record = await run.record(step, number);
         if (turn !== this.turn) return;
@@ -62,7 +66,7 @@ export class SearchResults {
           total += 1;
         }
       }
-      const where = steps.length > 1 ? ` · ${count(place + 1)} of ${count(steps.length)} steps searched` : "";
+      const where = steps.length > 1 && !known ? ` · ${count(place + 1)} of ${count(steps.length)} steps searched` : "";
       this.status.textContent = `${plural(total, "hit")} in ${plural(records, "record")}${total > SHOWN ? `, the first ${SHOWN} below` : ""}${where}`;
     }
   }

@@ -2,30 +2,37 @@
 // per position, and the same per environment. Ranges that are brushed select tokens, and with them records.
 
 import { METRICS, RATIO, metricOf, valuesOf } from "../data/metrics.js";
-import { saveColumns, selectionColumns } from "../data/save.js";
+import { versionIn } from "../data/points.js";
+import { chosenTokens, selectionColumns } from "../data/save.js";
 import { parseBrushes, select, serialiseBrushes } from "../data/select.js";
 import { lineChart } from "../draw/chart.js";
 import { choice, element, notice, refill, toggle } from "../draw/dom.js";
 import { compact, count, percent, plural, short, signed } from "../draw/format.js";
 import { Histogram, binned } from "../draw/histogram.js";
+import { saveBar, saveChart } from "../draw/saving.js";
 import { domainOf } from "../draw/scale.js";
 import { Scatter } from "../draw/scatter.js";
 import { IdsTable } from "./ids_table.js";
 import { RecordsTable } from "./records_table.js";
 
 const HISTOGRAMS = ["kl", "ratio", "entropy", "surprise", "delta", "adv", "loss"];
+const MORE = ["logratio", "reward", "stale"];
 const POSITIONS = 160;
 
 export class StepView {
   /** @type {import("../data/run.js").StepTokens} */
   all;
 
+  /** @type {Uint8Array} 1 for each token that filters and brushes select */
+  chosen;
+
   /** @param {any} app */
   constructor(app) {
     this.app = app;
     this.head = element("header", { class: "step-head" });
-    this.histograms = new Map(HISTOGRAMS.map((key) => [key, new Histogram(metricOf(key),
+    this.histograms = new Map([...HISTOGRAMS, ...MORE].map((key) => [key, new Histogram(metricOf(key),
       (low, high) => this.brush(key, low, high), () => this.brush(key))]));
+    for (const { title, metric } of this.histograms.values()) title.append(saveChart(metric.label, () => this.fileName(metric.key)));
     this.rowOfHistograms = element("div", { class: "histograms" }, ...[...this.histograms.values()].map(({ root }) => root));
     this.records = new RecordsTable(app);
     this.ids = new IdsTable(app);
@@ -44,6 +51,9 @@ export class StepView {
     this.turn = 0;
   }
 
+  /** @param {string} what */
+  fileName(what) { return this.app.fileName(`step_${this.app.state.step}_${what}`); }
+
   /** @param {string} key @param {number} [low] @param {number} [high] */
   brush(key, low, high) {
     const others = parseBrushes(this.app.state.brush).filter(({ metric }) => metric !== key);
@@ -59,7 +69,7 @@ export class StepView {
     const { run } = this.app;
     const index = await run.index(state.step);
     if (turn !== this.turn) return;
-    this.drawHead(index);
+    this.drawHead(index, this.all?.step === state.step);
     if (this.all?.step !== state.step) {
       this.drawFirst(index, state);
       await run.measured(state.step);
@@ -70,22 +80,23 @@ export class StepView {
     if (turn !== this.turn) return;
     this.all = all;
     this.draw(state);
+    this.drawHead(index, true);
   }
 
   /** What the index alone tells: at once, before any token is read. @param {any} index @param {import("../state/store.js").State} state */
   drawFirst(index, state) {
     for (const [key, histogram] of this.histograms) {
-      const bins = index.summary.histograms[metricOf(key).column];
+      const bins = key === "stale" || !isShown(key, state) ? null : index.summary.histograms[metricOf(key).column];
       histogram.root.hidden = !bins;
       if (bins) histogram.show(key === "surprise" ? mirrored(bins) : bins);
     }
-    const records = Array.from({ length: index.length }, (_, i) => i).filter((i) => !state.env || index.value("env", i) === state.env);
+    const records = Array.from({ length: index.length }, (_, i) => i).filter((i) => isMeant(index, i, state));
     this.ids.root.hidden = true;
     this.records.show(index, records, null, state);
   }
 
-  /** @param {any} index */
-  drawHead(index) {
+  /** @param {any} index @param {boolean} isRead whether the tokens are there, and can be saved */
+  drawHead(index, isRead) {
     const point = index.summary.points.all;
     const metrics = this.app.run.head.metrics;
     const at = (/** @type {string} */ name) => metrics[name]?.find((/** @type {number[]} */ [step]) => step === index.step)?.[1];
@@ -96,8 +107,10 @@ export class StepView {
       ["masked", point.masked_high === null ? null : `${percent(point.masked_high)} high, ${percent(point.masked_low)} low`],
       ["cut by length", point.truncated === null ? null : percent(point.truncated)],
       ["loss", at("loss") === undefined ? null : signed(at("loss"), 6)]].filter(([, text]) => text);
-    this.head.replaceChildren(element("h2", {}, `Step ${index.step}`),
-      element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)))));
+    this.head.replaceChildren(element("div", { class: "about" }, element("h2", {}, `Step ${index.step}`),
+      element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))))),
+    element("span", { class: "view-tools", hidden: !isRead }, toggle("all histograms", this.app.state.more, (more) => this.app.go({ more }), `also ${MORE.map((key) => metricOf(key).label).join(", ")}`), saveBar("the selected tokens", () => this.fileName("selection"), {
+      columns: () => selectionColumns(this.all, chosenTokens(this.chosen), this.app.run.vocabulary), shown: () => this.root })));
   }
 
   /** @param {import("../state/store.js").State} state */
@@ -105,10 +118,11 @@ export class StepView {
     const { all, app } = this;
     const vocabulary = app.run.vocabulary;
     const chosen = select(all, vocabulary, state);
+    this.chosen = chosen.tokens;
     const brushes = new Map(parseBrushes(state.brush).map(({ metric, low, high }) => [metric, /** @type {[number, number]} */ ([low, high])]));
     for (const [key, histogram] of this.histograms) {
       const metric = metricOf(key);
-      const values = valuesOf(all, metric);
+      const values = isShown(key, state) ? valuesOf(all, metric) : null;
       histogram.root.hidden = !values;
       if (!values) continue;
       const bins = binned(values, (i) => all.isTrainable(i), metric.kind === "log");
@@ -120,9 +134,7 @@ export class StepView {
     refill(this.tableBar, element("h3", {}, state.ids ? "Tokens by id" : "Records"),
       element("small", {}, chosen.isAll ? plural(records.length, "record") : `${plural(chosen.count, "token")} in ${count(records.length)} of ${plural(all.index.length, "record")}`),
       toggle("by token id", state.ids, (ids) => app.go({ ids, sort: "" })),
-      ...["csv", "parquet"].map((kind) => element("button", { type: "button", title: "these tokens as a file",
-        onclick: () => saveColumns(`step_${state.step}_selection`, /** @type {any} */ (kind), selectionColumns(all, chosen.tokens, vocabulary)) }, kind === "csv" ? "CSV" : "Parquet")),
-      chosen.isAll ? null : element("button", { type: "button", onclick: () => app.go({ brush: "", filter: "", env: "" }) }, "clear selection"));
+      chosen.isAll ? null : element("button", { type: "button", onclick: () => app.go({ brush: "", filter: "", env: "", rank: -1, weights: "" }) }, "clear selection"));
     this.records.root.hidden = state.ids;
     this.ids.root.hidden = !state.ids;
     if (state.ids) this.ids.show(all, chosen.tokens, state);
@@ -136,9 +148,8 @@ export class StepView {
   drawScatter(state, chosen) {
     const choices = /** @type {[string, string][]} */ ([...METRICS, RATIO].map(({ key, label }) => [key, label]));
     this.scatterBar.replaceChildren(element("h3", {}, "Scatter"), choice("y", choices, state.y, (y) => this.app.go({ y })),
-      choice("x", choices, state.x, (x) => this.app.go({ x })));
-    const tokens = [];
-    for (let i = 0; i < chosen.length; i += 1) if (chosen[i]) tokens.push(i);
+      choice("x", choices, state.x, (x) => this.app.go({ x })), saveChart("the scatter", () => this.fileName(`${state.y}_over_${state.x}`)));
+    const tokens = chosenTokens(chosen);
     const axis = (/** @type {string} */ key) => {
       const metric = metricOf(key);
       const values = valuesOf(this.all, metric);
@@ -152,7 +163,7 @@ export class StepView {
     const metric = metricOf(state.fill);
     const values = valuesOf(this.all, metric);
     this.positionBar.replaceChildren(element("h3", {}, "Mean per position"),
-      choice("of", METRICS.map(({ key, label }) => [key, label]), state.fill, (fill) => this.app.go({ fill })));
+      choice("of", METRICS.map(({ key, label }) => [key, label]), state.fill, (fill) => this.app.go({ fill })), saveChart("the mean per position", () => this.fileName(`${metric.key}_per_position`)));
     this.positionRoot.replaceChildren();
     if (!values) { this.positionRoot.append(notice("empty", `${metric.label} is not recorded`)); return; }
     const { x, means } = meanPerPosition(this.all, values, chosen);
@@ -168,7 +179,7 @@ export class StepView {
     if (names.length < 2) return;
     const metric = valuesOf(all, metricOf("kl"));
     const envs = all.index.column("env");
-    this.envs.replaceChildren(element("header", {}, element("h3", {}, "Per environment")), element("div", { class: "small-multiples" }, ...names.map((name) => {
+    this.envs.replaceChildren(element("header", {}, element("h3", {}, "Per environment"), saveChart("the environments", () => this.fileName("environments"))), element("div", { class: "small-multiples" }, ...names.map((name) => {
       const code = all.index.words.env.indexOf(name);
       const histogram = new Histogram(metricOf("kl"), (low, high) => this.brush("kl", low, high), () => this.brush("kl"));
       histogram.title.replaceChildren(element("h3", {}, name || "no name"), element("small", {}, `${compact(points[name].trainable)} trainable · reward ${short(points[name].reward)}`));
@@ -178,6 +189,17 @@ export class StepView {
     })));
   }
 }
+
+/** What the index knows of the filters: the weights only once the records are measured. @param {any} index @param {number} record
+ * @param {import("../state/store.js").State} state */
+function isMeant(index, record, { env, rank, weights }) {
+  const version = versionIn(weights, index.step);
+  return (!env || index.value("env", record) === env) && (rank < 0 || index.value("rank", record) === rank)
+    && (version === null || !index.measures || index.value("version_low", record) === version);
+}
+
+/** Also one whose brush is set. @param {string} key @param {import("../state/store.js").State} state */
+const isShown = (key, { more, brush }) => more || HISTOGRAMS.includes(key) || parseBrushes(brush).some(({ metric }) => metric === key);
 
 /** @param {any} bins of log π, as bins of −log π */
 const mirrored = (bins) => ({ ...bins, low: -bins.high, high: -bins.low, counts: [...bins.counts].reverse() });

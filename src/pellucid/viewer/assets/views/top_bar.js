@@ -1,8 +1,10 @@
 // The bar above every view: which view, which step, which environment, search and filter.
 
 import { compileFilter } from "../data/filter.js";
+import { choicesOf } from "../data/points.js";
 import { parseQuery } from "../data/search.js";
 import { byId, element } from "../draw/dom.js";
+import { plural } from "../draw/format.js";
 import { SearchResults } from "./search_results.js";
 
 const TITLES = /** @type {[string, string, string][]} */ ([
@@ -23,6 +25,8 @@ export class TopBar {
     byId("views").replaceChildren(...this.tabs.values());
     this.stepSelect = element("select", { "aria-label": "Step", onchange: () => app.go({ step: Number(this.stepSelect.value) }) });
     this.envSelect = element("select", { "aria-label": "Environment", onchange: () => app.go({ env: this.envSelect.value }) });
+    this.rankSelect = element("select", { "aria-label": "Rank", title: "records of one data rank", onchange: () => app.go({ rank: Number(this.rankSelect.value) }) });
+    this.weightsSelect = element("select", { "aria-label": "Weights", title: "records by the oldest weights that had a part in them", onchange: () => app.go({ weights: this.weightsSelect.value }) });
     this.search = element("input", { type: "search", placeholder: "search text, /regex/, #id", "aria-label": "Search", spellcheck: "false", autocomplete: "off" });
     this.within = element("select", { "aria-label": "Search in", onchange: () => app.go({ within: this.within.value }) },
       ...["record", "step", "run"].map((name) => element("option", { value: name }, `in ${name}`)));
@@ -38,9 +42,9 @@ export class TopBar {
         element("button", { type: "button", "aria-label": "previous step", title: "previous step (h)", onclick: () => app.moveStep(-1) }, "‹"),
         this.stepSelect,
         element("button", { type: "button", "aria-label": "next step", title: "next step (l)", onclick: () => app.moveStep(1) }, "›")),
-      this.envSelect, element("span", { class: "search" }, this.search, this.within), this.filter, this.live,
+      this.envSelect, this.rankSelect, this.weightsSelect, element("span", { class: "search" }, this.search, this.within), this.filter, element("span", { class: "corner" }, this.live,
       element("button", { type: "button", class: "quiet", title: "dark or light (d)", "aria-label": "dark or light", onclick: () => app.switchTheme() }, "◐"),
-      element("button", { type: "button", class: "quiet", title: "keys (?)", "aria-label": "help", onclick: () => app.toggleHelp() }, "?"),
+      element("button", { type: "button", class: "quiet", title: "keys (?)", "aria-label": "help", onclick: () => app.toggleHelp() }, "?")),
       this.fault, this.results.root);
   }
 
@@ -66,10 +70,25 @@ export class TopBar {
     this.fill(this.stepSelect, this.app.run.steps.map((/** @type {number} */ step) => [String(step), `step ${step}`]), String(state.step));
     this.fill(this.envSelect, [["", "all environments"], ...this.app.run.envs.map((/** @type {string} */ env) => [env, env || "no name"])], state.env);
     this.envSelect.hidden = this.app.run.envs.length < 2;
+    this.updateSlices(state);
     this.within.value = state.within;
     if (document.activeElement !== this.search) this.search.value = state.search;
     if (document.activeElement !== this.filter) this.filter.value = state.filter;
     this.results.update(state);
+  }
+
+  /** Rank and weights, where there are several, or one is asked for. @param {import("../state/store.js").State} state */
+  updateSlices({ rank, weights }) {
+    if (this.head !== this.app.run.head) {
+      this.head = this.app.run.head;
+      this.choices = choicesOf(this.head);
+    }
+    const { ranks, versions, ages } = /** @type {ReturnType<typeof choicesOf>} */ (this.choices);
+    this.fill(this.rankSelect, [["-1", "all ranks"], ...ranks.map((one) => /** @type {[string, string]} */ ([String(one), `rank ${one}`]))], String(rank));
+    this.rankSelect.hidden = ranks.length < 2 && rank < 0;
+    this.fill(this.weightsSelect, [["", "all weights"], ...ages.map((age) => /** @type {[string, string]} */ ([`age${age}`, age ? `${plural(age, "step")} old` : "of this step"])),
+      ...versions.map((version) => /** @type {[string, string]} */ ([`v${version}`, `version ${version}`]))], weights);
+    this.weightsSelect.hidden = versions.length < 2 && !weights;
   }
 
   /** @param {HTMLSelectElement} select @param {[string, string][]} choices @param {string} value */

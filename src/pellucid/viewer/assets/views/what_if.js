@@ -2,11 +2,14 @@
 // beside what was recorded.
 
 import { metricOf, valuesOf } from "../data/metrics.js";
+import { selectionColumns } from "../data/save.js";
+import { select } from "../data/select.js";
 import { LOSSES, boundsOf, decide, outcomeOf, parseBounds, serialiseBounds } from "../data/what_if.js";
 import { lineChart } from "../draw/chart.js";
 import { contextLine } from "../draw/context.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
 import { count, percent, plural, short, signed } from "../draw/format.js";
+import { saveBar, saveChart } from "../draw/saving.js";
 import { ColourScale, domainOf } from "../draw/scale.js";
 import { VirtualTable } from "../draw/table.js";
 
@@ -23,6 +26,9 @@ export class WhatIfView {
 
   controlsFor = "";
 
+  /** @type {number[]} tokens that these bounds mask and the run's did not, or the other way round */
+  changes = [];
+
   /** @type {Map<string, {slider: any, number: any}> | null} */
   inputs = null;
 
@@ -32,7 +38,8 @@ export class WhatIfView {
     this.controls = element("div", { class: "card controls" });
     this.verdict = element("div", { class: "card verdict" });
     this.curveRoot = element("div");
-    this.curve = element("div", { class: "card" }, element("header", {}, element("h3", {}, "Masked, by bound"), element("small", {}, "each bound on its own, the others as set")), this.curveRoot);
+    this.curve = element("div", { class: "card" }, element("header", {}, element("h3", {}, "Masked, by bound"), element("small", {}, "each bound on its own, the others as set"),
+      saveChart("the curve", () => app.fileName(`step_${app.state.step}_masked_by_bound`))), this.curveRoot);
     this.changedBar = element("header");
     this.table = new VirtualTable({
       label: "Tokens that change",
@@ -49,7 +56,8 @@ export class WhatIfView {
     });
     this.changed = element("div", { class: "card table-card changed" }, this.changedBar, this.table.root);
     this.empty = element("div");
-    this.root = element("section", { class: "view whatif-view", "aria-label": "What if" }, element("h2", {}, "What if the trust region were another?"), this.empty,
+    this.root = element("section", { class: "view whatif-view", "aria-label": "What if" }, element("header", { class: "step-head" }, element("h2", {}, "What if the trust region were another?"),
+      element("span", { class: "view-tools" }, saveBar("the tokens that change", () => app.fileName(`step_${app.state.step}_what_if_${this.type}`), { columns: () => selectionColumns(this.all, this.changes, app.run.vocabulary), shown: () => this.root }))), this.empty,
       element("div", { class: "whatif-body" }, this.controls, this.verdict, this.curve), this.changed);
     this.turn = 0;
   }
@@ -125,11 +133,13 @@ export class WhatIfView {
   /** @param {import("../state/store.js").State} state @param {Record<string, number>} bounds */
   recompute(state, bounds) {
     const { all } = this;
-    const result = outcomeOf(all, this.type, bounds, state.env);
+    const chosen = select(all, this.app.run.vocabulary, { ...state, brush: "" });
+    const result = outcomeOf(all, this.type, bounds, chosen.tokens);
     this.drawVerdict(result, bounds);
-    this.drawCurve(bounds, state.env);
+    this.drawCurve(bounds, chosen.tokens);
     refill(this.changedBar, element("h3", {}, "Tokens that change"),
       element("small", {}, result.hasRecord ? `${plural(result.all.newlyMasked, "token")} would be masked, ${count(result.all.newlyKept)} would train` : "masks are not recorded, so there is nothing to compare with"));
+    this.changes = result.changed;
     this.table.show(result.changed);
     this.table.root.hidden = !result.changed.length;
   }
@@ -146,7 +156,7 @@ export class WhatIfView {
       const before = result.hasRecord ? share(tally.recordedMasked) : null;
       return element("tr", {}, element("th", { scope: "row", class: "text" }, name), td(percent(before)), td(percent(now), changed(before, now)),
         td(`${count(tally.high)} / ${count(tally.low)}`), td(result.hasLoss ? signed(tally.recordedLoss / result.denominator, 6) : "–"),
-        td(signed(tally.loss / result.denominator, 6), changed(result.hasLoss ? tally.recordedLoss : null, tally.loss)));
+        td(signed(tally.loss / result.denominator, 6), changed(result.hasLoss ? tally.recordedLoss / result.denominator : null, tally.loss / result.denominator)));
     };
     const gap = Math.abs(result.all.loss - result.all.recordedLoss) / result.denominator;
     const agrees = gap <= 1e-6 * Math.max(1, Math.abs(result.all.recordedLoss / result.denominator)) && result.all.newlyMasked + result.all.newlyKept === 0;
@@ -159,8 +169,8 @@ export class WhatIfView {
       check, result.skipped ? element("p", { class: "muted" }, `${plural(result.skipped, "token")} of other training modes left out.`) : null);
   }
 
-  /** @param {Record<string, number>} bounds @param {string} env */
-  drawCurve(bounds, env) {
+  /** @param {Record<string, number>} bounds @param {Uint8Array} chosen */
+  drawCurve(bounds, chosen) {
     const loss = LOSSES[this.type];
     this.curve.hidden = !loss.masks;
     if (!loss.masks) return;
@@ -169,10 +179,9 @@ export class WhatIfView {
     const [A, delta, ratio] = ["advantages", "prob_delta", "importance_ratio"].map((name) => /** @type {any} */ (all.column(name)));
     /** @type {{A: number, delta: number, ratio: number, logRatio: number, logProb: number}[]} */
     const tokens = [];
-    const envCode = env ? all.index.words.env.indexOf(env) : -1;
     const stride = Math.max(1, Math.floor(all.length / 60_000));
     for (let i = 0; i < all.length; i += stride) {
-      if (all.isTrainable(i) && !Number.isNaN(ratio[i]) && (envCode < 0 || all.index.column("env")[all.owners[i]] === envCode)) tokens.push({ A: A[i], delta: delta[i], ratio: ratio[i], logRatio: 0, logProb: 0 });
+      if (chosen[i] && !Number.isNaN(ratio[i])) tokens.push({ A: A[i], delta: delta[i], ratio: ratio[i], logRatio: 0, logProb: 0 });
     }
     const top = Math.max(...shown.map(({ high }) => high));
     const x = Array.from({ length: CURVE_POINTS + 1 }, (_, i) => (i / CURVE_POINTS) * top);
@@ -183,7 +192,7 @@ export class WhatIfView {
       swatch.style.background = `var(--${colour})`;
       return element("span", {}, swatch, label);
     })));
-    lineChart(this.curveRoot, { height: 170, x, lines, points: false, percent: true });
+    lineChart(this.curveRoot, { height: 170, x, lines, points: false, percent: true, fractions: true });
   }
 }
 
@@ -191,4 +200,4 @@ export class WhatIfView {
 const td = (text, name = "") => element("td", { class: `number ${name}` }, text);
 
 /** @param {number | null} before @param {number | null} now */
-const changed = (before, now) => (before !== null && now !== null && Math.abs(before - now) > 1e-9 ? "changed-cell" : "");
+const changed = (before, now) => (before !== null && now !== null && Math.abs(before - now) > 5e-7 ? "changed-cell" : "");

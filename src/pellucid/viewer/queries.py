@@ -1,0 +1,209 @@
+"""Questions about a whole run, answered by DuckDB from its Parquet files; a browser would read every token.
+
+    {"ask": "worst", "metric": "kl", "kind": "all", "limit": 200,
+     "env": "", "rank": -1, "weights": "", "filter": null}
+        -> [[step, record, token, value], …]      furthest from 0 first
+    {"ask": "find", "ids": [123, 45]}
+        -> [[step, record], …]                    records that hold all of these token ids
+
+A filter is a tree as `data/filter.js` parses it. A question is data: of its text only values reach DuckDB, as
+parameters. The answer is None where DuckDB cannot give it (it is not installed, the export is not whole
+Parquet files, a filter looks at texts or at record numbers); the browser then looks through the run itself,
+to the same answer.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from pellucid.errors import DataError
+from pellucid.export.frames import whole_parquet_files
+from pellucid.viewer.access import Exports
+from pellucid.viewer.rows import WORDS
+
+HIGH_KL = 0.05
+"""A mismatch KL that is high: of the class `trained`, as in `data/worst.js`."""
+
+MOST = 1000
+
+_METRICS = {
+    "kl": "mismatch_kl",
+    "entropy": "entropy",
+    "surprise": "-trainer_logprobs",
+    "adv": "advantages",
+    "reward": "rewards",
+    "logratio": "log_importance_ratio",
+    "delta": "prob_delta",
+    "loss": "token_loss",
+    "stale": "CASE WHEN policy_versions >= 0 THEN step - policy_versions END",
+    "ratio": "importance_ratio",
+}
+_NUMBERS = _METRICS | {
+    "id": "token_ids",
+    "logp": "trainer_logprobs",
+    "version": "policy_versions",
+    "masked": "is_masked::INT",
+    "high": "is_masked_high::INT",
+    "low": "is_masked_low::INT",
+    "trainable": "loss_mask::INT",
+    "sampled": "sampled::INT",
+    "at": "token",
+    "step": "step",
+    "rank": "rank",
+    "tokens": "length",
+    "micro_step": "micro_step",
+}
+_TOKEN_COLUMNS = (
+    *(
+        "mismatch_kl",
+        "entropy",
+        "trainer_logprobs",
+        "advantages",
+        "rewards",
+        "log_importance_ratio",
+        "prob_delta",
+    ),
+    *("token_loss", "policy_versions", "importance_ratio", "token_ids", "is_masked", "is_masked_high"),
+    *("is_masked_low", "loss_mask", "sampled"),
+)
+_KINDS = {
+    "all": "true",
+    "trained": f"mismatch_kl >= {HIGH_KL} AND NOT coalesce(is_masked, false)",
+    "masked": "is_masked",
+    "high": "is_masked_high",
+    "low": "is_masked_low",
+    "against": "advantages * log_importance_ratio < 0",
+}
+_COMPARISONS = {">": ">", "<": "<", ">=": ">=", "<=": "<=", "=": "=", "!=": "<>"}
+
+
+class _Unsupported(Exception):
+    """A question that DuckDB is not asked."""
+
+
+class RunQueries:
+    def __init__(self, exports: Exports) -> None:
+        self._exports = exports
+        self._files: dict[int, list[str] | None] = {}
+
+    def answer(self, question: Mapping[str, Any]) -> list[list[Any]] | None:
+        files = self._parquet_files()
+        if files is None:
+            return None
+        duckdb = import_module("duckdb")
+        try:
+            with duckdb.connect() as connection:
+                if question.get("ask") == "find":
+                    sql, values = _find(question)
+                elif question.get("ask") == "worst":
+                    sql, values = _worst(question)
+                else:
+                    raise DataError(f"ask = {question.get('ask')!r}: expected worst or find")
+                rows = connection.execute(sql, [files, *values]).fetchall()
+        except (_Unsupported, duckdb.Error):  # a column that is not recorded, a file that is damaged
+            return None
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the question {dict(question)} is not understood: {error!r}") from error
+        return self._with_records(rows)
+
+    def _parquet_files(self) -> list[str] | None:
+        """Of all finished steps; None where DuckDB cannot read them as they are."""
+        if find_spec("duckdb") is None:
+            return None
+        found: list[str] = []
+        for step in self._exports.steps():
+            if step not in self._files:
+                self._files[step] = whole_parquet_files(self._exports.records(step))
+            if (files := self._files[step]) is None:
+                return None
+            found += files
+        return found
+
+    def _with_records(self, rows: list[tuple[Any, ...]]) -> list[list[Any]]:
+        """(step, rank, index in the rank's file) becomes (step, record)."""
+        places: dict[tuple[int, ...], int] = {}
+        for step in {row[0] for row in rows}:
+            places |= {record.key: place for place, record in enumerate(self._exports.records(step))}
+        return [[row[0], places[row[:3]], *row[3:]] for row in rows]
+
+
+def _find(question: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    ids = question.get("ids")
+    if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
+        raise DataError(f"ids = {ids!r}: expected a list of token ids")
+    return (
+        "SELECT step, rank, export_sequence_idx FROM read_parquet(?, union_by_name = true) "
+        "WHERE list_has_all(token_ids, ?) ORDER BY ALL",
+        [ids],
+    )
+
+
+def _worst(question: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    metric, kind = question.get("metric"), question.get("kind")
+    if metric not in _METRICS or kind not in _KINDS:
+        raise DataError(f"metric = {metric!r}, kind = {kind!r}: not among {[*_METRICS]} and {[*_KINDS]}")
+    values: list[Any] = []
+    tests = ["loss_mask", _KINDS[kind]]
+    for name, column, none in (("env", "env_name", ""), ("rank", "rank", -1)):
+        if (wanted := question.get(name, none)) != none:
+            tests.append(f"{column} = ?")
+            values.append(wanted)
+    if weights := str(question.get("weights") or ""):
+        is_age = weights.startswith("age")
+        tests.append("oldest = step - ?" if is_age else "oldest = ?")
+        values.append(int(weights.removeprefix("age" if is_age else "v")))
+    if question.get("filter") is not None:
+        tests.append(_filter(question["filter"], values))
+    score = f"abs(({_METRICS[metric]})::DOUBLE)"
+    where = " AND ".join(f"({test})" for test in tests)
+    used = [name for name in _TOKEN_COLUMNS if name in f"{where} {score}" or name == "loss_mask"]
+    words = [name for name in ("micro_step", *WORDS.values()) if name in where]
+    oldest = (
+        ["list_min(list_filter(policy_versions, lambda version: version >= 0)) AS oldest"]
+        if "oldest" in where
+        else []
+    )
+    sequence = ["step", "rank", "export_sequence_idx", "len(token_ids) AS length", *words, *oldest]
+    token = ["unnest(range(len(token_ids))) AS token", *(f"unnest({name}) AS {name}" for name in used)]
+    limit = min(int(question.get("limit", MOST)), MOST)
+    sql = (
+        f"WITH tokens AS (SELECT {', '.join([*sequence, *token])} "
+        "FROM read_parquet(?, union_by_name = true)) "
+        f"SELECT step, rank, export_sequence_idx, token, ({_METRICS[metric]})::DOUBLE FROM tokens "
+        f"WHERE {where} AND {score} IS NOT NULL AND NOT isnan({score}) "
+        f"ORDER BY {score} DESC, step, rank, export_sequence_idx, token LIMIT {limit}"
+    )
+    return sql, values
+
+
+def _filter(tree: Any, values: list[Any]) -> str:
+    """A value that a token lacks makes a comparison false, and its negation true."""
+    match tree:
+        case {"any": [*parts]}:
+            return "(" + " OR ".join(_filter(part, values) for part in parts) + ")"
+        case {"all": [*parts]}:
+            return "(" + " AND ".join(_filter(part, values) for part in parts) + ")"
+        case {"not": part}:
+            return f"(NOT {_filter(part, values)})"
+        case {"field": str(field)} if "is" not in tree:
+            column = _NUMBERS.get(field) or _word(field)
+            return f"coalesce({column} <> {0 if field in _NUMBERS else repr('')}, false)"
+        case {"field": str(field), "is": "~", "value": str(value)} if field in WORDS:
+            values.append(value)
+            return f"coalesce(contains(lower({_word(field)}), lower(?)), false)"
+        case {"field": str(field), "is": str(sign), "value": str(value)} if field in WORDS:
+            values.append(value)
+            return f"coalesce({_word(field)} {_COMPARISONS[sign]} ?, false)"
+        case {"field": str(field), "is": str(sign), "value": int() | float() as value} if field in _NUMBERS:
+            number = f"({_NUMBERS[field]})::DOUBLE"
+            values.append(value)
+            return f"coalesce(NOT isnan({number}) AND {number} {_COMPARISONS[sign]} ?, false)"
+    raise _Unsupported
+
+
+def _word(field: str) -> str:
+    """An empty one is none."""
+    if field not in WORDS:
+        raise _Unsupported
+    return f"nullif({WORDS[field]}, '')"
