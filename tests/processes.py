@@ -31,6 +31,7 @@ from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig, Ver
 from pellucid.config.save import to_toml
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
+from pellucid.integrations import TokenRecorder
 from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.head import MAX_LOGITS, predict
@@ -319,6 +320,22 @@ class Jobs:
         except DataError as error:
             return ranks.gather(str(error))
         return []
+
+    def beside(self, folder: str) -> None:
+        """Another trainer's loop: the first process has sequences of 1 and 2 trainable tokens, the second
+        one of 3."""
+        own = [(2, 3), (4,)][dist.get_rank()]
+        with TokenRecorder(folder, loss={"type": "ppo_clip", "reduction": "sequence"}) as recorder:
+            for length in own:
+                recorder.add(
+                    token_ids=torch.arange(length)[None],
+                    attention_mask=torch.ones(1, length),
+                    loss_mask=torch.ones(1, length - 1),
+                    inference_logprobs=torch.full((1, length), -1.0),
+                    trainer_logprobs=torch.full((1, length), -1.0),
+                    advantages=[float(length)],
+                )
+            recorder.finish_step(loss=-sum(own) * 2 / 3)
 
     def verify(self, mesh: dict, fault: str = "") -> list[list]:
         """(exit code, what it printed) of each process, with a fault planted or not."""

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import pellucid.export
+from pellucid.cli import main
 from pellucid.config import CustomAdvantageConfig, CustomLossConfig, EnvConfig, FilterConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.export import FIELDS
@@ -137,6 +139,35 @@ def test_the_loss(docs_modules) -> None:
     record = loss_for(config)["rl"](inputs)
     assert record.token_loss.tolist() == pytest.approx([0.0, -1.5, -1.5])
     assert record.is_masked_high.tolist() == [False, True, True]
+
+
+def test_a_loop_beside(docs_modules, tmp_path, capsys) -> None:
+    docs_modules("beside-another-trainer.md")
+    weights = torch.zeros(9, requires_grad=True)
+
+    def policy(token_ids: torch.Tensor) -> torch.Tensor:
+        return weights.log_softmax(0)[token_ids[:, 1:]]
+
+    def surrogate(logprobs: torch.Tensor) -> torch.Tensor:
+        return -((logprobs[:, -2:] - old[:, -2:]).exp() * torch.tensor([[1.0], [-1.0]])).mean()
+
+    ids = torch.tensor([[0, 5, 6, 7], [4, 5, 8, 8]])
+    old = policy(ids).detach()
+    batch = types.SimpleNamespace(
+        token_ids=ids,
+        attention_mask=ids > 0,
+        completion_mask=torch.ones(2, 2),
+        old_logprobs=old,
+        advantages=torch.tensor([1.0, -1.0]),
+        rewards=torch.tensor([1.0, 0.0]),
+        groups="g0",
+        loss=surrogate,
+    )
+    optimizer = torch.optim.SGD([weights], lr=0.01)
+    sys.modules["beside"].train(policy, optimizer, [batch] * 3, tmp_path)
+    assert pellucid.export.open(tmp_path).steps == (0, 1, 2)
+    assert main(["replay", str(tmp_path)]) == 0
+    assert "sum of token losses" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", ["denominator.md", "mismatch.md", "sizing.md", "staleness.md"])

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "inference": CORE | {"model", "transport", "ledger", "metrics"},
     "orchestrator": CORE | {"inference", "transport", "ledger", "metrics"},
     "trainer": CORE | {"model", "packing", "loss", "transport", "export", "checkpoint", "ledger", "metrics"},
+    "integrations": CORE | {"loss", "export", "metrics"},
     "viewer": {"export", "ledger", "data"},
 }
 TOP = {"cli", "launch", "checks", "bench"}

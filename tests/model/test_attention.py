@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pellucid.config import ModelConfig
 from pellucid.data import Completion
@@ -10,7 +12,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout, shared_layout
-from pellucid.model.attention import ATTENTION, register_attention
+from pellucid.model.attention import ATTENTION, Family, SharedAttention, _alike, register_attention
 
 LENGTHS = [5, 1, 9, 2]
 
@@ -173,6 +175,48 @@ def test_a_shared_prompt_does_not_leak_between_its_members(policy) -> None:
         alone = sample(policy, [(prompt, seed)])[0]
         assert alone.token_ids == group[index].token_ids
         assert alone.logprobs == pytest.approx(group[index].logprobs, abs=2e-6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 5), min_size=1, max_size=3)), min_size=1)
+)
+@settings(deadline=None, max_examples=40)
+def test_any_families_attend_as_their_matrix_says(shapes) -> None:
+    """Whether they are computed in one batch or in several."""
+    families = [Family(prefix, own if prefix else own[:1]) for prefix, own in shapes]
+    size = sum(family.num_tokens for family in families)
+    sees, start = torch.zeros(size, size, dtype=torch.bool), 0
+    for family in families:
+        prefix = slice(start, start + family.prefix)
+        for length in (family.prefix, *family.own):
+            rows = slice(start, start + length)
+            sees[rows, prefix] = True
+            sees[rows, rows] = True
+            start += length
+    sees &= torch.ones(size, size, dtype=torch.bool).tril()
+    generator = torch.Generator().manual_seed(size)
+    query, key, value = (
+        torch.randn(1, heads, size, 4, generator=generator, requires_grad=True) for heads in (2, 1, 1)
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key.expand_as(query), value.expand_as(query), attn_mask=sees
+    )
+    weights = torch.randn(expected.shape, generator=generator)
+    found = SharedAttention(families).attend(0, query, key, value, None)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    for own, other in zip(
+        torch.autograd.grad((found * weights).sum(), (query, key, value)),
+        torch.autograd.grad((expected * weights).sum(), (query, key, value)),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other, atol=2e-6, rtol=1e-5)
+
+
+def test_families_are_batched_where_a_call_costs_more_than_their_padding() -> None:
+    demo = [Family(20 + index % 9, [5, 7, 9]) for index in range(16)]
+    assert [len(batch) for batch in _alike([(0, family) for family in demo])] == [16]
+    mixed = [Family(30, [8] * 8), Family(2000, [100] * 4), Family(31, [9] * 8), Family(2000, [100] * 4)]
+    assert [len(batch) for batch in _alike([(0, family) for family in mixed])] == [2, 1, 1]
 
 
 def test_a_forward_without_a_plan_is_refused(policy) -> None:

@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import pellucid.export
 import processes
+from pellucid.cli import main
 from pellucid.config import TrainerConfig
 from pellucid.errors import ConfigError
 from pellucid.launch.resume import rewind_rl
@@ -109,6 +111,7 @@ def two(folder) -> dict:
         "hsdp2, norms": ["clipping", {"dp_replicate": 2}],
         "golden": ["golden", str(GOLDEN / "loss_normalisation.json")],
         "sharing": ["sharing"],
+        "beside": ["beside", str(folder / "runs" / "beside")],
         "dp2, adapter": ["adapter", {}],
         "cp2, adapter": ["adapter", {"cp": 2}],
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
@@ -242,6 +245,15 @@ def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(f
 
 def test_what_the_main_process_raises_is_raised_in_all(two) -> None:
     assert two["sharing"] == ["of the main process"] * 2
+
+
+def test_processes_of_another_trainer_have_one_denominator(folder, two, capsys) -> None:
+    """The mean over three sequences with A = 2, 3, 4 is 3, the mean of what the two processes logged."""
+    records = pellucid.export.open(folder / "runs" / "beside").step(0)
+    assert [record["denominator"] for record in records] == [6, 6, 6]
+    assert [record["token_loss"][-1] for record in records] == pytest.approx([-2 * 2, -3 * 1, -4 * 2 / 3])
+    assert main(["replay", str(folder / "runs" / "beside")]) == 0
+    assert "findings agree" in capsys.readouterr().out
 
 
 def verified(two: dict, job: str) -> tuple[list[int], list[dict]]:

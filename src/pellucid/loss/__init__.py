@@ -15,6 +15,7 @@ from pellucid.loss.functions import (
     ppo_clip_loss,
     sft_loss,
     tis_loss,
+    unknown_loss,
 )
 from pellucid.loss.record import LossInputs, LossRecord, Ratios
 from pellucid.loss.reduction import sequence_weights
@@ -34,4 +35,5 @@ __all__ = [
     "sequence_weights",
     "sft_loss",
     "tis_loss",
+    "unknown_loss",
 ]

@@ -133,9 +133,14 @@ def _teacher_gap(inputs: LossInputs) -> Tensor:
     return (inputs.teacher_logprobs - inputs.trainer_logprobs.detach()).nan_to_num(nan=0.0)
 
 
-def loss_for(config: LossConfig) -> dict[str, TokenLoss]:
-    """The loss of each training mode; `trainer.loss` decides rl's alone."""
-    return {"rl": _rl_loss(config), "opd": opd_loss, "sft": sft_loss}
+def unknown_loss(inputs: LossInputs) -> LossRecord:
+    """What there is to say of tokens that some other trainer's loss was applied to: their ratios."""
+    return LossRecord(torch.full_like(inputs.trainer_logprobs, torch.nan), ratios=inputs.ratios)
+
+
+def loss_for(config: LossConfig | None) -> dict[str, TokenLoss]:
+    """The loss of each training mode; `trainer.loss` decides rl's alone. None: nobody knows which it was."""
+    return {"rl": unknown_loss if config is None else _rl_loss(config), "opd": opd_loss, "sft": sft_loss}
 
 
 _RL_LOSSES: Mapping[str, Callable[[LossInputs, Any], LossRecord]] = {

@@ -8,7 +8,7 @@ importance_ratio      r = exp ℓ                 prob_delta   π − μ
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,13 @@ class LossRecord:
 
     is_masked_high: Tensor | None = None
     is_masked_low: Tensor | None = None
+
+    def columns(self) -> dict[str, Tensor | None]:
+        """Every value by the name under which it is exported."""
+        ratios = {field.name: getattr(self.ratios, field.name, None) for field in fields(Ratios)}
+        return ratios | {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name != "ratios"
+        }
 
     def weighted(self, weights: Tensor | None) -> "LossRecord":
         """Every token's loss times its weight in the mean."""

@@ -6,6 +6,7 @@ because HF's own fallback for packed inputs silently attends across sequences.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -50,22 +51,37 @@ class SharedAttention:
                             x x x . .
                             x x x x .
                             x x . . x
+
+    Families of similar shape are computed in one batch, as a call of its own costs more than their padding.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._sizes = [family.num_tokens for family in families]
-        self._batches = [_MemberBatch(family) if family.prefix else None for family in families]
+        starts = [0, *accumulate(self._sizes)]
+        placed = list(zip(starts, families, strict=False))
+        self._alone = [index for index, family in enumerate(families) if not family.prefix]
+        self._shared = [_FamilyBatch(batch) for batch in _alike([each for each in placed if each[1].prefix])]
+        order = [
+            *(torch.arange(starts[index], starts[index + 1]) for index in self._alone),
+            *(batch.tokens for batch in self._shared),
+        ]
+        self._places = torch.cat(order).argsort() if self._shared else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         key, value = repeat_heads(key, query), repeat_heads(value, query)
-        parts = zip(*(torch.split(tensor, self._sizes, dim=2) for tensor in (query, key, value)), strict=True)
-        outputs = [
-            scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-            if members is None
-            else members.attend(q, k, v, scale)
-            for members, (q, k, v) in zip(self._batches, parts, strict=True)
-        ]
-        return torch.cat(outputs, dim=2)
+        outputs = []
+        if self._alone:
+            parts = [torch.split(tensor, self._sizes, dim=2) for tensor in (query, key, value)]
+            for index in self._alone:
+                q, k, v = (part[index] for part in parts)
+                outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale))
+        if self._places is None:
+            return torch.cat(outputs, dim=2)
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        found = [output[0].transpose(0, 1) for output in outputs]
+        found += [batch.attend(q, k, v, scale) for batch in self._shared]
+        in_order = torch.cat(found).index_select(0, self._places.to(query.device))
+        return in_order.transpose(0, 1)[None]
 
 
 class PackedAttention(SharedAttention):
@@ -82,43 +98,95 @@ class PackedAttention(SharedAttention):
         super().__init__([Family(0, [length]) for length in lengths])
 
 
-class _MemberBatch:
-    """The members of one family as a batch, padded at the end, where causality hides the padding."""
+class _FamilyBatch:
+    """Families as a batch of prefixes and a batch of members, padded at the end.
 
-    def __init__(self, family: Family) -> None:
-        longest = max(family.own)
-        columns = torch.arange(longest)
-        lengths = torch.tensor(family.own)[:, None]
-        starts = lengths.cumsum(0) - lengths
-        self._prefix = family.prefix
-        self._shape = (len(family.own), longest)
-        self._rows = (starts + columns.minimum(lengths - 1)).flatten()
-        self._valid = (columns < lengths).flatten().nonzero()[:, 0]
-        causal = torch.ones(longest, longest, dtype=torch.bool).tril()
-        self._mask = torch.cat([torch.ones(longest, family.prefix, dtype=torch.bool), causal], dim=1)
+    Causality hides the padding of prefixes from themselves; from members, a mask does. Padding repeats a
+    token, so that every row has something to see.
+    """
+
+    def __init__(self, placed: Sequence[tuple[int, Family]]) -> None:
+        prefixes = torch.tensor([family.prefix for _, family in placed])
+        starts = torch.tensor([start for start, _ in placed])
+        family_of = torch.tensor([index for index, (_, family) in enumerate(placed) for _ in family.own])
+        own = torch.tensor([length for _, family in placed for length in family.own])
+        own_starts = torch.tensor(
+            [
+                start + family.prefix + before
+                for start, family in placed
+                for before in (0, *accumulate(family.own[:-1]))
+            ]
+        )
+        self._prefixes = _Padded(starts, prefixes)
+        self._own = _Padded(own_starts, own)
+        self.tokens = torch.cat([self._prefixes.tokens, self._own.tokens])
+        members = self._prefixes.rows[family_of]
+        self._seen = torch.cat([members, self._own.rows], dim=1)
+        visible = prefixes[family_of] if len(prefixes.unique()) > 1 else prefixes[:1]  # one mask for all
+        longest, width = self._own.rows.shape[1], members.shape[1]
+        causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(len(visible), -1, -1)
+        is_prefix = (torch.arange(width) < visible[:, None])[:, None].expand(-1, longest, -1)
+        self._mask = torch.cat([is_prefix, causal], dim=2)[:, None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        first = slice(None), slice(None), slice(0, self._prefix)
-        common = scaled_dot_product_attention(
-            query[first], key[first], value[first], is_causal=True, scale=scale
-        )
+        """[tokens of the micro batch, heads, width] -> [those of the families, heads, width]."""
+        q, k, v = (_rows(tensor, self._prefixes.rows) for tensor in (query, key, value))
+        common = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         output = scaled_dot_product_attention(
-            self._batch(query),
-            torch.cat([key[first].expand(self._shape[0], -1, -1, -1), self._batch(key)], dim=2),
-            torch.cat([value[first].expand(self._shape[0], -1, -1, -1), self._batch(value)], dim=2),
+            _rows(query, self._own.rows),
+            _rows(key, self._seen),
+            _rows(value, self._seen),
             attn_mask=self._mask.to(query.device),
             scale=scale,
         )
-        return torch.cat([common, self._unbatch(output)], dim=2)
+        return torch.cat([self._prefixes.without(common), self._own.without(output)])
 
-    def _batch(self, tensor: Tensor) -> Tensor:
-        """What members have of their own: [1, heads, tokens, width] -> [members, heads, longest, width]."""
-        own = tensor[0, :, self._prefix :].index_select(1, self._rows.to(tensor.device))
-        return own.view(own.shape[0], *self._shape, own.shape[2]).transpose(0, 1)
 
-    def _unbatch(self, tensor: Tensor) -> Tensor:
-        own = tensor.transpose(0, 1).flatten(1, 2).index_select(1, self._valid.to(tensor.device))
-        return own[None]
+class _Padded:
+    """Spans of tokens as rows of equal length."""
+
+    def __init__(self, starts: Tensor, lengths: Tensor) -> None:
+        columns = torch.arange(int(lengths.max()))
+        self.rows = starts[:, None] + columns.minimum(lengths[:, None] - 1)
+        is_token = columns < lengths[:, None]
+        self.tokens = self.rows[is_token]
+        self._valid = None if bool(is_token.all()) else is_token.flatten().nonzero()[:, 0]
+
+    def without(self, output: Tensor) -> Tensor:
+        """[rows, heads, columns, width] -> [tokens, heads, width]."""
+        flat = output.transpose(1, 2).flatten(0, 1)
+        return flat if self._valid is None else flat.index_select(0, self._valid.to(flat.device))
+
+
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """[tokens, heads, width] -> [rows, heads, columns, width]."""
+    chosen = tensor.flatten(1).index_select(0, rows.flatten().to(tensor.device))
+    return chosen.view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
+
+
+_CALL_PAIRS = 1 << 14
+"""What a call costs beside its work, in pairs of tokens: so many may be computed in vain to save one."""
+
+_BATCH_PAIRS = 1 << 20
+"""Beyond this there is nothing to save, and the mask of a batch would grow large."""
+
+
+def _alike(placed: Sequence[tuple[int, Family]]) -> list[list[tuple[int, Family]]]:
+    """Families in batches whose padding costs less than a call for each."""
+    batches: list[list[tuple[int, Family]]] = []
+    for each in sorted(placed, key=lambda each: (each[1].prefix, max(each[1].own))):
+        apart = _padded_pairs([each]) + (_padded_pairs(batches[-1]) if batches else 0)
+        if batches and _padded_pairs([*batches[-1], each]) <= min(apart + _CALL_PAIRS, _BATCH_PAIRS):
+            batches[-1].append(each)
+        else:
+            batches.append([each])
+    return batches
+
+
+def _padded_pairs(placed: Sequence[tuple[int, Family]]) -> int:
+    families = [family for _, family in placed]
+    prefix, own = max(family.prefix for family in families), max(max(family.own) for family in families)
+    return len(families) * prefix**2 + sum(len(family.own) for family in families) * own * (prefix + own)
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:

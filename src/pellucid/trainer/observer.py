@@ -154,16 +154,4 @@ class StepObserver:
 
 
 def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.Tensor | None]:
-    ratios = record.ratios
-    return {
-        "trainer_logprobs": output.logprobs,
-        "entropy": output.entropy,
-        "mismatch_kl": ratios.mismatch_kl if ratios else None,
-        "log_importance_ratio": ratios.log_importance_ratio if ratios else None,
-        "importance_ratio": ratios.importance_ratio if ratios else None,
-        "prob_delta": ratios.prob_delta if ratios else None,
-        "is_masked": record.is_masked,
-        "is_masked_high": record.is_masked_high,
-        "is_masked_low": record.is_masked_low,
-        "token_loss": record.token_loss,
-    }
+    return {"trainer_logprobs": output.logprobs, "entropy": output.entropy, **record.columns()}

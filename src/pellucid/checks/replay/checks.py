@@ -7,10 +7,11 @@ import numpy as np
 
 from pellucid.checks.replay.advantages import not_replayable, replay_advantages
 from pellucid.checks.replay.comparison import Comparison, record_name, token_name
-from pellucid.checks.replay.losses import MASKS, NEEDED, RATIOS, num_trainable, replay_losses
+from pellucid.checks.replay.losses import MASKS, NEEDED, RATIOS, modes_of, num_trainable, replay_losses
 from pellucid.checks.replay.recorded import RecordedRun
 from pellucid.checks.replay.weights import Predictor
 from pellucid.checks.verify.finding import Finding
+from pellucid.data import TrainingMode
 from pellucid.errors import ConfigError, DataError, ModelError, PellucidError
 from pellucid.export import FIELDS
 from pellucid.export.batch import ColumnBatch, Values
@@ -43,9 +44,10 @@ class Loss:
     where: str = ""
     num_steps: int = 0
 
-    def add(self, step: int, exported: float, logged: float) -> None:
+    def add(self, step: int, exported: float, logged: float, scale: float) -> None:
+        """`scale` is what the difference is relative to."""
         self.num_steps += 1
-        gap = abs(exported - logged) / max(abs(exported), 1e-12)
+        gap = abs(exported - logged) / max(scale, 1e-12)
         if not gap <= self.worst:
             self.worst, self.where = gap, f"step {step}: {exported:.9g} exported, {logged:.9g} logged"
 
@@ -81,14 +83,23 @@ class Checks:
             self._note(f"losses were not recomputed: the export lacks {', '.join(missing)}")
         else:
             self._check_sums(number, step)
-            recomputed = replay_losses(step, self.run.trainer.loss)
-            for check, columns in (("ratios", RATIOS), ("masks", MASKS), ("losses", ("token_loss",))):
+            recomputed = replay_losses(step, self.run.loss)
+            for check, columns in self._follows_from_logprobs(step):
                 for column in columns:
                     if column in step.columns:
                         comparison = self._of(check, column, ROUNDING if check != "masks" else 0, _LOSS_HINT)
                         comparison.add(number, _floats(step, column), recomputed[column], name)
         self._check_advantages(number, step)
         return {**recomputed, **self._check_weights(number, step)}
+
+    def _follows_from_logprobs(self, step: ColumnBatch) -> list[tuple[str, tuple[str, ...]]]:
+        """Checks, and the columns that each compares."""
+        ratios = ("ratios", RATIOS)
+        if self.run.loss is None and (modes_of(step) == TrainingMode.RL.value).any():
+            why = self.run.recorded.no_loss or "the export does not name the loss that it was trained with"
+            self._note(f"masks and token losses were not recomputed: {why}")
+            return [ratios]
+        return [ratios, ("masks", MASKS), ("losses", ("token_loss",))]
 
     def _check_sums(self, number: int, step: ColumnBatch) -> None:
         if "denominator" not in step.columns:
@@ -103,10 +114,16 @@ class Checks:
         )
         logged = self.run.logged_losses.get(number)
         if logged is None:
-            self._note("the loss was not compared: metrics/trainer.jsonl does not have it")
-        elif "token_loss" in step.columns:
-            exported = float(step.columns["token_loss"].astype(np.float64).sum()) / denominator
-            self._loss.add(number, exported, logged)
+            why = self.run.recorded.no_sum or "metrics/trainer.jsonl does not have it"
+            self._note(f"the loss was not compared: {why}")
+        elif "token_loss" not in step.columns or np.isnan(step.columns["token_loss"]).all():
+            self._note("the logged loss was not compared: the export has no token losses")
+        else:
+            losses = step.columns["token_loss"].astype(np.float64)
+            exported = float(losses.sum()) / denominator
+            # Other trainers add up in float32, where rounding is relative to the terms and not to their sum.
+            scale = float(np.abs(losses).sum()) / denominator if self.run.is_foreign else abs(exported)
+            self._loss.add(number, exported, logged, scale)
 
     def _check_advantages(self, number: int, step: ColumnBatch) -> None:
         orchestrator, rollouts = self.run.orchestrator, self.run.rollouts(number)
@@ -149,9 +166,14 @@ class Checks:
             self.predictor = None
             return {}
         for column, values in (predicted or {}).items():
-            of = "tokens of steps with weights"
+            recorded, of = step.columns[column], "tokens of steps with weights"
+            is_known = np.isfinite(recorded)
+            if not is_known.any():  # another trainer without entropy
+                continue
+            # Another trainer may not have computed those of prompts.
+            expected = np.where(is_known | step.columns["loss_mask"], values, np.nan)
             self._of("weights", column, LOGPROB, _WEIGHTS_HINT, of=of).add(
-                number, step.columns[column], values, token_name(step)
+                number, recorded, expected, token_name(step)
             )
         return predicted or {}
 

@@ -17,15 +17,18 @@ RATIOS = ("log_importance_ratio", "importance_ratio", "prob_delta", "mismatch_kl
 MASKS = ("is_masked", "is_masked_high", "is_masked_low")
 
 
-def replay_losses(step: ColumnBatch, config: LossConfig) -> dict[str, Values]:
-    """Of all records of a step: `RATIOS`, `MASKS` and `token_loss` of each token; NaN where there is none."""
+def replay_losses(step: ColumnBatch, config: LossConfig | None) -> dict[str, Values]:
+    """Of all records of a step: `RATIOS`, `MASKS` and `token_loss` of each token; NaN where there is none.
+
+    Without a loss, the tokens of rl have ratios alone.
+    """
     losses = loss_for(config)
     weights = _weights(step, config)
     found = {name: np.full(step.num_tokens, np.nan, np.float32) for name in (*RATIOS, *MASKS, "token_loss")}
     for rows in micro_batches(step):
         tokens = step.tokens_of(rows)
         record = _loss(step.take(rows), losses)
-        for name, values in _columns(record).items():
+        for name, values in record.columns().items():
             if values is not None:
                 found[name][tokens] = values.detach().numpy()
     found["token_loss"] *= weights[step.owners]
@@ -58,10 +61,10 @@ def num_trainable(step: ColumnBatch) -> Integers:
     return counts.astype(np.int64)
 
 
-def _weights(step: ColumnBatch, config: LossConfig) -> NDArray[np.float32]:
+def _weights(step: ColumnBatch, config: LossConfig | None) -> NDArray[np.float32]:
     """Of each record's tokens in the step's mean. Records have trainable tokens: all that count are here."""
     weights = np.ones(step.num_sequences, np.float32)
-    if config.reduction != "token":
+    if config is not None and config.reduction != "token":
         chosen = np.flatnonzero(modes_of(step) == TrainingMode.RL.value)
         groups = step.columns.get("group_id", np.full(step.num_sequences, "", object))[chosen].tolist()
         weights[chosen] = sequence_weights(config.reduction, num_trainable(step)[chosen], groups)
@@ -84,10 +87,3 @@ def _loss(part: ColumnBatch, losses: Mapping[str, TokenLoss]) -> LossRecord:
         lengths=part.lengths.tolist(),
     )
     return losses[modes_of(part)[0]](inputs)
-
-
-def _columns(record: LossRecord) -> dict[str, torch.Tensor | None]:
-    ratios: dict[str, torch.Tensor | None] = {
-        name: None if record.ratios is None else getattr(record.ratios, name) for name in RATIOS
-    }
-    return {**ratios, **{name: getattr(record, name) for name in (*MASKS, "token_loss")}}

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 import pellucid.export
-from pellucid.config import OrchestratorConfig, TrainerConfig
+from pellucid.config import LossConfig, OrchestratorConfig, TrainerConfig
 from pellucid.config.base import Section
 from pellucid.config.model import ModelConfig
+from pellucid.config.recorded import RecordedConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import Export
 from pellucid.export.jsonl_source import read_json_lines
@@ -52,6 +53,22 @@ class RecordedRun:
         return self._section("trainer", TrainerConfig) or TrainerConfig()
 
     @cached_property
+    def loss(self) -> LossConfig | None:
+        """Of rl samples; None where another trainer did not say, or has one that is none of ours."""
+        is_told = any("loss" in table.get("trainer", {}) for table in self._tables.values())
+        return None if self.has_config and not is_told else self.trainer.loss
+
+    @cached_property
+    def recorded(self) -> RecordedConfig:
+        """What another trainer says of itself; empty for a run of pellucid's."""
+        return self._section("recorded", RecordedConfig) or RecordedConfig()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another trainer trained it."""
+        return any("recorded" in table for table in self._tables.values())
+
+    @cached_property
     def orchestrator(self) -> OrchestratorConfig | None:
         return self._section("orchestrator", OrchestratorConfig)
 
@@ -85,7 +102,7 @@ class RecordedRun:
         path = None if self.folder is None else self.folder / "metrics" / "trainer.jsonl"
         if path is None or not path.exists():
             return {}
-        return {entry["step"]: entry["loss"] for _, entry in read_json_lines(path)}
+        return {entry["step"]: entry["loss"] for _, entry in read_json_lines(path) if "loss" in entry}
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Those that were settled with the step's batch; none where they were not saved."""

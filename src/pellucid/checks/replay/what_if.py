@@ -70,7 +70,7 @@ class WhatIf:
         self.steps: dict[int, dict[str, Effect]] = {}
 
     def add(self, number: int, step: ColumnBatch) -> None:
-        old = {**replay_losses(step, self._run.trainer.loss), **step.columns}
+        old = {**replay_losses(step, self._run.loss), **step.columns}
         changed = ColumnBatch(step.lengths, {**step.columns, "advantages": self._advantages(number, step)})
         new = replay_losses(changed, self._changed.loss)
         trainable = step.columns["loss_mask"] == 1
@@ -152,4 +152,4 @@ def what_if_table(totals: dict[str, Effect], num_steps: int) -> Table:
 def _cells(side: Side, trainable: int) -> Iterator[str]:
     for count in (side.masked, side.masked_high, side.masked_low):
         yield f"{count / trainable:.2%}" if trainable else "-"
-    yield f"{side.loss:.4g}"
+    yield "-" if np.isnan(side.loss) else f"{side.loss:.4g}"
