@@ -23,6 +23,7 @@ from pellucid.viewer.source import ServedRun
 SIZE = {"width": 1360, "height": 800}
 SHOTS = (
     ("viewer", "light", "#run", ".strip canvas"),
+    ("viewer-closer", "light", "#run?steps=205:265", ".strip:nth-child(8) canvas"),
     ("viewer-step", "light", "#step?step=228", ".histogram canvas"),
     ("viewer-ids", "light", "#step?step=228&ids=1&sort=kl", '[aria-label="Tokens by id"] tbody tr[data-row]'),
     ("viewer-worst", "light", "#worst?step=228&kind=masked", "tbody tr[data-row]"),
@@ -70,6 +71,7 @@ def take(browser: Any, address: str, path: Path, theme: str, ready: str) -> None
     page.goto(address)
     page.wait_for_selector(ready)
     page.wait_for_timeout(700)
+    page.locator(ready).first.scroll_into_view_if_needed()
     page.screenshot(path=path)
     page.close()
 

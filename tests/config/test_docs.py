@@ -9,7 +9,8 @@ from pydantic.fields import FieldInfo
 
 from pellucid.cli import COMMANDS
 from pellucid.config.base import Section
-from pellucid.config.parse import TAG, parse
+from pellucid.config.keys import TAG
+from pellucid.config.parse import parse
 from pellucid.config.reference import reference
 
 

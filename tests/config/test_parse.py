@@ -536,3 +536,27 @@ def test_what_an_evaluation_cannot_be(entries, line):
 def test_a_sampled_evaluation_may_attempt_an_example_several_times():
     entry = {"id": "a", "rollouts_per_example": 8, "temperature": 0.6}
     assert EvalConfig.model_validate(entry).rollouts_per_example == 8
+
+
+def test_a_part_takes_the_keys_of_its_own_section_without_their_prefix() -> None:
+    model = ["--model.name", "m"]
+    short = parse(InferenceRunConfig, [*model, "--backend", "vllm", "--port=8001"], prog="pellucid inference")
+    long = parse(
+        InferenceRunConfig,
+        [*model, "--inference.backend", "vllm", "--inference.port=8001"],
+        prog="pellucid inference",
+    )
+    assert short.config == long.config
+    assert (short.config.inference.backend, short.config.inference.port) == ("vllm", 8001)
+    trainer = parse(
+        TrainerRunConfig, [*model, "--optim.lr=0.5", "--no-share-prompts"], prog="pellucid trainer"
+    )
+    assert (trainer.config.trainer.optim.lr, trainer.config.trainer.share_prompts) == (0.5, False)
+
+
+def test_a_key_of_the_run_is_not_taken_for_one_of_the_part() -> None:
+    """`model` is a section of the run and of the trainer; a whole run has no part of its own."""
+    parsed = parse(TrainerRunConfig, ["--model.name", "m"], prog="pellucid trainer")
+    assert parsed.config.model.name == "m"
+    with pytest.raises(ConfigError, match="--backend: unknown flag; did you mean --inference.backend"):
+        parse(RLConfig, ["--backend", "vllm"], prog="pellucid rl")

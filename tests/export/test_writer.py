@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import pellucid.export
+from exported_steps import WHOLE_STEPS, exported, observed, samples, write_steps
 from pellucid.config import DppoLossConfig
-from pellucid.data import TokenTable, TrainingSample
+from pellucid.data import TokenTable
 from pellucid.data.tensors import to_tensors
 from pellucid.export import FIELDS, TokenExporter
 from pellucid.loss import LossInputs, LossRecord, dppo_loss
@@ -87,22 +88,6 @@ def test_golden_records(case, tmp_path) -> None:
             assert_same(found[name], value, name)
 
 
-def samples():
-    return TokenTable.from_samples(
-        [
-            TrainingSample.from_turn([1], [2, 3], [-1.0, -2.0], env_name="a", completion_mask=False),
-            TrainingSample.from_turn(
-                [4], [5], [-1.0], env_name="b", group_id="g", role_spans=[["user", 0, 1]]
-            ),
-        ]
-    ).pad_to(8)
-
-
-def observed(num_tokens):
-    zeros = torch.zeros(num_tokens)
-    return observed_values(TokenOutput(zeros, zeros), LossRecord(zeros, None))
-
-
 def test_sequences_without_a_trainable_token_are_counted_not_exported(tmp_path) -> None:
     exporter = TokenExporter(tmp_path)
     table = samples()
@@ -150,32 +135,14 @@ def test_a_writer_that_is_killed_leaves_only_whole_steps(tmp_path) -> None:
     assert [record.key[0] for record in pellucid.export.open(tmp_path / "mine.rank_0.jsonl").records()] == [0]
 
 
-def write_steps(exporter, steps, spoil=None):
-    """Exports one sequence a step; `spoil` is called before the step 2 is written."""
-    table = samples()
-    for step in steps:
-        if step == 2 and spoil is not None:
-            spoil()
-        exporter.add(table, observed(table.num_tokens), step=step, micro_step=0, denominator=1)
-        exporter.finish(step)
-        exporter.mark_stable(step)
-
-
-def exported(tmp_path):
-    return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-
-
-NAMES = ("STABLE", "rank_0.jsonl", "summary.rank_0.json")
-WHOLE_STEPS = [f"token_exports/step_{step}/{name}" for step in (0, 1) for name in NAMES]
-
-
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
-def test_a_full_disk_ends_the_export_with_one_warning_and_a_count(tmp_path, caplog) -> None:
+@pytest.mark.parametrize("own_process", [False, True])
+def test_a_full_disk_ends_the_export_with_one_warning_and_a_count(tmp_path, caplog, own_process) -> None:
     def fill() -> None:
         (tmp_path / "token_exports" / "step_2").mkdir()
         (tmp_path / "token_exports" / "step_2" / ".rank_0.jsonl.partial").symlink_to("/dev/full")
 
-    exporter = TokenExporter(tmp_path)
+    exporter = TokenExporter(tmp_path, own_process=own_process)
     write_steps(exporter, range(5), fill)
     exporter.close()
     assert exported(tmp_path) == WHOLE_STEPS
@@ -264,7 +231,7 @@ FILLS_UP = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_writer import TokenExporter, write_steps
+from exported_steps import TokenExporter, write_steps
 
 folder = Path(sys.argv[1])
 exporter = TokenExporter(folder, path=folder / "all.jsonl")
@@ -280,7 +247,7 @@ print(exporter.num_lost)
 
 def test_one_file_for_all_steps_keeps_those_that_are_whole(tmp_path) -> None:
     """A limit on its size stands for a disk that fills up in the middle of a record."""
-    arguments = [sys.executable, "-c", FILLS_UP, str(tmp_path), str(Path(__file__).parent)]
+    arguments = [sys.executable, "-c", FILLS_UP, str(tmp_path), str(Path(__file__).parents[1])]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
     lines = (tmp_path / "all.rank_0.jsonl").read_text().splitlines()

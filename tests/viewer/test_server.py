@@ -24,7 +24,7 @@ def client(made_run: Any) -> TestClient:
     return TestClient(make_app(ServedRun(Exports(made_run.folder))), base_url="http://127.0.0.1:7357")
 
 
-def test_it_follows_a_run_and_keeps_its_place(visit: Any, served: Any, made_run: Any, tmp_path: Path) -> None:
+def test_it_follows_a_run_and_keeps_its_place(served: Any, visit: Any, made_run: Any, tmp_path: Path) -> None:
     growing = tmp_path / "growing"
     shutil.copytree(made_run.folder, growing)
     last = growing / "token_exports" / "step_2"
@@ -43,6 +43,31 @@ def test_it_follows_a_run_and_keeps_its_place(visit: Any, served: Any, made_run:
     assert page.evaluate("() => [document.querySelector('.tokens').scrollTop, location.hash]") == before
     page.keyboard.press("l")
     page.wait_for_selector("text=in step 2")
+
+
+def test_it_is_back_when_its_server_is(browser: Any, client: TestClient) -> None:
+    page = browser.new_page()
+    is_up = True
+
+    def answer(route: Any) -> None:
+        if not is_up:
+            route.abort()
+            return
+        path = route.request.url.removeprefix("http://127.0.0.1:7357")
+        found = client.request(route.request.method, path, content=route.request.post_data_buffer)
+        route.fulfill(status=found.status_code, headers=dict(found.headers), body=found.content)
+
+    page.route("http://127.0.0.1:7357/**", answer)
+    page.goto("http://127.0.0.1:7357/#record?step=1&record=3")
+    page.wait_for_selector(".record-view .token")
+    is_up = False
+    page.evaluate("() => $main.app.go({ step: 2 })")
+    page.wait_for_selector("text=Is `pellucid view` still running?")
+    page.wait_for_selector(".live.gone")
+    is_up = True
+    page.wait_for_selector(".record-view .token", timeout=10_000)
+    assert "in step 2" in page.locator(".record-view h2").inner_text()
+    page.close()
 
 
 def test_its_answers_are_those_of_the_page(client: TestClient, made_run: Any) -> None:

@@ -1,6 +1,8 @@
 """Texts of ids, roles of tokens, and the terminal form."""
 
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from pellucid.viewer.access import ColumnBatch, Exports
 from pellucid.viewer.roles import RoleFinder, cover
 from pellucid.viewer.spread import Size, choose_spread
 from pellucid.viewer.terminal import show, visible
-from pellucid.viewer.vocabulary import Vocabulary
+from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +117,20 @@ def test_the_terminal_shows_records_outliers_and_ledger(made_run: Any, hostile: 
 def test_no_control_character_reaches_the_terminal() -> None:
     assert visible("a\x1b[31m b\u202e\n") == "a⟨U+001B⟩[31m·b⟨U+202E⟩⏎"
     assert visible([0xC3]) == "⟨C3⟩"
+
+
+def test_code_of_a_tokenizer_is_trusted_only_if_it_was_asked_for(tokenizer_folder: Path) -> None:
+    """transformers would ask on the terminal, or run it, where it is not told."""
+    config = json.loads((tokenizer_folder / "tokenizer_config.json").read_text())
+    folder = tokenizer_folder.parent / "with-code"
+    shutil.copytree(tokenizer_folder, folder)
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\n"
+        "class Own(PreTrainedTokenizerFast):\n    is_own = True\n"
+    )
+    found, _ = open_vocabulary(None, str(folder), trust_remote_code=True)
+    assert not getattr(found.tokenizer, "is_own", False)
+    asked, _ = open_vocabulary(str(folder), None, trust_remote_code=True)
+    assert asked.tokenizer.is_own

@@ -141,6 +141,43 @@ def test_other_bounds_mask_other_tokens(visit: Any, study: str, made_run: Any) -
     page.wait_for_function("location.hash.includes('dppo_mask_high%3D1')")
 
 
+def test_what_if_is_of_the_tokens_that_filters_leave(visit: Any, study: str, made_run: Any) -> None:
+    page = visit(f"{study}#whatif?step=1&rank=1&filter=adv%20%3C%200", ".plain-table")
+    rank = np.array([record["rank"] for record in made_run.steps[1]])[owners(made_run, 1)]
+    chosen = trainable(made_run, 1) & (rank == 1) & (made_run.column(1, "advantages") < 0)
+    low = (chosen & (made_run.column(1, "is_masked_low") == 1)).sum()
+    page.wait_for_function(
+        f"() => document.querySelectorAll('.plain-table td')[2].textContent === '0 / {low}'"
+    )
+    loss = made_run.column(1, "token_loss")[chosen].sum() / 100
+    cells = page.locator(".plain-table tbody tr").first.locator("td").all_inner_texts()
+    assert float(cells[4].replace("−", "-")) == pytest.approx(loss, abs=2e-6)
+    assert not page.locator(".changed-cell").count()
+
+
+def test_further_histograms_and_places_that_do_not_exist(visit: Any, study: str) -> None:
+    page = visit(f"{study}#step?step=1", "text=16 records")
+    titles = page.locator(".histograms h3:visible").all_inner_texts()
+    page.get_by_label("all histograms").check()
+    page.wait_for_selector("text=Staleness >> visible=true")
+    further = page.locator(".histograms h3:visible").all_inner_texts()
+    assert further == [*titles, "Log ratio", "Reward", "Staleness"]
+    page.get_by_label("all histograms").uncheck()
+    page.evaluate("() => $main.app.go({ brush: 'stale:1:1' })")  # one that filters is never hidden
+    page.wait_for_selector("text=/[0-9]+ tokens in 4 of 16 records/")
+    assert page.locator(".histograms h3:visible").all_inner_texts() == [*titles, "Staleness"]
+
+
+@pytest.mark.parametrize("view", ["record", "group", "across"])
+def test_a_record_that_is_not_there_is_said_so(browser: Any, study: str, view: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{study}#{view}?step=1&record=99")
+    page.wait_for_selector("text=Step 1 has 16 records, from 0 on; there is no record 99.")
+    page.evaluate("() => $main.app.go({ record: 3 })")
+    page.wait_for_selector(f".{view}-view")
+    page.close()
+
+
 @pytest.mark.parametrize(
     ("loss", "bounds", "mask", "value"),
     [

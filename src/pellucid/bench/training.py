@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -94,6 +95,11 @@ class Steps:
     def fastest_s(self) -> float:
         """Noise only ever adds time; the first step pays for memory that the others find."""
         return min(self.times_s[1:])
+
+    @property
+    def typical_s(self) -> float:
+        """The median: what differs by a percent needs more than one of many."""
+        return median(self.times_s[1:])
 
 
 class Training:

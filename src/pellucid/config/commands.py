@@ -304,8 +304,12 @@ class VerifyConfig(RLConfig):
     """Print one JSON object per line instead of a table."""
 
 
-PARTS = (InferenceRunConfig, OrchestratorRunConfig, TrainerRunConfig)
-"""The processes of an rl run; each reads its own keys of the run's file."""
+PARTS: Mapping[type[Section], str] = {
+    InferenceRunConfig: "inference",
+    OrchestratorRunConfig: "orchestrator",
+    TrainerRunConfig: "trainer",
+}
+"""The processes of an rl run, and the section of each; each reads its own keys of the run's file."""
 
 
 class SFTConfig(TrainerRunConfig):

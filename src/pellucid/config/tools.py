@@ -27,6 +27,9 @@ class ViewSettings(Section):
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer that turns ids into text; default: the one the run used."""
 
+    trust_remote_code: bool = False
+    """Run the Python code that the tokenizer of `--tokenizer` brings with it, if it brings any."""
+
     step: int | None = None
     """Show this step only."""
 

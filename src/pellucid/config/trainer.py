@@ -96,6 +96,10 @@ class TokenExportConfig(Section):
     """`essential` leaves out what follows from other columns (ratios, mismatch KL, positions, rewards per
     token): half the size. `pellucid` derives them when it reads; tools of others do not."""
 
+    own_process: bool = True
+    """A process beside each rank's trainer encodes and writes (about 60 MB). `false`: a thread of the trainer
+    does, which holds Python's lock meanwhile and so keeps training waiting."""
+
 
 class ExperimentalConfig(Section):
     token_export: TokenExportConfig | None = None

@@ -1,4 +1,4 @@
-"""Loading a tokenizer, with errors that say what to do. No torch and no remote code."""
+"""Loading a tokenizer, with errors that say what to do. No torch, and no remote code unless told so."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -11,14 +11,14 @@ from pellucid.errors import ModelError
 _REPLY = "pellucid"  # stands for a reply in what the template renders
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a hub name or local folder."""
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a hub name or local folder. `trust_remote_code`: run Python code that it brings."""
     from transformers import AutoTokenizer
 
     quiet_transformers()
     require_folder(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"model.name = {name!r}: no tokenizer could be loaded ({first_line(error)}); "

@@ -4,8 +4,9 @@ Values come from the loss's own record and are never derived again here. A step 
 name; its file appears (or, with one file for all steps, its records are appended) when the step is complete,
 and `STABLE` beside it once every rank has written.
 
-Encoding and writing are done by a thread, one micro batch at a time: training waits for it only when the next
-micro batch is there already, so an export never holds more than one beyond what training holds.
+Encoding and writing are done beside training, one micro batch at a time: by a process of its own, or by a
+thread. Training waits only when the next micro batch is there already, so an export never holds more than one
+beyond what training holds.
 
 An export never stops training: on a full disk, or when its folder vanishes, it ends with one warning, takes
 back what it had of the step, and counts what it leaves out from then on.
@@ -14,24 +15,24 @@ back what it had of the step, and counts what it leaves out from then on.
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
-from pellucid.config import ExportColumns, ExportFormat
 from pellucid.data import TokenTable
-from pellucid.data.files import append_file, replace_file
+from pellucid.data.files import replace_file
 from pellucid.export.batch import micro_batch_columns
 from pellucid.export.optional import require
-from pellucid.export.paths import ExportPaths, partial_of
+from pellucid.export.paths import ExportPaths
+from pellucid.export.process import WriterProcess
 from pellucid.export.schema import ESSENTIAL, FIELDS
-from pellucid.export.sink import JsonlSink, ParquetSink, RecordSink
-from pellucid.export.summary import StepSummary
+from pellucid.export.step_writer import StepWriter, Writer, take_back
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the process that writes needs neither, and starts in half the time
     from torch import Tensor
+
+    from pellucid.config import ExportColumns, ExportFormat
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +54,16 @@ class TokenExporter:
         *,
         rank: int = 0,
         path: Path | None = None,
-        format: ExportFormat = "jsonl",
-        columns: ExportColumns = "all",
+        format: "ExportFormat" = "jsonl",
+        columns: "ExportColumns" = "all",
+        own_process: bool = False,
     ) -> None:
         if format == "parquet":
             require("pyarrow", 'trainer.experimental.token_export.format = "parquet"')
         self._paths = ExportPaths(run_dir, f".{format}", path)
-        self._fields = FIELDS if columns == "all" else ESSENTIAL
         self._rank = rank
-        self._sink: RecordSink | None = None
-        self._summary = StepSummary()
+        writer = StepWriter(self._paths, rank, FIELDS if columns == "all" else ESSENTIAL)
+        self._writer: Writer = WriterProcess(writer) if own_process else writer
         self._num_written = 0
         self._num_due = 0
         """Sequences of this step, whether they could be written or not."""
@@ -98,7 +99,7 @@ class TokenExporter:
     def complete(self, step: int) -> None:
         """Nothing more of this step will be added: its file gets its name while training goes on."""
         self._is_completed = True
-        self._jobs.append(self._thread.submit(self._attempt, step, lambda: self._complete(step)))
+        self._jobs.append(self._thread.submit(self._write, step, lambda: self._writer.complete(step)))
 
     def finish(self, step: int) -> None:
         """The step is complete, and after this it is written."""
@@ -108,7 +109,6 @@ class TokenExporter:
         self._is_completed = False
         self.num_lost += self._num_due if self._failed else 0
         self._num_due = self._num_written = 0
-        self._summary = StepSummary()
 
     def forget_from(self, step: int) -> None:
         """These steps will be written again by this rank."""
@@ -121,9 +121,7 @@ class TokenExporter:
     def close(self) -> None:
         """In the middle of a step, if at all: its file keeps its hidden name."""
         self._thread.shutdown()
-        if self._sink is not None:
-            self._sink.abandon()
-            self._sink = None
+        self._writer.abandon()
 
     def mark_stable(self, step: int) -> None:
         """Called once, when every rank has finished the step."""
@@ -152,29 +150,7 @@ class TokenExporter:
         self.num_skipped += num_skipped
         self._num_due += batch.num_sequences
         self._num_written += batch.num_sequences
-        if not self._failed:
-            self._summary.add(batch)
-            self._attempt(step, lambda: self._open(step).write(batch))
-
-    def _open(self, step: int) -> RecordSink:
-        if self._sink is None:
-            path = partial_of(self._paths.file(step, self._rank))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kind = JsonlSink if self._paths.suffix == ".jsonl" else ParquetSink
-            self._sink = kind(path, self._fields)
-        return self._sink
-
-    def _complete(self, step: int) -> None:
-        self._open(step).close()
-        target = self._paths.file(step, self._rank)
-        if self._paths.is_shared:
-            append_file(target, partial_of(target))
-            partial_of(target).unlink()
-        else:
-            partial_of(target).rename(target)
-        if (summary := self._paths.summary(step, self._rank)) is not None:
-            replace_file(summary, orjson.dumps(self._summary.as_dict(), option=orjson.OPT_SERIALIZE_NUMPY))
-        self._sink = None
+        self._write(step, lambda: self._writer.write(step, batch))
 
     def _delete_from(self, step: int, is_meant: Callable[[int], bool]) -> None:
         for number, rank, path in self._paths.known():
@@ -187,32 +163,26 @@ class TokenExporter:
                     marker.unlink(missing_ok=True)  # first: killed in between, the step is not trusted
                 path.unlink(missing_ok=True)
 
-    def _attempt(self, step: int, work: Callable[[], object]) -> None:
+    def _write(self, step: int, work: Callable[[], object]) -> None:
+        if self._attempt(step, work):
+            take_back(self._paths, step, self._rank)
+
+    def _attempt(self, step: int, work: Callable[[], object]) -> bool:
+        """Whether this was the end of the export."""
         if self._failed:
-            return
+            return False
         try:
             work()
         except OSError as error:
             self._failed = True
-            self._take_back(step)
+            self._writer.abandon()
             logger.warning(
                 "the token export ends with step %d: %s; training goes on without it, and "
                 "export/lost_sequences counts what is left out",
                 step,
                 error,
             )
-
-    def _take_back(self, step: int) -> None:
-        """Half a step is of no use, and its space may be needed."""
-        sink, self._sink = self._sink, None
-        if sink is None:
-            return
-        sink.abandon()
-        target = self._paths.file(step, self._rank)
-        with suppress(OSError):
-            partial_of(target).unlink(missing_ok=True)
-            if not self._paths.is_shared:
-                target.unlink(missing_ok=True)
+        return self._failed
 
 
 def _cut_before(step: int, path: Path) -> None:

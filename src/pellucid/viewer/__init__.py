@@ -36,6 +36,8 @@ class ViewSettings(Protocol):
     @property
     def tokenizer(self) -> str | None: ...
     @property
+    def trust_remote_code(self) -> bool: ...
+    @property
     def step(self) -> int | None: ...
     @property
     def rank(self) -> int | None: ...
@@ -60,7 +62,12 @@ def run_view(settings: ViewSettings) -> None:
     if settings.terminal:
         from pellucid.viewer.terminal import show
 
-        show(exports, tokenizer=settings.tokenizer, record_index=settings.record_index)
+        show(
+            exports,
+            tokenizer=settings.tokenizer,
+            record_index=settings.record_index,
+            trust_remote_code=settings.trust_remote_code,
+        )
     elif settings.output is not None:
         page = write_page(
             exports,
@@ -69,6 +76,7 @@ def run_view(settings: ViewSettings) -> None:
             budget=None if settings.all_records else PAGE_BUDGET,
             start_record=settings.record_index,
             max_mismatch=settings.max_mismatch,
+            trust_remote_code=settings.trust_remote_code,
         )
         rest = "" if page.is_whole else " (--all-records for the rest)"
         log.info("%s: %s%s; opens in any browser without a server", settings.output, page, rest)
@@ -80,6 +88,7 @@ def run_view(settings: ViewSettings) -> None:
             tokenizer=settings.tokenizer,
             start_record=settings.record_index,
             max_mismatch=settings.max_mismatch,
+            trust_remote_code=settings.trust_remote_code,
         )
         serve(run, host=settings.host, port=settings.port, open_browser=settings.open_browser)
 

@@ -24,7 +24,7 @@ from pellucid.viewer.head import deflate_json, make_head, make_slices
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.spread import PAGE_BUDGET, Size, choose_spread
-from pellucid.viewer.vocabulary import open_vocabulary
+from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
 
 KEEP_BUDGETS = 4
 """Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
@@ -57,13 +57,16 @@ def write_page(
     budget: Size | None = PAGE_BUDGET,
     start_record: int = 0,
     max_mismatch: float | None = None,
+    trust_remote_code: bool = False,
 ) -> WrittenPage:
     """Writes the page, whole or not at all. `budget`: how much it holds at most; None: everything."""
+    run = RunFolder.around(exports.path)
+    vocabulary = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            steps = _write(file, exports, tokenizer, budget, start_record, max_mismatch)
+            steps = _write(file, exports, run, vocabulary, budget, start_record, max_mismatch)
         num_records = sum(size.records for size in steps.sizes.values())
         num_steps = len(steps.head["held"])
         page = WrittenPage(
@@ -79,20 +82,22 @@ def page_text(exports: Exports, *, tokenizer: str | None = None, budget: Size = 
     from io import StringIO
 
     file = StringIO()
-    _write(file, exports, tokenizer, budget, 0, None)
+    run = RunFolder.around(exports.path)
+    _write(file, exports, run, open_vocabulary(tokenizer, run.model_folder()), budget, 0, None)
     return file.getvalue()
 
 
 def _write(
     file: TextIO,
     exports: Exports,
-    tokenizer: str | None,
+    run: RunFolder,
+    texts: tuple[Vocabulary, str | None],
     budget: Size | None,
     start_record: int,
     max_mismatch: float | None,
 ) -> "_Steps":
     with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
-        steps = _write_steps(blocks, exports, tokenizer, budget, start_record, max_mismatch)
+        steps = _write_steps(blocks, exports, run, texts, budget, start_record, max_mismatch)
         page = frame()
         meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
         file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
@@ -125,13 +130,13 @@ class _Steps:
 def _write_steps(
     file: TextIO,
     exports: Exports,
-    tokenizer: str | None,
+    run: RunFolder,
+    texts: tuple[Vocabulary, str | None],
     budget: Size | None,
     start_record: int,
     max_mismatch: float | None,
 ) -> _Steps:
-    run = RunFolder.around(exports.path)
-    vocabulary, vocabulary_note = open_vocabulary(tokenizer, run.model_folder())
+    vocabulary, vocabulary_note = texts
     roles = RoleFinder(vocabulary)
     sizes: dict[int, Size] = {}
     summaries, held, kept = [], [], 0

@@ -20,6 +20,7 @@ from typing import Any
 from pellucid.errors import DataError
 from pellucid.export.frames import whole_parquet_files
 from pellucid.viewer.access import Exports
+from pellucid.viewer.rows import WORDS
 
 HIGH_KL = 0.05
 """A mismatch KL that is high: of the class `trained`, as in `data/worst.js`."""
@@ -52,16 +53,6 @@ _NUMBERS = _METRICS | {
     "rank": "rank",
     "tokens": "length",
     "micro_step": "micro_step",
-}
-_WORDS = {
-    "env": "env_name",
-    "mode": "training_mode",
-    "example": "example_id",
-    "group": "group_id",
-    "rollout": "rollout_id",
-    "sample": "sample_id",
-    "run": "run_id",
-    "stop": "stop_reason",
 }
 _TOKEN_COLUMNS = (
     *(
@@ -167,7 +158,7 @@ def _worst(question: Mapping[str, Any]) -> tuple[str, list[Any]]:
     score = f"abs(({_METRICS[metric]})::DOUBLE)"
     where = " AND ".join(f"({test})" for test in tests)
     used = [name for name in _TOKEN_COLUMNS if name in f"{where} {score}" or name == "loss_mask"]
-    words = [name for name in ("micro_step", *_WORDS.values()) if name in where]
+    words = [name for name in ("micro_step", *WORDS.values()) if name in where]
     oldest = (
         ["list_min(list_filter(policy_versions, lambda version: version >= 0)) AS oldest"]
         if "oldest" in where
@@ -198,10 +189,10 @@ def _filter(tree: Any, values: list[Any]) -> str:
         case {"field": str(field)} if "is" not in tree:
             column = _NUMBERS.get(field) or _word(field)
             return f"coalesce({column} <> {0 if field in _NUMBERS else repr('')}, false)"
-        case {"field": str(field), "is": "~", "value": str(value)} if field in _WORDS:
+        case {"field": str(field), "is": "~", "value": str(value)} if field in WORDS:
             values.append(value)
             return f"coalesce(contains(lower({_word(field)}), lower(?)), false)"
-        case {"field": str(field), "is": str(sign), "value": str(value)} if field in _WORDS:
+        case {"field": str(field), "is": str(sign), "value": str(value)} if field in WORDS:
             values.append(value)
             return f"coalesce({_word(field)} {_COMPARISONS[sign]} ?, false)"
         case {"field": str(field), "is": str(sign), "value": int() | float() as value} if field in _NUMBERS:
@@ -213,6 +204,6 @@ def _filter(tree: Any, values: list[Any]) -> str:
 
 def _word(field: str) -> str:
     """An empty one is none."""
-    if field not in _WORDS:
+    if field not in WORDS:
         raise _Unsupported
-    return f"nullif({_WORDS[field]}, '')"
+    return f"nullif({WORDS[field]}, '')"

@@ -54,10 +54,13 @@ class ServedRun:
         tokenizer: str | None = None,
         start_record: int = 0,
         max_mismatch: float | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         self._exports = exports
         self._run = RunFolder.around(exports.path)
-        self._vocabulary, self._note = open_vocabulary(tokenizer, self._run.model_folder())
+        self._vocabulary, self._note = open_vocabulary(
+            tokenizer, self._run.model_folder(), trust_remote_code=trust_remote_code
+        )
         self._roles = RoleFinder(self._vocabulary)
         self._start_record = start_record
         self._max_mismatch = max_mismatch

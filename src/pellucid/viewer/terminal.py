@@ -33,12 +33,17 @@ GLYPHS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def show(
-    exports: Exports, *, tokenizer: str | None, record_index: int, console: Console | None = None
+    exports: Exports,
+    *,
+    tokenizer: str | None,
+    record_index: int,
+    trust_remote_code: bool = False,
+    console: Console | None = None,
 ) -> None:
     """The last step: its summary, its records, one record, its outliers; then the run's ledger."""
     console = console or Console()
     run = RunFolder.around(exports.path)
-    vocabulary, note = open_vocabulary(tokenizer, run.model_folder())
+    vocabulary, note = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
     step = exports.steps()[-1]
     records = exports.records(step)
     batch = records[: max(RECORDS_SHOWN, record_index + 1)].batch(_COLUMNS)

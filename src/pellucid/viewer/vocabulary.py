@@ -85,10 +85,15 @@ class Vocabulary:
         return backend is not None and "ByteLevel" in str(backend.decoder)
 
 
-def open_vocabulary(asked: str | None, found: str | None) -> tuple[Vocabulary, str | None]:
-    """The texts of the ids, and a note where there are none. A tokenizer that was asked for must load."""
+def open_vocabulary(
+    asked: str | None, found: str | None, *, trust_remote_code: bool = False
+) -> tuple[Vocabulary, str | None]:
+    """The texts of the ids, and a note where there are none. A tokenizer that was asked for must load.
+
+    Code that comes with a tokenizer is trusted only if it was asked for, never if it was found.
+    """
     if asked is not None:
-        return Vocabulary(load_tokenizer(asked)), None
+        return Vocabulary(load_tokenizer(asked, trust_remote_code=trust_remote_code)), None
     remedy = "pass --tokenizer with a folder or hub name to see text"
     if found is None:
         return Vocabulary(), f"Tokens are shown as ids: no tokenizer was given and none was found; {remedy}."

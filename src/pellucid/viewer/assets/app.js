@@ -105,8 +105,15 @@ export class App {
     } catch (error) {
       if (view !== this.view || error instanceof Abandoned) return;
       console.error(error);
-      this.main.replaceChildren(notice("error", "This cannot be shown", /** @type {Error} */ (error).message));
+      this.main.replaceChildren(notice("error", "This cannot be shown", /** @type {Error} */ (error).message,
+        element("button", { type: "button", onclick: () => this.again() }, "try again")));
     }
+  }
+
+  /** Draws the view anew. */
+  again() {
+    this.view = null;
+    this.update(new Set(["view"]));
   }
 
   /** @param {Partial<import("./state/store.js").State>} changes */
@@ -266,17 +273,19 @@ export class App {
 
   /** Follows a running job: asks for a pulse, one request at a time, and reads what is new. */
   async listen() {
+    let isUp = true;
     for (;;) {
       await new Promise((resolve) => { setTimeout(resolve, PULSE_MS); });
       if (document.hidden) continue;
       try {
         const { steps, last, summarised } = await this.source.pulse();
         const { held, steps: known } = this.run.head;
-        if (steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) await this.refresh();
-        this.topBar?.connected(true);
-      } catch {
-        this.topBar?.connected(false);
-      }
+        const isBack = !isUp;
+        if (isBack || steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) await this.refresh();
+        isUp = true;
+        if (isBack && !this.view?.root.isConnected) this.again();
+      } catch { isUp = false; }
+      this.topBar?.connected(isUp);
     }
   }
 

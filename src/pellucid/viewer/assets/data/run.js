@@ -76,9 +76,16 @@ export class Run {
     return kept(this.chunks, `${step}/${number}`, async () => new Chunk(await this.source.chunk(step, number)));
   }
 
+  /** The index of a step that has this record. @param {number} step @param {number} record @returns {Promise<StepIndex>} */
+  async indexWith(step, record) {
+    const index = await this.index(step);
+    if (record < 0 || record >= index.length) throw new Error(`Step ${step} has ${index.length} records, from 0 on; there is no record ${record}.`);
+    return index;
+  }
+
   /** @param {number} step @param {number} record @returns {Promise<TokenRecord>} */
   async record(step, record) {
-    const index = await this.index(step);
+    const index = await this.indexWith(step, record);
     const number = index.chunkOf(record);
     const chunk = await this.chunk(step, number);
     const opened = new TokenRecord(index, record, chunk, record - index.chunkStarts[number]);

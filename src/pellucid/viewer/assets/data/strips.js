@@ -21,7 +21,7 @@ const STRIPS = [
   { title: "Masked", percent: true, about: "share of trainable tokens outside the trust region", lines: ({ points }) => [
     { label: "high", name: "masked_high", values: points("masked_high"), colour: "series-2" }, { label: "low", name: "masked_low", values: points("masked_low"), colour: "series-3" }] },
   { title: "Cut by length", percent: true, about: "share of exported records", lines: ({ points }) => [{ label: "cut", name: "truncated", values: points("truncated"), colour: "series-1" }] },
-  { title: "Groups without signal", about: "all rewards equal: advantage 0, not trained", lines: ({ series }) => [{ label: "groups", name: "zero_advantage_groups", values: series("zero_advantage_groups/all"), colour: "series-5" }] },
+  { title: "Groups without signal", about: "all rewards equal: not trained", lines: ({ series }) => [{ label: "groups", name: "zero_advantage_groups", values: series("zero_advantage_groups/all"), colour: "series-5" }] },
   { title: "Staleness", about: "steps between sampling and training", lines: ({ series, env }) => [
     { label: "max", name: "off_policy_level_max", values: series(`off_policy_level/${env || "all"}/max`), colour: "series-6", width: 1 }, { label: "mean", name: "off_policy_level_mean", values: series(`off_policy_level/${env || "all"}/mean`), colour: "series-1" }] },
   { title: "Loss", about: "as optimised", lines: ({ series }) => [{ label: "loss", name: "loss", values: series("loss"), colour: "series-4" }] },

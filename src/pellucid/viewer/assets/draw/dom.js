@@ -56,10 +56,11 @@ export function toggle(label, checked, onChange, title) {
   return element("label", { class: "toggle", title }, box, element("span", {}, label));
 }
 
-/** What stands where a view cannot be shown yet, or at all. @param {"loading" | "empty" | "error"} kind @param {string} title @param {string} [text] */
-export function notice(kind, title, text) {
+/** What stands where a view cannot be shown yet, or at all. @param {"loading" | "empty" | "error"} kind @param {string} title @param {string} [text]
+ * @param {...Node} more */
+export function notice(kind, title, text, ...more) {
   return element("div", { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" },
-    element("strong", {}, title), text ? element("p", {}, text) : null);
+    element("strong", {}, title), text ? element("p", {}, text) : null, ...more);
 }
 
 /** A canvas for drawing in CSS pixels. @param {number} width @param {number} height @param {HTMLCanvasElement} [canvas]

@@ -8,7 +8,7 @@
  * @typedef {{view: string, step: number, record: number, token: number, fill: string, scope: string,
  *   masks: boolean, table: boolean, env: string, rank: number, weights: string, steps: string, filter: string, search: string, within: string, sort: string,
  *   up: boolean, x: string, y: string, brush: string, top: string, kind: string, loss: string, bounds: string,
- *   other: number, curve: string, ids: boolean}} State
+ *   other: number, ids: boolean, more: boolean}} State
  */
 
 /** @type {State} */
@@ -38,8 +38,8 @@ export const DEFAULTS = {
   loss: "", // of what-if; empty: the run's own
   bounds: "", // high=0.3,low=0.2
   other: -1, // the step compared with
-  curve: "reward",
   ids: false, // the table per token id instead of records
+  more: false, // histograms of all metrics
 };
 
 /** A change of these is a new place, to which the back button returns. */

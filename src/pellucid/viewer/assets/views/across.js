@@ -28,7 +28,7 @@ export class AcrossView {
   async update(state, changed) {
     const turn = (this.turn += 1);
     const { run } = this.app;
-    const index = await run.index(state.step);
+    const index = await run.indexWith(state.step, state.record);
     const [env, example] = [index.value("env", state.record), index.value("example", state.record)];
     if (example === null) {
       refill(this.head, element("h2", {}, "Across steps"));

@@ -28,6 +28,7 @@ export class GroupView {
   async update(state) {
     const turn = (this.turn += 1);
     const { run } = this.app;
+    await run.indexWith(state.step, state.record);
     const index = await run.measured(state.step);
     const [name, word] = index.value("group", state.record) !== null ? ["group", index.value("group", state.record)] : ["example", index.value("example", state.record)];
     if (word === null) {

@@ -35,11 +35,15 @@ export class RunView {
     this.strips = element("div", { class: "strips" });
     this.root = element("section", { class: "view run-view", "aria-label": "Run" }, this.head, this.ledger, this.strips);
     new ResizeObserver(() => this.drawLedger()).observe(this.ledger);
+    this.isDragging = false;
+    this.strips.addEventListener("pointerdown", () => { this.isDragging = true; });
+    window.addEventListener("pointerup", () => { this.isDragging = false; });
     this.turn = 0;
   }
 
-  /** @param {import("../state/store.js").State} state */
-  async update(state) {
+  /** @param {import("../state/store.js").State} state @param {Set<string>} [changed] */
+  async update(state, changed) {
+    if (this.isDragging && changed?.has("head")) return; // a new step does not take the curve from under the pointer
     const turn = (this.turn += 1);
     const { run } = this.app;
     const points = await run.points.over(run.head, state);
@@ -122,6 +126,7 @@ export class RunView {
   }
 
   drawStrips() {
+    const focused = [...this.strips.children].findIndex((card) => card.querySelector(".strip-chart") === document.activeElement);
     for (const chart of this.charts) chart.destroy();
     this.charts = [];
     this.strips.replaceChildren();
@@ -136,6 +141,7 @@ export class RunView {
     });
     const { turn } = this;
     draw((top) => top < innerHeight);
+    this.strips.children[focused]?.querySelector(".strip-chart")?.focus({ preventScroll: true });
     afterPaint().then(() => { if (turn === this.turn) draw((top) => top >= innerHeight); });
   }
 

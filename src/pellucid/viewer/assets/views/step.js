@@ -16,6 +16,7 @@ import { IdsTable } from "./ids_table.js";
 import { RecordsTable } from "./records_table.js";
 
 const HISTOGRAMS = ["kl", "ratio", "entropy", "surprise", "delta", "adv", "loss"];
+const MORE = ["logratio", "reward", "stale"];
 const POSITIONS = 160;
 
 export class StepView {
@@ -29,7 +30,7 @@ export class StepView {
   constructor(app) {
     this.app = app;
     this.head = element("header", { class: "step-head" });
-    this.histograms = new Map(HISTOGRAMS.map((key) => [key, new Histogram(metricOf(key),
+    this.histograms = new Map([...HISTOGRAMS, ...MORE].map((key) => [key, new Histogram(metricOf(key),
       (low, high) => this.brush(key, low, high), () => this.brush(key))]));
     for (const { title, metric } of this.histograms.values()) title.append(saveChart(metric.label, () => this.fileName(metric.key)));
     this.rowOfHistograms = element("div", { class: "histograms" }, ...[...this.histograms.values()].map(({ root }) => root));
@@ -85,7 +86,7 @@ export class StepView {
   /** What the index alone tells: at once, before any token is read. @param {any} index @param {import("../state/store.js").State} state */
   drawFirst(index, state) {
     for (const [key, histogram] of this.histograms) {
-      const bins = index.summary.histograms[metricOf(key).column];
+      const bins = key === "stale" || !isShown(key, state) ? null : index.summary.histograms[metricOf(key).column];
       histogram.root.hidden = !bins;
       if (bins) histogram.show(key === "surprise" ? mirrored(bins) : bins);
     }
@@ -108,7 +109,7 @@ export class StepView {
       ["loss", at("loss") === undefined ? null : signed(at("loss"), 6)]].filter(([, text]) => text);
     this.head.replaceChildren(element("div", { class: "about" }, element("h2", {}, `Step ${index.step}`),
       element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))))),
-    element("span", { class: "view-tools", hidden: !isRead }, saveBar("the selected tokens", () => this.fileName("selection"), {
+    element("span", { class: "view-tools", hidden: !isRead }, toggle("all histograms", this.app.state.more, (more) => this.app.go({ more }), `also ${MORE.map((key) => metricOf(key).label).join(", ")}`), saveBar("the selected tokens", () => this.fileName("selection"), {
       columns: () => selectionColumns(this.all, chosenTokens(this.chosen), this.app.run.vocabulary), shown: () => this.root })));
   }
 
@@ -121,7 +122,7 @@ export class StepView {
     const brushes = new Map(parseBrushes(state.brush).map(({ metric, low, high }) => [metric, /** @type {[number, number]} */ ([low, high])]));
     for (const [key, histogram] of this.histograms) {
       const metric = metricOf(key);
-      const values = valuesOf(all, metric);
+      const values = isShown(key, state) ? valuesOf(all, metric) : null;
       histogram.root.hidden = !values;
       if (!values) continue;
       const bins = binned(values, (i) => all.isTrainable(i), metric.kind === "log");
@@ -196,6 +197,9 @@ function isMeant(index, record, { env, rank, weights }) {
   return (!env || index.value("env", record) === env) && (rank < 0 || index.value("rank", record) === rank)
     && (version === null || !index.measures || index.value("version_low", record) === version);
 }
+
+/** Also one whose brush is set. @param {string} key @param {import("../state/store.js").State} state */
+const isShown = (key, { more, brush }) => more || HISTOGRAMS.includes(key) || parseBrushes(brush).some(({ metric }) => metric === key);
 
 /** @param {any} bins of log π, as bins of −log π */
 const mirrored = (bins) => ({ ...bins, low: -bins.high, high: -bins.low, counts: [...bins.counts].reverse() });

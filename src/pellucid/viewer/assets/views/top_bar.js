@@ -42,9 +42,9 @@ export class TopBar {
         element("button", { type: "button", "aria-label": "previous step", title: "previous step (h)", onclick: () => app.moveStep(-1) }, "‹"),
         this.stepSelect,
         element("button", { type: "button", "aria-label": "next step", title: "next step (l)", onclick: () => app.moveStep(1) }, "›")),
-      this.envSelect, this.rankSelect, this.weightsSelect, element("span", { class: "search" }, this.search, this.within), this.filter, this.live,
+      this.envSelect, this.rankSelect, this.weightsSelect, element("span", { class: "search" }, this.search, this.within), this.filter, element("span", { class: "corner" }, this.live,
       element("button", { type: "button", class: "quiet", title: "dark or light (d)", "aria-label": "dark or light", onclick: () => app.switchTheme() }, "◐"),
-      element("button", { type: "button", class: "quiet", title: "keys (?)", "aria-label": "help", onclick: () => app.toggleHelp() }, "?"),
+      element("button", { type: "button", class: "quiet", title: "keys (?)", "aria-label": "help", onclick: () => app.toggleHelp() }, "?")),
       this.fault, this.results.root);
   }
 
@@ -79,7 +79,11 @@ export class TopBar {
 
   /** Rank and weights, where there are several, or one is asked for. @param {import("../state/store.js").State} state */
   updateSlices({ rank, weights }) {
-    const { ranks, versions, ages } = choicesOf(this.app.run.head);
+    if (this.head !== this.app.run.head) {
+      this.head = this.app.run.head;
+      this.choices = choicesOf(this.head);
+    }
+    const { ranks, versions, ages } = /** @type {ReturnType<typeof choicesOf>} */ (this.choices);
     this.fill(this.rankSelect, [["-1", "all ranks"], ...ranks.map((one) => /** @type {[string, string]} */ ([String(one), `rank ${one}`]))], String(rank));
     this.rankSelect.hidden = ranks.length < 2 && rank < 0;
     this.fill(this.weightsSelect, [["", "all weights"], ...ages.map((age) => /** @type {[string, string]} */ ([`age${age}`, age ? `${plural(age, "step")} old` : "of this step"])),

@@ -1,0 +1,161 @@
+"""What is wrong with a config, one line per problem: key, value, rule and remedy."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise, takewhile
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from pellucid.config.base import Section
+from pellucid.config.flags import flag_of
+from pellucid.config.keys import TAG, dotted_keys, sections_in, tag_of
+
+Location = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a problem is: `('trainer', 'loss', 'custom', 'kwargs')` is the key `trainer.loss.kwargs`."""
+
+    path: Location
+    sections: tuple[type[Section], ...]
+    """The sections that may stand here; none for a leaf."""
+
+    @classmethod
+    def find(cls, kind: type[Section], location: Location) -> "_Place":
+        path: list[str | int] = []
+        sections: tuple[type[Section], ...] = (kind,)
+        expects_tag = False
+        for part in location:
+            if expects_tag:
+                sections = tuple(section for section in sections if tag_of(section) == part)
+                expects_tag = False
+                continue
+            path.append(part)
+            if isinstance(part, str):
+                field = next((s.model_fields[part] for s in sections if part in s.model_fields), None)
+                sections = sections_in(field.annotation) if field else ()
+                expects_tag = field is not None and field.discriminator is not None
+        return cls(tuple(path), sections)
+
+    @property
+    def key(self) -> str:
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path)
+        return "".join(parts).removeprefix(".")
+
+    @property
+    def settable(self) -> tuple[str, ...]:
+        """The part of the path that is a flag; what is inside a list is set with the list."""
+        return tuple(map(str, takewhile(lambda part: isinstance(part, str), self.path)))
+
+    def is_set(self, data: Any) -> bool:
+        for part in self.settable:
+            if not isinstance(data, Mapping) or part not in data:
+                return False
+            data = data[part]
+        return True
+
+
+class Explainer:
+    """One line per problem: key, value, rule and remedy, in terms of the command's keys."""
+
+    def __init__(self, kind: type[Section], prog: str) -> None:
+        self.kind = kind
+        self.keys = tuple(dict.fromkeys(dotted_keys(kind)))
+        self.help = f"see `{prog} --help`"
+
+    def unknown_words(self, words: Sequence[str]) -> list[str]:
+        """Lines for words that the command does not take; an unknown flag and its value share one."""
+        lines = []
+        for previous, word in pairwise(["", *words]):
+            if word.startswith("-"):
+                lines.append(self._unknown_flag(word.partition("=")[0]))
+            elif not previous.startswith("-") or "=" in previous:
+                lines.append(f"{word}: unexpected argument; write @ {word} to read a file")
+        return lines
+
+    def invalid(self, data: Mapping[str, Any], error: ValidationError) -> list[str]:
+        """Lines for values that validation refused; a part that a shared key filled does not repeat it."""
+        problems = error.errors(include_url=False)
+        places = [_Place.find(self.kind, problem["loc"]) for problem in problems]
+        told = {_cause(p) for p, place in zip(problems, places, strict=True) if place.is_set(data)}
+        return [
+            self._line(problem, place)
+            for problem, place in zip(problems, places, strict=True)
+            if place.is_set(data) or _cause(problem) not in told
+        ]
+
+    def _line(self, problem: ErrorDetails, place: _Place) -> str:
+        match problem["type"]:
+            case "missing":
+                return f"{place.key} is missing; set it in a file or with {flag_of('.'.join(place.settable))}"
+            case "union_tag_invalid":
+                tags = " or ".join(repr(tag_of(section)) for section in place.sections)
+                return f"{place.key}.{TAG} = {_short(problem['input'][TAG])}: should be {tags}"
+            case "value_error" if self._names_a_key(message := str(problem["ctx"]["error"])):
+                return message
+        return f"{place.key} = {_short(problem['input'])}: {self._rule(problem, place)}"
+
+    def _names_a_key(self, message: str) -> bool:
+        return message.partition(" ")[0] in self.keys
+
+    def _rule(self, problem: ErrorDetails, place: _Place) -> str:
+        match problem["type"]:
+            case "extra_forbidden":
+                return self._unknown_key(problem["loc"], place)
+            case "value_error":
+                return str(problem["ctx"]["error"])
+            case "model_type" | "model_attributes_type":
+                names = dict.fromkeys(name for section in place.sections for name in section.model_fields)
+                return f"should be a table with the keys {', '.join(names)}"
+            case "tuple_type":
+                return "should be a list; a flag takes it as JSON, such as '[1, 2]'"
+            case "dict_type":
+                return "should be a table; a flag takes it as JSON, such as '{\"key\": 1}'"
+        rule = re.sub(", unable to .*", "", problem["msg"].removeprefix("Input "))
+        return rule[0].lower() + rule[1:]
+
+    def _unknown_key(self, location: Location, place: _Place) -> str:
+        if place.key in self.keys:
+            return self._other_variant(location)
+        index = next((part for part in place.path if isinstance(part, int)), 0)
+        near = _nearest(place.key, [key.replace("[]", f"[{index}]") for key in self.keys])
+        return f"unknown key; {f'did you mean {near}?' if near else self.help}"
+
+    def _other_variant(self, location: Location) -> str:
+        *outer, tag, name = location
+        union = _Place.find(self.kind, tuple(outer))
+        owners = " or ".join(
+            repr(tag_of(variant)) for variant in union.sections if name in variant.model_fields
+        )
+        return f"belongs to {union.key}.{TAG} = {owners}, not {tag!r}; remove it or change the type"
+
+    def _unknown_flag(self, flag: str) -> str:
+        flags = [flag_of(key) for key in (*self.keys, "dry_run") if "[]" not in key]
+        near = _nearest(flag, flags)
+        return f"{flag}: unknown flag; {f'did you mean {near}?' if near else self.help}"
+
+
+def _nearest(wanted: str, known: Sequence[str]) -> str | None:
+    """The known key most like `wanted`; one that ends in the same name is meant however far away it is."""
+    name = _last_name(wanted)
+    same_name = [key for key in known if _last_name(key) == name]
+    near = get_close_matches(wanted, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)
+    return near[0] if near else None
+
+
+def _last_name(key: str) -> str:
+    return key.removeprefix("--").rpartition(".")[2]
+
+
+def _cause(problem: ErrorDetails) -> tuple[str, str]:
+    return problem["msg"], repr(problem["input"])
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

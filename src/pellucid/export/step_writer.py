@@ -1,0 +1,77 @@
+"""Encodes the records of one rank, step by step: under a hidden name until the step is complete.
+
+`StepWriter` does it here, `WriterProcess` (`process.py`) in a process of its own.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import orjson
+
+from pellucid.data.files import append_file, replace_file
+from pellucid.export.batch import ColumnBatch
+from pellucid.export.paths import ExportPaths, partial_of
+from pellucid.export.schema import Field
+from pellucid.export.sink import JsonlSink, ParquetSink, RecordSink
+from pellucid.export.summary import StepSummary
+
+
+class Writer(Protocol):
+    """Each may raise an OSError; `abandon` never."""
+
+    def write(self, step: int, batch: ColumnBatch) -> None:
+        """A part of the step that is open, or the first of it."""
+
+    def complete(self, step: int) -> None:
+        """The step's file gets its name, with or without a record, and its summary."""
+
+    def abandon(self) -> None:
+        """Lets go of a step that is not complete: its file keeps its hidden name."""
+
+
+@dataclass
+class StepWriter:
+    paths: ExportPaths
+    rank: int
+    fields: tuple[Field, ...]
+    _sink: RecordSink | None = None
+    _summary: StepSummary = field(default_factory=StepSummary)
+
+    def write(self, step: int, batch: ColumnBatch) -> None:
+        self._summary.add(batch)
+        self._open(step).write(batch)
+
+    def complete(self, step: int) -> None:
+        self._open(step).close()
+        target = self.paths.file(step, self.rank)
+        if self.paths.is_shared:
+            append_file(target, partial_of(target))
+            partial_of(target).unlink()
+        else:
+            partial_of(target).rename(target)
+        if (summary := self.paths.summary(step, self.rank)) is not None:
+            replace_file(summary, orjson.dumps(self._summary.as_dict(), option=orjson.OPT_SERIALIZE_NUMPY))
+        self._sink, self._summary = None, StepSummary()
+
+    def abandon(self) -> None:
+        if self._sink is not None:
+            self._sink.abandon()
+        self._sink, self._summary = None, StepSummary()
+
+    def _open(self, step: int) -> RecordSink:
+        if self._sink is None:
+            path = partial_of(self.paths.file(step, self.rank))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kind = JsonlSink if self.paths.suffix == ".jsonl" else ParquetSink
+            self._sink = kind(path, self.fields)
+        return self._sink
+
+
+def take_back(paths: ExportPaths, step: int, rank: int) -> None:
+    """Half a step is of no use, and its space may be needed."""
+    target = paths.file(step, rank)
+    with suppress(OSError):
+        partial_of(target).unlink(missing_ok=True)
+        if not paths.is_shared:
+            target.unlink(missing_ok=True)
