@@ -5,15 +5,18 @@ import hashlib
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from pellucid.bench.viewer_inputs import make_batch, write_file
 from pellucid.viewer.access import Exports
+from pellucid.viewer.rows import MEASURED_FIELDS, measure
 from pellucid.viewer.server import headers, make_app
-from pellucid.viewer.source import ServedRun
+from pellucid.viewer.source import TOKENS_AT_A_TIME, ServedRun, Urgent
 
 
 @pytest.fixture
@@ -143,3 +146,27 @@ def test_beyond_this_machine_it_asks_for_the_token(made_run: Any) -> None:
     far = friend.get("/api/step/1", headers={"accept-encoding": "deflate"})
     assert far.headers["content-encoding"] == "deflate"
     assert far.content == friend.get("/api/step/1", headers={"accept-encoding": "identity"}).content
+
+
+def test_a_step_read_bit_by_bit_adds_up_to_the_same(tmp_path: Path) -> None:
+    batch = make_batch(40, 4096)
+    write_file(tmp_path / "rank_0.parquet", batch)
+    exports = Exports(tmp_path / "rank_0.parquet")
+    assert batch.num_tokens > TOKENS_AT_A_TIME
+    whole = measure([exports.records(0).batch(MEASURED_FIELDS)])
+    assert ServedRun(exports).rows(0) == whole.encode(level=None)
+
+
+def test_what_can_wait_gives_way_until_nothing_is_urgent() -> None:
+    urgent, passed = Urgent(), threading.Event()
+
+    def wait() -> None:
+        urgent.give_way(60)
+        passed.set()
+
+    with urgent:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert not passed.wait(0.05)
+    assert passed.wait(30)
+    waiting.join()

@@ -106,11 +106,11 @@ def encode_index(
     return blob.finish(meta, level=level), point
 
 
-def chunk_spans(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def chunk_spans(lengths: NDArray[np.int64], max_tokens: int = CHUNK_TOKENS) -> Iterator[tuple[int, int]]:
     """[first, last) records of each chunk: as many as fit, at least one."""
     first = num_tokens = 0
     for index, length in enumerate(lengths.tolist()):
-        if index > first and num_tokens + length > CHUNK_TOKENS:
+        if index > first and num_tokens + length > max_tokens:
             yield first, index
             first, num_tokens = index, 0
         num_tokens += length

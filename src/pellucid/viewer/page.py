@@ -4,8 +4,8 @@
     <script type="text/plain" id="chunk/7/0">eNqt…</script>
 
 Nothing is ever loaded. A block is base64 of what the server would answer under the same name, deflated, so no
-byte of a run is parsed as HTML. What every view needs stands first, then the scripts, then the steps: a
-record is shown as soon as its own block has been read.
+byte of a run is parsed as HTML. What every view needs stands first, and what the page opens with; then the
+scripts, then the steps: a record is shown as soon as its own block has been read.
 """
 
 import os
@@ -103,6 +103,7 @@ def _write(
         file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
         file.write(block("run", deflate_json(steps.head)))
         file.write(block("texts", deflate_json(steps.texts)))
+        file.writelines(steps.ahead)
         file.write(page.scripts)
         file.write(block("slices", deflate_json(steps.slices)))
         blocks.seek(0)
@@ -114,6 +115,9 @@ def _write(
 @dataclass(frozen=True, slots=True)
 class _Steps:
     """What stands before the steps of a page, and what they are of those that there are."""
+
+    ahead: list[str]
+    """Of the last one, which a page opens with: its index, and the lead of the record to start with."""
 
     head: dict[str, Any]
     texts: dict[str, Any]
@@ -138,18 +142,20 @@ def _write_steps(
     summaries, held, kept = [], [], 0
     seen = np.empty(0, np.int64)
     encoded: dict[int, EncodedStep] = {}
+    ahead: list[str] = []
+    others: list[str] = []
 
     def put(step: int, made: EncodedStep) -> None:
-        nonlocal kept, seen
+        nonlocal ahead, others, kept, seen
         held.append(step)
         kept += made.summary["points"]["all"]["records"]
         seen = np.union1d(seen, made.token_ids)
-        file.write(block(f"step/{step}", made.index))
-        file.write(block(f"rows/{step}", made.rows))
-        for record, lead in made.leads.items():
-            file.write(block(f"lead/{step}/{record}", lead))
-        for index, chunk in enumerate(made.chunks):
-            file.write(block(f"chunk/{step}/{index}", chunk))
+        file.writelines([*ahead, *others])  # of the step before, which is not the last one
+        leads = {record: block(f"lead/{step}/{record}", lead) for record, lead in made.leads.items()}
+        first = [leads.pop(start_record)] if start_record in leads else []
+        chunks = [block(f"chunk/{step}/{index}", chunk) for index, chunk in enumerate(made.chunks)]
+        ahead = [block(f"step/{step}", made.index), *first]
+        others = [block(f"rows/{step}", made.rows), *leads.values(), *chunks]
 
     for step in exports.steps():
         made = encode_step(step, exports, exports.records(step), roles)
@@ -178,7 +184,8 @@ def _write_steps(
         start_record=start_record,
         max_mismatch=max_mismatch,
     )
-    return _Steps(head, vocabulary.texts(seen.tolist()), make_slices(summaries), kept, sizes)
+    file.writelines(others)
+    return _Steps(ahead, head, vocabulary.texts(seen.tolist()), make_slices(summaries), kept, sizes)
 
 
 def _first_tokens(records: Records, limit: int | None) -> Records:

@@ -10,18 +10,19 @@
     query             an answer about the whole run, see `queries`
 
 Of a Parquet export only what an answer needs is read. A JSONL export has to be parsed whole: it is once, and
-all answers of the step are kept. Least recently used answers are dropped first.
+all answers of the step are kept. Least recently used answers are dropped first. What reads a whole step gives
+way to what shows a record.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from pellucid.errors import DataError
-from pellucid.viewer.access import ALL_FIELDS, Exports, Records, StepSummary
+from pellucid.viewer.access import ALL_FIELDS, ColumnBatch, Exports, Records, StepSummary
 from pellucid.viewer.encode import (
     LONG_TOKENS,
     chunk_spans,
@@ -40,6 +41,9 @@ from pellucid.viewer.vocabulary import open_vocabulary
 
 CACHE_BYTES = 512 * 2**20
 LOOK_AGAIN_S = 1.0
+TOKENS_AT_A_TIME = 2**17
+GIVES_WAY_S = 0.25
+"""How long, at most, the next of those tokens wait for answers that somebody looks at a blank page for."""
 
 
 class ServedRun:
@@ -66,6 +70,7 @@ class ServedRun:
         self._answers = Answers(CACHE_BYTES)
         self._lock = threading.Lock()
         self._making: dict[str, threading.Lock] = {}
+        self._urgent = Urgent()
         self._closed = threading.Event()
         exports.steps()  # a path that holds no export is an error now, not in the browser
 
@@ -109,14 +114,16 @@ class ServedRun:
         return self._answer(f"rows/{number}", number, self._make_rows)
 
     def chunk(self, number: int, index: int) -> bytes:
-        return self._answer(
-            f"chunk/{number}/{index}", number, lambda records: self._make_chunk(records, index)
-        )
+        with self._urgent:
+            return self._answer(
+                f"chunk/{number}/{index}", number, lambda records: self._make_chunk(records, index)
+            )
 
     def lead(self, number: int, record: int) -> bytes:
-        return self._answer(
-            f"lead/{number}/{record}", number, lambda records: self._make_lead(records, record)
-        )
+        with self._urgent:
+            return self._answer(
+                f"lead/{number}/{record}", number, lambda records: self._make_lead(records, record)
+            )
 
     def texts(self, token_ids: Iterable[int]) -> bytes:
         with self._lock:
@@ -182,7 +189,12 @@ class ServedRun:
         return index
 
     def _make_rows(self, records: Records) -> bytes:
-        return measure([records.batch(MEASURED_FIELDS)]).encode(level=None)
+        return measure(self._bit_by_bit(records)).encode(level=None)
+
+    def _bit_by_bit(self, records: Records) -> Iterator[ColumnBatch]:
+        for first, last in chunk_spans(self._lengths(records), TOKENS_AT_A_TIME):
+            self._urgent.give_way(GIVES_WAY_S)
+            yield records[first:last].batch(MEASURED_FIELDS)
 
     def _make_chunk(self, records: Records, index: int) -> bytes:
         spans = list(chunk_spans(self._lengths(records)))
@@ -204,6 +216,27 @@ class ServedRun:
         if (found := self._answers.get(name)) is None:
             self._answers.put(name, found := records.lengths.astype(np.int64).tobytes())
         return np.frombuffer(found, np.int64)
+
+
+class Urgent:
+    """How many answers are being made that somebody waits for; what can wait gives way to them."""
+
+    def __init__(self) -> None:
+        self._num_now = 0
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._num_now += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._num_now -= 1
+            self._changed.notify_all()
+
+    def give_way(self, at_most_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_now, at_most_s)
 
 
 class Answers:

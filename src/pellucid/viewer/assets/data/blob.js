@@ -16,7 +16,18 @@ export async function inflate(bytes) {
   const writer = writable.getWriter();
   // Both fail with what reading fails with.
   Promise.allSettled([writer.write(/** @type {any} */ (bytes)), writer.close()]);
-  return new Response(readable).arrayBuffer();
+  // Part by part, not as a `Response`: that waits behind whatever else the page has to do.
+  const reader = readable.getReader();
+  const parts = [];
+  let length = 0;
+  for (let { value } = await reader.read(); value; { value } = await reader.read()) {
+    parts.push(value);
+    length += value.length;
+  }
+  const whole = new Uint8Array(length);
+  let at = 0;
+  for (const part of parts) { whole.set(part, at); at += part.length; }
+  return whole.buffer;
 }
 
 /** @param {ArrayBuffer} buffer */

@@ -15,7 +15,7 @@ import { Vocabulary } from "./texts.js";
 
 const KEPT_CHUNKS = 600;
 const SPARK_CELLS = 32;
-const CHUNKS_AT_ONCE = 4;
+const CHUNKS_AT_ONCE = 2;
 
 /** What was asked for is not looked at any more. */
 export class Abandoned extends Error {}

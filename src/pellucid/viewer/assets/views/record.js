@@ -17,6 +17,7 @@ import { spokenToken, tokenDetails } from "./token.js";
 
 const CHART_HEIGHT = 118;
 const CHART_POINTS = 4000; // more than there are pixels
+const STAYS_MS = 100; // on a record, before the numbers of its step are asked for
 const LOOKS = ["fill", "scope", "masks", "table", "filter", "search", "theme", "env"];
 
 export class RecordView {
@@ -89,11 +90,15 @@ export class RecordView {
     }
     const record = await run.record(state.step, state.record);
     if (turn !== this.turn || !await this.present(record, state, turn)) return false;
-    if (!record.index.measures) {
-      await afterPaint(); // the server reads the whole step for it
-      run.measured(state.step).then(() => { if (this.record === record) this.drawHead(); });
-    }
+    if (!record.index.measures) setTimeout(() => this.measure(record), STAYS_MS);
     return true;
+  }
+
+  /** The server reads the whole step for these numbers: only if one still looks at the record. @param {import("../data/run.js").TokenRecord} record */
+  async measure(record) {
+    if (this.record !== record || !this.root.isConnected) return;
+    await this.app.run.measured(record.step);
+    if (this.record === record) this.drawHead();
   }
 
   /** @param {import("../data/run.js").TokenRecord} record @param {import("../state/store.js").State} state @param {number} turn */
