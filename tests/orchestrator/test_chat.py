@@ -86,3 +86,34 @@ def test_text_and_tokens_are_those_of_the_tokenizer(made: Any, data: st.DataObje
 
 def test_the_backend_is_asked_only_where_it_is_all_there_is() -> None:
     assert [ChatTemplate(made)._backend is not None for made in TOKENIZERS] == [True, True, False, False]
+
+
+ADDS_A_SYSTEM_MESSAGE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nbe good<|im_end|>\n{% endif %}" + CHATML
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "expected"),
+    [
+        (ADDS_A_SYSTEM_MESSAGE, ["user"], ["system", "user"]),
+        (ADDS_A_SYSTEM_MESSAGE, ["user", "assistant", "user"], ["system", "user", "assistant", "user"]),
+        (ADDS_A_SYSTEM_MESSAGE, ["system", "user"], ["system", "user"]),
+        (CHATML, ["user"], ["user"]),
+        ("<|endoftext|>" + CHATML, ["user"], ["user"]),  # what opens every text is no system message
+        (PLAIN, ["user"], ["user"]),
+        (
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}" + CHATML,
+            ["user"],
+            ["user"],
+        ),
+    ],
+)
+def test_a_system_message_of_the_template_is_a_block_of_its_own(template, roles, expected) -> None:
+    chat = ChatTemplate(tokenizer(template, "<|im_end|>"))
+    rendered = chat.prompt([{"role": role, "content": f"text {place}"} for place, role in enumerate(roles)])
+    assert [role for role, _ in rendered.stops] == expected
+    starts = [0, *(stop for _, stop in rendered.stops)]
+    for start, (role, stop) in zip(starts, rendered.stops, strict=False):
+        block = chat.tokenizer.decode(rendered.token_ids[start:stop])
+        assert block.count(role) == 1 and ("be good" in block) == (role == "system" and roles[0] != "system")

@@ -5,6 +5,8 @@
     <|im_start|>user\\nhi<|im_end|>\\n  <|im_start|>assistant\\n
     |------------ user -------------|  |---- the reply's opening ...
 
+A system message that the template adds on its own is one, too.
+
 What the model wrote is never rendered again: a later prompt is the earlier tokens plus what the template
 puts after the reply.
 """
@@ -41,11 +43,15 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.end_of_turn_ids = end_of_turn_ids(tokenizer)
         self._backend = _plain_backend(tokenizer)
+        self._added: dict[tuple[str, str], list[int]] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Rendered:
         """A conversation from its beginning, ready for a reply."""
         token_ids = self._encode(self._text(messages, tools, opens_reply=True))
-        return Rendered(token_ids, self._stops(token_ids, messages, tools, 0, ""))
+        stops = self._stops(token_ids, messages, tools, 0, "")
+        added = self._added_system(str(messages[0]["role"]), tools) if messages else []
+        is_there = added and token_ids[: len(added)] == added
+        return Rendered(token_ids, [("system", len(added)), *stops] if is_there else stops)
 
     def continuation(self, messages: Sequence[Message], reply: int, tools: Tools = ()) -> Rendered | None:
         """What follows the text of `messages[reply]`, up to the next reply; the first stop is that message's.
@@ -70,6 +76,27 @@ class ChatTemplate:
         decoder = self._backend or self.tokenizer
         text: str = decoder.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def _added_system(self, role: str, tools: Tools) -> list[int]:
+        """The system message that the template puts before a first message of this role; mostly none."""
+        key = role, repr(tools)
+        if key not in self._added:
+            self._added[key] = self._encode(self._added_text(role, tools))
+        return self._added[key]
+
+    def _added_text(self, role: str, tools: Tools) -> str:
+        system, first = {"role": "system", "content": _REPLY}, {"role": role, "content": _REPLY}
+        try:
+            given = self._text([system], tools, opens_reply=False)
+            after = self._text([system, first], tools, opens_reply=False)
+            alone = self._text([first], tools, opens_reply=False)
+        except TemplateError:  # it knows no system message, or refuses one alone
+            return ""
+        message = after.removeprefix(given)
+        added = alone.removesuffix(message)
+        opening = given.partition(_REPLY)[0]
+        is_system = opening and added.startswith(opening) and message != after and added != alone
+        return added if is_system else ""
 
     def _stops(
         self, token_ids: list[int], messages: Sequence[Message], tools: Tools, first: int, before: str
