@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# How fast a machine is says nothing about what it runs.
+settings.register_profile("pellucid", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pellucid")
 
 
 def golden_cases(name: str) -> list[Any]:

@@ -16,7 +16,7 @@ from pellucid.bench.training import SHAPES, Training, training_site
 from pellucid.config.trainer import TokenExportConfig
 
 FORMATS: tuple[str, ...] = get_args(TokenExportConfig.model_fields["format"].annotation)
-NUM_STEPS = {"tiny": 150, "135M": 7}
+NUM_STEPS = {"tiny": 300, "135M": 7}
 
 
 def run() -> list[Result]:
