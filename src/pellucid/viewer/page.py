@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,12 +62,13 @@ def write_page(
 ) -> WrittenPage:
     """Writes the page, whole or not at all. `budget`: how much it holds at most; None: everything."""
     run = RunFolder.around(exports.path)
-    vocabulary = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
+    texts = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
+    contents = _Contents(exports, run, texts, budget, start_record, max_mismatch)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            steps = _write(file, exports, run, vocabulary, budget, start_record, max_mismatch)
+            steps = _write(file, contents)
         num_records = sum(size.records for size in steps.sizes.values())
         num_steps = len(steps.head["held"])
         page = WrittenPage(
@@ -79,25 +81,27 @@ def write_page(
 
 
 def page_text(exports: Exports, *, tokenizer: str | None = None, budget: Size = PAGE_BUDGET) -> str:
-    from io import StringIO
-
     file = StringIO()
     run = RunFolder.around(exports.path)
-    _write(file, exports, run, open_vocabulary(tokenizer, run.model_folder()), budget, 0, None)
+    _write(file, _Contents(exports, run, open_vocabulary(tokenizer, run.model_folder()), budget))
     return file.getvalue()
 
 
-def _write(
-    file: TextIO,
-    exports: Exports,
-    run: RunFolder,
-    texts: tuple[Vocabulary, str | None],
-    budget: Size | None,
-    start_record: int,
-    max_mismatch: float | None,
-) -> "_Steps":
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What goes into a page."""
+
+    exports: Exports
+    run: RunFolder
+    texts: tuple[Vocabulary, str | None]
+    budget: Size | None
+    start_record: int = 0
+    max_mismatch: float | None = None
+
+
+def _write(file: TextIO, contents: _Contents) -> "_Steps":
     with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
-        steps = _write_steps(blocks, exports, run, texts, budget, start_record, max_mismatch)
+        steps = _write_steps(blocks, contents)
         page = frame()
         meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
         file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
@@ -127,16 +131,9 @@ class _Steps:
     """Of all."""
 
 
-def _write_steps(
-    file: TextIO,
-    exports: Exports,
-    run: RunFolder,
-    texts: tuple[Vocabulary, str | None],
-    budget: Size | None,
-    start_record: int,
-    max_mismatch: float | None,
-) -> _Steps:
-    vocabulary, vocabulary_note = texts
+def _write_steps(file: TextIO, contents: _Contents) -> _Steps:
+    exports, budget = contents.exports, contents.budget
+    vocabulary, vocabulary_note = contents.texts
     roles = RoleFinder(vocabulary)
     sizes: dict[int, Size] = {}
     summaries, held, kept = [], [], 0
@@ -152,7 +149,8 @@ def _write_steps(
         seen = np.union1d(seen, made.token_ids)
         file.writelines([*ahead, *others])  # of the step before, which is not the last one
         leads = {record: block(f"lead/{step}/{record}", lead) for record, lead in made.leads.items()}
-        first = [leads.pop(start_record)] if start_record in leads else []
+        start = contents.start_record
+        first = [leads.pop(start)] if start in leads else []
         chunks = [block(f"chunk/{step}/{index}", chunk) for index, chunk in enumerate(made.chunks)]
         ahead = [block(f"step/{step}", made.index), *first]
         others = [block(f"rows/{step}", made.rows), *leads.values(), *chunks]
@@ -177,12 +175,12 @@ def _write_steps(
     notes = [note for note in (spread.note(kept), vocabulary_note, *exports.warnings) if note]
     head = make_head(
         exports.path,
-        run,
+        contents.run,
         summaries,
         held=held,
         notes=notes,
-        start_record=start_record,
-        max_mismatch=max_mismatch,
+        start_record=contents.start_record,
+        max_mismatch=contents.max_mismatch,
     )
     file.writelines(others)
     return _Steps(ahead, head, vocabulary.texts(seen.tolist()), make_slices(summaries), kept, sizes)

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pellucid.errors import DataError
+from pellucid.export import FIELDS
 from pellucid.export.frames import whole_parquet_files
 from pellucid.viewer.access import Exports
 from pellucid.viewer.rows import WORDS
@@ -54,19 +55,7 @@ _NUMBERS = _METRICS | {
     "tokens": "length",
     "micro_step": "micro_step",
 }
-_TOKEN_COLUMNS = (
-    *(
-        "mismatch_kl",
-        "entropy",
-        "trainer_logprobs",
-        "advantages",
-        "rewards",
-        "log_importance_ratio",
-        "prob_delta",
-    ),
-    *("token_loss", "policy_versions", "importance_ratio", "token_ids", "is_masked", "is_masked_high"),
-    *("is_masked_low", "loss_mask", "sampled"),
-)
+_TOKEN_COLUMNS = tuple(field.name for field in FIELDS if field.per_token)
 _KINDS = {
     "all": "true",
     "trained": f"mismatch_kl >= {HIGH_KL} AND NOT coalesce(is_masked, false)",

@@ -81,25 +81,13 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
         encoding = {"Content-Encoding": "deflate"} if is_deflated else None
         return Response(data, media_type="application/octet-stream", headers=encoding)
 
-    async def head(request: Request) -> Response:
-        return await answer(request, run.run)
+    def get(path: str, make: Callable[..., bytes]) -> Route:
+        """`make` is called with the numbers of the path."""
 
-    async def slices(request: Request) -> Response:
-        return await answer(request, run.slices)
+        async def answered(request: Request) -> Response:
+            return await answer(request, make, *request.path_params.values())
 
-    async def step(request: Request) -> Response:
-        return await answer(request, run.step, request.path_params["step"])
-
-    async def rows(request: Request) -> Response:
-        return await answer(request, run.rows, request.path_params["step"])
-
-    async def chunk(request: Request) -> Response:
-        path = request.path_params
-        return await answer(request, run.chunk, path["step"], path["index"])
-
-    async def lead(request: Request) -> Response:
-        path = request.path_params
-        return await answer(request, run.lead, path["step"], path["record"])
+        return Route(path, answered)
 
     async def texts(request: Request) -> Response:
         ids = await request.json()
@@ -122,12 +110,12 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
     app = Starlette(
         routes=[
             Route("/", page),
-            Route("/api/run", head),
-            Route("/api/slices", slices),
-            Route("/api/step/{step:int}", step),
-            Route("/api/rows/{step:int}", rows),
-            Route("/api/chunk/{step:int}/{index:int}", chunk),
-            Route("/api/lead/{step:int}/{record:int}", lead),
+            get("/api/run", run.run),
+            get("/api/slices", run.slices),
+            get("/api/step/{step:int}", run.step),
+            get("/api/rows/{step:int}", run.rows),
+            get("/api/chunk/{step:int}/{index:int}", run.chunk),
+            get("/api/lead/{step:int}/{record:int}", run.lead),
             Route("/api/texts", texts, methods=["POST"]),
             Route("/api/query", query, methods=["POST"]),
             Route("/api/pulse", pulse),
