@@ -71,3 +71,22 @@ def test_what_went_wrong_is_raised_where_training_is(tmp_path, asynchronous) -> 
     with pytest.raises(OSError, match="No space left"):
         saver.settle(wait=True)
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_moments_come_from_the_checkpoint_and_settings_from_the_configuration(tmp_path) -> None:
+    """A resumed run with other betas and weight decay trains by them, from the moments that it had."""
+    saver = CheckpointSaver(tmp_path, CkptConfig(), Ranks())
+    model, optimizer = trained()
+    step(model, optimizer)
+    saver.save(progress(1), model, optimizer)
+    weight = model.weight.detach().double()
+    resumed = torch.nn.Linear(2, 1, bias=False)
+    changed = torch.optim.AdamW(resumed.parameters(), lr=0.01, betas=(0.5, 0.7), weight_decay=0.3)
+    read_state(resumed, changed, tmp_path / "checkpoints" / "step_1" / STATE)
+    step(resumed, changed)
+    # Both gradients are 1. The first step left m = 1 - 0.9 and v = 1 - 0.999.
+    m, v = 0.5 * 0.1 + 0.5, 0.7 * 0.001 + 0.3
+    update = (m / (1 - 0.5**2)) / ((v / (1 - 0.7**2)) ** 0.5 + 1e-8)
+    expected = weight * (1 - 0.01 * 0.3) - 0.01 * update
+    eps = torch.finfo(torch.float32).eps  # a handful of float32 operations on numbers below 1
+    assert torch.allclose(resumed.weight.detach().double(), expected, rtol=0, atol=8 * eps)

@@ -52,7 +52,12 @@ def write_staged(state: State, folder: Path, group: ProcessGroup | None = None) 
 def read_state(
     model: nn.Module, optimizer: Optimizer, folder: Path, group: ProcessGroup | None = None
 ) -> None:
-    """Into the given model and optimizer, in place; by how many processes it was written does not matter."""
+    """Loads into the given model and optimizer, in place, whatever number of processes wrote the state.
+
+    Moments and step counts come from the checkpoint; learning rate, betas and weight decay stay those of
+    `optimizer`, because the configuration that resumes a run decides them.
+    """
+    own = [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
     state = _state(model, optimizer)
     try:
         with _quiet():
@@ -63,6 +68,8 @@ def read_state(
             f"{folder} does not fit the model: {failure}; resume with the model.name that the run began with"
         ) from failure
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for parameters, settings in zip(optimizer.param_groups, own, strict=True):
+        parameters.update(settings)
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
