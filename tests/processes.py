@@ -279,6 +279,16 @@ class Jobs:
         assert names == [name for name, gradient in found[1].items() if gradient is not None]
         return [difference(alone, together), len(names)]
 
+    def buffers(self, folder: str) -> None:
+        """A model with persistent buffers, as several processes publish it and save it."""
+        run = self.build(self.folder / "models" / "biased router")
+        for name, write in (("published", run.trained.write), ("saved", run.trained.save)):
+            if run.ranks.is_main:
+                (Path(folder) / name).mkdir(parents=True)
+                write(Path(folder) / name)
+            else:
+                run.trained.offer()
+
     def golden(self, path: str) -> list[list[float]]:
         """The gradient of each case, with a denominator of all ranks and FSDP's sum."""
         found = []

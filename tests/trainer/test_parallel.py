@@ -23,7 +23,7 @@ from pellucid.errors import ConfigError
 from pellucid.launch.resume import rewind_rl
 from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
 from pellucid.metrics import read_metrics
-from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
+from pellucid.model.tiny import character_tokenizer, make_tiny_model, make_tiny_moe_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer.entry import run_with
 from pellucid.trainer.ranks import Ranks
@@ -57,8 +57,37 @@ def folder(tmp_path_factory) -> Path:
     make_tiny_model(models / "tied", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
     make_tiny_model(models / "few_kv_heads", hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=1)
     make_tiny_moe_model(models / "moe", hidden_size=32, num_layers=2)
+    make_biased_router(models / "biased router")
     untie(models / "tied", models / "untied")
     return folder
+
+
+def make_biased_router(folder: Path) -> None:
+    """A GLM-4.5 model. The bias of its router is a persistent buffer, which no gradient moves."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    tokenizer = character_tokenizer()
+    config = Glm4MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Glm4MoeForCausalLM(config)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.5, -1.0, 0.25, 2.0]))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def untie(source: Path, target: Path) -> None:
@@ -112,6 +141,7 @@ def two(folder) -> dict:
         "golden": ["golden", str(GOLDEN / "loss_normalisation.json")],
         "sharing": ["sharing"],
         "beside": ["beside", str(folder / "runs" / "beside")],
+        "buffers": ["buffers", str(folder / "runs" / "buffers")],
         "dp2, adapter": ["adapter", {}],
         "cp2, adapter": ["adapter", {"cp": 2}],
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
@@ -218,6 +248,18 @@ def test_bfloat16_with_a_float32_reduction_comes_close(two, mesh) -> None:
 def test_an_adapter_has_the_gradient_of_one_process(two, mesh) -> None:
     difference, num_parameters = two[f"{mesh}, adapter"]
     assert difference <= 1e-5 and num_parameters == 2 * 7
+
+
+def test_persistent_buffers_are_published_and_saved(folder, two) -> None:
+    from transformers import AutoModelForCausalLM
+
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    initial = AutoModelForCausalLM.from_pretrained(folder / "models" / "biased router").state_dict()
+    published = load_file(folder / "runs" / "buffers" / "published" / "model.safetensors")
+    assert published[bias].tolist() == initial[bias].tolist() == [0.5, -1.0, 0.25, 2.0]
+    assert largest_difference(published, {name: initial[name] for name in published}) == 0
+    saved = AutoModelForCausalLM.from_pretrained(folder / "runs" / "buffers" / "saved").state_dict()
+    assert largest_difference(saved, initial) == 0
 
 
 def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(folder, two, tmp_path) -> None:

@@ -19,9 +19,9 @@ from pellucid.errors import ModelError
 from pellucid.inference.client import SamplingParams
 from pellucid.inference.vllm_args import engine_args, require_vllm
 from pellucid.inference.vllm_engine import Sampled, Scored, VllmEngine
-from pellucid.model.load import default_device, parameter_shapes, resolve_dtype, vocab_size
+from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
 from pellucid.transport.adapter import check_adapter, is_adapter
-from pellucid.transport.weights import check_weights
+from pellucid.transport.weights import check_weights, weight_shapes
 
 _NUM_SEEDS = 2**63
 _ADAPTER = 1
@@ -31,7 +31,7 @@ _ADAPTER = 1
 def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
     require_vllm()
     settings, name = config.inference, config.model.name
-    shapes = parameter_shapes(config.model)
+    shapes = weight_shapes(empty_model(config.model))
     if any(".experts." in parameter for parameter in shapes):
         raise ModelError(
             f'model.name = {name!r} has experts, and inference.backend = "vllm" takes new weights of models '

@@ -54,13 +54,13 @@ def vocab_size(config: ModelConfig) -> int:
         raise ModelError(_not_loadable(config.name, error)) from error
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the parameters that a trainer of this model publishes; loads no weights."""
+def empty_model(config: ModelConfig) -> torch.nn.Module:
+    """Makes the model on torch's meta device, with names and shapes alone; loads no weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.name))
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.name))
+    return model
 
 
 def default_device() -> torch.device:

@@ -1,7 +1,8 @@
 """Weights from trainer to engine: `weights/step_N/model.safetensors` + `STABLE`, N the policy version.
 
-Tied weights are written once, and a sharded parameter is whole only while it is written. Loading checks every
-name and shape before it changes any.
+A model's weights are its parameters and its persistent buffers, such as the bias with which some routers
+choose experts. Tied weights are written once, and a sharded parameter is whole only while it is written.
+Loading checks every name and shape before it changes any.
 """
 
 import json
@@ -18,7 +19,18 @@ from pellucid.errors import TransportError
 from pellucid.transport.stable import publish_folder, retract_folder, stable_steps
 
 _FILE = "model.safetensors"
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def weights_folder(run_dir: Path, version: int) -> Path:
@@ -41,8 +53,8 @@ def publish_version(run_dir: Path, version: int, write: Callable[[Path], None], 
 
 def offer_weights(model: nn.Module) -> None:
     """Takes part while another process writes."""
-    for _ in _whole_parameters(model):
-        pass
+    for tensor in named_weights(model).values():
+        _whole(tensor)
 
 
 def write_version(model: nn.Module, folder: Path) -> None:
@@ -51,40 +63,51 @@ def write_version(model: nn.Module, folder: Path) -> None:
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
-    """A safetensors file of all parameters, one at a time."""
+    """Writes a safetensors file of all weights, one at a time."""
+    weights = named_weights(model)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, parameter in model.named_parameters():
-        start, end = end, end + parameter.numel() * parameter.element_size()
+    for name, tensor in weights.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPES[parameter.dtype],
-            "shape": list(parameter.shape),
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in _whole_parameters(model):
-            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+        for tensor in weights.values():
+            file.write(_whole(tensor).flatten().view(torch.uint8).numpy().data)
 
 
-def _whole_parameters(model: nn.Module) -> Iterator[Tensor]:
-    for parameter in model.parameters():
-        tensor = parameter.detach()
-        whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        yield whole.cpu().contiguous()
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; one that has several names is there once."""
+    saved = model.state_dict(keep_vars=True).keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def weight_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in named_weights(model).items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Gathers a sharded tensor: every process of the model has to call it."""
+    tensor = tensor.detach()
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.cpu().contiguous()
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Copies published weights into the model in place; on any mismatch nothing is changed."""
     path = folder / _FILE
-    parameters = dict(model.named_parameters())
     with _opened(path) as file:
-        _check(path, file, {name: parameter.shape for name, parameter in parameters.items()})
+        _check(path, file, weight_shapes(model))
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(file.get_tensor(name))
+            for name, tensor in named_weights(model).items():
+                tensor.copy_(file.get_tensor(name))
 
 
 def check_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
