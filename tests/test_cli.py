@@ -210,3 +210,46 @@ def test_the_exit_code_tells_what_no_log_can(tmp_path):
     with open("/dev/full", "wb") as log:
         done = subprocess.run([sys.executable, "-u", "-c", script], cwd=tmp_path, stdout=log, stderr=log)
     assert done.returncode == 74
+
+
+def test_an_error_in_somebodys_own_code_is_printed_with_its_traceback(tmp_path, capsys, monkeypatch):
+    (tmp_path / "broken_env.py").write_text("x = 1\nraise RuntimeError('not today')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from pellucid.config.imports import load_attribute
+
+    def load(config):
+        load_attribute("broken_env:Env", "orchestrator.env.id")
+
+    (tmp_path / "loads.py").write_text("load = None")
+    import loads  # on the path since the line above
+
+    loads.load = load
+    assert main(["load", "x"], {"load": Command(LedgerSettings, "loads:load", "…")}) == 2
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert trace[0] == "Traceback (most recent call last):"
+    assert trace[-1] == "RuntimeError: not today"
+    assert last == (
+        "error: orchestrator.env.id = 'broken_env:Env' cannot be imported: "
+        f"RuntimeError: not today ({tmp_path / 'broken_env.py'}:2)"
+    )
+
+
+AS_A_CONSOLE_SCRIPT = (
+    "import sys; sys.path.remove(''); from pellucid.cli import Command, main; "
+    "from pellucid.config.tools import LedgerSettings; "
+    "sys.exit(main(['run', 'x'], {'run': Command(LedgerSettings, 'runs:find_problems', '')}))"
+)
+
+
+@pytest.mark.parametrize(("options", "code"), [([], 3), (["-P"], 1)])
+def test_modules_of_the_current_folder_are_found(tmp_path, options, code):
+    """Unless Python was told not to look there."""
+    (tmp_path / "runs.py").write_text(RUNS)
+    script = AS_A_CONSOLE_SCRIPT.replace("sys.path.remove(''); ", "") if options else AS_A_CONSOLE_SCRIPT
+    done = subprocess.run([sys.executable, *options, "-c", script], cwd=tmp_path, capture_output=True)
+    assert done.returncode == code
+
+
+def test_the_package_is_a_program():
+    done = subprocess.run([sys.executable, "-m", "pellucid", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"pellucid {__version__}\n")

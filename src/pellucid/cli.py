@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ from pellucid.config import (
 )
 from pellucid.config.base import Section
 from pellucid.config.cluster import RenderConfig
+from pellucid.config.imports import see_current_folder
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
 from pellucid.config.tools import BenchSettings, KeysSettings, LedgerSettings, ReplaySettings, ViewSettings
-from pellucid.errors import ConfigError, DiskError, PellucidError
+from pellucid.errors import ConfigError, DiskError, PellucidError, UserCodeError
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
         return _dispatch(sys.argv[1:] if argv is None else list(argv), commands)
     except PellucidError as error:
         with suppress(OSError):  # of a log on a disk that is full
+            if isinstance(error, UserCodeError) and error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
             print("error:", str(error).replace("\n", "\n       "), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -115,6 +119,7 @@ def _overview(commands: Mapping[str, Command]) -> str:
 
 
 def _run(name: str, command: Command, argv: Sequence[str]) -> int:
+    see_current_folder()
     parsed = parse(command.config, argv, prog=f"pellucid {name}")
     if parsed.dry_run:
         print(to_toml(parsed.config), end="")

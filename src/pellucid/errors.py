@@ -2,7 +2,8 @@
 
 PellucidError
 ├── ConfigError        a setting, or a combination of settings, that cannot work
-│   └── MissingPackageError   what was asked for needs a package that is not installed
+│   ├── MissingPackageError   what was asked for needs a package that is not installed
+│   └── UserCodeError         an environment, advantage or filter raised; the log has its traceback
 ├── DataError          a sample, table or file whose content breaks its own rules
 │   └── ColumnError    the same, with the column and the sequence
 ├── ModelError         a model or tokenizer that cannot be loaded or is not supported
@@ -35,6 +36,10 @@ class ConfigError(PellucidError):
 
 class MissingPackageError(ConfigError):
     pass
+
+
+class UserCodeError(ConfigError):
+    """Raised from the error of somebody's own code; the command line prints that error's traceback, too."""
 
 
 class DataError(PellucidError):

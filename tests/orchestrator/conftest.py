@@ -45,6 +45,7 @@ def attempt() -> Attempt:
         tokenizer: Any = None,
         state_columns: Sequence[str] = (),
         server_fails: bool = False,
+        timeout_s: float = 10.0,
     ) -> Rollout:
         tokenizer = tokenizer or character_tokenizer()
         token_ids = [
@@ -56,7 +57,7 @@ def attempt() -> Attempt:
         chat = ChatTemplate(tokenizer)
         sampler = Sampler(ScriptedClient(token_ids, fails=server_fails), chat, "run", 0, 1.0, 100, 2000)
         group = GroupRun(
-            "g0", "env", environment, example, 1, sampler, PromptCache(chat), 10.0, state_columns
+            "g0", "env", environment, example, 1, sampler, PromptCache(chat), timeout_s, state_columns
         )
         rollout = group.open_rollout("g0-r0")
 

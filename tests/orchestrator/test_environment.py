@@ -1,6 +1,7 @@
 import asyncio
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -8,13 +9,15 @@ from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
+import torch
 
 from pellucid.config import EnvConfig, EvalConfig
 from pellucid.data import Example
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, RolloutError
 from pellucid.orchestrator import Environment, Score, Session, SingleTurnEnvironment, load_environment
-from pellucid.orchestrator.environment import check_environment
+from pellucid.orchestrator.environment import check_environment, draw_example
 from pellucid.orchestrator.environments.reverse_text import ReverseText
 from pellucid.orchestrator.samples import build_samples
 
@@ -237,7 +240,10 @@ def test_a_constructor_that_raises_is_named_with_its_line() -> None:
     assert str(refused.value).startswith(
         f"environment {config.id!r} cannot be made with orchestrator.env.args = "
     )
-    assert "{'path': 'words.txt'}: FileNotFoundError: words.txt (test_environment.py:" in str(refused.value)
+    assert (
+        "{'path': 'words.txt'}: FileNotFoundError: words.txt (tests/orchestrator/test_environment.py:"
+        in str(refused.value)
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,3 +269,136 @@ def test_nobody_elses_code_is_run_beforehand(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "own_env.py").write_text("raise SystemExit('ran')")
     monkeypatch.syspath_prepend(tmp_path)
     check_environment(EnvConfig(id="own_env:Env"))
+
+
+class Answers(Echo):
+    """Returns what it is told to."""
+
+    answer: object = None
+
+    def reward(self, example: Example, text: str) -> Score:
+        return self.answer  # type: ignore[return-value]
+
+
+WRITTEN = r"\(tests/orchestrator/test_environment.py:\d+\)"
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (0.5, r"0\.5 \(float\); return a Score, such as Score\(1\.0\)"),
+        (None, r"None \(NoneType\); return a Score, such as Score\(1\.0\)"),
+        (Score("0.5"), r"reward = '0\.5' \(str\); return a finite number"),
+        (Score(None), r"reward = None \(NoneType\); return a finite number"),
+        (Score(float("nan")), r"reward = nan \(float\); return a finite number"),
+        (Score(1.0, {"exact": "yes"}), r"metrics\['exact'\] = 'yes' \(str\); return a number"),
+        (
+            Score(1.0, [1.0]),
+            r"Score\(.*\) \(Score\); return a Score whose metrics and state are dicts by name",
+        ),
+        ("x" * 200, r"'x{78}… \(str\); return a Score, such as Score\(1\.0\)"),
+    ],
+)
+def test_a_wrong_answer_of_a_reward_is_named(attempt, answer, complaint) -> None:
+    environment = Answers(seed=0)
+    environment.answer = answer
+    rollout = attempt(environment, environment.example(0), ["x"])
+    assert rollout.error_type == "RolloutError"
+    assert re.fullmatch(rf"RolloutError: Answers\.reward {WRITTEN} returned {complaint}", rollout.error)
+    assert rollout.reward is None
+
+
+@pytest.mark.parametrize("reward", [1, True, np.float32(1.0), np.array(1.0), torch.tensor(1.0)])
+def test_a_reward_may_be_a_number_of_any_kind(attempt, reward) -> None:
+    environment = Answers(seed=0)
+    environment.answer = Score(reward, {"same": reward})
+    rollout = attempt(environment, environment.example(0), ["x"])
+    assert (rollout.error, rollout.reward, rollout.metrics) == (None, 1.0, {"same": 1.0})
+    assert type(rollout.reward) is float
+
+
+class Together(Echo):
+    """Scores groups with what it is told to."""
+
+    requires_group_scoring: ClassVar[bool] = True
+    answer: object = None
+
+    async def score_group(self, rollouts):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (None, r"None \(NoneType\); return a list of 1 Scores, one per rollout"),
+        ([], r"\[\] \(list\); return one Score per rollout, here 1, not 0"),
+        ([1.0], r"1\.0 \(float\); return a Score, such as Score\(1\.0\)"),
+    ],
+)
+def test_a_wrong_answer_of_group_scoring_is_named(attempt, answer, complaint) -> None:
+    environment = Together(seed=0)
+    environment.answer = answer
+    rollout = attempt(environment, environment.example(0), ["x"])
+    assert re.fullmatch(rf"RolloutError: Together\.score_group {WRITTEN} returned {complaint}", rollout.error)
+
+
+class Draws(Echo):
+    drawn: object = None
+
+    def example(self, index: int) -> Example:
+        return self.drawn  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "complaint"),
+    [
+        ("hi", r"'hi' \(str\); return an Example\(example_id, messages, info\)"),
+        (Example("0", "hi"), r"messages = 'hi' \(str\); return a list of dicts such as .*"),
+        (Example("0", [{"content": "hi"}]), r"messages = .* \(list\); return a list of dicts such as .*"),
+    ],
+)
+def test_a_wrong_example_is_named(drawn, complaint) -> None:
+    environment = Draws(seed=0)
+    environment.drawn = drawn
+    with pytest.raises(RolloutError) as caught:
+        draw_example(environment, "draws", 0)
+    assert re.fullmatch(rf"Draws\.example {WRITTEN} returned {complaint}", str(caught.value))
+
+
+class Fails(Echo):
+    def reward(self, example: Example, text: str) -> Score:
+        return example.info["answer"]
+
+
+class Misuses(Environment):
+    """A session takes messages, not text: pellucid raises, but this line is to be mended."""
+
+    def example(self, index: int) -> Example:
+        return Example(str(index), [{"role": "user", "content": "hi"}])
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        return Score(float(bool(await session.respond([1, 2, 3]))))
+
+
+class Hangs(Echo):
+    async def reward(self, example: Example, text: str) -> Score:
+        await asyncio.sleep(3600)
+        return Score(1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error_type", "line"),
+    [
+        (Fails, "KeyError", 'return example.info["answer"]'),
+        (Misuses, "TypeError", "await session.respond([1, 2, 3])"),
+        (Hangs, "TimeoutError", "await asyncio.sleep(3600)"),
+    ],
+)
+def test_a_failure_names_the_line_of_the_environment(attempt, kind, error_type, line) -> None:
+    environment = kind(seed=0)
+    rollout = attempt(environment, environment.example(0), ["x"], timeout_s=0.05)
+    place = re.fullmatch(rf"{error_type}: .*\((.*):(\d+)\)", rollout.error)
+    assert rollout.error_type == error_type
+    assert place is not None and Path(place[1]).samefile(__file__)
+    assert line in Path(__file__).read_text().splitlines()[int(place[2]) - 1]
+    assert line in rollout.traceback

@@ -19,7 +19,7 @@ import pytest
 from engine_books import close_engine_books
 from pellucid.config import FilterConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
-from pellucid.errors import ConfigError, InferenceError, RolloutError
+from pellucid.errors import ConfigError, InferenceError, RolloutError, UserCodeError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.launch.supervisor import GRACE_S
@@ -532,6 +532,12 @@ def test_an_environment_that_always_fails_stops_the_run(
     failures = [record for record in caplog.records if "failed: ZeroDivisionError" in record.getMessage()]
     assert len(failures) == len({record.getMessage() for record in failures}) >= 12
     assert {record.levelno for record in failures} == {logging.WARNING}
+    place = r"\(tests/orchestrator/test_run.py:\d+\)"
+    first, *later = (record.getMessage() for record in failures)
+    assert re.match(
+        rf"rollout \S+ of guess failed: ZeroDivisionError: bad example \d+ {place}\nTraceback", first
+    )
+    assert all(re.search(rf"bad example \d+ {place}$", line) for line in later)
     assert journal_counts(tmp_path)["failed_rollout"] > 0
 
 
@@ -643,8 +649,12 @@ def test_a_stream_that_ends_stops_the_run(tmp_path: Path) -> None:
         def example(self, index: int) -> Example:
             return [super().example(0)][index]
 
-    message = stops_with(configure(tmp_path), Short(seed=1), FakeInferenceClient(letters), RolloutError)
-    assert "environment 'guess' has no example 1: IndexError" in message
+    message = stops_with(configure(tmp_path), Short(seed=1), FakeInferenceClient(letters), UserCodeError)
+    assert re.fullmatch(
+        r"environment 'guess' has no example 1: IndexError: list index out of range "
+        r"\(tests/orchestrator/test_run.py:\d+\); `example` has to answer for every index",
+        message,
+    )
 
 
 def test_weights_that_cannot_be_served_stop_the_run(tmp_path: Path) -> None:

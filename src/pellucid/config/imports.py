@@ -1,14 +1,17 @@
 """Objects named by `package.module:attribute` in a configuration."""
 
 import importlib.util
+import inspect
+import re
 import sys
+import sysconfig
 import traceback
+from collections.abc import Callable
 from importlib import import_module
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, UserCodeError
 
 _REMEDY = "write `package.module:name` of something installed, in the current folder, or on PYTHONPATH"
 
@@ -18,24 +21,85 @@ def load_attribute(path: str, key: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key} = {path!r} cannot be imported: {error}; {_REMEDY}") from error
-    except Exception as error:  # of somebody's own module
-        raise ConfigError(f"{key} = {path!r} cannot be imported: {describe(error)}") from error
+    except Exception as error:  # the path is wrong, or somebody's own module raises
+        is_missing = isinstance(error, (ImportError, AttributeError)) and place_of(error) is None
+        if is_missing:
+            raise ConfigError(f"{key} = {path!r} cannot be imported: {error}; {_REMEDY}") from error
+        raise UserCodeError(f"{key} = {path!r} cannot be imported: {describe(error)}") from error
+
+
+def see_current_folder() -> None:
+    """Lets modules of the current folder be imported, as `python -m` does; a console script does not."""
+    here = str(Path.cwd())
+    if not sys.flags.safe_path and not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
 
 
 def require_package(path: str, key: str) -> None:
-    """Refuses a path into a package that does not exist, without running any code of one that does.
-
-    The current folder counts, whether or not it is on this process's own path: it is on that of its children.
-    """
+    """Refuses a path into a package that does not exist, without running any code of one that does."""
     package = path.partition(":")[0].partition(".")[0]
-    found = package in sys.modules or importlib.util.find_spec(package) or PathFinder.find_spec(package, [""])
-    if not found:
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise ConfigError(f"{key} = {path!r} cannot be imported: No module named {package!r}; {_REMEDY}")
 
 
-def describe(error: Exception) -> str:
-    """`KeyError: 'answer' (my_env.py:31)`: an error in somebody's own code, and where it was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+def describe(error: BaseException) -> str:
+    """`KeyError: 'answer' (envs/my_env.py:31)`: an error, and the line of somebody's own code behind it."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    place = place_of(error)
+    return summary if place is None else f"{summary} ({place})"
+
+
+def place_of(error: BaseException) -> str | None:
+    """`envs/my_env.py:31`: the line outside of pellucid that an error came from; None if there is none.
+
+    A line in a library counts for the code that called it.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return _place(error.filename, error.lineno or 1)
+    frames = [frame for frame in _frames(error) if _is_foreign(frame[0])]
+    own = [frame for frame in frames if not _is_library(frame[0])]
+    return _place(*(own[-1] if own else frames[0])) if frames else None
+
+
+def place_of_code(function: Callable[..., Any]) -> str | None:
+    """`envs/my_env.py:31`: where a function is written; None if that cannot be told."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else _place(code.co_filename, code.co_firstlineno)
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """(file, line) from the outermost to the innermost; those of what caused the error come last.
+
+    A worker process sends its traceback as the text of the cause.
+    """
+    frames = [(frame.filename, frame.lineno or 1) for frame in traceback.extract_tb(error.__traceback__)]
+    cause = error.__cause__
+    if cause is None:
+        return frames
+    if cause.__traceback__ is None:
+        return frames + [(file, int(line)) for file, line in _FRAME.findall(str(cause))]
+    return frames + _frames(cause)
+
+
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+)', re.MULTILINE)
+_OWN_FOLDER = Path(__file__).parent.parent
+_STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+def _is_library(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _is_foreign(file: str) -> bool:
+    """Whether a file is neither pellucid's, nor of Python's own library, nor a frozen module."""
+    path = Path(file)
+    is_python = path.is_relative_to(_STDLIB) and not _is_library(file)
+    return not (path.is_relative_to(_OWN_FOLDER) or is_python or file.startswith("<"))
+
+
+def _place(file: str, line: int) -> str:
+    """Relative to the current folder where the file is inside of it."""
+    path = Path(file)
+    here = Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"

@@ -167,7 +167,7 @@ class Rollout:
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
-    """`Type: message` of the failure."""
+    """`Type: message (file:line)` of the failure; the line is one of the environment's code."""
 
     error_type: str | None = None
     state: dict[str, str] = field(default_factory=dict)
@@ -176,6 +176,9 @@ class Rollout:
     training_mode: TrainingMode = TrainingMode.RL
     teacher_logprobs: list[bytes] = field(default_factory=list)
     """What a teacher says of each sample that it will give: a float32 per token, NaN for the first."""
+
+    traceback: str = ""
+    """Python's traceback of a failure in the environment's code, for the log; it is not saved."""
 
     @property
     def num_sampled(self) -> int:

@@ -21,7 +21,7 @@ from pellucid.config import AdvantageConfig, CustomAdvantageConfig, DefaultAdvan
 from pellucid.config.imports import describe, load_attribute
 from pellucid.config.orchestrator import LengthPenaltyConfig
 from pellucid.data import Rollout
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, UserCodeError
 
 Floats = NDArray[np.float32]
 
@@ -133,7 +133,7 @@ class Advantage:
             answer = self.function(AdvantageInputs(rollouts))
             advantages = [float(advantage) for advantage in answer.advantages]
         except Exception as error:
-            raise ConfigError(f"{_where(self.name, rollouts[0])}: {describe(error)}") from error
+            raise UserCodeError(f"{_where(self.name, rollouts[0])}: {describe(error)}") from error
         _check(self.name, rollouts, advantages)
         return advantages
 

@@ -1,20 +1,21 @@
 """The attempts at one example. An exception in an environment, session or client fails that rollout alone.
 
-`attempt` is the boundary where failures become data: type and message are kept in the rollout. Where it
-was raised is for whoever mends the environment, in the log at level DEBUG.
+`attempt` is the boundary where failures become data: type, message and line of the environment's code are
+kept in the rollout. Tracebacks are for whoever mends the environment: `FailureLog` logs each of them once.
 """
 
 import asyncio
 import logging
-import math
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import orjson
 
+from pellucid.config.imports import describe
 from pellucid.data import Example, Rollout, TrainingMode
-from pellucid.errors import RolloutError
-from pellucid.orchestrator.environment import Environment, Score
+from pellucid.errors import PellucidError
+from pellucid.orchestrator.environment import Environment, Score, checked_score, checked_scores
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
 from pellucid.orchestrator.tasks import within
 from pellucid.orchestrator.teacher import Scorer
@@ -58,21 +59,25 @@ class GroupRun:
     async def attempt(self, rollout: Rollout) -> None:
         """Leaves the rollout scored, or with the reason why it failed."""
         try:
-            _apply(rollout, await self._converse(rollout))
+            score = await self._converse(rollout)
+            _apply(rollout, checked_score(score, self.environment.rollout))
             if self.scorer is not None:
                 await within(self.timeout_s, self.scorer.score(rollout))
             self.scored.append(rollout)
             if self.environment.requires_group_scoring and len(self.scored) == self.size:
                 scores = await self.environment.score_group(self.scored)
-                for member, score in zip(self.scored, scores, strict=True):
+                checked = checked_scores(scores, len(self.scored), self.environment.score_group)
+                for member, score in zip(self.scored, checked, strict=True):
                     _apply(member, score)
             if rollout.num_sampled == 0:
-                _fail(rollout, EMPTY, "the environment returned a score but sampled nothing")
+                _fail(rollout, EMPTY, f"{EMPTY}: the environment returned a score but sampled nothing")
+        except PellucidError as error:
+            _fail(rollout, type(error).__name__, f"{type(error).__name__}: {error}")
         except Exception as error:
-            log.debug("rollout %s of %s failed", rollout.rollout_id, self.env_name, exc_info=error)
-            _fail(rollout, type(error).__name__, str(error))
+            _fail(rollout, type(error).__name__, describe(error))
+            rollout.traceback = "".join(traceback.format_exception(error))
         except asyncio.CancelledError:
-            _fail(rollout, "CancelledError", "the attempt was cancelled")
+            _fail(rollout, "CancelledError", "CancelledError: the attempt was cancelled")
             raise
 
     async def _converse(self, rollout: Rollout) -> Score:
@@ -83,17 +88,31 @@ class GroupRun:
             await session.close()
 
 
-def _fail(rollout: Rollout, error_type: str, reason: str) -> None:
+class FailureLog:
+    """Failed rollouts in the log: one line each, with the traceback where an environment fails anew."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, ...]] = set()
+
+    def note(self, rollout: Rollout) -> None:
+        frames = (line for line in rollout.traceback.splitlines() if line.startswith("  File "))
+        failure = (rollout.env_name, rollout.error_type or "", *frames)
+        is_new = failure not in self._known
+        self._known.add(failure)
+        detail = f"\n{rollout.traceback.rstrip()}" if rollout.traceback and is_new else ""
+        log.warning(
+            "rollout %s of %s failed: %s%s", rollout.rollout_id, rollout.env_name, rollout.error, detail
+        )
+
+
+def _fail(rollout: Rollout, error_type: str, error: str) -> None:
     rollout.error_type = error_type
-    rollout.error = f"{error_type}: {reason}"
+    rollout.error = error
 
 
 def _apply(rollout: Rollout, score: Score) -> None:
-    reward = float(score.reward)
-    if not math.isfinite(reward):
-        raise RolloutError(f"the environment returned reward = {reward}; rewards are finite numbers")
-    rollout.reward = reward
-    rollout.metrics = {name: float(value) for name, value in score.metrics.items()}
+    rollout.reward = score.reward
+    rollout.metrics = dict(score.metrics)
     for column in rollout.state.keys() & score.state.keys():
         rollout.state[column] = _as_json(score.state[column])
 

@@ -9,6 +9,7 @@
 
 import difflib
 import inspect
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from pellucid.config import EnvironmentConfig, EvalConfig
-from pellucid.config.imports import describe, load_attribute, require_package
+from pellucid.config.imports import describe, load_attribute, place_of, place_of_code, require_package
 from pellucid.data import Example, Rollout
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, RolloutError, UserCodeError
 from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.session import Session
 from pellucid.orchestrator.verifiers import is_taskset, require_verifiers, taskset_environment
@@ -110,11 +111,81 @@ class SingleTurnEnvironment(Environment):
             score = await self.offload(self.reward, example, text)
         else:
             score = self.reward(example, text)
-        return await score if inspect.isawaitable(score) else score
+        return checked_score(await score if inspect.isawaitable(score) else score, self.reward)
 
     @abstractmethod
     def reward(self, example: Example, text: str) -> Score | Awaitable[Score]:
         """The score of an answer; `async def` if it has to wait for something."""
+
+
+def checked_score(value: object, method: Callable[..., Any]) -> Score:
+    """The score that an environment's `method` returned, with plain floats; RolloutError if it is none."""
+    if not isinstance(value, Score):
+        raise _wrong_answer(method, value, "a Score, such as Score(1.0)")
+    if not isinstance(value.metrics, Mapping) or not isinstance(value.state, Mapping):
+        raise _wrong_answer(method, value, "a Score whose metrics and state are dicts by name")
+    reward = _as_float(value.reward)
+    if reward is None or not math.isfinite(reward):
+        raise _wrong_answer(method, value.reward, "a finite number", "reward = ")
+    metrics = {}
+    for name, metric in value.metrics.items():
+        number = _as_float(metric)
+        if number is None:
+            raise _wrong_answer(method, metric, "a number", f"metrics[{name!r}] = ")
+        metrics[str(name)] = number
+    return Score(reward, metrics, value.state)
+
+
+def checked_scores(values: object, num_rollouts: int, method: Callable[..., Any]) -> list[Score]:
+    """The scores that `score_group` returned; RolloutError if they are not one for each rollout."""
+    if not isinstance(values, Sequence):
+        raise _wrong_answer(method, values, f"a list of {num_rollouts} Scores, one per rollout")
+    if len(values) != num_rollouts:
+        raise _wrong_answer(method, values, f"one Score per rollout, here {num_rollouts}, not {len(values)}")
+    return [checked_score(value, method) for value in values]
+
+
+_EVERY_INDEX = "`example` has to answer for every index"
+
+
+def draw_example(environment: Environment, label: str, index: int, remedy: str = _EVERY_INDEX) -> Example:
+    """The example at a position; UserCodeError if there is none, RolloutError if it is not an Example."""
+    try:
+        example = environment.example(index)
+    except Exception as error:
+        raise UserCodeError(
+            f"environment {label!r} has no example {index}: {describe(error)}; {remedy}"
+        ) from error
+    if not isinstance(example, Example):
+        raise _wrong_answer(environment.example, example, "an Example(example_id, messages, info)")
+    if not isinstance(example.messages, Sequence) or not all(
+        isinstance(message, Mapping) and "role" in message for message in example.messages
+    ):
+        expected = 'a list of dicts such as {"role": "user", "content": "…"}'
+        raise _wrong_answer(environment.example, example.messages, expected, "messages = ")
+    return example
+
+
+def _wrong_answer(method: Callable[..., Any], value: object, expected: str, what: str = "") -> RolloutError:
+    name = getattr(method, "__qualname__", repr(method))
+    place = place_of_code(method)
+    text = repr(value)
+    shown = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
+    where = name if place is None else f"{name} ({place})"
+    return RolloutError(f"{where} returned {what}{shown} ({type(value).__name__}); return {expected}")
+
+
+_MAX_SHOWN = 80
+
+
+def _as_float(value: Any) -> float | None:
+    """A number of Python, numpy or torch as a float; None for anything else, above all for text."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
 
 
 def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
@@ -130,12 +201,13 @@ def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
         inspect.signature(make).bind(**arguments)
         return make(**arguments)
     except (TypeError, ValueError) as error:
+        place = place_of(error)
         raise ConfigError(
-            f"environment {config.id!r} refuses {config.KEY}.args = {config.args}: {error}; "
-            f"it takes {inspect.signature(make)}"
+            f"environment {config.id!r} refuses {config.KEY}.args = {config.args}: {error}"
+            f"{'' if place is None else f' ({place})'}; it takes {inspect.signature(make)}"
         ) from error
     except Exception as error:  # of somebody's own code
-        raise ConfigError(
+        raise UserCodeError(
             f"environment {config.id!r} cannot be made with {config.KEY}.args = {config.args}: "
             f"{describe(error)}"
         ) from error

@@ -20,8 +20,8 @@ from pellucid.config import EvalConfig, OrchestratorRunConfig
 from pellucid.data import Example, Rollout
 from pellucid.errors import ConfigError
 from pellucid.metrics.evaluation import evaluation_line, measure, metric_name
-from pellucid.orchestrator.attempt import GroupRun
-from pellucid.orchestrator.environment import Environment, load_environment
+from pellucid.orchestrator.attempt import FailureLog, GroupRun
+from pellucid.orchestrator.environment import Environment, draw_example, load_environment
 from pellucid.orchestrator.eval_books import EvalBooks
 from pellucid.orchestrator.session import PromptCache, Sampler
 
@@ -55,15 +55,10 @@ def prepare_evaluation(config: EvalConfig, environment: Environment) -> Evaluati
             f"{config.KEY}.num_examples = {config.num_examples}, but environment {config.label!r} has only "
             f"{environment.num_examples} different ones; lower num_examples"
         )
+    remedy = f"lower {config.KEY}.num_examples = {config.num_examples} to what it has"
     examples = []
     for index in range(config.num_examples):
-        try:
-            examples.append(environment.example(index))
-        except Exception as error:
-            raise ConfigError(
-                f"{config.KEY}.num_examples = {config.num_examples}, but environment {config.label!r} has no "
-                f"example {index}: {type(error).__name__}: {error}; lower num_examples to what it has"
-            ) from error
+        examples.append(draw_example(environment, config.label, index, remedy))
     return Evaluation(config, environment, examples)
 
 
@@ -122,12 +117,14 @@ class Evaluator:
         sampler: Sampler,
         books: EvalBooks,
         spawn: Spawn,
+        failures: FailureLog,
     ) -> None:
         self._last_version = config.max_steps
         self._evaluations = evaluations
         self._samplers = {each.config.label: _sampler(each.config, sampler) for each in evaluations}
         self._books = books
         self._spawn = spawn
+        self._failures = failures
         self._timeout_s = config.orchestrator.rollout_timeout_s
         self._free = asyncio.Semaphore(config.orchestrator.max_inflight_rollouts)
         self._open: dict[str, _OpenGroup] = {}
@@ -215,7 +212,7 @@ class Evaluator:
             return  # settled without waiting any longer
         for rollout in group.rollouts:
             if rollout.error is not None and not self._stopped:
-                log.warning("rollout %s failed: %s", rollout.rollout_id, rollout.error)
+                self._failures.note(rollout)
         sampler = group.run.sampler
         self._books.settle(
             group.version,

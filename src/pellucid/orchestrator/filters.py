@@ -11,7 +11,7 @@ from functools import partial
 from pellucid.config import FilterConfig
 from pellucid.config.imports import describe, load_attribute
 from pellucid.data import Rollout
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, UserCodeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Filter:
         try:
             keeps = [bool(keep) for keep in self.function(inputs)]
         except Exception as error:
-            raise ConfigError(f"{where}: {describe(error)}") from error
+            raise UserCodeError(f"{where}: {describe(error)}") from error
         if len(keeps) != len(inputs.rollouts):
             raise ConfigError(
                 f"{where}: {len(keeps)} answers for {len(inputs.rollouts)} rollouts; return one per rollout"

@@ -34,11 +34,11 @@ from pellucid.data import Rollout, TrainingMode
 from pellucid.errors import RolloutError
 from pellucid.inference.client import InferenceClient
 from pellucid.orchestrator.advantage import load_advantage
-from pellucid.orchestrator.attempt import GroupRun
+from pellucid.orchestrator.attempt import FailureLog, GroupRun
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.clerk import Clerk
-from pellucid.orchestrator.environment import Environment
+from pellucid.orchestrator.environment import Environment, draw_example
 from pellucid.orchestrator.eval_books import EvalBooks
 from pellucid.orchestrator.evaluation import Evaluation, Evaluator
 from pellucid.orchestrator.filters import load_filter
@@ -100,7 +100,8 @@ class Orchestrator:
         self._books = Books(config)
         self._clerk = Clerk(config, self._books, sender)
         eval_books = EvalBooks(config, self._books.account)
-        self._evaluator = Evaluator(config, evaluations, sampler, eval_books, self._start)
+        self._failures = FailureLog()
+        self._evaluator = Evaluator(config, evaluations, sampler, eval_books, self._start, self._failures)
         self._pace = Pace()
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
         self._groups: dict[str, GroupRun] = {}
@@ -176,7 +177,7 @@ class Orchestrator:
         if self._inflight.pop(rollout.rollout_id, None) is None:
             return  # settled without waiting any longer
         if rollout.error is not None and not self._scheduler.stopped:
-            log.warning("rollout %s of %s failed: %s", rollout.rollout_id, rollout.env_name, rollout.error)
+            self._failures.note(rollout)
         self._scheduler.finish(rollout)
         if not self._scheduler.is_open(rollout.group_id):
             del self._groups[rollout.group_id]
@@ -270,13 +271,7 @@ class Orchestrator:
     def _open_group(self, dispatch: Dispatch) -> GroupRun:
         environment = self._environments[dispatch.env_name]
         sampler = self._samplers[dispatch.env_name]
-        try:
-            example = environment.example(dispatch.example_index)
-        except Exception as error:
-            raise RolloutError(
-                f"environment {dispatch.env_name!r} has no example {dispatch.example_index}: "
-                f"{type(error).__name__}: {error}; `example` has to answer for every index"
-            ) from error
+        example = draw_example(environment, dispatch.env_name, dispatch.example_index)
         self._groups[dispatch.group_id] = GroupRun(
             group_id=dispatch.group_id,
             env_name=dispatch.env_name,

@@ -38,8 +38,19 @@ async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
     else:
         if not task.done():
             await _cancel_patiently(task)
-            raise TimeoutError(f"not finished within {seconds:g} s")
+            raise TimeoutError(f"not finished within {seconds:g} s") from _cancelled_at(task)
     return task.result()
+
+
+def _cancelled_at(task: "asyncio.Task[T]") -> asyncio.CancelledError | None:
+    """The exception that ended a cancelled task: its traceback says where the task was waiting."""
+    try:
+        task.result()
+    except asyncio.CancelledError as cancelled:
+        return cancelled
+    except (Exception, asyncio.InvalidStateError):
+        pass  # it answered the cancellation with an error of its own, or not at all
+    return None
 
 
 async def _cancel_patiently(task: "asyncio.Task[T]") -> None:

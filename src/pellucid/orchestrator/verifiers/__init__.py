@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from pellucid.config.imports import describe
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, UserCodeError
 
 PREFIX = "verifiers:"
 
@@ -48,5 +48,5 @@ def taskset_environment(env_id: str, key: str) -> Callable[..., Any]:
             "package, or a file on PYTHONPATH, whose `__all__` names its Taskset"
         ) from error
     except Exception as error:  # of somebody's own module
-        raise ConfigError(f"{key} = {env_id!r} cannot be imported: {describe(error)}") from error
+        raise UserCodeError(f"{key} = {env_id!r} cannot be imported: {describe(error)}") from error
     return partial(TasksetEnvironment, taskset_id)
