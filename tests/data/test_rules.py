@@ -54,7 +54,12 @@ CASES = [
         "sequence 1: temperatures is inf; training needs numbers above 0",
     ),
     ({"temperature": np.array([1, 1, -2], np.float32)}, "sequence 2: temperature is -2"),
-    ({"reward": np.array([1, np.nan, 0], np.float32)}, "sequence 1: reward is nan"),
+    ({"reward": np.array([1, np.inf, 0], np.float32)}, "sequence 1: reward is inf"),
+    ({"advantage": np.array([1, 0, np.nan], np.float32)}, "sequence 2: advantage is nan"),
+    (
+        {"env_name": np.array(["a", "b", "all"], object)},
+        "sequence 2: env_name is 'all', which stands for all",
+    ),
 ]
 
 
@@ -67,8 +72,10 @@ def test_the_first_sequence_that_breaks_a_rule_is_named(form, changes, message) 
 
 @pytest.mark.parametrize("form", [dict, as_bits], ids=["spans", "bits"])
 def test_what_is_allowed(form) -> None:
-    """Sft trains on what nobody sampled; a logprob that is not trained may be anything; so may huge ones."""
+    """Sft trains on what nobody sampled; a logprob that is not trained may be anything; so may huge ones.
+    A reward of NaN is one that nobody gave."""
     check_rules(form(columns()))
+    check_rules(form(columns(reward=np.array([1, np.nan, 0], np.float32))))
     check_rules(
         form(
             columns(

@@ -125,6 +125,27 @@ def test_a_sample_with_every_column() -> None:
     np.testing.assert_array_equal(sample.arrays["routed_experts"].array(), experts)
 
 
+@pytest.mark.parametrize("values", [np.zeros(2), np.zeros(2, np.int8), np.zeros(2, ">i4"), [2 + 1j], ["a"]])
+def test_what_could_not_be_read_back_is_not_packed(values) -> None:
+    with pytest.raises(
+        DataError, match=r"an array of \S+ cannot be packed; convert it to one of bool, uint8"
+    ):
+        PackedArray.pack(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "encoding"),
+    [
+        (np.zeros((2, 2), np.bool_), Encoding.RAW),
+        (np.zeros((2, 2), np.int32), Encoding.RUNS),
+        (np.int32(7), Encoding.RAW),
+    ],
+)
+def test_shapes_that_would_be_lost_are_not_packed(values, encoding) -> None:
+    with pytest.raises(DataError, match=r"an array of shape \(.*\) cannot be packed"):
+        PackedArray.pack(values, encoding)
+
+
 def test_experts_beyond_255_take_two_bytes() -> None:
     sample = TrainingSample.build(**VALID, routed_experts=np.full((3, 2, 1), 300))
     assert sample.arrays["routed_experts"].dtype == "int16"

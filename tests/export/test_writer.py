@@ -1,7 +1,6 @@
 """What is exported is what the loss did: golden records, order, and files that appear when they are whole."""
 
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -15,32 +14,37 @@ import torch
 import pellucid.export
 from exported_steps import WHOLE_STEPS, exported, observed, samples, write_steps
 from pellucid.config import DppoLossConfig
-from pellucid.data import TokenTable
+from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tensors import to_tensors
 from pellucid.export import FIELDS, TokenExporter
 from pellucid.loss import LossInputs, LossRecord, dppo_loss
 from pellucid.model import TokenOutput
 from pellucid.trainer.observer import observed_values
+from pellucid.transport import Batch, decode_batch, encode_batch
 
 
 def table_of(case) -> TokenTable:
-    """A micro batch of a golden case; such cases may mark a first token trainable, so samples will not do."""
+    """A micro batch of a golden case, over the wire as samples. Only the loss mask is put in afterwards: such
+    cases mark first tokens and logprobs that are not finite as trainable, which no sample may."""
     values, lengths = case["inputs"]["micro_batch"], case["inputs"]["sequence_lengths"]
-    starts = np.cumsum([0, *lengths[:-1]])
-    num_tokens = sum(lengths)
-    columns = {
-        "token_ids": np.array(values["input_ids"][0], np.uint32),
-        "loss_mask": np.array(values["loss_mask"][0]),
-        "sampled": np.ones(num_tokens, np.bool_),
-        "inference_logprobs": np.array(values["inference_logprobs"][0], np.float32),
-        "policy_versions": np.zeros(num_tokens, np.int32),
-        "advantages": np.array(values["advantages"][0], np.float32),
-        "env_name": np.array([values["env_names"][start] for start in starts], object),
-    }
-    rewards = values.get("rewards")
-    per_sequence = [math.nan if rewards is None else rewards[0][start + 1] for start in starts]
-    columns["reward"] = np.array(per_sequence, np.float32)
-    return TokenTable(np.array(lengths), columns)
+    samples = []
+    for start, length in zip(np.cumsum([0, *lengths[:-1]]).tolist(), lengths, strict=True):
+        span = slice(start, start + length)
+        samples.append(
+            TrainingSample.build(
+                token_ids=values["input_ids"][0][span],
+                loss_mask=[False] * length,
+                sampled=[True] * length,
+                inference_logprobs=values["inference_logprobs"][0][span],
+                policy_versions=[0] * length,
+                advantages=values["advantages"][0][span],
+                env_name=values["env_names"][start],
+                reward=values["rewards"][0][start + 1] if values.get("rewards") else None,
+            )
+        )
+    payload = encode_batch(Batch("run", 0, TokenTable.from_samples(samples)))
+    table = decode_batch(payload, sender="test").table
+    return TokenTable(table.lengths, {**table.columns, "loss_mask": np.array(values["loss_mask"][0])})
 
 
 def export(case, tmp_path):
@@ -192,6 +196,30 @@ def test_numbers_that_are_not_finite_are_null_in_both_formats(tmp_path) -> None:
         (record,) = pellucid.export.open(tmp_path / format / "token_exports" / "step_0").records()
         assert record.as_dict()["trainer_logprobs"] == [None, None]
         assert np.isnan(record["trainer_logprobs"]).all()
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+@pytest.mark.parametrize("columns", ["all", "essential"])
+def test_a_reward_that_nobody_gave_is_null(tmp_path, format, columns) -> None:
+    """One sample has a reward, the other has none; the mean of the step is that of the one."""
+    table = TokenTable.from_samples(
+        [
+            TrainingSample.from_turn([1], [2], [-1.0], env_name="a", reward=0.5),
+            TrainingSample.from_turn([3], [4], [-1.0], env_name="a"),
+        ]
+    )
+    exporter = TokenExporter(tmp_path, format=format, columns=columns)
+    exporter.add(table, observed(table.num_tokens), step=0, micro_step=0, denominator=2)
+    exporter.finish(0)
+    exporter.mark_stable(0)
+    exporter.close()
+    export = pellucid.export.open(tmp_path)
+    scored, unscored = export.step(0)
+    assert (scored["reward"], unscored["reward"]) == (0.5, None)
+    assert scored["rewards"].tolist() == [0.5, 0.5] and unscored.as_dict()["rewards"] == [None, None]
+    assert np.isnan(export.step(0).column("reward")).tolist() == [False, True]
+    reward = export.summary(0).total().reward
+    assert (reward.count, reward.mean) == (1, 0.5)
 
 
 def test_an_export_holds_one_micro_batch_at_most(tmp_path) -> None:

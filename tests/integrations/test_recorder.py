@@ -187,6 +187,11 @@ def test_padding_on_either_side_and_narrower_tensors(tmp_path) -> None:
     assert first["denominator"] == 3
 
 
+def test_rewards_that_are_not_given_are_null(tmp_path) -> None:
+    assert [record["reward"] for record in record_one(tmp_path / "none", rewards=None)] == [None, None]
+    assert [record["reward"] for record in record_one(tmp_path / "one", rewards=[math.nan, 1])] == [None, 1]
+
+
 def test_flat_tensors_say_the_same(tmp_path) -> None:
     flat = {
         "token_ids": torch.tensor([5, 6, 9, 8, 5, 7]),
@@ -279,7 +284,7 @@ def test_sft_needs_no_logprobs_of_a_sampler(tmp_path, capsys) -> None:
         ({"inference_logprobs": None}, "inference_logprobs is missing; .* trainer_logprobs.detach"),
         ({"advantages": torch.zeros(3)}, r"advantages has shape \(3,\)"),
         ({"rewards": [1.0]}, r"rewards has shape \(1,\); one for each of the 2 sequences"),
-        ({"rewards": [1.0, math.nan]}, "sequence 1: reward is nan"),
+        ({"rewards": [1.0, math.inf]}, "sequence 1: reward is inf"),
         ({"rewards": ["a", "b"]}, "rewards holds <U1; numbers are needed"),
         ({"group_id": ["a"]}, "group_id has 1 entries; there are 2 sequences"),
         ({"group_id": [1, 2]}, "sequence 0: group_id is 1; a text is needed"),

@@ -17,9 +17,9 @@ from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.metrics import read_metrics
 from pellucid.model import RouterShape, load_policy
+from pellucid.trainer.acceptance import check_experts
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
-from pellucid.trainer.experts import check_experts
 from pellucid.trainer.loop import accumulate, train
 from pellucid.trainer.step import layout_of
 from pellucid.transport import Batch, MemoryChannel, decode_batch, encode_batch

@@ -10,6 +10,7 @@ from pellucid.checks.verify.gradients import difference
 from pellucid.config import ModelConfig, SFTConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer
+from pellucid.errors import DataError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
@@ -101,6 +102,26 @@ def test_the_gradient_does_not_depend_on_sharing_prompts(tiny_model, tmp_path) -
         trainer = {"threads": 1, "share_prompts": share}
         results.append(gradients(config(tiny_model, tmp_path / str(share), trainer=trainer), table))
     assert difference(*results) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"mm_tensors": b"pixels"}, r"sample s of b has multimodal tensors \(mm_tensors\)"),
+        ({"mm_token_types": [0, 1, 0]}, r"sample s of b has multimodal tokens \(mm_token_types\)"),
+    ],
+)
+def test_samples_that_are_not_text_alone_are_refused(tiny_model, tmp_path, columns, message) -> None:
+    """Types of 0 are text, and no bytes are no tensors."""
+    text = [
+        TrainingSample.from_turn([1, 2], [3], [-1.0], env_name="a", mm_token_types=[0, 0, 0], mm_tensors=b""),
+        TrainingSample.from_turn([1], [2], [-1.0], env_name="a", advantage=1.0),
+    ]
+    settings = config(tiny_model, tmp_path)
+    run_steps(settings, [TokenTable.from_samples(text)])
+    image = TrainingSample.from_turn([1, 2], [3], [-1.0], env_name="b", sample_id="s", **columns)
+    with pytest.raises(DataError, match=message):
+        run_steps(settings, [TokenTable.from_samples([*text, image])])
 
 
 @pytest.mark.parametrize("cap", [128, 64, 2])
@@ -277,5 +298,6 @@ def test_sft_learns_through_the_same_loop(tiny_model, tmp_path) -> None:
     record = json.loads((tmp_path / "token_exports" / "step_0" / "rank_0.jsonl").read_text().splitlines()[0])
     assert record["training_mode"] == "sft"
     assert set(record["importance_ratio"]) == set(record["is_masked"]) == {None}
+    assert record["reward"] is None and set(record["rewards"]) == {None}
     assert not (tmp_path / "ledger").exists()
     assert not (tmp_path / "weights").exists()

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from exported_steps import observed
+from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer
+from pellucid.export import TokenExporter
 from pellucid.viewer.access import ColumnBatch, Exports
 from pellucid.viewer.roles import RoleFinder, cover
 from pellucid.viewer.spread import Size, choose_spread
@@ -112,6 +115,23 @@ def test_the_terminal_shows_records_outliers_and_ledger(made_run: Any, hostile: 
     record = made_run.steps[2][1]
     kl = max(value for value, mask in zip(record["mismatch_kl"], record["loss_mask"], strict=True) if mask)
     assert f"{np.float32(kl):.3g}" in text.partition("outliers")[2]
+
+
+def test_a_reward_that_nobody_gave_is_a_dash(tmp_path: Path) -> None:
+    table = TokenTable.from_samples([TrainingSample.from_turn([1], [2], [-1.0], env_name="a")])
+    exporter = TokenExporter(tmp_path)
+    exporter.add(table, observed(table.num_tokens), step=0, micro_step=0, denominator=1)
+    exporter.finish(0)
+    exporter.mark_stable(0)
+    exporter.close()
+    output = io.StringIO()
+    show(
+        Exports(tmp_path),
+        tokenizer=None,
+        record_index=0,
+        console=Console(file=output, width=120, force_terminal=False),
+    )
+    assert "reward –" in output.getvalue()
 
 
 def test_no_control_character_reaches_the_terminal() -> None:

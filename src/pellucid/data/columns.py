@@ -91,7 +91,7 @@ COLUMNS: dict[str, Column] = {
     "advantages": Column(np.float32, 0.0, Stored.SAMPLED, stand_in="advantage"),
     "temperature": _number(1.0),
     "advantage": _number(),
-    "reward": _number(),
+    "reward": _number(np.nan),
     "training_mode": _text(TrainingMode.RL.value),
     "env_name": _text(required=True),
     "example_id": _text(),

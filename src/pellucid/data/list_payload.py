@@ -1,4 +1,7 @@
-"""Samples in the older wire form: one msgpack array of lists, or of packed arrays, per sample.
+"""Reads samples of the older form: one msgpack array of lists, or of packed arrays, per sample.
+
+No transport reads it: batches are in the wire format alone. It is here for recorded samples, in tests and for
+whoever converts them (`TokenTable.from_samples`, then `transport.encode_batch`).
 
     [prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs, completion_temperatures,
      env_name, teacher_logprobs, advantage, reward, completion_temperature, multimodal tensors,

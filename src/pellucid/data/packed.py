@@ -25,6 +25,7 @@ BITS = "bool"
 _RUNS = "runs:"
 _DTYPES = {name: np.dtype(name) for name in ("uint8", "uint32", "int16", "int32", "int64", "float32")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_KNOWN = (BITS, *_DTYPES)
 SPAN = np.dtype("<u4")
 RUN = np.dtype("<i4")
 PAIR_BYTES = 8
@@ -38,8 +39,9 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def pack(cls, values: ArrayLike, encoding: Encoding = Encoding.RAW) -> "PackedArray":
-        """Masks and runs take the smaller of their two forms."""
+        """Masks and runs take the smaller of their two forms. Refuses what `array` could not give back."""
         array = np.asarray(values)
+        _check_packable(array, encoding)
         if array.dtype == np.bool_:
             spans = spans_of(array)
             if spans.nbytes <= (array.size + 7) // 8:
@@ -48,8 +50,8 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if encoding is Encoding.RUNS and np.can_cast(array.dtype, np.int32):
             runs = runs_of(array)
             if runs.nbytes <= array.nbytes:
-                return cls(runs.tobytes(), array.shape, _RUNS + _name(array.dtype))
-        return cls(array.tobytes(), array.shape, _name(array.dtype))
+                return cls(runs.tobytes(), array.shape, _RUNS + _NAMES[array.dtype])
+        return cls(array.tobytes(), array.shape, _NAMES[array.dtype])
 
     @classmethod
     def of_spans(cls, spans: Sequence[tuple[int, int]], size: int) -> "PackedArray":
@@ -73,7 +75,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
             elif count:
                 joined += value, count
         size = sum(joined[1::2])
-        packed = cls(np.array(joined, RUN).tobytes(), (size,), _RUNS + _name(np.dtype(dtype)))
+        packed = cls(np.array(joined, RUN).tobytes(), (size,), _RUNS + _NAMES[np.dtype(dtype)])
         return packed if len(packed.data) <= size * np.dtype(dtype).itemsize else cls.pack(packed.array())
 
     def __len__(self) -> int:
@@ -118,8 +120,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return bits.view(np.bool_).reshape(self.shape)
         if self.is_runs and (dtype := _DTYPES.get(self.dtype.removeprefix(_RUNS))) is not None:
             return self._inflated_runs(size).astype(dtype)
-        known = ", ".join([SPANS, BITS, *_DTYPES])
-        raise DataError(f"packed array has dtype {self.dtype!r}; known: {known}")
+        raise DataError(f"packed array has dtype {self.dtype!r}; known: {', '.join([SPANS, *_KNOWN])}")
 
     def _bits(self) -> NDArray[np.uint8]:
         self._expect((math.prod(self.shape) + 7) // 8)
@@ -145,9 +146,18 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
             )
 
 
-def _name(dtype: np.dtype[Any]) -> str:
-    """`dtype.name`, which numpy puts together anew each time."""
-    return _NAMES.get(dtype) or dtype.name
+def _check_packable(array: NDArray[Any], encoding: Encoding) -> None:
+    """Raises DataError. Big-endian numbers are refused, too: only their bytes would tell them apart."""
+    if array.dtype not in _NAMES and array.dtype != np.bool_:
+        raise DataError(
+            f"an array of {array.dtype} cannot be packed; convert it to one of {', '.join(_KNOWN)}"
+        )
+    flat = array.dtype == np.bool_ or encoding is Encoding.RUNS
+    if array.ndim == 0 or (flat and array.ndim > 1):
+        raise DataError(
+            f"an array of shape {array.shape} cannot be packed; {'masks and runs have' if flat else 'give'} "
+            f"{'one dimension' if flat else 'at least one dimension'}"
+        )
 
 
 def spans_of(mask: NDArray[np.bool_]) -> NDArray[np.uint32]:

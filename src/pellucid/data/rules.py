@@ -1,9 +1,9 @@
 """What every sample has to obey, checked on the stored form: nothing is inflated to look at it.
 
-- an environment's name, and a known training mode
+- an environment's name, which is not the one that stands for all of them, and a known training mode
 - nothing predicts the first token of a sequence, so it is never trainable
 - outside of sft a trainable token was sampled, and its inference logprob is a number
-- a temperature is above 0; advantages and rewards are numbers
+- a temperature is above 0; advantages are numbers; a reward is a number, or NaN: nobody scored the sample
 
 The same function judges a sample when it is built and a batch when it arrives.
 """
@@ -22,6 +22,9 @@ JUDGED = (
     *("env_name", "training_mode", "loss_mask", "sampled", "inference_logprobs"),
     *("advantages", "advantage", "reward", "temperatures", "temperature"),
 )
+_ALL = "all"
+"""Stands for all environments together in metrics, views and reports."""
+
 _MODES = frozenset(mode.value for mode in TrainingMode)
 
 
@@ -52,6 +55,10 @@ def _check_names(columns: Mapping[str, Rows]) -> None:
     names = columns["env_name"].array
     if (first := _first(names == "")) is not None:
         raise ColumnError("env_name", first, "is empty; name the environment")
+    if (first := _first(names == _ALL)) is not None:
+        raise ColumnError(
+            "env_name", first, f"is {_ALL!r}, which stands for all environments; choose another name"
+        )
     if "training_mode" in columns:
         for index, mode in enumerate(columns["training_mode"].array):
             if mode not in _MODES:
@@ -62,9 +69,12 @@ def _check_numbers(columns: Mapping[str, Rows], loss_mask: MaskRows, sampled: Ma
     for name, noun in (("inference_logprobs", "logprob"), ("advantages", "advantage")):
         if name in columns:
             _check_finite(name, noun, columns[name], loss_mask, sampled)
-    for name in ("advantage", "reward"):
-        if name in columns and (first := _first(~np.isfinite(columns[name].array))) is not None:
-            raise ColumnError(name, first, f"is {columns[name].array[first]}; a number is needed")
+    for name, may_be_missing in (("advantage", False), ("reward", True)):
+        if name in columns:
+            values = columns[name].array
+            is_bad = np.isinf(values) if may_be_missing else ~np.isfinite(values)
+            if (first := _first(is_bad)) is not None:
+                raise ColumnError(name, first, f"is {values[first]}; a number is needed")
     for name in ("temperature", "temperatures"):
         if name in columns and (first := _first_cold(columns[name])) is not None:
             values = _row(columns[name], first)

@@ -113,7 +113,9 @@ def _packed(columns: Mapping[str, Any]) -> tuple[dict[str, PackedArray], dict[st
         elif isinstance(value, PackedArray):
             arrays[name] = value
         else:
-            arrays[name] = PackedArray.pack(_as_array(name, value), COLUMNS[name].encoding)
+            array = _as_array(name, value)
+            _check_dims(name, array.shape)
+            arrays[name] = PackedArray.pack(array, COLUMNS[name].encoding)
     return arrays, values
 
 
@@ -171,11 +173,15 @@ def _check_value(name: str, value: Any) -> None:
         raise DataError(f"sample column {name} is {value!r}: {error}") from error
 
 
+def _check_dims(name: str, shape: tuple[int, ...]) -> None:
+    expected = 1 + len(COLUMNS[name].dims)
+    if len(shape) != expected:
+        raise DataError(f"sample column {name} has shape {shape}; expected {expected} dimensions")
+
+
 def _check_lengths(arrays: Mapping[str, PackedArray], num_sampled: int) -> None:
     for name, array in arrays.items():
-        expected = 1 + len(COLUMNS[name].dims)
-        if len(array.shape) != expected:
-            raise DataError(f"sample column {name} has shape {array.shape}; expected {expected} dimensions")
+        _check_dims(name, array.shape)
     num_tokens = len(arrays["token_ids"])
     if num_tokens == 0:
         raise DataError("sample has no tokens")

@@ -106,7 +106,12 @@ class JsonlSource:
         return self._checked(number, parse_line(self.path, number, line, self._report))
 
     def names(self, row: int) -> Sequence[str]:
-        return [name for name, value in self._record(row).items() if value is not None]
+        """A null is the value of a sequence's field (no reward, say), but the lack of a per-token column."""
+        return [
+            name
+            for name, value in self._record(row).items()
+            if value is not None or (name in BY_NAME and not BY_NAME[name].per_token)
+        ]
 
     def batch(self, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
         parts = [self._row(row, names) for row in rows]

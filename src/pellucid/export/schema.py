@@ -52,7 +52,7 @@ FIELDS = (
     _token("position_ids", "position in the sequence", np.int32, base=True, derivable=True),
     _token("loss_mask", "trainable", np.bool_, base=True),
     _token("advantages", "A", base=True),
-    _token("rewards", "the rollout's reward", base=True, derivable=True),
+    _token("rewards", "the rollout's reward; null where it has none", base=True, derivable=True),
     _token("inference_logprobs", "log μ, 0 where the token was not sampled", base=True),
     _token("trainer_logprobs", "log π; log(1/V) for the first token", base=True),
     _token("entropy", "entropy of the trainer's distribution; log V for the first token", base=True),
@@ -75,7 +75,7 @@ FIELDS = (
     _sequence("rollout_id", "rollout"),
     _sequence("sample_id", "sample within the rollout"),
     _sequence("run_id", "run"),
-    _sequence("reward", "the rollout's reward", np.float32),
+    _sequence("reward", "the rollout's reward; null where it has none (sft)", np.float32),
     _sequence("advantage", "the sample's advantage; null where it is one per token", np.float32),
     _sequence("stop_reason", "why sampling ended: stop, length or abort"),
 )

@@ -6,6 +6,7 @@ called by every process: denominators are those of all of them, each writes its 
 when all have.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ class TokenRecorder:
         trainer_logprobs: Given,
         inference_logprobs: Given | None = None,
         advantages: Given | PerSequence | float = 0.0,
-        rewards: PerSequence | float = 0.0,
+        rewards: PerSequence | float = math.nan,
         attention_mask: Given | None = None,
         lengths: PerSequence | None = None,
         sampled: Given | None = None,
@@ -123,7 +124,8 @@ class TokenRecorder:
         """One micro batch, as it was trained. Tensors of any device; nothing of them is kept.
 
         `inference_logprobs` are those that the loss compared with: of the sampler, or of the old policy; not
-        needed for sft. `advantages` are one per sequence or per token. `sampled` is `loss_mask` if not given.
+        needed for sft. `rewards` are one per sequence, NaN (the default) where nobody scored it: null in the
+        export. `advantages` are one per sequence or per token. `sampled` is `loss_mask` if not given.
         `token_loss` is the loop's own, before any mean; where it or a mask of what was clipped is not given,
         it is what the named loss makes of the logprobs. `names` are texts of the sequences, one for all or
         one for each: env_name, example_id, group_id, rollout_id, sample_id, stop_reason.

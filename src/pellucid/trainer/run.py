@@ -22,9 +22,9 @@ from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
 from pellucid.model import Layout, Policy, TokenOutput
 from pellucid.packing import pack_batch
+from pellucid.trainer.acceptance import check_experts, check_text
 from pellucid.trainer.batches import BatchSource, share_table
 from pellucid.trainer.cost import ModelShape
-from pellucid.trainer.experts import check_experts
 from pellucid.trainer.machine import peak_flops, peak_memory_gib
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer
@@ -132,6 +132,7 @@ class Run:
 
     def check(self, table: TokenTable) -> None:
         """Raises DataError if the model cannot train on these samples."""
+        check_text(table)
         if self.policy.replay is not None:
             check_experts(table, self.policy.replay.shape)
 

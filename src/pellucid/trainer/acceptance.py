@@ -1,6 +1,12 @@
-"""Whether the samples of a batch can be replayed: every token has experts, and they are the model's."""
+"""Whether the model can train on the samples of a batch.
+
+- they are text: the model's forward has no way in for pixels or sound, and would train their places as words
+- with router replay every token has experts, and they are the model's
+"""
 
 from typing import NoReturn
+
+import numpy as np
 
 from pellucid.data import TokenTable
 from pellucid.data.rows import ValueRows
@@ -11,8 +17,24 @@ _COLUMN = "routed_experts"
 _OTHER_MODEL = "the engine served another model than the trainer's; start both with the same model.name"
 
 
+def check_text(table: TokenTable) -> None:
+    """Raises DataError with the first sample that is not text alone."""
+    for column, what in (("mm_tensors", "multimodal tensors"), ("mm_token_types", "multimodal tokens")):
+        if not table.has(column):
+            continue
+        values = table[column].astype(np.bool_)
+        if values.any():
+            first = int(np.flatnonzero(values)[0])
+            if len(values) != table.num_sequences:
+                first = int(np.searchsorted(table.token_offsets, first, side="right")) - 1
+            raise DataError(
+                f"{_sample(table, first)} has {what} ({column}), and the trainer computes text alone: it "
+                "would train on their places as if they were words; leave such samples out"
+            )
+
+
 def check_experts(table: TokenTable, shape: RouterShape) -> None:
-    """Raises DataError with the first sample that cannot be replayed."""
+    """Raises DataError with the first sample whose experts cannot be replayed."""
     if not table.has(_COLUMN):
         _refuse_missing(table, 0)
     rows = table.columns[_COLUMN]
