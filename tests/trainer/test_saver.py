@@ -1,5 +1,10 @@
 """A checkpoint that is written beside the training has the state of its step, and is whole or not there."""
 
+import io
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -7,8 +12,9 @@ import torch
 
 from pellucid.checkpoint import Progress
 from pellucid.checkpoint.files import STATE
-from pellucid.checkpoint.state import read_state
+from pellucid.checkpoint.state import read_state, write_state
 from pellucid.config.trainer import CkptConfig
+from pellucid.errors import DataError
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.saver import CheckpointSaver
 from pellucid.transport import stable_steps
@@ -90,3 +96,68 @@ def test_moments_come_from_the_checkpoint_and_settings_from_the_configuration(tm
     expected = weight * (1 - 0.01 * 0.3) - 0.01 * update
     eps = torch.finfo(torch.float32).eps  # a handful of float32 operations on numbers below 1
     assert torch.allclose(resumed.weight.detach().double(), expected, rtol=0, atol=8 * eps)
+
+
+class Bomb:
+    """Unpickles by running code that makes a file: what a hostile checkpoint does."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def hostile_metadata(state: Path, bomb: Bomb) -> None:
+    (state / ".metadata").write_bytes(pickle.dumps(bomb))
+
+
+def hostile_value(state: Path, bomb: Bomb) -> None:
+    """Replaces the bytes of the learning rate, which is no tensor, by the bomb's."""
+    with (state / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    index = next(index for index in metadata.storage_data if index.fqn.endswith(".lr"))
+    (state / "value.distcp").write_bytes(zipped(bomb))
+    metadata.storage_data[index] = replace(
+        metadata.storage_data[index],
+        relative_path="value.distcp",
+        offset=0,
+        length=(state / "value.distcp").stat().st_size,
+    )
+    with (state / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+
+
+def zipped(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("plant", [hostile_metadata, hostile_value])
+def test_a_hostile_checkpoint_runs_no_code(tmp_path, plant) -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    write_state(model, optimizer, tmp_path / STATE)
+    plant(tmp_path / STATE, Bomb(tmp_path / "ran"))
+    with pytest.raises(DataError, match="is not a checkpoint that pellucid wrote"):
+        read_state(*trained(), tmp_path / STATE)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "link"])
+def test_a_checkpoint_reads_no_file_but_its_own(tmp_path, name) -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    state = tmp_path / STATE
+    write_state(model, optimizer, state)
+    shutil.copy(state / "__0_0.distcp", tmp_path / "outside")
+    (state / "link").symlink_to(tmp_path / "outside")
+    with (state / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.storage_data = {
+        index: replace(info, relative_path=name) for index, info in metadata.storage_data.items()
+    }
+    (state / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DataError, match="it has no file"):
+        read_state(*trained(), state)
