@@ -1,0 +1,128 @@
+"""How far two correct computations of one number may lie apart, derived from their arithmetic.
+
+A floating-point operation is off by up to eps/2 of its result, up or down. Where `terms` results are added
+up, in an order that the CPU, the number of threads and the batch choose, the errors partly cancel: their sum
+grows like √terms, not like terms. A value that is made of numbers as large as `scale` is therefore known to
+
+    bound(scale, terms, dtype) = 2 · √terms · eps(dtype) · scale
+
+which allows each of the two computations that are compared √terms roundings of full size, eps/2, twice over.
+
+    a sum of n terms                          near(…, terms=n, scale=largest partial sum, or |sum| itself)
+    a formula of k operations per element     near(…, terms=k, each=True): the scale is each value itself
+    logprobs and entropies of a model         near_logprobs(…, model)
+    gradients, summed over n tokens           near(…, terms=gradient_chain(model, n), scale=largest of all)
+
+Compare with a float64 reference where there is one. A bound says what rounding may do, so a wrong term, a
+dropped token or a coarser dtype lies far beyond it: `tests/test_tolerance.py` plants such errors, and they
+are refused.
+
+    assert found == near(expected, terms=32)
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def eps(dtype: torch.dtype | type[np.floating[Any]] = torch.float32) -> float:
+    """The distance from 1 to the next number of `dtype`."""
+    return float((torch.finfo if isinstance(dtype, torch.dtype) else np.finfo)(dtype).eps)
+
+
+def bound(scale: Any, terms: float, dtype: Any = torch.float32) -> Any:
+    """What rounding may do to a value made of `terms` numbers as large as `scale`."""
+    return 2 * math.sqrt(terms) * eps(dtype) * scale
+
+
+def chain(model: nn.Module, length: int) -> int:
+    """Numbers added up on the way from a token to its logprob, for sequences of `length` tokens.
+
+    Every matrix on the way adds up its inputs, every attention the values of up to `length` tokens, and the
+    softmax at the end the whole vocabulary.
+    """
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vocabulary = max(len(matrix) for matrix in matrices)
+    attentions = sum(type(module).__name__.endswith("Attention") for module in model.modules())
+    return sum(matrix.shape[-1] for matrix in matrices) + attentions * length + vocabulary
+
+
+def gradient_chain(model: nn.Module, num_tokens: int) -> int:
+    """The same for a gradient: through the model forward and back, and summed over `num_tokens` tokens."""
+    return 2 * chain(model, num_tokens) + num_tokens
+
+
+def mismatch_kl_bound(logprob: float, dtype: Any = torch.float32) -> float:
+    """The largest r − ℓ − 1, computed as expm1(ℓ) − ℓ, where rounding alone makes ℓ: up to `logprob`."""
+    return math.expm1(logprob) - logprob + eps(dtype) * logprob
+
+
+class near:
+    """Equal to every number, list, array or tensor that differs from `expected` by rounding alone.
+
+    `scale` is the largest |expected| unless it is given: one number, or one for each element. With `each` it
+    is each element's own size. Infinities and NaN must stand in the same places.
+    """
+
+    __array_ufunc__ = None  # an array on the left leaves the comparison to this class
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        expected: Any,
+        *,
+        terms: float,
+        scale: Any = None,
+        each: bool = False,
+        dtype: Any = torch.float32,
+    ) -> None:
+        self.expected = _array(expected)
+        if scale is None:
+            sizes = np.abs(np.where(np.isfinite(self.expected), self.expected, 0.0))
+            scale = sizes if each else sizes.max(initial=0.0)
+        self.bound = bound(_array(scale), terms, dtype)
+        self.seen = ""
+
+    def __eq__(self, found: object) -> bool:
+        values = _array(found)
+        if values.shape != self.expected.shape:
+            self.seen = f"; shape {values.shape} instead of {self.expected.shape}"
+            return False
+        finite = np.isfinite(self.expected)
+        others = np.array_equal(values[~finite], self.expected[~finite], equal_nan=True)
+        if not others or not np.isfinite(values[finite]).all():
+            self.seen = "; NaN or infinity in other places"
+            return False
+        allowed = np.broadcast_to(self.bound, self.expected.shape)[finite]
+        differences = np.abs(values[finite] - self.expected[finite])
+        if (differences <= allowed).all():
+            return True
+        worst = int(np.argmax(differences - allowed))
+        place = tuple(int(index) for index in np.argwhere(finite)[worst])
+        self.seen = f"; off by {differences[worst]:.3g} at {place}, allowed {allowed[worst]:.3g}"
+        return False
+
+    def __repr__(self) -> str:
+        largest = float(np.max(self.bound, initial=0.0))
+        return f"{np.array2string(self.expected, threshold=8)} ± {largest:.3g}{self.seen}"
+
+
+def near_logprobs(expected: Any, model: nn.Module, length: int | None = None) -> near:
+    """Equal to logprobs or entropies of `model` that differ by rounding alone.
+
+    The scale is that of its logits, log V at least: a logprob close to 0 is a difference of larger numbers.
+    `length` is that of the longest sequence: as many tokens as `expected` has, unless it is given.
+    """
+    values = _array(expected)
+    vocabulary = max(len(parameter) for parameter in model.parameters() if parameter.ndim >= 2)
+    scale = max(math.log(vocabulary), float(np.abs(values[np.isfinite(values)]).max(initial=0.0)))
+    return near(expected, terms=chain(model, length or values.size), scale=scale)
+
+
+def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    if isinstance(value, Tensor):
+        value = value.detach().to("cpu", torch.float64).numpy()
+    return np.asarray(value, dtype=np.float64)
