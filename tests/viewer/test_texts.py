@@ -11,11 +11,16 @@ import pytest
 from rich.console import Console
 
 from exported_steps import observed
+from pellucid.config.tools import ViewSettings
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer
+from pellucid.errors import ConfigError, DataError
 from pellucid.export import TokenExporter
-from pellucid.viewer.access import ColumnBatch, Exports
+from pellucid.viewer import run_view
+from pellucid.viewer.access import ColumnBatch, Exports, Selection
+from pellucid.viewer.page import write_page
 from pellucid.viewer.roles import RoleFinder, cover
+from pellucid.viewer.source import ServedRun
 from pellucid.viewer.spread import Size, choose_spread
 from pellucid.viewer.terminal import show, visible
 from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
@@ -124,14 +129,57 @@ def test_a_reward_that_nobody_gave_is_a_dash(tmp_path: Path) -> None:
     exporter.finish(0)
     exporter.mark_stable(0)
     exporter.close()
+    assert "reward –" in shown_in_terminal(Exports(tmp_path))
+
+
+def shown_in_terminal(exports: Exports) -> str:
     output = io.StringIO()
-    show(
-        Exports(tmp_path),
-        tokenizer=None,
-        record_index=0,
-        console=Console(file=output, width=120, force_terminal=False),
+    console = Console(file=output, width=120, force_terminal=False)
+    show(exports, tokenizer=None, record_index=0, console=console)
+    return output.getvalue()
+
+
+def test_steps_without_a_record_of_the_selection_are_left_out(tmp_path: Path, make_record: Any) -> None:
+    """In every form: the terminal, a page, the server."""
+    for step, env in enumerate(("math", "tools")):
+        folder = tmp_path / "token_exports" / f"step_{step}"
+        folder.mkdir(parents=True)
+        record = make_record([("user", "2 + 2"), ("assistant", "4")], step=step, env_name=env)
+        (folder / "rank_0.jsonl").write_text(json.dumps(record) + "\n")
+        (folder / "STABLE").touch()
+    math = Exports(tmp_path, Selection(env="math"))
+    assert (math.steps(), math.has(0), math.has(1)) == ([0], True, False)
+    assert "step 0  1 records" in shown_in_terminal(math)
+    page = write_page(math, tmp_path / "page.html")
+    assert (page.num_records, page.num_steps_in_all) == (1, 1)
+    served = ServedRun(math)
+    assert served.pulse() == {"steps": 1, "last": 0, "summarised": 0}
+    with pytest.raises(DataError, match="there is no finished step 1"):
+        served.step(1)
+    for settings in ({"env_name": "math", "step": 1}, {"env_name": "mth"}, {"rank": 3}):
+        with pytest.raises(DataError, match="holds no records of .*(environment|rank) "):
+            run_view(ViewSettings(path=tmp_path, terminal=True, **settings))
+
+
+def test_a_token_is_not_called_trained_where_masks_are_not_recorded(
+    write_export: Any, make_record: Any
+) -> None:
+    recorded = make_record([("user", "2 + 2"), ("assistant", "4")])
+    assert "trained" in shown_in_terminal(Exports(write_export(recorded))).partition("outliers")[2]
+    bare = {name: value for name, value in recorded.items() if not name.startswith("is_masked")}
+    states = shown_in_terminal(Exports(write_export(bare))).partition("outliers")[2]
+    assert "trainable" in states and "trained" not in states
+
+
+def test_a_page_is_a_file(made_run: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run_view(ViewSettings(path=made_run.folder, output=tmp_path))
+    assert str(refused.value) == (
+        f"--output {tmp_path} is a folder; name a file, such as {tmp_path / 'page.html'}"
     )
-    assert "reward –" in output.getvalue()
+    (tmp_path / "notes").touch()
+    with pytest.raises(ConfigError, match=r"is below .*notes, which is a file; name a file in a folder"):
+        run_view(ViewSettings(path=made_run.folder, output=tmp_path / "notes" / "deep" / "page.html"))
 
 
 def test_no_control_character_reaches_the_terminal() -> None:

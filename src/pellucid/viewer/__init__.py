@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import Protocol
 
-from pellucid.errors import DataError
+from pellucid.errors import ConfigError, DataError
 from pellucid.viewer.access import Exports, Selection
 from pellucid.viewer.page import page_text, write_page
 from pellucid.viewer.source import ServedRun
@@ -58,6 +58,8 @@ class ViewSettings(Protocol):
 
 
 def run_view(settings: ViewSettings) -> None:
+    if settings.output is not None:
+        _require_file(settings.output)
     exports = _open(settings.path, Selection(settings.step, settings.rank, settings.env_name))
     if settings.terminal:
         from pellucid.viewer.terminal import show
@@ -110,6 +112,15 @@ class View:
             f'<iframe srcdoc="{page}" sandbox="allow-scripts allow-downloads" title="pellucid viewer" '
             f'width="100%" height="{self._height}" frameborder="0"></iframe>'
         )
+
+
+def _require_file(output: Path) -> None:
+    """Refuses a page that could not be written where it is wanted."""
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder; name a file, such as {output / 'page.html'}")
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigError(f"--output {output} is below {above}, which is a file; name a file in a folder")
 
 
 def _open(path: Path, selection: Selection) -> Exports:

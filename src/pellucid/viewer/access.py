@@ -57,18 +57,30 @@ class Exports:
 
     _export: Export | None = None
     _steps: tuple[int, ...] = ()
+    _matches: dict[int, bool] = field(default_factory=dict)
+    """Steps that were searched for records of the selection, and whether there are any."""
 
     def steps(self) -> list[int]:
-        """The finished steps that there are now: looking again reads folder names only."""
+        """The finished steps that have records to show: looking again reads folder names, and new steps."""
         fresh = open_export(self.path, report=self.warnings.setdefault)
         if self._export is None or fresh.steps != self._steps:
             self._export, self._steps = fresh, fresh.steps
-        return [step for step in self._steps if self.selection.step in (None, step)]
+        return [step for step in self._steps if self._is_shown(step)]
 
     def has(self, step: int) -> bool:
         """Whether a step can be read. Finished ones stay so: folders are looked at for others only."""
-        is_known = step in self._steps and self.selection.step in (None, step)
-        return is_known or step in self.steps()
+        return (step in self._steps and self._is_shown(step)) or step in self.steps()
+
+    def _is_shown(self, step: int) -> bool:
+        """Whether the selection has records of this step; one that cannot be read is left to its reader."""
+        if self.selection.step not in (None, step):
+            return False
+        if self.selection.wanted and step not in self._matches:
+            try:
+                self._matches[step] = bool(self.records(step))
+            except DataError:
+                return True
+        return self._matches.get(step, True)
 
     def records(self, step: int) -> Records:
         """In the order of their addresses: (rank, index in the rank's file)."""

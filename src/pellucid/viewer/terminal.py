@@ -41,7 +41,7 @@ def show(
     console: Console | None = None,
 ) -> None:
     """The last step: its summary, its records, one record, its outliers; then the run's ledger."""
-    console = console or Console()
+    console = console or Console(markup=False, emoji=False)
     run = RunFolder.around(exports.path)
     vocabulary, note = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
     step = exports.steps()[-1]
@@ -149,7 +149,7 @@ def _outliers(batch: ColumnBatch, vocabulary: Vocabulary) -> Table | str:
         if not np.isfinite(scores[index]):
             break
         masked = batch.columns.get("is_masked")
-        state = "masked" if masked is not None and masked[index] == 1 else "trained"
+        state = "trainable" if masked is None else "masked" if masked[index] == 1 else "trained"
         table.add_row(
             Text(visible(vocabulary.text(int(batch.columns["token_ids"][index])))),
             str(index),
