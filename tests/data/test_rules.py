@@ -50,6 +50,23 @@ CASES = [
         "sequence 2: inference_logprobs of token 1 is nan",
     ),
     (
+        {"inference_logprobs": np.array([-0.5, -120, -1], np.float32)},
+        "sequence 1: inference_logprobs of token 1 is -120; a logprob beyond -44 or 44 overflows .* unset ",
+    ),
+    (
+        {"teacher_logprobs": np.array([np.nan, -1, -np.inf, np.nan, -1, np.nan, -1], np.float32)},
+        "sequence 0: teacher_logprobs of token 2 is -inf; a token whose teacher logprob is not finite",
+    ),
+    (
+        {"teacher_logprobs": np.array([np.nan, -1, -90, np.nan, -1, np.nan, -9999], np.float32)},
+        "sequence 2: teacher_logprobs of token 1 is -9999; -9999 is how engines write -inf",
+    ),
+    (
+        {"advantages": np.array([1, -2e19, 1], np.float32)},
+        "sequence 1: advantages of token 1 is -2e[+]19; the loss would overflow",
+    ),
+    ({"advantage": np.array([1, 1, 3e38], np.float32)}, "sequence 2: advantage is 3e[+]38; the loss would"),
+    (
         {"temperatures": np.array([0.5, np.inf, 1], np.float32)},
         "sequence 1: temperatures is inf; training needs numbers above 0",
     ),
@@ -72,8 +89,11 @@ def test_the_first_sequence_that_breaks_a_rule_is_named(form, changes, message) 
 
 @pytest.mark.parametrize("form", [dict, as_bits], ids=["spans", "bits"])
 def test_what_is_allowed(form) -> None:
-    """Sft trains on what nobody sampled; a logprob that is not trained may be anything; so may huge ones.
-    A reward of NaN is one that nobody gave."""
+    """Sft trains on what nobody sampled; on tokens that do not train numbers may be anything.
+
+    A teacher need not know every token, and may find one that was sampled as unlikely as it likes. A reward
+    of NaN is one that nobody gave.
+    """
     check_rules(form(columns()))
     check_rules(form(columns(reward=np.array([1, np.nan, 0], np.float32))))
     check_rules(
@@ -81,10 +101,20 @@ def test_what_is_allowed(form) -> None:
             columns(
                 loss_mask=np.array([False, False, False, False, True, False, True]),
                 sampled=np.array([False, False, True, False, False, True, True]),
-                inference_logprobs=np.array([-np.inf, -3e38, -3e38], np.float32),
+                inference_logprobs=np.array([-np.inf, -3e38, -44], np.float32),
+                advantages=np.array([np.nan, np.inf, 1e19], np.float32),
+                teacher_logprobs=np.array([np.nan, -1, -np.inf, np.nan, np.nan, -9999, -9998], np.float32),
             )
         )
     )
+
+
+@pytest.mark.parametrize("form", [dict, as_bits], ids=["spans", "bits"])
+def test_what_another_trainer_trained_on_may_be_of_any_size_but_has_to_be_finite(form) -> None:
+    huge = {"inference_logprobs": np.array([-3e38] * 3, np.float32), "advantage": np.full(3, 3e38)}
+    check_rules(form(columns(**huge)), is_trained=True)
+    with pytest.raises(ColumnError, match="inference_logprobs of token 1 is nan"):
+        check_rules(form(columns(inference_logprobs=np.array([-1, np.nan, -1], np.float32))), is_trained=True)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40), st.data())

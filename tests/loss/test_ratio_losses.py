@@ -34,8 +34,7 @@ def record_of(given: LossInputs, **config) -> LossRecord:
 
 
 def gradient_of(given: LossInputs, record: LossRecord) -> list[float]:
-    record.token_loss.sum().backward()
-    return given.trainer_logprobs.grad.tolist()
+    return torch.autograd.grad(record.token_loss.sum(), given.trainer_logprobs)[0].tolist()
 
 
 def test_ppo_clip() -> None:

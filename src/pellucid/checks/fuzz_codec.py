@@ -248,8 +248,10 @@ def _check_tokens(values: dict[str, list[Any]], index: int) -> None:
         )
         if sampled:
             logprob, advantage = next(logprobs), next(advantages)
-            _require(not trains or math.isfinite(logprob), index, "trains a token without a logprob")
-            _require(not trains or math.isfinite(advantage), index, "trains a token without an advantage")
+            _require(not trains or abs(logprob) <= 44, index, "trains a token without a logprob")
+            _require(not trains or abs(advantage) <= 1e19, index, "trains a token without an advantage")
+        teacher = values["teacher_logprobs"][token]
+        _require(not trains or math.isnan(teacher) or -9999 < teacher < math.inf, index, "has no teacher")
 
 
 def _require(holds: bool, index: int, what: str) -> None:

@@ -4,23 +4,24 @@
 - nothing predicts the first token of a sequence, so it is never trainable
 - outside of sft a trainable token was sampled, and its inference logprob is a number
 - a temperature is above 0; advantages are numbers; a reward is a number, or NaN: nobody scored the sample
+- what a loss multiplies on a trainable token stays within float32: see `_RANGES`
 
 The same function judges a sample when it is built and a batch when it arrives.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import TrainingMode
+from pellucid.data.columns import COLUMNS, Stored, TrainingMode
 from pellucid.data.rows import BitRows, MaskRows, Rows, SpanRows, ValueRows
 from pellucid.errors import ColumnError
 
 JUDGED = (
     *("env_name", "training_mode", "loss_mask", "sampled", "inference_logprobs"),
-    *("advantages", "advantage", "reward", "temperatures", "temperature"),
+    *("teacher_logprobs", "advantages", "advantage", "reward", "temperatures", "temperature"),
 )
 _ALL = "all"
 """Stands for all environments together in metrics, views and reports."""
@@ -28,8 +29,48 @@ _ALL = "all"
 _MODES = frozenset(mode.value for mode in TrainingMode)
 
 
-def check_rules(columns: Mapping[str, Rows]) -> None:
-    """Raises ColumnError with the first sequence that breaks a rule. Lengths are taken to be consistent."""
+class _Range(NamedTuple):
+    """Numbers that a trainable token may have in a column."""
+
+    noun: str
+    lowest: float
+    highest: float
+    why: str
+    may_lack: bool = False
+    """Whether NaN stands for a token that has none."""
+
+
+_ANY = float(np.finfo(np.float32).max)
+_MAX_ADVANTAGE = 1e19
+_MIN_LOGPROB = -44.0
+"""An importance ratio of at most e⁴⁴ = 1.3e19, times an advantage of at most 1e19, is a float32, and so is
+the square of either, which a gradient's norm is made of. A token of probability e⁻⁴⁴ is never sampled:
+samplers draw from 2²⁴ or 2³² numbers. Such a logprob is a placeholder, or something else chose the token."""
+
+_RANGES = {
+    "inference_logprobs": _Range(
+        "logprob",
+        _MIN_LOGPROB,
+        -_MIN_LOGPROB,
+        "a logprob beyond -44 or 44 overflows the importance ratio, and no engine samples such a token; "
+        "unset loss_mask where the engine did not choose the token",
+    ),
+    "teacher_logprobs": _Range(
+        "teacher logprob",
+        np.nextafter(np.float32(-9999), np.float32(0)),
+        _ANY,
+        "-9999 is how engines write -inf; unset loss_mask where the teacher rules a token out",
+        may_lack=True,
+    ),
+    "advantages": _Range("advantage", -_MAX_ADVANTAGE, _MAX_ADVANTAGE, "the loss would overflow; scale it"),
+}
+
+
+def check_rules(columns: Mapping[str, Rows], *, is_trained: bool = False) -> None:
+    """Raises ColumnError with the first sequence that breaks a rule. Lengths are taken to be consistent.
+
+    `is_trained`: another trainer has trained on them; numbers have to be finite, but may be of any size.
+    """
     _check_names(columns)
     loss_mask, sampled = columns["loss_mask"], columns["sampled"]
     assert isinstance(loss_mask, MaskRows) and isinstance(sampled, MaskRows)
@@ -48,7 +89,11 @@ def check_rules(columns: Mapping[str, Rows]) -> None:
             first,
             f"marks token {token} trainable, but it was not sampled; its logprob is needed",
         )
-    _check_numbers(columns, loss_mask, sampled)
+    for name, allowed in _RANGES.items():
+        if name in columns:
+            any_size = allowed._replace(lowest=-_ANY, highest=_ANY)
+            _check_range(name, any_size if is_trained else allowed, columns[name], loss_mask, sampled)
+    _check_numbers(columns, _ANY if is_trained else _MAX_ADVANTAGE)
 
 
 def _check_names(columns: Mapping[str, Rows]) -> None:
@@ -65,16 +110,15 @@ def _check_names(columns: Mapping[str, Rows]) -> None:
                 raise ColumnError("training_mode", index, f"is {mode!r}; known: {', '.join(TrainingMode)}")
 
 
-def _check_numbers(columns: Mapping[str, Rows], loss_mask: MaskRows, sampled: MaskRows) -> None:
-    for name, noun in (("inference_logprobs", "logprob"), ("advantages", "advantage")):
-        if name in columns:
-            _check_finite(name, noun, columns[name], loss_mask, sampled)
-    for name, may_be_missing in (("advantage", False), ("reward", True)):
-        if name in columns:
-            values = columns[name].array
-            is_bad = np.isinf(values) if may_be_missing else ~np.isfinite(values)
-            if (first := _first(is_bad)) is not None:
-                raise ColumnError(name, first, f"is {values[first]}; a number is needed")
+def _check_numbers(columns: Mapping[str, Rows], max_advantage: float) -> None:
+    for name, highest, may_lack in (("advantage", max_advantage, False), ("reward", _ANY, True)):
+        if name not in columns:
+            continue
+        values = columns[name].array
+        if (first := _first(np.isinf(values) if may_lack else ~np.isfinite(values))) is not None:
+            raise ColumnError(name, first, f"is {values[first]}; a number is needed")
+        if (first := _first(np.abs(values) > highest)) is not None:
+            raise ColumnError(name, first, f"is {values[first]:g}; {_RANGES['advantages'].why}")
     for name in ("temperature", "temperatures"):
         if name in columns and (first := _first_cold(columns[name])) is not None:
             values = _row(columns[name], first)
@@ -82,28 +126,35 @@ def _check_numbers(columns: Mapping[str, Rows], loss_mask: MaskRows, sampled: Ma
             raise ColumnError(name, first, f"is {found:g}; training needs numbers above 0")
 
 
-def _check_finite(name: str, noun: str, rows: Rows, loss_mask: MaskRows, sampled: MaskRows) -> None:
-    if _all_finite(rows):
+def _check_range(name: str, allowed: _Range, rows: Rows, loss_mask: MaskRows, sampled: MaskRows) -> None:
+    if _is_within(rows, allowed):
         return
+    is_per_token = COLUMNS[name].stored is Stored.TOKENS
     for row in range(len(rows.lengths)):
         values, trained, was_sampled = _row(rows, row), _row(loss_mask, row), _row(sampled, row)
-        is_bad = ~np.isfinite(values) & trained[was_sampled]
+        has_value = np.ones_like(trained) if is_per_token else was_sampled
+        is_bad = ~((values >= allowed.lowest) & (values <= allowed.highest)) & trained[has_value]
+        if allowed.may_lack:
+            is_bad &= ~np.isnan(values)
         if is_bad.any():
-            token = np.flatnonzero(was_sampled)[is_bad][0]
+            token, found = np.flatnonzero(has_value)[is_bad][0], values[is_bad][0]
+            rule = f"a token whose {allowed.noun} is not finite cannot train"
             raise ColumnError(
-                name,
-                row,
-                f"of token {token} is {values[is_bad][0]}; a token whose {noun} is not finite cannot train",
+                name, row, f"of token {token} is {found:g}; {allowed.why if np.isfinite(found) else rule}"
             )
 
 
-def _all_finite(rows: Rows) -> bool:
-    """A sum is finite only if every term is; one that is not, for huge values perhaps, is looked at again."""
+def _is_within(rows: Rows, allowed: _Range) -> bool:
+    """Whether all values of all tokens are, so that nobody has to look at which of them train."""
     assert isinstance(rows, ValueRows)
-    with np.errstate(all="ignore"):
-        return all(
-            bool(np.isfinite(piece.sum())) or bool(np.isfinite(piece).all()) for piece in rows.all_pieces()
-        )
+    least, most = (np.fmin, np.fmax) if allowed.may_lack else (np.minimum, np.maximum)
+    for piece in rows.all_pieces():
+        if piece.size:
+            low, high = least.reduce(piece), most.reduce(piece)
+            is_empty = allowed.may_lack and np.isnan(low)  # then all are
+            if not is_empty and not (low >= allowed.lowest and high <= allowed.highest):
+                return False
+    return True
 
 
 def _first_cold(rows: Rows) -> int | None:

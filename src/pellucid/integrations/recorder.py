@@ -156,7 +156,7 @@ class TokenRecorder:
         if teacher_logprobs is not None:
             columns["teacher_logprobs"] = where.numbers("teacher_logprobs", teacher_logprobs)
         table = TokenTable(where.lengths, columns)
-        check_rules(table.columns)
+        check_rules(table.columns, is_trained=True)
         observed: dict[str, NDArray[Any]] = {
             "trainer_logprobs": where.numbers("trainer_logprobs", trainer_logprobs, where=trainable)
         }

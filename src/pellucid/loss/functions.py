@@ -130,7 +130,8 @@ def _teacher_gap(inputs: LossInputs) -> Tensor:
     """stopgrad(log teacher − log π), 0 where there is no teacher logprob."""
     if inputs.teacher_logprobs is None:
         return torch.zeros_like(inputs.inference_logprobs)
-    return (inputs.teacher_logprobs - inputs.trainer_logprobs.detach()).nan_to_num(nan=0.0)
+    gap = inputs.teacher_logprobs - inputs.trainer_logprobs.detach()
+    return torch.where(gap.isnan(), 0.0, gap)
 
 
 def unknown_loss(inputs: LossInputs) -> LossRecord:

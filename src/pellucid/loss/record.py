@@ -38,8 +38,28 @@ class Ratios:
             )
 
 
+_UNTRAINABLE = {
+    "trainer_logprobs": 0.0,
+    "inference_logprobs": 0.0,
+    "advantages": 0.0,
+    "teacher_logprobs": torch.nan,
+}
+"""Columns of `LossInputs` that gradients go through, and their values where a token is not trainable."""
+
+
 @dataclass(frozen=True, slots=True)
 class LossInputs:
+    """One value per token of a packed micro batch.
+
+    On tokens that are not trainable logprobs and advantages are 0 and teacher logprobs NaN, whatever the
+    batch says there (an environment masks out tokens that have no logprob): neither the loss nor, through
+    `where`, the gradient can depend on them.
+
+        loss_mask            no      yes     yes
+        inference_logprobs   nan     -0.5    -2.0     as received
+                             0       -0.5    -2.0     as a loss sees them
+    """
+
     trainer_logprobs: Tensor
     """With gradient."""
 
@@ -50,8 +70,16 @@ class LossInputs:
     """NaN where a token has none."""
 
     ratios: Ratios
+    """Of all tokens, for the record; on tokens that are not trainable they can be anything, NaN included."""
+
     lengths: Sequence[int]
     """Of the packed sequences, in order."""
+
+    def __post_init__(self) -> None:
+        for name, fill in _UNTRAINABLE.items():
+            values: Tensor | None = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, torch.where(self.loss_mask, values, fill))
 
     @classmethod
     def of(cls, tokens: TokenTensors, trainer_logprobs: Tensor) -> "LossInputs":
