@@ -103,12 +103,15 @@ def test_the_filter(docs_modules, attempted) -> None:
     assert load_filter(config)(FilterInputs(rollouts, [0.1, 0.2, -0.3])) == [True, False, False]
 
 
-def test_the_advantage(docs_modules) -> None:
+def test_the_advantage(docs_modules, attempted) -> None:
     docs_modules("write-an-advantage.md")
     config = CustomAdvantageConfig(type="custom", import_path="ranks:rank_advantage", kwargs={"scale": 0.5})
     function = load_advantage(config).function
     rollouts = [ScoredRollout(reward, [1], 0, "env", "0", "g0") for reward in (1.0, 0.0, 1.0)]
     assert function(AdvantageInputs(rollouts)).advantages == [0.25, -0.5, 0.25]
+    brief = CustomAdvantageConfig(type="custom", import_path="brief:brief_advantage", kwargs={"cost": 0.5})
+    replies = [attempted("ab"), attempted("abcd")]
+    assert load_advantage(brief)(replies) == [0.5, -0.5]
 
 
 def test_the_tutorial(docs_modules) -> None:

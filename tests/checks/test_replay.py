@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from pellucid.cli import main
 from pellucid.config import TrainerRunConfig
 from pellucid.config.save import save
-from pellucid.data import TokenTable, TrainingSample
+from pellucid.data import Completion, Example, Rollout, TokenTable, TrainingSample, Turn
+from pellucid.ledger import State
+from pellucid.orchestrator.records import rollout_record
+from pellucid.orchestrator.verdict import Verdict
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
@@ -206,27 +210,65 @@ def test_a_checkpoint_gives_the_weights_of_its_step(trained, tmp_path, capsys) -
     assert code == 1 and not by_check(report)["weights trainer_logprobs"]["passed"]
 
 
-def rollout(index: int, reward: float, advantage: float | None) -> dict[str, Any]:
-    return {
-        "group_id": "g",
-        "rollout_id": f"r{index}",
-        "env_name": "a",
-        "example_id": "e",
-        "reward": reward,
-        "advantage": advantage,
-        "trajectory": [{"num_tokens": 4}],
-    }
+def rollout(
+    index: int, reward: float, advantage: float | None, num_tokens: int = 4, num_tool_tokens: int = 0
+) -> dict[str, Any]:
+    """A saved rollout, as the orchestrator writes it."""
+    completion = Completion([7] * num_tokens, [-0.5] * num_tokens, [(0, num_tokens)], "stop")
+    turn = Turn([5], completion, "y" * index, [("user", 0, 1), ("tool", 1, 1 + num_tool_tokens)])
+    attempt = Rollout(f"r{index}", "g", Example("e", []), "a", 1.0, [turn], reward)
+    outcome = State.FAILED_ROLLOUT if advantage is None else State.ZERO_ADVANTAGE
+    record = rollout_record(0, Verdict(attempt, outcome, "", advantage), {"temperature": 1.0})
+    return orjson.loads(orjson.dumps(record))
+
+
+def save_rollouts(run: Path, saved: list[dict[str, Any]], orchestrator: str = "") -> None:
+    (run / "configs" / "orchestrator.toml").write_text(
+        f'[orchestrator]\nenv = [{{ id = "x" }}]\n{orchestrator}'
+    )
+    folder = run / "rollouts" / "step_0"
+    folder.mkdir(parents=True)
+    (folder / "train_rollouts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in saved))
+
+
+def test_advantages_of_a_penalty_for_tool_tokens_come_from_saved_rollouts(trained, tmp_path, capsys) -> None:
+    """Both correct, costs 4 + 2 and 4 + 6 against a mean of 8: bonus 1/4, and advantages of ±1/8."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    penalty = 'advantage = { type = "default", length_penalty = { type = "tokens" } }\n'
+    saved = [rollout(90, 1.0, 1 / 8, num_tool_tokens=2), rollout(91, 1.0, -1 / 8, num_tool_tokens=6)]
+    save_rollouts(run, saved, penalty)
+    code, report = replay(capsys, run, "--step", "0", "--no-weights")
+    assert code == 0 and report["notes"] == []
+    assert "advantages advantage" in by_check(report)
+
+    shutil.rmtree(run / "rollouts")
+    save_rollouts(run, [{k: v for k, v in each.items() if k != "num_tool_tokens"} for each in saved], penalty)
+    code, report = replay(capsys, run, "--step", "0", "--no-weights")
+    assert "weighs tool tokens, which these rollouts do not have" in report["notes"][0]
+
+
+def test_a_custom_advantage_is_replayed_on_whole_rollouts(trained, tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "by_text.py").write_text(
+        "from pellucid.orchestrator import AdvantageOutputs\n\n\n"
+        "def shaped(inputs):\n"
+        "    shaped = [each.reward + len(each.rollout.turns[-1].text) for each in inputs.rollouts]\n"
+        "    mean = sum(shaped) / len(shaped)\n"
+        "    return AdvantageOutputs([each - mean for each in shaped], rewards=shaped)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run = shutil.copytree(trained, tmp_path / "run")
+    own = '[orchestrator.advantage]\ntype = "custom"\nimport_path = "by_text:shaped"\n'
+    save_rollouts(run, [rollout(90, 1.0, -0.5), rollout(91, 1.0, 0.5)], own)
+    code, report = replay(capsys, run, "--step", "0", "--no-weights")
+    assert code == 0 and "advantages advantage" in by_check(report)
 
 
 @pytest.mark.parametrize("reward", [1.0, 0.5])
 def test_advantages_come_from_the_saved_rewards(trained, tmp_path, capsys, reward) -> None:
     """Rewards 1, 0, 0 of a group, and one that failed: advantages 2/3, −1/3, −1/3."""
     run = shutil.copytree(trained, tmp_path / "run")
-    (run / "configs" / "orchestrator.toml").write_text('[orchestrator]\nenv = [{ id = "x" }]\n')
-    folder = run / "rollouts" / "step_0"
-    folder.mkdir(parents=True)
     saved = [rollout(90, reward, 2 / 3), rollout(91, 0, -1 / 3), rollout(92, 0, -1 / 3), rollout(93, 7, None)]
-    (folder / "train_rollouts.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in saved))
+    save_rollouts(run, saved)
     code, report = replay(capsys, run, "--step", "0", "--no-weights")
     found = by_check(report)["advantages advantage"]
     assert code == (0 if reward == 1 else 1)

@@ -101,3 +101,18 @@ def test_the_reward_itself_needs_no_group(tmp_path: Path) -> None:
 def test_wrong_settings_name_their_key(tmp_path: Path, old: str, new: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read(tmp_path, FILE.replace(old, new))
+
+
+def test_state_columns_do_not_hide_what_every_rollout_has(tmp_path: Path) -> None:
+    columns = '["tool_results"]'
+    always = FILE.replace(columns, '["trajectory", "plan", "sampling_args", "plan"]')
+    assert read(tmp_path, always).orchestrator.env[0].state_columns == ("plan",)
+    with pytest.raises(ConfigError, match=r"state_columns.*'reward' is a field of every saved rollout"):
+        read(tmp_path, FILE.replace(columns, '["plan", "reward"]'))
+
+
+def test_tool_tokens_cost_as_much_as_sampled_ones_by_default(tmp_path: Path) -> None:
+    own = read(tmp_path, FILE, "--orchestrator.advantage.length-penalty.type", "tokens").orchestrator
+    assert isinstance(own.advantage, DefaultAdvantageConfig)
+    penalty = own.advantage.length_penalty
+    assert (penalty.completion_weight, penalty.tool_response_weight) == (1.0, 1.0)

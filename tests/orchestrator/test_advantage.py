@@ -172,8 +172,8 @@ def test_the_statistics_of_groups() -> None:
 
 
 def test_what_an_advantage_sees_of_a_rollout() -> None:
-    seen = ScoredRollout.of(rollout(0.5, (3, 2)))
-    assert seen == ScoredRollout(0.5, [3, 2], 7, "env", "0", "g0")
+    whole = rollout(0.5, (3, 2))
+    assert ScoredRollout.of(whole) == ScoredRollout(0.5, [3, 2], 7, "env", "0", "g0", whole)
 
 
 def test_default_from_config() -> None:
@@ -205,12 +205,64 @@ def custom(name: str, **kwargs: float) -> CustomAdvantageConfig:
     return CustomAdvantageConfig(type="custom", import_path=f"{__name__}:{name}", kwargs=kwargs)
 
 
+def centred(inputs: AdvantageInputs) -> AdvantageOutputs:
+    rewards = [each.reward for each in inputs.rollouts]
+    return AdvantageOutputs([reward - sum(rewards) / len(rewards) for reward in rewards])
+
+
+def standardised(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Divides by a standard deviation that is a rounding error where rewards are equal."""
+    distances = centred(inputs).advantages
+    std = (sum(each * each for each in distances) / len(distances)) ** 0.5
+    return AdvantageOutputs([each / std if std else 0.0 for each in distances])
+
+
+def brief(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Shapes rewards by what only the whole rollout tells: its texts."""
+    shaped = [each.reward - len(each.rollout.turns[-1].text) / 10 for each in inputs.rollouts]
+    mean = sum(shaped) / len(shaped)
+    return AdvantageOutputs([reward - mean for reward in shaped], rewards=shaped)
+
+
+def one_shaped(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs([0.0] * len(inputs.rollouts), rewards=[1.0])
+
+
+def says(text: str, reward: float) -> Rollout:
+    turn = Turn([5, 6], Completion([7], [-0.5], [(0, 1)], "stop"), text)
+    return Rollout("g0-r0", "g0", Example("0", []), "env", 1.0, [turn], reward)
+
+
 def test_custom_function() -> None:
-    assert load_advantage(custom("ranked", scale=0.5))([rollout(0.0), rollout(0.0)]) == [0.0, 0.5]
+    assert load_advantage(custom("ranked", scale=0.5))([rollout(0.0), rollout(1.0)]) == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("rewards", [[0.1] * 3, [0.1 + 0.2, 0.3, 0.3]])
+@pytest.mark.parametrize("name", ["centred", "standardised"])
+def test_rounding_errors_of_equal_rewards_are_no_signal(name: str, rewards: list[float]) -> None:
+    noise = advantages_of(custom(name), rewards)
+    assert any(noise), "the function itself has a rounding error"
+    advantage = load_advantage(custom(name))
+    assert advantage([rollout(reward) for reward in rewards]) == [0.0] * 3
+    assert advantage.compute([scored(reward) for reward in rewards]) == [0.0] * 3
+
+
+def test_shaped_rewards_decide_about_the_signal_of_a_custom_function() -> None:
+    advantage = load_advantage(custom("brief"))
+    assert advantage([says("ab", 1.0), says("abcd", 1.0)]) == pytest.approx([0.1, -0.1])
+    assert advantage([says("ab", 0.3), says("abcd", 0.5)]) == [0.0, 0.0]
+
+
+def test_a_group_of_one_has_what_its_function_says() -> None:
+    assert load_advantage(custom("constant"))([rollout(1.0)]) == [0.5]
+
+
+def constant(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs([0.5] * len(inputs.rollouts))
 
 
 def test_a_custom_function_is_called_once_per_group() -> None:
-    mixed = [scored(0, group_id=group) for group in ("a", "b", "b", "a", "b")]
+    mixed = [scored(index, group_id=group) for index, group in enumerate(("a", "b", "b", "a", "b"))]
     assert load_advantage(custom("ranked", scale=1)).compute(mixed) == [0, 0, 1, 1, 2]
     assert load_advantage(custom("ranked", scale=1)).compute([]) == []
 
@@ -220,7 +272,8 @@ def test_a_custom_function_is_called_once_per_group() -> None:
     [
         ("too_few", "1 advantages for 2 rollouts"),
         ("not_finite", "advantage nan for a rollout with reward 0.0"),
-        ("raising", r"ZeroDivisionError: no spread \(test_advantage\.py:\d+\)"),
+        ("raising", r"ZeroDivisionError: no spread \(.*test_advantage\.py:\d+\)"),
+        ("one_shaped", "1 shaped rewards for 2 rollouts"),
         ("nothing", "AttributeError: 'NoneType' object has no attribute 'advantages'"),
     ],
 )

@@ -175,5 +175,6 @@ def test_what_a_snapshot_holds_trains_as_it_would_have(tmp_path: Path) -> None:
     before, after = sent.rollout, again.rollout
     for name in ("rollout_id", "group_id", "env_name", "reward", "metrics", "num_sampled", "stop_reason"):
         assert getattr(after, name) == getattr(before, name), name
+    assert [tuple(span) for span in after.turns[0].role_spans] == before.turns[0].role_spans
     assert (after.oldest_version, after.turns[0].text) == (0, "text")
     assert after.example == Example("g0", [{"role": "user", "content": "hi"}])

@@ -18,6 +18,7 @@ import pytest
 
 from engine_books import close_engine_books
 from pellucid.config import FilterConfig, OrchestratorRunConfig
+from pellucid.config.orchestrator import ROLLOUT_FIELDS
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.errors import ConfigError, InferenceError, RolloutError, UserCodeError
 from pellucid.inference.client import Account, SamplingParams
@@ -279,6 +280,7 @@ def test_a_run_with_failures_and_delays_balances(tmp_path: Path) -> None:
     for record, batch in zip(metrics, batches, strict=True):
         levels = batch.step - batch.table["policy_versions"]
         assert record["off_policy_level/all/mean"] == pytest.approx(levels.mean())
+        assert record["off_policy_level/all/std"] == pytest.approx(levels.std())
         assert record["off_policy_level/all/max"] == levels.max()
         assert record["batch_rollouts"] == batch.table.num_sequences >= 12
         assert record["batch_tokens"] == batch.table.num_tokens
@@ -301,13 +303,20 @@ def test_received_equals_states_plus_sent_at_every_flush(tmp_path: Path) -> None
 
 def test_reward_is_the_mean_of_every_scored_rollout(tmp_path: Path) -> None:
     run(configure(tmp_path), {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
-    rewards = defaultdict(list)
+    rewards, lengths = defaultdict(list), defaultdict(list)
     for record in saved_rollouts(tmp_path):
         rewards[record["step"]].append(record["reward"])
+        lengths[record["step"]].append(record["num_tokens"])
     metrics = list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))
     assert len(metrics) == 4
     for record in metrics:
-        assert record["reward/all"] == pytest.approx(np.mean(rewards[record["step"]]))
+        own = rewards[record["step"]]
+        assert record["reward/all"] == record["reward/all/mean"] == pytest.approx(np.mean(own))
+        assert record["reward/all/std"] == pytest.approx(np.std(own))
+        assert record["reward/all/max"] == max(own)
+        assert record["completion_length/guess/mean"] == pytest.approx(np.mean(lengths[record["step"]]))
+        assert record["completion_length/guess/std"] == pytest.approx(np.std(lengths[record["step"]]))
+        assert record["completion_length/all/max"] == max(lengths[record["step"]])
         assert record["reward/guess"] == record["reward/all"]
         assert 1 <= record["metrics/guess/letters"] <= 6
         assert record["errored_rollouts/all"] == record["empty_rollouts/guess"] == 0
@@ -417,9 +426,14 @@ def test_sampling_goes_on_while_a_batch_is_handed_over(tmp_path: Path) -> None:
     assert len(list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))) == 2
 
 
-def test_partial_groups_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_retries", [0, 1])
+def test_partial_groups_train_and_are_logged_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_retries: int
+) -> None:
+    """Also where retries fill up some of the groups: those are whole, whatever failed before."""
     client = FakeInferenceClient(letters, fails=lambda generator: generator.random() < 0.4)
-    run(configure(tmp_path), {"guess": Guess(seed=1)}, client)
+    config = configure(tmp_path, orchestrator={"max_retries": max_retries, "retry_backoff_s": 0})
+    run(config, {"guess": Guess(seed=1)}, client)
     groups = defaultdict(list)
     for record in saved_rollouts(tmp_path):
         groups[record["group_id"]].append(record)
@@ -434,6 +448,27 @@ def test_partial_groups_train(tmp_path: Path) -> None:
         mean = np.mean([record["reward"] for record in survivors])
         for record in survivors:
             assert record["advantage"] == pytest.approx(record["reward"] - mean, abs=1e-6)
+
+    judged = [
+        Counter(record["outcome"] for record in records)
+        for records in groups.values()
+        if not {"cancelled", "stale"} & {record["outcome"] for record in records}
+    ]
+    survived = [outcomes.total() - outcomes["failed_rollout"] for outcomes in judged]
+    refilled = [n == 4 and outcomes["failed_rollout"] for n, outcomes in zip(survived, judged, strict=True)]
+    assert any(refilled) == (max_retries > 0)
+    num_partial = sum(0 < number < 4 for number in survived)
+    metrics = list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))
+    for scope in ("all", "guess"):
+        counted = sum(record[f"partial_groups/{scope}"] for record in metrics)
+        assert 0 < counted <= num_partial  # what is settled after the last batch is in no record
+    lines = [record.getMessage() for record in caplog.records if "is partial" in record.getMessage()]
+    assert len(lines) == num_partial
+    outcomes = Counter(record["outcome"] for record in groups[lines[0].split()[1]])
+    survivors = outcomes.total() - outcomes["failed_rollout"]
+    assert lines[0].partition(" of guess is partial and ")[2] == (
+        f"goes on with {survivors}: {4 - survivors} of 4 rollouts failed ({outcomes.total()} attempts)"
+    )
 
 
 def test_group_scores_replace_the_own_ones_and_one_failure_drops_the_group(tmp_path: Path) -> None:
@@ -463,7 +498,13 @@ def test_zero_advantages_are_filtered_or_sent_as_configured(tmp_path: Path) -> N
     assert {record["outcome"] for record in constant} <= {"zero_advantage", "cancelled"}
     metrics = list(read_metrics(tmp_path / "a/metrics/orchestrator.jsonl"))
     assert sum(record["zero_advantage_groups/all"] for record in metrics) >= 4
+    for record in metrics:
+        own = [record[f"zero_advantage_groups/{env}"] for env in ("guess", "constant")]
+        assert sum(own) == record["zero_advantage_groups/all"] and own[1] > own[0]
     assert metrics[0]["reward/constant"] == pytest.approx(0.1)
+    assert {record["reason"] for record in constant if record["outcome"] == "zero_advantage"} == {
+        "the rewards of its group are equal"
+    }
 
     keep = configure(tmp_path / "b", *envs, orchestrator={"filter_zero_advantages": False})
     kept = run(keep, environments, FakeInferenceClient(letters))
@@ -612,9 +653,10 @@ def test_what_is_settled_before_a_batch_is_in_its_report_once(tmp_path: Path) ->
     run(configure(tmp_path, max_steps=2), {"guess": SolvedAtFirst(seed=1)}, FakeInferenceClient(letters))
     flushes = [entry for entry in read_journal(tmp_path / "ledger/orchestrator.jsonl") if entry.counts]
     assert [entry.step for entry in flushes] == [0, 0, 0, 1]
-    rewards = defaultdict(list)
+    rewards, lengths = defaultdict(list), defaultdict(list)
     for record in saved_rollouts(tmp_path):
         rewards[record["step"]].append(record["reward"])
+        lengths[record["step"]].append(record["num_tokens"])
     assert len(rewards[0]) > 600
     metrics = list(read_metrics(tmp_path / "metrics" / "orchestrator.jsonl"))
     assert [record["reward/all"] for record in metrics] == [
@@ -883,6 +925,7 @@ def test_weighted_environments_with_sampling_and_columns_of_their_own(tmp_path: 
             assert temperature == {"long": 1.0, "short": 0.5}[env]
     for record in saved_rollouts(tmp_path):
         assert "unasked" not in record
+        assert tuple(record)[: len(ROLLOUT_FIELDS)] == ROLLOUT_FIELDS
         if record["env_name"] == "long":
             assert list(record)[-3:] == ["trajectory", "sampling_args", "heard"]
             assert record["heard"] == record["trajectory"][0]["text"]

@@ -57,6 +57,31 @@ class EnvSamplingConfig(Section):
     """Longest completion in tokens; default: `orchestrator.sampling.max_tokens`."""
 
 
+ROLLOUT_FIELDS = (
+    "step",
+    "group_id",
+    "rollout_id",
+    "sample_ids",
+    "env_name",
+    "example_id",
+    "outcome",
+    "reason",
+    "error",
+    "reward",
+    "advantage",
+    "metrics",
+    "num_tokens",
+    "num_tool_tokens",
+    "stop_reason",
+    "messages",
+    "trajectory",
+    "sampling_args",
+)
+"""Fields of every saved rollout, in order; what `state_columns` adds comes after them."""
+
+_ALWAYS_SAVED = ("trajectory", "sampling_args")
+
+
 class EnvConfig(EnvironmentConfig):
     KEY: ClassVar[str] = "orchestrator.env"
 
@@ -64,10 +89,23 @@ class EnvConfig(EnvironmentConfig):
     """Share of the groups that come from this environment, relative to the others."""
 
     state_columns: tuple[str, ...] = ()
-    """Fields of `Score.state` that are saved with each rollout, after `trajectory` and `sampling_args`."""
+    """Fields of `Score.state` that are saved with each rollout, after `trajectory` and `sampling_args`, which
+    always are. The name of any other field of a saved rollout (`reward`, `step`, …) is refused."""
 
     sampling: EnvSamplingConfig = EnvSamplingConfig()
     """How completions are sampled in this environment, where that differs."""
+
+    @field_validator("state_columns")
+    @classmethod
+    def _columns_are_free(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Drops duplicates and what is saved anyway."""
+        for column in value:
+            if column in ROLLOUT_FIELDS and column not in _ALWAYS_SAVED:
+                raise ValueError(
+                    f"{column!r} is a field of every saved rollout, which the state would hide; give the "
+                    "field of Score.state another name"
+                )
+        return tuple(column for column in dict.fromkeys(value) if column not in _ALWAYS_SAVED)
 
 
 class EvalConfig(EnvironmentConfig):
@@ -113,7 +151,7 @@ class LengthPenaltyConfig(Section):
     completion_weight: float = Field(default=1.0, ge=0)
     """Cost of one sampled token (`tokens`)."""
 
-    tool_response_weight: float = Field(default=0.0, ge=0)
+    tool_response_weight: float = Field(default=1.0, ge=0)
     """Cost of one token of a tool's response (`tokens`)."""
 
 

@@ -111,9 +111,10 @@ class Turn:
         num_tokens: int,
         policy_versions: list[tuple[int, int]],
         finish_reason: str,
+        role_spans: Sequence[tuple[str, int, int]] = (),
     ) -> "Turn":
         """What `forget_tokens` leaves of a turn."""
-        turn = cls([], Completion([], [], policy_versions, finish_reason), text)
+        turn = cls([], Completion([], [], policy_versions, finish_reason), text, role_spans)
         turn.num_prompt_tokens = num_prompt_tokens
         turn.num_tokens = num_tokens
         turn.forget_tokens()
@@ -183,6 +184,12 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def num_tool_tokens(self) -> int:
+        """Tokens of tools' responses that the last turn saw."""
+        spans = self.turns[-1].role_spans if self.turns else ()
+        return sum(stop - start for role, start, stop in spans if role == "tool")
 
     @property
     def stop_reason(self) -> str:

@@ -3,7 +3,7 @@
 from pellucid.metrics.open import open_sinks
 from pellucid.metrics.sinks import Guarded, JsonlSink, Sink, Tee, drop_metrics, read_metrics
 from pellucid.metrics.timing import Stopwatch
-from pellucid.metrics.values import Max, Mean, Metric, MetricSet, Moments, Sum
+from pellucid.metrics.values import Max, Mean, Metric, MetricSet, Moments, NamedMoments, Sum
 
 __all__ = [
     "Guarded",
@@ -13,6 +13,7 @@ __all__ = [
     "Metric",
     "MetricSet",
     "Moments",
+    "NamedMoments",
     "Sink",
     "Stopwatch",
     "Sum",

@@ -63,16 +63,20 @@ class Moments:
     maximum: float
 
     @classmethod
-    def of(cls, weight: float, total: float, total_squares: float, maximum: float) -> "Moments":
+    def of(cls, weight: float, total: float, total_squares: float, maximum: float) -> Self:
         mean = total / weight if weight else 0.0
         return cls(weight, mean, max(total_squares - weight * mean * mean, 0.0), maximum)
 
-    def __add__(self, other: "Moments") -> "Moments":
+    @classmethod
+    def of_one(cls, value: float) -> Self:
+        return cls(1.0, float(value), 0.0, float(value))
+
+    def __add__(self, other: Self) -> Self:
         weight = self.weight + other.weight
         if not weight:
             return self
         gap = other.mean - self.mean
-        return Moments(
+        return type(self)(
             weight,
             self.mean + gap * other.weight / weight,
             self.squares + other.squares + gap * gap * self.weight * other.weight / weight,
@@ -84,6 +88,13 @@ class Moments:
             return {}
         std = math.sqrt(self.squares / self.weight)
         return {"/mean": self.mean, "/std": std, "/max": self.maximum}
+
+
+class NamedMoments(Moments):
+    """Moments whose mean also goes by the metric's own name: `reward/all` beside `reward/all/mean`."""
+
+    def report(self) -> Mapping[str, float]:
+        return {"": self.mean, **super().report()} if self.weight else {}
 
 
 class MetricSet:

@@ -7,6 +7,11 @@ group is the case of one; `Advantage.compute` gives them all groups at once.
 
 Numbers are float32, except for sums: those are taken in float64, so that equal rewards give advantages of
 exactly 0 (in float32, the mean of three times 0.1 is not 0.1).
+
+Equal rewards in a group carry no signal, whichever function they are given to: its answers are rounding
+errors (5e-17, or ±1 where they are divided by an equally small standard deviation), and count as exactly 0.
+A function that shapes rewards, by length for example, returns the shaped ones, and those decide. `none` does
+not compare the rollouts of a group, nor does any function of a group of one.
 """
 
 import math
@@ -38,18 +43,22 @@ class ScoredRollout:
     group_id: str | None = None
     """Rollouts with the same one belong together; without, those of the same example do."""
 
+    rollout: Rollout | None = None
+    """The whole rollout: its example, turns with texts and tokens, metrics and state. `pellucid replay` knows
+    the turns without their tokens, and the example without `info`; None where rewards are all there is."""
+
     @classmethod
     def of(cls, rollout: Rollout) -> "ScoredRollout":
         if rollout.reward is None:
             raise ValueError(f"rollout {rollout.rollout_id} has no reward yet")
-        spans = rollout.turns[-1].role_spans
         return cls(
             reward=rollout.reward,
             completion_tokens_per_turn=[turn.num_tokens for turn in rollout.turns],
-            tool_response_tokens=sum(stop - start for role, start, stop in spans if role == "tool"),
+            tool_response_tokens=rollout.num_tool_tokens,
             env_name=rollout.env_name,
             example_id=rollout.example.example_id,
             group_id=rollout.group_id,
+            rollout=rollout,
         )
 
 
@@ -62,6 +71,9 @@ class AdvantageInputs:
 @dataclass(frozen=True, slots=True)
 class AdvantageOutputs:
     advantages: list[float]
+    rewards: Sequence[float] | None = None
+    """The rewards that the function compared, one per rollout, if it shaped them; None: those it was given.
+    Where they are all equal the group carries no signal, and its advantages count as 0."""
 
 
 class Groups:
@@ -132,10 +144,27 @@ class Advantage:
         try:
             answer = self.function(AdvantageInputs(rollouts))
             advantages = [float(advantage) for advantage in answer.advantages]
+            shaped = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
         except Exception as error:
             raise UserCodeError(f"{_where(self.name, rollouts[0])}: {describe(error)}") from error
         _check(self.name, rollouts, advantages)
-        return advantages
+        if self.columnar is not None:
+            return advantages  # exact already
+        if shaped is not None and len(shaped) != len(rollouts):
+            raise ConfigError(
+                f"{_where(self.name, rollouts[0])}: {len(shaped)} shaped rewards for {len(rollouts)} "
+                "rollouts; return one per rollout, or none at all"
+            )
+        compared = [rollout.reward for rollout in rollouts] if shaped is None else shaped
+        return [0.0] * len(rollouts) if are_equal(compared) else advantages
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Whether a group of several rollouts has one reward, in the precision in which advantages are computed.
+
+    are_equal([0.1 + 0.2, 0.3]) -> True, are_equal([0.3]) -> False: there is nothing to compare it with.
+    """
+    return len(rewards) > 1 and len(set(np.asarray(rewards, np.float32).tolist())) == 1
 
 
 def _check(name: str, rollouts: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:

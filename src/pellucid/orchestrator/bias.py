@@ -44,9 +44,9 @@ class _Side:
 
     def add(self, env_name: str, num_tokens: int, reward: float | None) -> None:
         self.environments[env_name] += 1
-        self.length += _one(num_tokens)
+        self.length += Moments.of_one(num_tokens)
         if reward is not None:
-            self.reward += _one(reward)
+            self.reward += Moments.of_one(reward)
 
     def share(self, env_name: str) -> Moments:
         number = self.environments[env_name]
@@ -118,7 +118,3 @@ def z_score(a: Moments, b: Moments) -> float:
         return 0.0
     error = math.sqrt(a.squares / a.weight**2 + b.squares / b.weight**2)
     return (a.mean - b.mean) / error if error else 0.0
-
-
-def _one(value: float) -> Moments:
-    return Moments(1.0, float(value), 0.0, float(value))

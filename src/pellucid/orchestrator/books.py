@@ -17,7 +17,9 @@ from pellucid.orchestrator.report import (
     Groups,
     add_groups,
     add_off_policy_levels,
+    count_survivors,
     is_dropped,
+    is_partial,
     sample_line,
     step_line,
     zero_metrics,
@@ -39,6 +41,7 @@ class Books:
         self._entering = threading.Lock()
         self._sink = Tee(open_sinks(config, "orchestrator"))
         own = config.orchestrator
+        self._group_size = own.rollouts_per_example
         sampling_args = {env.label: own.sampling_of(env).model_dump() for env in own.env}
         self._rollouts = RolloutLog(config.output_dir, sampling_args)
         self._metrics = zero_metrics(self._env_names)
@@ -61,7 +64,7 @@ class Books:
         except OSError as error:
             self._torn = error
             raise
-        add_groups(self._metrics, groups)
+        add_groups(self._metrics, groups, self._group_size)
 
     def account(self, step: int, verdicts: Sequence[Verdict]) -> None:
         """Enters the tokens of these verdicts into the journal, and nowhere else; from any thread."""
@@ -111,14 +114,17 @@ class Books:
         self._journal.count(self._run_id, env_name, verdict.outcome, num_settled)
 
     def _log_losses(self, verdicts: Sequence[Verdict]) -> None:
-        rollout = verdicts[0].rollout
-        if is_dropped(verdicts):
-            num_failed = sum(verdict.outcome is State.FAILED_ROLLOUT for verdict in verdicts)
+        """Logs a group that lacks rollouts, in counts: each failure was logged when it happened."""
+        rollout, size = verdicts[0].rollout, self._group_size
+        num_survivors = count_survivors(verdicts)
+        if is_dropped(verdicts) or is_partial(verdicts, size):
             log.warning(
-                "group %s of %s dropped: %d of %d rollouts failed",
+                "group %s of %s %s: %d of %d rollouts failed (%d attempts)",
                 rollout.group_id,
                 rollout.env_name,
-                num_failed,
+                "dropped" if is_dropped(verdicts) else f"is partial and goes on with {num_survivors}",
+                size - num_survivors,
+                size,
                 len(verdicts),
             )
         for verdict in verdicts:

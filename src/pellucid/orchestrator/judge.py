@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pellucid.data import Rollout
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
-from pellucid.orchestrator.advantage import Advantage
+from pellucid.orchestrator.advantage import Advantage, are_equal
 from pellucid.orchestrator.filters import Filter, FilterInputs
 from pellucid.orchestrator.samples import build_group, build_samples
 from pellucid.orchestrator.verdict import Verdict
@@ -23,8 +23,13 @@ class Judge:
         """One verdict per rollout; `sent` means that it is fit to be."""
         advantages = self.advantage(rollouts)
         removed_by = self._removed_by(FilterInputs(rollouts, advantages))
+        why_zero = (
+            "the rewards of its group are equal"
+            if are_equal([rollout.reward or 0.0 for rollout in rollouts])
+            else "advantage is 0"
+        )
         verdicts = [
-            self._judge(rollout, advantage, removed)
+            self._judge(rollout, advantage, removed, why_zero)
             for rollout, advantage, removed in zip(rollouts, advantages, removed_by, strict=True)
         ]
         fit = iter(self._with_samples([verdict for verdict in verdicts if verdict.is_sent]))
@@ -39,11 +44,11 @@ class Judge:
                     removed[index] = each.name
         return removed
 
-    def _judge(self, rollout: Rollout, advantage: float, removed_by: str | None) -> Verdict:
+    def _judge(self, rollout: Rollout, advantage: float, removed_by: str | None, why_zero: str) -> Verdict:
         if removed_by is not None:
             return Verdict(rollout, State.FILTERED, f"removed by {removed_by}", advantage)
         if self.filter_zero_advantages and advantage == 0:
-            return Verdict(rollout, State.ZERO_ADVANTAGE, "advantage is 0", advantage)
+            return Verdict(rollout, State.ZERO_ADVANTAGE, why_zero, advantage)
         return Verdict(rollout, Flow.SENT, "", advantage)
 
     def _with_samples(self, verdicts: Sequence[Verdict]) -> list[Verdict]:

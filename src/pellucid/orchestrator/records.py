@@ -108,6 +108,7 @@ def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]
         "advantage": verdict.advantage,
         "metrics": rollout.metrics,
         "num_tokens": rollout.num_sampled,
+        "num_tool_tokens": rollout.num_tool_tokens,
         "stop_reason": rollout.stop_reason,
         "messages": [dict(message) for message in rollout.example.messages],
         "trajectory": [
@@ -122,5 +123,4 @@ def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]
         ],
         "sampling_args": sampling_args,
     }
-    state = {column: orjson.Fragment(text) for column, text in rollout.state.items()}
-    return {**record, **{column: text for column, text in state.items() if column not in record}}
+    return record | {column: orjson.Fragment(text) for column, text in rollout.state.items()}

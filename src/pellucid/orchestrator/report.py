@@ -11,7 +11,7 @@ import numpy as np
 
 from pellucid.data import NOT_OURS, Rollout, TokenTable
 from pellucid.ledger import State
-from pellucid.metrics import Max, Mean, MetricSet, Sum
+from pellucid.metrics import Mean, MetricSet, Moments, NamedMoments, Sum
 from pellucid.orchestrator.attempt import EMPTY
 from pellucid.orchestrator.verdict import Verdict
 
@@ -23,20 +23,30 @@ LOST = {State.FAILED_ROLLOUT, State.DROPPED_GROUP, State.STALE, State.REJECTED}
 _LINE_WIDTH = 100 - len("12:34:56 INFO ")
 
 
+_COUNTS = (
+    "errored_rollouts",
+    "empty_rollouts",
+    "filtered_rollouts",
+    "lost_rollouts",
+    "dropped_groups",
+    "partial_groups",
+    "zero_advantage_groups",
+)
+
+
 def zero_metrics(env_names: Sequence[str]) -> MetricSet:
-    """Of a step for which nothing is settled yet."""
+    """Counts of a step for which nothing is settled yet."""
     metrics = MetricSet()
-    for name in ("errored_rollouts", "empty_rollouts", "filtered_rollouts", "dropped_groups"):
+    for name in _COUNTS:
         for scope in ("all", *env_names):
             metrics.add(f"{name}/{scope}", Sum(0))
-    metrics.add("zero_advantage_groups/all", Sum(0))
-    metrics.add("lost_rollouts/all", Sum(0))
     return metrics
 
 
-def add_groups(metrics: MetricSet, groups: Groups) -> None:
+def add_groups(metrics: MetricSet, groups: Groups, size: int) -> None:
+    """Adds settled groups; `size` is the number of rollouts of a whole one."""
     for verdicts in groups:
-        _add_group(metrics, verdicts)
+        _add_group(metrics, verdicts, size)
         for verdict in verdicts:
             _add_rollout(metrics, verdict)
 
@@ -89,13 +99,17 @@ def waiting_line(step: int, groups: Groups) -> str:
     return f"step {step:4d}  no batch yet; settled: {counts}"
 
 
-def _add_group(metrics: MetricSet, verdicts: Sequence[Verdict]) -> None:
+def _add_group(metrics: MetricSet, verdicts: Sequence[Verdict], size: int) -> None:
     outcomes = {verdict.outcome for verdict in verdicts}
-    if is_dropped(verdicts):
+    kinds = {
+        "dropped_groups": is_dropped(verdicts),
+        "partial_groups": is_partial(verdicts, size),
+        "zero_advantage_groups": State.ZERO_ADVANTAGE in outcomes
+        and outcomes <= {State.FAILED_ROLLOUT, State.ZERO_ADVANTAGE},
+    }
+    for name, applies in kinds.items():
         for scope in ("all", verdicts[0].rollout.env_name):
-            metrics.add(f"dropped_groups/{scope}", Sum(1))
-    if outcomes <= {State.FAILED_ROLLOUT, State.ZERO_ADVANTAGE} and State.ZERO_ADVANTAGE in outcomes:
-        metrics.add("zero_advantage_groups/all", Sum(1))
+            metrics.add(f"{name}/{scope}", Sum(applies))
 
 
 def is_dropped(verdicts: Sequence[Verdict]) -> bool:
@@ -103,23 +117,33 @@ def is_dropped(verdicts: Sequence[Verdict]) -> bool:
     return all(verdict.outcome in (State.FAILED_ROLLOUT, State.DROPPED_GROUP) for verdict in verdicts)
 
 
+def is_partial(verdicts: Sequence[Verdict], size: int) -> bool:
+    """Whether the group was judged without rollouts that failed; cut short, it was not judged at all."""
+    cut_short = any(verdict.outcome in (State.CANCELLED, State.STALE) for verdict in verdicts)
+    return count_survivors(verdicts) < size and not is_dropped(verdicts) and not cut_short
+
+
+def count_survivors(verdicts: Sequence[Verdict]) -> int:
+    """Rollouts of the group that did not fail; a retry that went well is one."""
+    return sum(verdict.outcome is not State.FAILED_ROLLOUT for verdict in verdicts)
+
+
 def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
     rollout = verdict.rollout
-    scopes = ("all", rollout.env_name)
-    metrics.add("lost_rollouts/all", Sum(verdict.outcome in LOST))
-    for scope in scopes:
+    for scope in ("all", rollout.env_name):
+        metrics.add(f"lost_rollouts/{scope}", Sum(verdict.outcome in LOST))
         metrics.add(f"filtered_rollouts/{scope}", Sum(verdict.outcome is State.FILTERED))
-    if rollout.error_type is not None:
-        name = "empty_rollouts" if rollout.error_type == EMPTY else "errored_rollouts"
-        for scope in scopes:
+        if rollout.error_type is not None:
+            name = "empty_rollouts" if rollout.error_type == EMPTY else "errored_rollouts"
             metrics.add(f"{name}/{scope}", Sum(1))
+        elif rollout.reward is not None:
+            metrics.add(f"reward/{scope}", NamedMoments.of_one(rollout.reward))
+            metrics.add(f"completion_length/{scope}", Moments.of_one(rollout.num_sampled))
+    if rollout.error_type is not None:
         metrics.add(f"error/{rollout.error_type}/count", Sum(1))
     elif rollout.reward is not None:
-        for scope in scopes:
-            metrics.add(f"reward/{scope}", Mean(rollout.reward, 1))
         for name, value in rollout.metrics.items():
             metrics.add(f"metrics/{rollout.env_name}/{name}", Mean(value, 1))
-        metrics.add("completion_length/all", Mean(rollout.num_sampled, 1))
 
 
 def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
@@ -132,5 +156,6 @@ def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> N
     scopes = [("all", levels), *((name, levels[owners == index]) for index, name in enumerate(names))]
     for scope, chosen in scopes:
         if chosen.size:
-            metrics.add(f"off_policy_level/{scope}/mean", Mean(float(chosen.sum()), chosen.size))
-            metrics.add(f"off_policy_level/{scope}/max", Max(float(chosen.max())))
+            squares = np.square(chosen, dtype=np.float64).sum()
+            moments = Moments.of(chosen.size, float(chosen.sum()), float(squares), float(chosen.max()))
+            metrics.add(f"off_policy_level/{scope}", moments)

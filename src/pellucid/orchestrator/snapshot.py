@@ -27,6 +27,7 @@ class HeldTurn(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     finish_reason: str
     policy_versions: list[tuple[int, int]]
+    role_spans: list[tuple[str, int, int]] = []
 
 
 class HeldSample(msgspec.Struct, frozen=True, array_like=True):
@@ -139,7 +140,12 @@ def _hold(verdict: Verdict) -> HeldRollout:
         temperature=rollout.temperature,
         turns=[
             HeldTurn(
-                turn.text, turn.num_prompt_tokens, turn.num_tokens, turn.finish_reason, turn.policy_versions
+                turn.text,
+                turn.num_prompt_tokens,
+                turn.num_tokens,
+                turn.finish_reason,
+                turn.policy_versions,
+                list(turn.role_spans),
             )
             for turn in rollout.turns
         ],
@@ -169,6 +175,7 @@ def _verdict(held: HeldRollout, run_id: str) -> Verdict:
                 num_tokens=turn.num_tokens,
                 finish_reason=turn.finish_reason,
                 policy_versions=turn.policy_versions,
+                role_spans=turn.role_spans,
             )
             for turn in held.turns
         ],

@@ -1,9 +1,14 @@
 """Advantages again, from the saved rewards of all members of a group, dropped ones included."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from pellucid.config import AdvantageConfig, DefaultAdvantageConfig
+from pellucid.config.orchestrator import ROLLOUT_FIELDS
+from pellucid.data import Example, Rollout, Turn
 from pellucid.orchestrator.advantage import ScoredRollout, load_advantage
 
 
@@ -14,23 +19,40 @@ def replay_advantages(rollouts: Sequence[Mapping[str, Any]], config: AdvantageCo
     return {rollout["rollout_id"]: advantage for rollout, advantage in zip(judged, advantages, strict=True)}
 
 
-def not_replayable(config: AdvantageConfig) -> str | None:
-    """Why saved rollouts do not suffice, if they do not."""
+def not_replayable(rollouts: Sequence[Mapping[str, Any]], config: AdvantageConfig) -> str | None:
+    """Why saved rollouts do not suffice, if they do not: earlier versions did not save tool tokens."""
     if isinstance(config, DefaultAdvantageConfig):
         penalty = config.length_penalty
-        if penalty.type == "tokens" and penalty.tool_response_weight:
+        weighs_tools = penalty.type == "tokens" and penalty.tool_response_weight
+        if weighs_tools and any("num_tool_tokens" not in rollout for rollout in rollouts):
             return (
-                "orchestrator.advantage.length_penalty weighs tool tokens, which saved rollouts do not have"
+                "orchestrator.advantage.length_penalty weighs tool tokens, which these rollouts do not have"
             )
     return None
 
 
-def _scored(rollout: Mapping[str, Any]) -> ScoredRollout:
-    return ScoredRollout(
-        reward=rollout["reward"],
-        completion_tokens_per_turn=[turn["num_tokens"] for turn in rollout["trajectory"]],
-        tool_response_tokens=0,
-        env_name=rollout["env_name"],
-        example_id=rollout["example_id"],
-        group_id=rollout["group_id"],
+def _scored(record: Mapping[str, Any]) -> ScoredRollout:
+    turns = [
+        Turn.without_tokens(
+            text=turn["text"],
+            num_prompt_tokens=turn["num_prompt_tokens"],
+            num_tokens=turn["num_tokens"],
+            finish_reason=turn["finish_reason"],
+            policy_versions=[(version, count) for version, count in turn["policy_versions"]],
+        )
+        for turn in record["trajectory"]
+    ]
+    rollout = Rollout(
+        record["rollout_id"],
+        record["group_id"],
+        Example(record["example_id"], record["messages"]),
+        record["env_name"],
+        record["sampling_args"].get("temperature", 1.0),
+        turns,
+        record["reward"],
+        record["metrics"],
+        state={
+            name: orjson.dumps(value).decode() for name, value in record.items() if name not in ROLLOUT_FIELDS
+        },
     )
+    return replace(ScoredRollout.of(rollout), tool_response_tokens=record.get("num_tool_tokens", 0))

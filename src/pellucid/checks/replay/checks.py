@@ -131,7 +131,7 @@ class Checks:
             self._note("advantages were not recomputed: no rollouts were saved")
             return
         try:
-            if reason := not_replayable(orchestrator.advantage):
+            if reason := not_replayable(rollouts, orchestrator.advantage):
                 raise DataError(reason)
             found = replay_advantages(rollouts, orchestrator.advantage)
         except (ConfigError, DataError) as error:
