@@ -251,7 +251,8 @@ class OrchestratorConfig(Section):
     """Rollouts started per minute at most; default: no limit."""
 
     rollout_timeout_s: float = Field(default=3600.0, gt=0)
-    """A rollout that takes longer has failed, so that a hung environment cannot hold a batch for ever."""
+    """A rollout that takes longer, its scoring included, has failed, so that a hung environment cannot hold a
+    batch for ever. The scoring of a group counts into the time of the rollout that completes the group."""
 
     max_retries: int = Field(default=0, ge=0)
     """How often a rollout that failed is attempted again before its group goes on without it."""

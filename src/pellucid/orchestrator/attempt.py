@@ -1,7 +1,11 @@
 """The attempts at one example. An exception in an environment, session or client fails that rollout alone.
 
-`attempt` is the boundary where failures become data: type, message and line of the environment's code are
-kept in the rollout. Tracebacks are for whoever mends the environment: `FailureLog` logs each of them once.
+- `attempt` is the boundary where failures become data: type, message and line of the environment's code are
+  kept in the rollout. Tracebacks are for whoever mends the environment: `FailureLog` logs each of them once.
+- A rollout has a reward once all of its attempt has succeeded, and not before. Where groups are scored, the
+  members of a group get theirs from one call of `score_group`, all or none: a group that could not be scored
+  has no rewards, and so cannot train.
+- All that an attempt does, the scoring of its group included, shares one deadline.
 """
 
 import asyncio
@@ -17,7 +21,7 @@ from pellucid.data import Example, Rollout, TrainingMode
 from pellucid.errors import PellucidError
 from pellucid.orchestrator.environment import Environment, Score, checked_score, checked_scores
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
-from pellucid.orchestrator.tasks import within
+from pellucid.orchestrator.tasks import Deadline
 from pellucid.orchestrator.teacher import Scorer
 
 log = logging.getLogger(__name__)
@@ -43,7 +47,8 @@ class GroupRun:
     scorer: Scorer | None = None
     """Who adds a teacher's logprobs to what was sampled; None: nobody."""
 
-    scored: list[Rollout] = field(default_factory=list)
+    _unscored: list[Rollout] = field(default_factory=list)
+    """Members that are done and wait for `score_group`; a rollout that failed is none."""
 
     def open_rollout(self, rollout_id: str) -> Rollout:
         return Rollout(
@@ -57,20 +62,20 @@ class GroupRun:
         )
 
     async def attempt(self, rollout: Rollout) -> None:
-        """Leaves the rollout scored, or with the reason why it failed."""
+        """Leaves the rollout scored, waiting for its group's scores, or with the reason why it failed."""
+        deadline = Deadline(self.timeout_s)
         try:
-            score = await self._converse(rollout)
-            _apply(rollout, checked_score(score, self.environment.rollout))
-            if self.scorer is not None:
-                await within(self.timeout_s, self.scorer.score(rollout))
-            self.scored.append(rollout)
-            if self.environment.requires_group_scoring and len(self.scored) == self.size:
-                scores = await self.environment.score_group(self.scored)
-                checked = checked_scores(scores, len(self.scored), self.environment.score_group)
-                for member, score in zip(self.scored, checked, strict=True):
-                    _apply(member, score)
+            score = checked_score(await self._converse(rollout, deadline), self.environment.rollout)
             if rollout.num_sampled == 0:
                 _fail(rollout, EMPTY, f"{EMPTY}: the environment returned a score but sampled nothing")
+                return
+            if self.scorer is not None:
+                await deadline.bound(self.scorer.score(rollout))
+            _note(rollout, score)
+            if self.environment.requires_group_scoring:
+                await self._score_with_group(rollout, deadline)
+            else:
+                rollout.reward = score.reward
         except PellucidError as error:
             _fail(rollout, type(error).__name__, f"{type(error).__name__}: {error}")
         except Exception as error:
@@ -80,12 +85,29 @@ class GroupRun:
             _fail(rollout, "CancelledError", "CancelledError: the attempt was cancelled")
             raise
 
-    async def _converse(self, rollout: Rollout) -> Score:
+    async def _converse(self, rollout: Rollout, deadline: Deadline) -> Score:
         session = Session(rollout, self.sampler, self.prompts)
         try:
-            return await within(self.timeout_s, self.environment.rollout(self.example, session))
+            return await deadline.bound(self.environment.rollout(self.example, session))
         finally:
             await session.close()
+
+    async def _score_with_group(self, rollout: Rollout, deadline: Deadline) -> None:
+        """The member that completes the group has it scored.
+
+        If that fails, so does this member, and the others wait for the one that is attempted in its place.
+        """
+        members = [*self._unscored, rollout]
+        if len(members) == self.size:
+            score_group = self.environment.score_group
+            scores = checked_scores(
+                await deadline.bound(score_group(members), "score_group: "), len(members), score_group
+            )
+            for member, score in zip(members, scores, strict=True):
+                _note(member, score)
+            for member, score in zip(members, scores, strict=True):
+                member.reward = score.reward
+        self._unscored.append(rollout)
 
 
 class FailureLog:
@@ -110,9 +132,9 @@ def _fail(rollout: Rollout, error_type: str, error: str) -> None:
     rollout.error = error
 
 
-def _apply(rollout: Rollout, score: Score) -> None:
-    rollout.reward = score.reward
-    rollout.metrics = dict(score.metrics)
+def _note(rollout: Rollout, score: Score) -> None:
+    """Keeps all of a score but the reward."""
+    rollout.metrics |= score.metrics
     for column in rollout.state.keys() & score.state.keys():
         rollout.state[column] = _as_json(score.state[column])
 

@@ -68,7 +68,8 @@ class Environment(ABC):
         """One attempt, scored."""
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
-        """One score per finished rollout of a whole group, in place of its own; only if group-scored."""
+        """One score per finished rollout of a whole group; only if group-scored. Its rewards are the only
+        ones: until then no member has any."""
         raise NotImplementedError(f"{type(self).__name__} requires group scoring but has no score_group")
 
     @asynccontextmanager

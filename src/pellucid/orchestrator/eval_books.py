@@ -43,7 +43,10 @@ class EvalBooks:
 
     def settle(self, version: int, rollouts: Sequence[Rollout], sampling_args: Mapping[str, Any]) -> None:
         """The rollouts of one example, as they are: a turn that comes later is in no book."""
-        verdicts = [Verdict(rollout, State.EVAL, _reason(rollout)) for rollout in rollouts]
+        group_failed = any(rollout.error is not None for rollout in rollouts)
+        verdicts = [
+            Verdict(rollout, State.EVAL, _reason(rollout, group_failed=group_failed)) for rollout in rollouts
+        ]
         self._account(version, verdicts)
         folder = self._rollouts / f"step_{version}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,10 @@ class EvalBooks:
         self._sink.close()
 
 
-def _reason(rollout: Rollout) -> str:
-    if rollout.error is not None:
-        return rollout.error
-    return "" if rollout.reward is not None else "the run ended before this attempt did"
+def _reason(rollout: Rollout, *, group_failed: bool) -> str:
+    """Why the rollout has no reward; empty if it has one."""
+    if rollout.error is not None or rollout.reward is not None:
+        return rollout.error or ""
+    if group_failed:
+        return "another rollout of its group failed, so the group was not scored"
+    return "the run ended before this attempt did"

@@ -93,16 +93,6 @@ class _OpenGroup:
         self.rollouts.append(rollout)
         return rollout
 
-    def rewards(self) -> list[float | None]:
-        """None for what failed; in a group-scored environment one failure leaves none of them a score."""
-        failed = [rollout.error is not None for rollout in self.rollouts]
-        if self.run.environment.requires_group_scoring and any(failed):
-            return [None] * len(self.rollouts)
-        return [
-            None if has_failed else rollout.reward
-            for rollout, has_failed in zip(self.rollouts, failed, strict=True)
-        ]
-
 
 class Evaluator:
     """Runs the evaluations of a run; with none, no version is ever due.
@@ -219,12 +209,9 @@ class Evaluator:
             group.rollouts,
             {"temperature": sampler.temperature, "max_tokens": sampler.max_tokens},
         )
-        rewards = group.rewards()
-        group.tally.rewards.append(rewards)
+        group.tally.rewards.append([rollout.reward for rollout in group.rollouts])
         group.tally.num_tokens += sum(
-            rollout.num_sampled
-            for rollout, reward in zip(group.rollouts, rewards, strict=True)
-            if reward is not None
+            rollout.num_sampled for rollout in group.rollouts if rollout.reward is not None
         )
 
 

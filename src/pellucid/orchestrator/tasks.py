@@ -23,23 +23,35 @@ async def outlast(work: Coroutine[Any, Any, None]) -> None:
         raise cancelled
 
 
-async def within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; TimeoutError if it takes longer, even if it will not be cancelled.
+class Deadline:
+    """A number of seconds, from now on, that several pieces of work share.
 
-    A cancellation is passed on to `work`, which may still come to an end of its own.
+    deadline = Deadline(60.0)
+    await deadline.bound(converse())    takes 50 s
+    await deadline.bound(score())       raises TimeoutError after 10 s
     """
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-    except asyncio.CancelledError:
-        await _cancel_patiently(task)
-        if not task.done():
-            raise
-    else:
-        if not task.done():
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends_at = asyncio.get_running_loop().time() + seconds
+
+    async def bound(self, work: Coroutine[Any, Any, T], what: str = "") -> T:
+        """The result of `work`; TimeoutError if it takes too long, even if it will not be cancelled.
+
+        A cancellation is passed on to `work`, which may still come to an end of its own.
+        """
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task}, timeout=self._ends_at - asyncio.get_running_loop().time())
+        except asyncio.CancelledError:
             await _cancel_patiently(task)
-            raise TimeoutError(f"not finished within {seconds:g} s") from _cancelled_at(task)
-    return task.result()
+            if not task.done():
+                raise
+        else:
+            if not task.done():
+                await _cancel_patiently(task)
+                raise TimeoutError(f"{what}not finished within {self._seconds:g} s") from _cancelled_at(task)
+        return task.result()
 
 
 def _cancelled_at(task: "asyncio.Task[T]") -> asyncio.CancelledError | None:
