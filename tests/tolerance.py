@@ -55,6 +55,11 @@ def gradient_chain(model: nn.Module, num_tokens: int) -> int:
     return 2 * chain(model, num_tokens) + num_tokens
 
 
+def gradient_bound(model: nn.Module, num_tokens: int) -> float:
+    """What rounding may do to a gradient summed over `num_tokens` tokens, relative to the largest of all."""
+    return float(bound(1.0, gradient_chain(model, num_tokens)))
+
+
 def mismatch_kl_bound(logprob: float, dtype: Any = torch.float32) -> float:
     """The largest r − ℓ − 1, computed as expm1(ℓ) − ℓ, where rounding alone makes ℓ: up to `logprob`."""
     return math.expm1(logprob) - logprob + eps(dtype) * logprob
@@ -64,7 +69,8 @@ class near:
     """Equal to every number, list, array or tensor that differs from `expected` by rounding alone.
 
     `scale` is the largest |expected| unless it is given: one number, or one for each element. With `each` it
-    is each element's own size. Infinities and NaN must stand in the same places.
+    is each element's own size. `within` replaces the bound by one that was derived elsewhere. Infinities and
+    NaN must stand in the same places.
     """
 
     __array_ufunc__ = None  # an array on the left leaves the comparison to this class
@@ -74,16 +80,17 @@ class near:
         self,
         expected: Any,
         *,
-        terms: float,
+        terms: float = 1,
         scale: Any = None,
         each: bool = False,
         dtype: Any = torch.float32,
+        within: Any = None,
     ) -> None:
         self.expected = _array(expected)
         if scale is None:
             sizes = np.abs(np.where(np.isfinite(self.expected), self.expected, 0.0))
             scale = sizes if each else sizes.max(initial=0.0)
-        self.bound = bound(_array(scale), terms, dtype)
+        self.bound = bound(_array(scale), terms, dtype) if within is None else _array(within)
         self.seen = ""
 
     def __eq__(self, found: object) -> bool:
@@ -110,16 +117,23 @@ class near:
         return f"{np.array2string(self.expected, threshold=8)} ± {largest:.3g}{self.seen}"
 
 
+def logprob_bound(model: nn.Module, length: int, largest: float = 0.0) -> float:
+    """What rounding may do to logprobs and entropies of `model`, up to `largest` in size.
+
+    The scale is that of its logits, log V at least: a logprob close to 0 is a difference of larger numbers.
+    """
+    vocabulary = max(len(parameter) for parameter in model.parameters() if parameter.ndim >= 2)
+    return float(bound(max(math.log(vocabulary), largest), chain(model, length)))
+
+
 def near_logprobs(expected: Any, model: nn.Module, length: int | None = None) -> near:
     """Equal to logprobs or entropies of `model` that differ by rounding alone.
 
-    The scale is that of its logits, log V at least: a logprob close to 0 is a difference of larger numbers.
     `length` is that of the longest sequence: as many tokens as `expected` has, unless it is given.
     """
     values = _array(expected)
-    vocabulary = max(len(parameter) for parameter in model.parameters() if parameter.ndim >= 2)
-    scale = max(math.log(vocabulary), float(np.abs(values[np.isfinite(values)]).max(initial=0.0)))
-    return near(expected, terms=chain(model, length or values.size), scale=scale)
+    largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+    return near(expected, within=logprob_bound(model, length or values.size, largest))
 
 
 def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -13,6 +13,7 @@ from pellucid.inference.engine import Engine
 from pellucid.inference.slots import QueueFullError, Request, run_to_end
 from pellucid.model import load_policy, packed_layout
 from pellucid.transport.weights import publish_version, write_version
+from tolerance import near_logprobs
 
 ENV = Account("run", "env")
 
@@ -51,17 +52,9 @@ def test_logprobs_are_the_trainers(policy, temperature) -> None:
         for index, prompt in enumerate(prompts)
     ]
     run_to_end(Engine(policy, num_slots=8, max_length=80), requests)
-    worst = max(
-        (
-            trainer_logprobs(policy, prompt, finished[i].token_ids, temperature)
-            - torch.tensor(finished[i].logprobs)
-        )
-        .abs()
-        .max()
-        .item()
-        for i, prompt in enumerate(prompts)
-    )
-    assert worst <= 2e-5
+    for index, prompt in enumerate(prompts):
+        expected = trainer_logprobs(policy, prompt, finished[index].token_ids, temperature)
+        assert finished[index].logprobs == near_logprobs(expected, policy, 70)
 
 
 def test_logprobs_are_the_trainers_as_sequences_outgrow_their_shelves(policy) -> None:
@@ -81,7 +74,7 @@ def test_logprobs_are_the_trainers_as_sequences_outgrow_their_shelves(policy) ->
     for index, each in enumerate(requests):
         assert len(each.prompt_ids) + len(finished[index].token_ids) == lengths[index]
         expected = trainer_logprobs(policy, each.prompt_ids, finished[index].token_ids, 1.0)
-        assert finished[index].logprobs == pytest.approx(expected.tolist(), abs=2e-5)
+        assert finished[index].logprobs == near_logprobs(expected, policy, lengths[index])
 
 
 ACTIONS = st.lists(
@@ -223,7 +216,7 @@ def test_weights_swap_between_steps_without_dropping_requests(policy, tiny_model
     # A prompt computed under the old weights is not shared with a request that starts under the new ones.
     assert engine.counts.shared_tokens == 0
     expected = trainer_logprobs(other, [5, 6, 7], by_length[2].token_ids, 1.0)
-    assert by_length[2].logprobs == pytest.approx(expected.tolist(), abs=2e-5)
+    assert by_length[2].logprobs == near_logprobs(expected, other, 5)
 
 
 def test_weights_that_do_not_fit_change_nothing(policy, tmp_path) -> None:

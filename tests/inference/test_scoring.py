@@ -22,6 +22,7 @@ from pellucid.ledger import read_journal
 from pellucid.metrics import read_metrics
 from pellucid.model import load_policy, packed_layout
 from pellucid.model import policy as policy_module
+from tolerance import near_logprobs
 
 ENV = Account("run", "env")
 
@@ -67,7 +68,7 @@ def test_values_are_the_trainers(policy, temperature, monkeypatch) -> None:
     for index, token_ids in enumerate(asked):
         assert math.isnan(answers[index][0])
         expected = trainer_logprobs(policy, token_ids, temperature)[1:]
-        assert answers[index][1:] == pytest.approx(expected, abs=2e-5)
+        assert answers[index][1:] == near_logprobs(expected, policy)
     assert engine.counts.scored_tokens == sum(map(len, asked))
 
 
@@ -93,7 +94,7 @@ def test_scoring_beside_running_requests_changes_neither(policy) -> None:
     assert together == alone
     assert engine.counts.sampled == engine.counts.delivered == {ENV: 60}
     for token_ids, [logprobs] in zip(asked, answers, strict=True):
-        assert logprobs[1:] == pytest.approx(trainer_logprobs(policy, token_ids, 1.0)[1:], abs=2e-5)
+        assert logprobs[1:] == near_logprobs(trainer_logprobs(policy, token_ids, 1.0)[1:], policy)
 
 
 def test_a_step_scores_what_prompts_leave_room_for_and_at_least_one(policy, monkeypatch) -> None:
@@ -198,7 +199,7 @@ def test_over_http_the_values_are_the_trainers_and_the_books_stay_empty(serving,
         for token_ids, logprobs in zip(asked, answers, strict=True):
             assert math.isnan(logprobs[0])
             expected = trainer_logprobs(policy, token_ids, 0.8)[1:]
-            assert logprobs[1:] == pytest.approx(expected, abs=2e-5)
+            assert logprobs[1:] == near_logprobs(expected, policy)
     assert health["scored_tokens"] == sum(map(len, asked))
     assert health["sampled_tokens"] == health["running"] == health["waiting"] == 0
     assert [entry for entry in read_journal(tmp_path / "inference.jsonl") if entry.counts] == []

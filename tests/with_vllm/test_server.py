@@ -18,6 +18,7 @@ from pellucid.ledger import read_journal
 from pellucid.model import Adapters, load_policy, packed_layout
 from pellucid.transport.adapter import ServedWeights, write_adapter
 from pellucid.transport.weights import write_version
+from tolerance import logprob_bound, near_logprobs
 
 ENV = Account("run", "env")
 
@@ -74,19 +75,24 @@ async def worst_difference(client, policy, temperature: float, version: int) -> 
     )
 
 
+def rounding(policy) -> float:
+    """Allowed of the above: sequences of up to 60 + 23 tokens, logprobs down to -20."""
+    return logprob_bound(policy, 83, 20.0)
+
+
 async def weights_change(client, model, tmp_path) -> None:
     before, after = load_policy(ModelConfig(name=str(model))), changed(model, 0.05)
     for temperature in (1.0, 0.6, 0.0):
-        assert await worst_difference(client, before, temperature, 0) <= 2e-5
+        assert await worst_difference(client, before, temperature, 0) <= rounding(before)
     folder = tmp_path / "step_3"
     folder.mkdir()
     write_version(after.hf, folder)
     await client.update_weights(3, folder)
     for temperature in (1.0, 0.6):
-        assert await worst_difference(client, after, temperature, 3) <= 2e-5
+        assert await worst_difference(client, after, temperature, 3) <= rounding(after)
         assert await worst_difference(client, before, temperature, 3) > 0.1
     scored = await client.score([5, 6, 9, 40], 1.0, "score")
-    assert scored[1:] == pytest.approx(trainer_logprobs(after, [5, 6, 9, 40], 1.0)[1:].tolist(), abs=2e-5)
+    assert scored[1:] == near_logprobs(trainer_logprobs(after, [5, 6, 9, 40], 1.0)[1:], after)
 
 
 async def bad_weights_change_nothing(client, model, tmp_path) -> None:
@@ -97,7 +103,8 @@ async def bad_weights_change_nothing(client, model, tmp_path) -> None:
     write_version(policy.hf, folder)
     with pytest.raises(InferenceError, match="does not fit the model: lacks"):
         await client.update_weights(9, folder)
-    assert await worst_difference(client, changed(model, 0.05), 1.0, 3) <= 2e-5
+    policy = changed(model, 0.05)
+    assert await worst_difference(client, policy, 1.0, 3) <= rounding(policy)
 
 
 async def running_requests_go_on(client, model, tmp_path) -> None:
@@ -179,7 +186,7 @@ def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_pat
     async def ask(url: str) -> None:
         async with connected(url) as client:
             base = load_policy(ModelConfig(name=str(vllm_model)))
-            assert await worst_difference(client, base, 0.8, 0) <= 2e-5
+            assert await worst_difference(client, base, 0.8, 0) <= rounding(base)
             for version in (1, 2):
                 policy, folder = publish(version)
                 asked = SamplingParams(max_tokens=250)
@@ -187,7 +194,7 @@ def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_pat
                 while not (await client.health()).running:
                     await asyncio.sleep(0.005)
                 await client.update_weights(version, folder)
-                assert await worst_difference(client, policy, 0.8, version) <= 2e-5
+                assert await worst_difference(client, policy, 0.8, version) <= rounding(policy)
                 assert await worst_difference(client, base, 0.8, version) > 0.1
                 long = await running
                 assert [each for each, _ in long.policy_versions] == [version - 1, version]
