@@ -355,11 +355,28 @@ def test_the_tables_for_people(tmp_path, capsys) -> None:
         (["--step", "9"], "has no finished export of step 9; it has 0 to 1"),
         (["--sequence", "1"], "sequence = 1 is a record of one step; name it with --step"),
         (["--step", "0", "--sequence", "7"], "--sequence 7: step 0 has 2 records, numbered from 0"),
-        (["--set", "trainer.loss.dppo_mask_up=1"], "--set trainer.loss.dppo_mask_up: Extra inputs"),
+        (
+            ["--set", "trainer.loss.dppo_mask_hgih=1"],
+            "--set trainer.loss.dppo_mask_hgih=1: unknown key; did you mean trainer.loss.dppo_mask_high?",
+        ),
+        (
+            ["--set", "trainer.los.kl_tau=1"],
+            "--set trainer.los.kl_tau=1: expected trainer.loss.KEY=VALUE or "
+            "orchestrator.advantage.KEY=VALUE; did you mean trainer.loss.kl_tau?",
+        ),
+        (
+            ["--set", "trainer.loss.clip_high=1"],
+            "--set trainer.loss.clip_high=1: belongs to another trainer.loss.type than 'dppo'; set that, too",
+        ),
+        (
+            ["--set", "orchestrator.advantage.length_penalty.tpye=turns"],
+            "--set orchestrator.advantage.length_penalty.tpye=turns: unknown key; did you mean "
+            "orchestrator.advantage.length_penalty.type?",
+        ),
         (["--set", "trainer.optim.lr=1"], "other settings change what is sampled"),
         (
             ["--set", "trainer.loss.dppo_mask_high=-1"],
-            "--set trainer.loss.dppo_mask_high: Input should be greater",
+            "--set trainer.loss.dppo_mask_high=-1: Input should be greater",
         ),
     ],
 )

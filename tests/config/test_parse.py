@@ -9,6 +9,7 @@ from pellucid.config import (
     DppoLossConfig,
     EvalConfig,
     InferenceRunConfig,
+    OrchestratorRunConfig,
     RLConfig,
     SFTConfig,
     TokenExportConfig,
@@ -299,6 +300,20 @@ def test_a_problem_is_one_line_with_key_value_rule_and_remedy(argv, line):
 def test_an_unknown_flag_suggests_the_nearest(flag, remedy):
     assert trainer_problems(flag, "1") == [f"{flag}: unknown flag; {remedy}"]
     assert trainer_problems(f"{flag}=1") == [f"{flag}: unknown flag; {remedy}"]
+
+
+WHY_NOT = (
+    "tokens are drawn from the model's own distribution, so that their logprobs are those training needs; "
+    "leave it out"
+)
+
+
+def test_a_setting_that_would_reshape_the_distribution_is_refused_with_the_reason(toml):
+    table = '[orchestrator.sampling]\ntop_p = 0.9\n[[orchestrator.env]]\nid = "arithmetic"'
+    line = f"orchestrator.sampling.top_p = 0.9: unknown key; {WHY_NOT}"
+    assert problems(OrchestratorRunConfig, *NAMED, "@", toml(table)) == [line]
+    for flag in ("--orchestrator.sampling.top-k", "--min-p", "--repetition_penalty"):
+        assert trainer_problems(flag, "1") == [f"{flag}: unknown flag; {WHY_NOT}"]
 
 
 @pytest.mark.parametrize(

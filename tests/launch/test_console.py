@@ -1,10 +1,15 @@
 """A step in one line of text, on a terminal and without one."""
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
+import pellucid
+from pellucid.checks.verify.finding import Finding, findings_table
 from pellucid.launch.console import (
     RL_COLUMNS,
     SFT_COLUMNS,
@@ -15,10 +20,14 @@ from pellucid.launch.console import (
     PlainView,
     has_terminal,
     header_row,
+    make_console,
     open_view,
     step_cells,
     step_row,
 )
+from pellucid.launch.summary import summary_panel
+
+ROOT = Path(pellucid.__file__).parent
 
 RECORD = {
     "step": 17,
@@ -87,6 +96,30 @@ def test_a_note_between_two_steps():
     view.show({"step": 1})
 
     assert out.getvalue() == "step\n   0\neval    1  held-out  avg@1 0.500 [b]\n   1\n"
+
+
+def test_brackets_and_colons_of_a_user_stand_for_themselves(capsys):
+    """In lines, cells, headers and titles: names, paths and texts are never markup."""
+    text = "env[v2] [red]x[/red] [/] :smile:"
+    finding = Finding("masks", text, 2.0, 1.0, meaning=text)
+    table = Table("head " + text, title="title " + text)
+    table.add_row(text)
+    summary = summary_panel("run " + text, [], [("model", f"outputs/{text}")], WIDTH)
+    console = make_console()
+    for printed in (text, table, findings_table([finding]), summary):
+        console.print(printed)
+    shown = capsys.readouterr().out
+    assert shown.count(text) == 1 + 3 + 2 + 2
+
+
+def test_consoles_are_made_in_one_place():
+    """Others would take brackets for markup."""
+    made = {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        if re.search(r"\bConsole\((?!.*markup=False)", path.read_text())
+    }
+    assert made == {"checks/replay/__init__.py"}  # a progress bar with a text of ours
 
 
 def test_without_a_terminal_every_step_is_written_at_once():

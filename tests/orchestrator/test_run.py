@@ -582,6 +582,15 @@ def test_an_environment_that_always_fails_stops_the_run(
     assert journal_counts(tmp_path)["failed_rollout"] > 0
 
 
+def test_a_dropped_group_counts_rollouts_not_attempts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"rollouts_per_example": 2, "batch_size": 2, "max_retries": 1, "retry_backoff_s": 0.001}
+    config = configure(tmp_path, orchestrator={**own, "max_fruitless_groups": 2})
+    stops_with(config, Broken(seed=1), FakeInferenceClient(letters), RolloutError)
+    assert "group g0 of guess dropped: 2 of 2 rollouts failed (4 attempts)" in caplog.text
+
+
 def test_a_task_without_signal_stops_the_run_and_is_written_down_meanwhile(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from pellucid.config.base import Section
 from pellucid.config.flags import flag_of
 from pellucid.config.keys import TAG, dotted_keys, sections_in, tag_of
+from pellucid.config.orchestrator import OWN_DISTRIBUTION, RESHAPING
 
 Location = tuple[str | int, ...]
 
@@ -123,8 +124,9 @@ class Explainer:
         if place.key in self.keys:
             return self._other_variant(location)
         index = next((part for part in place.path if isinstance(part, int)), 0)
-        near = _nearest(place.key, [key.replace("[]", f"[{index}]") for key in self.keys])
-        return f"unknown key; {f'did you mean {near}?' if near else self.help}"
+        return (
+            f"unknown key; {self._remedy(place.key, [key.replace('[]', f'[{index}]') for key in self.keys])}"
+        )
 
     def _other_variant(self, location: Location) -> str:
         *outer, tag, name = location
@@ -136,11 +138,16 @@ class Explainer:
 
     def _unknown_flag(self, flag: str) -> str:
         flags = [flag_of(key) for key in (*self.keys, "dry_run") if "[]" not in key]
-        near = _nearest(flag, flags)
-        return f"{flag}: unknown flag; {f'did you mean {near}?' if near else self.help}"
+        return f"{flag}: unknown flag; {self._remedy(flag, flags)}"
+
+    def _remedy(self, wanted: str, known: Sequence[str]) -> str:
+        if _last_name(wanted).replace("-", "_") in RESHAPING:
+            return f"{OWN_DISTRIBUTION}; leave it out"
+        near = nearest(wanted, known)
+        return f"did you mean {near}?" if near else self.help
 
 
-def _nearest(wanted: str, known: Sequence[str]) -> str | None:
+def nearest(wanted: str, known: Sequence[str]) -> str | None:
     """The known key most like `wanted`; one that ends in the same name is meant however far away it is."""
     name = _last_name(wanted)
     same_name = [key for key in known if _last_name(key) == name]

@@ -8,6 +8,24 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pellucid.config.base import ImportPath, Section
 from pellucid.config.inference import ServerAddress
 
+OWN_DISTRIBUTION = (
+    "tokens are drawn from the model's own distribution, so that their logprobs are those training needs"
+)
+RESHAPING = frozenset(
+    {
+        "top_p",
+        "top_k",
+        "min_p",
+        "typical_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "min_tokens",
+    }
+)
+"""Settings of other samplers that would draw from another distribution: refused for `OWN_DISTRIBUTION`."""
+
 
 class SamplingConfig(Section):
     """Training needs the sampled distribution to be the model's own: no top-p, no top-k, no penalties."""

@@ -11,29 +11,29 @@ from typing import Any, TypeVar
 import msgspec
 from jinja2 import TemplateError
 
+from pellucid.config.orchestrator import OWN_DISTRIBUTION
 from pellucid.errors import InferenceError
 from pellucid.inference.protocol import ChatMessage, OpenAIRequest
 
 R = TypeVar("R", bound=OpenAIRequest)
 
-_OWN = "tokens are drawn from the model's own distribution, so that their logprobs are those training needs"
 _ABSENT = "the embedded engine does not offer it"
 
 NEUTRAL: Mapping[str, tuple[Sequence[Any], str]] = {
-    "top_p": ([1], _OWN),
-    "top_k": ([-1, 0], _OWN),
-    "min_p": ([0], _OWN),
-    "typical_p": ([1], _OWN),
-    "presence_penalty": ([0], _OWN),
-    "frequency_penalty": ([0], _OWN),
-    "repetition_penalty": ([1], _OWN),
-    "length_penalty": ([1], _OWN),
-    "logit_bias": ([{}], _OWN),
-    "min_tokens": ([0], _OWN),
-    "ignore_eos": ([False], _OWN),
-    "use_beam_search": ([False], _OWN),
-    "response_format": ([{"type": "text"}], _OWN),
-    "best_of": ([1], _OWN),
+    "top_p": ([1], OWN_DISTRIBUTION),
+    "top_k": ([-1, 0], OWN_DISTRIBUTION),
+    "min_p": ([0], OWN_DISTRIBUTION),
+    "typical_p": ([1], OWN_DISTRIBUTION),
+    "presence_penalty": ([0], OWN_DISTRIBUTION),
+    "frequency_penalty": ([0], OWN_DISTRIBUTION),
+    "repetition_penalty": ([1], OWN_DISTRIBUTION),
+    "length_penalty": ([1], OWN_DISTRIBUTION),
+    "logit_bias": ([{}], OWN_DISTRIBUTION),
+    "min_tokens": ([0], OWN_DISTRIBUTION),
+    "ignore_eos": ([False], OWN_DISTRIBUTION),
+    "use_beam_search": ([False], OWN_DISTRIBUTION),
+    "response_format": ([{"type": "text"}], OWN_DISTRIBUTION),
+    "best_of": ([1], OWN_DISTRIBUTION),
     "tools": ([[]], _ABSENT),
     "tool_choice": (["none", "auto"], _ABSENT),
     "functions": ([[]], _ABSENT),

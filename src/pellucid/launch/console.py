@@ -188,10 +188,16 @@ class LiveView:
         return Group(table, self._progress.get_renderable())
 
 
-def make_console() -> Console:
-    """Standard output: as wide as the terminal, or `WIDTH` where there is none."""
-    console = Console()
-    return console if has_terminal(console) else Console(width=WIDTH)
+def make_console(width: int | None = None) -> Console:
+    """Standard output: `width` columns wide; by default as the terminal, or `WIDTH` where there is none.
+
+    Everything that is printed may hold a name, a path or a text of the user's, so `[…]` and `:…:` stand for
+    themselves: styles are given as `Text` or in columns, never as markup.
+    """
+    console = Console(width=width, markup=False, emoji=False)
+    if width is None and not has_terminal(console):
+        return make_console(WIDTH)
+    return console
 
 
 def has_terminal(console: Console) -> bool:

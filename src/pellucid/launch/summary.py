@@ -159,7 +159,7 @@ def summary_panel(title: str, values: Sequence[float], facts: Iterable[Fact], wi
     for label, text in facts:
         table.add_row(label, text)
     bars = Text(curve(values, width - 4, CURVE_HEIGHT), style="green", no_wrap=True)
-    return Panel(Group(bars, "", table), title=title, width=width)
+    return Panel(Group(bars, "", table), title=Text(title), width=width)
 
 
 def progress(

@@ -116,7 +116,7 @@ def _story(run: Path, rollout: SavedRollout, group: list[float | None]) -> Story
 def print_stories(stories: list[Story], console: Console) -> None:
     for story in stories:
         for line in story_lines(story):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)
         console.out("")
 
 

@@ -8,10 +8,18 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pellucid.checks.replay.recorded import RecordedRun
-from pellucid.config import AdvantageConfig, LossConfig, OrchestratorConfig
+from pellucid.config import AdvantageConfig, LossConfig, OrchestratorConfig, TrainerConfig
+from pellucid.config.explain import nearest
+from pellucid.config.keys import dotted_keys
 from pellucid.errors import ConfigError
 
 LOSS, ADVANTAGE = "trainer.loss", "orchestrator.advantage"
+_KEYS = tuple(
+    key
+    for key in (*dotted_keys(TrainerConfig, "trainer."), *dotted_keys(OrchestratorConfig, "orchestrator."))
+    if key.startswith((f"{LOSS}.", f"{ADVANTAGE}."))
+)
+"""What may be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +36,13 @@ def change(run: RecordedRun, changes: Sequence[str]) -> Changed:
         section, _, name = key.strip().replace("-", "_").rpartition(".")
         nested = section.startswith(f"{ADVANTAGE}.")
         if not equals or (section not in given and not nested):
-            raise ConfigError(
-                f"--set {text}: expected {LOSS}.KEY=VALUE or {ADVANTAGE}.KEY=VALUE; other settings "
-                "change what is sampled, and that cannot be replayed"
+            near = nearest(key.strip(), [known for known in _KEYS if known.endswith(f".{name}")])
+            remedy = (
+                "other settings change what is sampled, and that cannot be replayed"
+                if near is None
+                else f"did you mean {near}?"
             )
+            raise ConfigError(f"--set {text}: expected {LOSS}.KEY=VALUE or {ADVANTAGE}.KEY=VALUE; {remedy}")
         target = (
             given[ADVANTAGE].setdefault(section.removeprefix(f"{ADVANTAGE}."), {})
             if nested
@@ -67,4 +78,11 @@ def _merged(kind: Any, own: Any, given: dict[str, Any], section: str) -> Any:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join([section, *(str(part) for part in problem["loc"][1:])])
-        raise ConfigError(f"--set {key}: {problem['msg']}; see docs/configuration.md") from error
+        if problem["type"] != "extra_forbidden":
+            rule = f"{problem['msg']}; see docs/configuration.md"
+        elif key in _KEYS:
+            rule = f"belongs to another {section}.type than {kept.get('type')!r}; set that, too"
+        else:
+            near = nearest(key, _KEYS)
+            rule = f"unknown key; {f'did you mean {near}?' if near else 'see docs/configuration.md'}"
+        raise ConfigError(f"--set {key}={problem['input']}: {rule}") from error
