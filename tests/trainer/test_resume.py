@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pellucid.checkpoint import newest_intact
 from pellucid.cli import main
@@ -28,6 +29,7 @@ from pellucid.trainer.loop import train
 from pellucid.trainer.resume import restore
 from pellucid.trainer.stop import Stopped, StopRequest
 from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, stable_steps
+from pellucid.transport.weights import weights_folder
 
 NUM_STEPS = 7
 
@@ -200,18 +202,20 @@ def test_a_disk_that_fills_up_ends_a_run_that_goes_on_later(
     assert exports(tmp_path) == exports(uninterrupted[0])
 
 
-def test_a_damaged_weight_file_is_made_anew(tiny_model, samples, uninterrupted, tmp_path, caplog) -> None:
-    """Else the engine of a resumed run could not serve it, again and again."""
+def test_a_damaged_weight_file_is_made_anew(tiny_model, samples, tmp_path, caplog) -> None:
+    """Else the engine of a resumed run could not serve the checkpoint's version, again and again."""
     send(tmp_path, samples)
     with pytest.raises(Crash):
-        run(settings(tiny_model, tmp_path), CrashAt(5))
-    path = tmp_path / "weights" / "step_6" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    rewind_rl(settings(tiny_model, tmp_path))
+        run(settings(tiny_model, tmp_path), CrashAt(4))
+    path = tmp_path / "weights" / "step_3" / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    own = settings(tiny_model, tmp_path, max_steps=4)
+    rewind_rl(own)
     assert f"{path} is damaged or cut short" in caplog.text
-    assert 6 not in stable_steps(tmp_path / "weights")
-    run(settings(tiny_model, tmp_path), resume=True)
-    assert path.read_bytes() == (uninterrupted[0] / path.relative_to(tmp_path)).read_bytes()
+    assert 3 not in stable_steps(tmp_path / "weights")
+    run(own, resume=True)
+    assert path.read_bytes() == whole
 
 
 def test_batches_stay_until_every_kept_checkpoint_covers_them(tiny_model, samples, tmp_path) -> None:
@@ -378,3 +382,66 @@ def test_a_signal_ends_a_wait_at_once_and_nothing_else() -> None:
         pytest.fail("the wait went on")  # pragma: no cover
     with pytest.raises(Stopped), stop.interruptible():
         pytest.fail("a wait began after the signal")  # pragma: no cover
+
+
+class SameAsPublished:
+    """Notes every step whose published weights are, bit by bit, those of the trainer."""
+
+    def __init__(self, folder) -> None:
+        self._folder = folder
+        self.policy = None
+        self.steps: list[int] = []
+
+    def log(self, step, values) -> None:
+        published = load_file(weights_folder(self._folder, step + 1) / "model.safetensors")
+        own = self.policy.hf.state_dict()
+        assert all(torch.equal(tensor, own[name]) for name, tensor in published.items())
+        self.steps.append(step)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rewound", [True, False], ids=["rewound", "the-trainer-alone"])
+@pytest.mark.parametrize("crash_at", [1, 4], ids=["no-checkpoint", "checkpoint-3"])
+def test_versions_beyond_the_checkpoint_are_withdrawn_and_made_again(
+    tiny_model, samples, tmp_path, crash_at, rewound
+) -> None:
+    """With another learning rate they are other weights; none of the old ones is left to be served."""
+    checkpoint = crash_at // 3 * 3
+    send(tmp_path, samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path), CrashAt(crash_at))
+    newest = weights_folder(tmp_path, crash_at + 1) / "model.safetensors"
+    before = newest.read_bytes()
+    assert max(stable_steps(tmp_path / "weights")) == crash_at + 1 > checkpoint + 1
+    own = settings(tiny_model, tmp_path, trainer={"threads": 1, "optim": {"lr": 5e-3}, "keep_weights": 9})
+    if rewound:
+        rewind_rl(own)
+        assert max(stable_steps(tmp_path / "weights"), default=0) == checkpoint
+    same = SameAsPublished(tmp_path)
+    journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=True)
+    built = build_run(own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [same], publishes=True)
+    same.policy = built.policy
+    restore(built)
+    assert max(stable_steps(tmp_path / "weights"), default=0) == checkpoint
+    train(built)
+    built.close()
+    assert same.steps == list(range(checkpoint, NUM_STEPS))
+    assert newest.read_bytes() != before
+
+
+def test_evaluations_of_withdrawn_versions_are_taken_back(tiny_model, samples, tmp_path) -> None:
+    """The version that the checkpoint has is still there, and so is what was measured of it."""
+    send(tmp_path, samples)
+    with pytest.raises(Crash):
+        run(settings(tiny_model, tmp_path), CrashAt(4))
+    for name in ("eval", "inference"):
+        path = tmp_path / "metrics" / f"{name}.jsonl"
+        path.write_text("".join(f'{{"step": {version}}}\n' for version in range(6)))
+    rewind_rl(settings(tiny_model, tmp_path))
+    left = {
+        name: [record["step"] for record in read_metrics(tmp_path / "metrics" / f"{name}.jsonl")]
+        for name in ("eval", "inference")
+    }
+    assert left == {"eval": [0, 1, 2, 3], "inference": [0, 1, 2]}

@@ -3,9 +3,11 @@
     checkpoint   the newest one that is intact; the trainer goes on with its step
     next_batch   the first batch from there on that is missing or damaged; the orchestrator goes on with it
 
-Files are cut back to those points, the books are settled, and what belongs to neither is deleted: batches,
-weights and exports of steps that a resumed run will sample and train anew. After that every process just
-goes on from the newest thing it finds. Interrupted itself, it can be run again.
+Files are cut back to those points, the books are settled, and what belongs to neither is deleted: batches
+and exports of steps that a resumed run will sample and train anew, and policy versions beyond the checkpoint.
+The trainer makes those again, and they may turn out otherwise (changed settings, another number of processes,
+a GPU), so nobody may serve or evaluate the old ones. After that every process just goes on from the newest
+thing it finds. Interrupted itself, it can be run again.
 """
 
 import logging
@@ -37,7 +39,7 @@ from pellucid.ledger import (
 from pellucid.metrics import drop_metrics
 from pellucid.orchestrator.records import cut_rollouts, discard_rollouts, saved_bytes
 from pellucid.orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
-from pellucid.transport import retract_folder, step_folders
+from pellucid.transport import retract_folder, retract_steps, step_folders
 from pellucid.transport.filesystem import first_missing_batch
 
 logger = logging.getLogger(__name__)
@@ -116,12 +118,13 @@ def rewind_rl(config: RunConfig) -> ResumePoint:
     trained = {entry.step for entry in entries if entry.stage is Stage.TRAINER and entry.counts}
     discard_rollouts(folder, range(next_batch, snapshot.batches_sent), trained)
     for name in ("batches", "token_exports"):
-        _discard(folder / name, next_batch)
-    _discard(folder / "weights", next_batch + 1)
+        retract_steps(folder / name, next_batch)
+    retract_steps(folder / "weights", checkpoint + 1)
     _discard_damaged_weights(folder / "weights")
     drop_metrics(folder / "metrics" / "trainer.jsonl", checkpoint)
     drop_metrics(folder / "metrics" / "orchestrator.jsonl", next_batch)
-    drop_metrics(folder / "metrics" / "eval.jsonl", next_batch + 1)
+    drop_metrics(folder / "metrics" / "inference.jsonl", checkpoint)
+    drop_metrics(folder / "metrics" / "eval.jsonl", checkpoint + 1)
     journal_bytes = _write_books(folder, entries, settlement, progress)
     # Last: only now would another resume cut the orchestrator's journal after what was settled here.
     write_snapshot(
@@ -183,13 +186,6 @@ def _agree(entries: list[LedgerEntry], totals: list[LedgerEntry]) -> bool:
 
 def _journal(folder: Path, stage: Stage) -> Path:
     return folder / "ledger" / f"{stage.value}.jsonl"
-
-
-def _discard(parent: Path, start: int) -> None:
-    """Deletes what is there for the steps from `start` on."""
-    for step, folder in step_folders(parent).items():
-        if step >= start:
-            retract_folder(folder)
 
 
 def _discard_damaged_weights(parent: Path) -> None:

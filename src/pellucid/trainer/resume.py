@@ -22,6 +22,7 @@ def restore(run: Run) -> None:
         read_state(run.trained.module, run.optimizer.adamw, folder / STATE, run.ranks.group)
         torch.set_rng_state(torch.frombuffer(bytearray(progress.random_state), dtype=torch.uint8))
         run.go_on_from(progress)
+    run.withdraw_versions()
     if run.exporter is not None:
         run.exporter.forget_from(run.start)
         if run.ranks.is_main:

@@ -34,8 +34,8 @@ from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_
 from pellucid.trainer.stop import StopRequest
 from pellucid.trainer.trained import Trained
 from pellucid.trainer.validation import Validation
-from pellucid.transport import is_stable, publish_folder
-from pellucid.transport.weights import publish_version, published_versions, weights_folder
+from pellucid.transport import is_stable, publish_folder, retract_steps
+from pellucid.transport.weights import publish_version, weights_folder
 
 _LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
@@ -83,17 +83,25 @@ class Run:
         self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
 
     def go_on_from(self, progress: Progress) -> None:
-        """Its steps are trained, and the weights are what they were after them."""
+        """Restores counters from a checkpoint; training continues at `progress.step`."""
         self.start = self._num_trained = self._num_saved = progress.step
         self._totals = Counter(progress.totals)
         self.optimizer.num_steps = progress.step
         if self.exporter is not None and self.ranks.is_main:  # the others begin at 0: the sum is the same
             self.exporter.num_skipped, self.exporter.num_lost = self._totals[_SKIPPED], self._totals[_LOST]
-        if self.publishes and self.ranks.share(lambda: self._is_newer(progress.step)):
-            self.publish(progress.step - 1)
 
-    def _is_newer(self, version: int) -> bool:
-        return version > max(published_versions(self.output_dir), default=0)
+    def withdraw_versions(self) -> None:
+        """Leaves `start` as the newest policy version; publishes it where it is missing.
+
+        Newer ones were trained before the run was resumed, and this run may train otherwise.
+        """
+        if self.publishes and not self.ranks.share(self._keep_own_versions):
+            self.publish(self.start - 1)
+
+    def _keep_own_versions(self) -> bool:
+        """Whether the version to go on from is there; version 0 always is, as the initial weights."""
+        retract_steps(self.output_dir / "weights", self.start + 1)
+        return self.start == 0 or is_stable(weights_folder(self.output_dir, self.start))
 
     def steps(self) -> Iterator[int]:
         if self.validation is not None and self.start == 0:
@@ -190,9 +198,8 @@ class Run:
         return LossResult(record.token_loss.sum() / denominator, inputs, record)
 
     def publish(self, step: int) -> None:
-        """Step n makes policy version n + 1; one that is there was made before the run was resumed."""
-        folder = weights_folder(self.output_dir, step + 1)
-        if self.publishes and not self.ranks.share(lambda: is_stable(folder)):
+        """Publishes the weights after step n as policy version n + 1."""
+        if self.publishes:
             with self._watch("publish"):
                 if self.ranks.is_main:
                     keep = self.config.keep_weights

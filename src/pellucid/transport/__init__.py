@@ -10,6 +10,7 @@ from pellucid.transport.stable import (
     is_stable,
     publish_folder,
     retract_folder,
+    retract_steps,
     stable_steps,
     step_folders,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "open_sender",
     "publish_folder",
     "retract_folder",
+    "retract_steps",
     "stable_steps",
     "step_folders",
 ]

@@ -36,6 +36,13 @@ def retract_folder(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
+def retract_steps(parent: Path, start: int) -> None:
+    """Deletes every `step_N` below `parent` from N = `start` on, finished or not."""
+    for step, folder in step_folders(parent).items():
+        if step >= start:
+            retract_folder(folder)
+
+
 def is_stable(folder: Path) -> bool:
     return (folder / MARKER).exists()
 
