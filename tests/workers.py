@@ -1,0 +1,49 @@
+"""How pytest's workers share the suite: a file is one worker's, and long files come first.
+
+long file  ->  worker 0        every file's fixtures are made once, and a test that starts processes
+long file  ->  worker 1        is not left for the end, when the other worker has nothing to do
+short ...  ->  whoever is free
+"""
+
+import os
+from typing import Any
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with tests that are marked slow come first, otherwise in their order."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`: a test that takes its worker down has failed, and is not tried again.
+
+    xdist itself gives what is left of the file to the next worker, the failed test included, until eight
+    workers have died of it and the run is over.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class EachOnce(LoadFileScheduling):
+        def remove_node(self, node: Any) -> str | None:
+            for unit in self.assigned_work[node].values():
+                for test, is_done in unit.items():
+                    if not is_done:
+                        unit[test] = True
+                        super().remove_node(node)
+                        return test
+            return super().remove_node(node)
+
+    return EachOnce(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def torch_threads() -> None:
+    """One thread, because two workers share two cores; `make test-everywhere` asks for two as well."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("PELLUCID_TEST_THREADS", "1")))
