@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.cli import COMMANDS
-from pellucid.config.commands import RunConfig, SFTConfig
+from pellucid.config.commands import InferenceRunConfig, RunConfig, SFTConfig, TrainerRunConfig
 from pellucid.config.parse import parse
 from pellucid.errors import ConfigError
 
@@ -42,7 +42,8 @@ def understand(name: str, words: list[str]) -> None:
         example if before == "@" and not (ROOT / word).exists() else word
         for before, word in pairwise(["", *words])
     ]
-    if issubclass(kind, RunConfig) and "@" not in own:
+    is_whole = kind in (TrainerRunConfig, InferenceRunConfig) and "--model.name" in own
+    if issubclass(kind, RunConfig) and "@" not in own and not is_whole:
         own = ["@", example, *own]
     if "--trainer.join" in own:
         own += ["--model.lora.rank", "16"]  # as docs/adapters.md says of such a file

@@ -201,6 +201,17 @@ def test_adapters_are_put_on_the_model_that_they_belong_to(tiny_model, tmp_path,
     assert f"of {tokens:,} tokens of steps" in by_check(report)["weights trainer_logprobs"]["what"]
 
 
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_an_export_with_a_path_is_found_through_the_run(tiny_model, tmp_path, capsys, format) -> None:
+    where = tmp_path / "far" / f"tokens.{format}"
+    folder = train_run(tiny_model, tmp_path / "run", {}, format=format, path=where)
+    assert len(list(where.parent.glob(f"tokens.*rank_0.{format}"))) == (1 if format == "jsonl" else 2)
+    code, report = replay(capsys, folder, "--no-weights")
+    assert (code, report["steps"]) == (0, [0, 1])
+    assert main(["view", str(folder), "--terminal", "--step", "1"]) == 0
+    assert "step 1  18 records" in capsys.readouterr().out
+
+
 def test_a_checkpoint_gives_the_weights_of_its_step(trained, tmp_path, capsys) -> None:
     """That of step 2, the last, put where step 1's would be: found, and found to be another's."""
     run = shutil.copytree(trained, tmp_path / "run")

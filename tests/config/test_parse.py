@@ -388,6 +388,24 @@ def test_runs_that_share_a_trainer_need_adapters():
     ]
 
 
+@pytest.mark.parametrize(
+    "flags", [["--trainer.micro-batch-max-tokens", "64"], ["--trainer.experimental.token-export"]]
+)
+def test_a_trainer_of_many_runs_has_no_cap_and_no_export_of_its_own(flags):
+    (problem,) = problems(TrainerRunConfig, *NAMED, "--model.lora", "--trainer.many-runs", *flags)
+    key = flags[0].removeprefix("--").replace("-", "_")
+    assert problem.startswith(f"{key} has no effect on a trainer with trainer.many_runs")
+
+
+@pytest.mark.parametrize(("path", "format"), [("tokens.jsonl", "parquet"), ("tokens.v2", "jsonl")])
+def test_the_path_of_an_export_ends_as_its_format_says(path, format):
+    export = "--trainer.experimental.token-export"
+    (problem,) = problems(TrainerRunConfig, *NAMED, f"{export}.path", path, f"{export}.format", format)
+    assert f"token_export.path = {path} does not end in .{format}" in problem
+    config = parse(TrainerRunConfig, [*NAMED, f"{export}.path", "tokens"], prog="p").config
+    assert config.trainer.experimental.token_export.path == Path("tokens")
+
+
 def test_long_values_are_shortened(toml):
     (line,) = trainer_problems("@", toml(f"zzz = '{'x' * 200}'"))
     assert line == f"zzz = '{'x' * 76}...: unknown key; see `pellucid test --help`"

@@ -192,10 +192,37 @@ def test_foreign_parquet_needs_a_list_of_token_ids(tmp_path) -> None:
 
 def test_an_explicit_parquet_path_gets_step_and_rank(tmp_path) -> None:
     write_run(tmp_path, format="parquet", path=tmp_path / "mine.parquet", rank=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.glob("*.parquet")) == [
         "mine.step_0.rank_3.parquet", "mine.step_1.rank_3.parquet"
     ]  # fmt: skip
     assert pellucid.export.open(tmp_path).steps == (0, 1)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_an_export_elsewhere_is_read_through_the_run_folder(tmp_path, format) -> None:
+    """The same records and summaries as without a path, step by step; also after the run folder was moved,
+    if the files are in it."""
+    plain = pellucid.export.open(write_run(tmp_path / "plain", format=format))
+    for path in (Path(f"own/tokens.{format}"), tmp_path / "far" / f"tokens.{format}"):
+        run = tmp_path / f"run_{path.is_absolute()}"
+        write_run(run, format=format, path=path)
+        run = run.rename(tmp_path / f"moved_{path.is_absolute()}")
+        for step, marker in enumerate(sorted(run.glob("token_exports/step_*/STABLE"))):
+            assert marker.parent.name == f"step_{step}"
+        elsewhere = pellucid.export.open(run)
+        assert elsewhere.steps == plain.steps == (0, 1)
+        for step in elsewhere.steps:
+            found = [record.as_dict() for record in elsewhere.step(step)]
+            assert found == [record.as_dict() for record in plain.step(step)] and found
+            summary = json.loads((run / f"token_exports/step_{step}/summary.rank_0.json").read_text())
+            assert summary == plain.summary(step).as_dict() == elsewhere.summary(step).as_dict()
+
+
+def test_an_export_that_is_gone_is_named(tmp_path) -> None:
+    write_run(tmp_path, path="tokens.jsonl")
+    (tmp_path / "tokens.rank_0.jsonl").unlink()
+    with pytest.raises(DataError, match=r"rank_0.link.json says that the records are in \S+, which is gone"):
+        pellucid.export.open(tmp_path).step(0)
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra(tmp_path, monkeypatch) -> None:

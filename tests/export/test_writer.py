@@ -16,6 +16,7 @@ from exported_steps import WHOLE_STEPS, exported, observed, samples, write_steps
 from pellucid.config import DppoLossConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tensors import to_tensors
+from pellucid.errors import ConfigError
 from pellucid.export import FIELDS, TokenExporter
 from pellucid.loss import LossInputs, LossRecord, dppo_loss
 from pellucid.model import TokenOutput
@@ -249,10 +250,51 @@ def test_steps_that_are_written_again_replace_the_first_try(tmp_path, options) -
     where = tmp_path / "files" if path else tmp_path
     kept = pellucid.export.open(where).records()
     assert [record.key[:2] for record in kept] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert not path or list(tmp_path.rglob("STABLE")) == []
+    assert [path.parent.name for path in sorted(tmp_path.rglob("STABLE"))] == ["step_0", "step_1"]
     write_steps(again, [2])
     again.close()
-    assert [record.key[:2] for record in pellucid.export.open(where).records({2, 3})] == [(2, 0)]
+    for place in (where, tmp_path):
+        assert [record.key[:2] for record in pellucid.export.open(place).records({2, 3})] == [(2, 0)]
+
+
+@pytest.mark.parametrize("path", [None, Path("../shared/tokens.jsonl")])
+def test_two_runs_never_write_to_one_place(tmp_path, path) -> None:
+    """With a path of both; without one, in one folder."""
+    folders = [tmp_path / ("one" if path is None else name) for name in ("one", "two")]
+    first, second = (TokenExporter(folder, path=path) for folder in folders)
+    first.claim(resume=False)
+    write_steps(first, [0])
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"another run \(\S*one\) is writing to .*of its own"):
+            second.claim(resume=resume)
+    first.close()
+    if path is not None:
+        with pytest.raises(
+            ConfigError, match=r"tokens.rank_0.jsonl holds the export of another run \(\S*one\)"
+        ):
+            second.claim(resume=False)
+    assert [record.key[0] for record in pellucid.export.open(folders[0]).records()] == [0]
+
+
+@pytest.mark.parametrize("path", [None, Path("tokens.jsonl"), Path("tokens.parquet")])
+def test_a_fresh_run_starts_an_export_and_a_resumed_one_goes_on_with_it(tmp_path, path, caplog) -> None:
+    options = {"path": path, "format": path.suffix[1:]} if path else {}
+    caplog.set_level("INFO")
+    seen = []
+    for resume, steps in ((False, range(3)), (True, range(3, 4)), (False, range(1))):
+        exporter = TokenExporter(tmp_path, **options)
+        exporter.claim(resume=resume)
+        write_steps(exporter, steps)
+        exporter.close()
+        seen.append([record.key[0] for record in pellucid.export.open(tmp_path).records()])
+    assert seen == [[0, 1, 2], [0, 1, 2, 3], [0]]
+    where = {
+        None: "token_exports",
+        ".jsonl": "tokens.rank_R.jsonl",
+        ".parquet": "tokens.step_N.rank_R.parquet",
+    }
+    expected = where[path.suffix if path else None]
+    assert caplog.messages == [f"token exports go to {tmp_path / expected}"] * 3
 
 
 FILLS_UP = """

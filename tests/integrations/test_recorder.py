@@ -261,6 +261,14 @@ def test_sft_needs_no_logprobs_of_a_sampler(tmp_path, capsys) -> None:
         ({"token_ids": torch.rand(2, 4)}, "token_ids holds float32; whole numbers are needed"),
         ({"token_ids": torch.tensor([5, 6])}, r"token_ids has shape \(2,\); padded tensors have"),
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask has shape \(2, 3\); token_ids has \(2, 4\)"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0]])},
+            "sequence 1: attention_mask is 0 in column 1, between tokens",
+        ),
+        (
+            {"attention_mask": torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]])},
+            "sequence 0: attention_mask is 0 in column 2, between tokens",
+        ),
         ({"attention_mask": None}, "give attention_mask with padded .* got neither"),
         ({"lengths": [4, 2]}, "got both"),
         ({"loss_mask": torch.full((2, 4), 0.5)}, "loss_mask holds float32 that are not all 0 or 1"),

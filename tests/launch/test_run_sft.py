@@ -8,6 +8,7 @@ import datasets
 import pytest
 from rich.console import Console
 
+import pellucid.export
 from pellucid.cli import main
 from pellucid.launch.sft import SFTSummary
 from pellucid.metrics import read_metrics
@@ -59,6 +60,21 @@ def test_a_run_from_its_data_to_its_summary(sft, tmp_path, capsys) -> None:
     assert f"{records[2]['total/tokens']:,} trained on, {records[2]['total/loss_tokens']:,} of them" in text
     assert str(tmp_path / "demo" / "model")[:60] in text.replace("\n", "")
     assert max(map(len, lines)) <= 100
+
+
+def test_it_says_where_the_export_goes_and_never_into_that_of_another_run(sft, tmp_path, capsys) -> None:
+    """The path is seen from the run's folder; what was refused has left that folder alone."""
+    path = ("--trainer.experimental.token-export.path", "../tokens.jsonl")
+    (tmp_path / "tokens.rank_0.jsonl").write_text("of somebody else")
+    assert sft(*path) == 2
+    assert "tokens.rank_0.jsonl holds the export of another run (an unknown one)" in capsys.readouterr().err
+    (tmp_path / "tokens.rank_0.jsonl").unlink()
+    assert sft(*path) == 0
+    assert f"token exports go to {tmp_path / 'tokens.rank_R.jsonl'}" in capsys.readouterr().out
+    assert pellucid.export.open(tmp_path / "demo").steps == (0, 1, 2)
+    assert sft(*path, "--resume", "--max-steps", "4") == 0
+    lines = (tmp_path / "tokens.rank_0.jsonl").read_text().splitlines()
+    assert sorted({json.loads(line)["step"] for line in lines}) == [0, 1, 2, 3]
 
 
 def test_without_validation_there_is_no_word_of_it(sft, capsys) -> None:

@@ -86,7 +86,9 @@ ExportColumns = Literal["all", "essential"]
 class TokenExportConfig(Section):
     path: Path | None = None
     """One file for all steps, with the rank in its name (Parquet, which cannot be appended to: one per step,
-    with the step in its name, too); default: `token_exports/step_N/rank_R.jsonl`, or `.parquet`."""
+    with the step in its name, too), from `output_dir` if it is relative; default:
+    `token_exports/step_N/rank_R.jsonl`, or `.parquet`. It ends as `format` says, and belongs to one run;
+    `view` and `replay` find it through the run folder."""
 
     format: ExportFormat = "jsonl"
     """`jsonl`: one JSON record per sequence and line. `parquet`: the same in columns, about a fifth of the
@@ -99,6 +101,15 @@ class TokenExportConfig(Section):
     own_process: bool = True
     """A process beside each rank's trainer encodes and writes (about 60 MB). `false`: a thread of the trainer
     does, which holds Python's lock meanwhile and so keeps training waiting."""
+
+    @model_validator(mode="after")
+    def _path_ends_as_format_says(self) -> "TokenExportConfig":
+        if self.path is not None and self.path.suffix not in ("", f".{self.format}"):
+            raise ValueError(
+                f"trainer.experimental.token_export.path = {self.path} does not end in .{self.format}, but "
+                f'format = "{self.format}"; change one of them'
+            )
+        return self
 
 
 class ExperimentalConfig(Section):
@@ -248,6 +259,22 @@ class TrainerConfig(Section):
                 f"trainer.num_processes = {self.num_processes} with trainer.join = {self.join}: the "
                 "processes are those of the trainer that is joined; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _leaves_runs_their_own(self) -> "TrainerConfig":
+        if self.many_runs is None:
+            return self
+        own = {
+            "trainer.micro_batch_max_tokens": self.micro_batch_max_tokens,
+            "trainer.experimental.token_export": self.experimental.token_export,
+        }
+        for key, value in own.items():
+            if value is not None:
+                raise ValueError(
+                    f"{key} has no effect on a trainer with trainer.many_runs: each run brings its "
+                    "own; leave it out here, and set it in the runs"
+                )
         return self
 
     @model_validator(mode="after")

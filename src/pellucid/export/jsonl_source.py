@@ -49,8 +49,10 @@ def parse_line(path: Path, number: int, line: bytes, report: Report) -> Any:
 
 
 class JsonlSource:
-    def __init__(self, path: Path, report: Report) -> None:
+    def __init__(self, path: Path, report: Report, span: tuple[int, int] | None = None) -> None:
+        """`span`: the bytes that are read, where it is not the whole file; they begin and end with a line."""
         self.path = path
+        self._span = span
         self._report = report
         self._spans: list[tuple[int, int, int]] = []
         """Line number, start and stop of each record."""
@@ -63,9 +65,10 @@ class JsonlSource:
         if self.path.stat().st_size == 0:
             return
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            start, number = 0, 1
-            while start < len(text):
-                stop = text.find(b"\n", start) + 1 or len(text)
+            start, end = (0, len(text)) if self._span is None else self._span
+            end, number = min(end, len(text)), 1
+            while start < end:
+                stop = text.find(b"\n", start, end) + 1 or end
                 if text[start : start + 1] != b"\n" and (key := self._key(text, number, start, stop)):
                     self._spans.append((number, start, stop))
                     self.keys.append(key)

@@ -1,17 +1,38 @@
-"""Where a rank's export lies.
+"""Where the export of a run lies, and who may write there.
 
-token_exports/step_7/rank_0.jsonl     by default: a file per step and rank
-tokens.rank_0.jsonl                   `path = "tokens.jsonl"`: one file for all steps
-tokens.step_7.rank_0.parquet          `path = "tokens.parquet"`: Parquet files cannot be appended to
+    token_exports/step_7/rank_0.jsonl           a file per step and rank
+    token_exports/step_7/summary.rank_0.json    what its tokens look like
+    token_exports/step_7/STABLE                 every rank has written the step
+
+With `path` the records lie elsewhere; a link in the step's folder says where, so that whoever knows the run
+folder finds them:
+
+    tokens.rank_0.jsonl                         `path = "tokens.jsonl"`: one file for all steps
+    tokens.step_7.rank_0.parquet                `path = "tokens.parquet"`: Parquet files cannot be appended to
+    token_exports/step_7/rank_0.link.json       {"path": "../../tokens.rank_0.jsonl", "start": 81, "stop": 95}
+
+One run at a time writes to a place, and only the run that began it goes on with it.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import orjson
+
+from pellucid.data.files import replace_file, try_lock
+from pellucid.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pellucid.config import ExportFormat, TrainerRunConfig
 
 FOLDER = "token_exports"
 MARKER = "STABLE"
+LINK = ".link.json"
+_IN_STEP = re.compile(r"(?:summary\.)?rank_(\d+)(?:\.jsonl|\.parquet|\.json|\.link\.json)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +42,24 @@ class ExportPaths:
     """`.jsonl` or `.parquet`."""
 
     explicit: Path | None = None
+    """`trainer.experimental.token_export.path`, seen from the run folder."""
+
+    @classmethod
+    def of_run(cls, config: "TrainerRunConfig") -> "ExportPaths | None":
+        """None for a run that exports nothing."""
+        export = config.trainer.experimental.token_export
+        return None if export is None else cls.at(config.output_dir, export.format, export.path)
+
+    @classmethod
+    def at(cls, run_dir: Path, format: "ExportFormat", path: Path | None) -> "ExportPaths":
+        explicit = None if path is None else Path(os.path.normpath(run_dir / path))
+        return cls(run_dir, f".{format}", explicit)
+
+    def __str__(self) -> str:
+        """Where somebody would look: a folder, or the names of the files with N and R for step and rank."""
+        if self.explicit is None:
+            return str(self.run_dir / FOLDER)
+        return str(self._named("rank_R" if self.is_shared else "step_N.rank_R"))
 
     @property
     def is_shared(self) -> bool:
@@ -30,32 +69,118 @@ class ExportPaths:
     def file(self, step: int, rank: int) -> Path:
         if self.explicit is None:
             return self.folder(step) / f"rank_{rank}{self.suffix}"
-        suffix = self.explicit.suffix or self.suffix
-        which = f"rank_{rank}" if self.is_shared else f"step_{step}.rank_{rank}"
-        return self.explicit.with_name(f"{self.explicit.stem}.{which}{suffix}")
+        return self._named(f"rank_{rank}" if self.is_shared else f"step_{step}.rank_{rank}")
 
     def folder(self, step: int) -> Path:
         return self.run_dir / FOLDER / f"step_{step}"
 
-    def marker(self, step: int) -> Path | None:
-        return None if self.explicit is not None else self.folder(step) / MARKER
+    def marker(self, step: int) -> Path:
+        return self.folder(step) / MARKER
 
-    def summary(self, step: int, rank: int) -> Path | None:
-        return None if self.explicit is not None else self.folder(step) / f"summary.rank_{rank}.json"
+    def summary(self, step: int, rank: int) -> Path:
+        return self.folder(step) / f"summary.rank_{rank}.json"
+
+    def link(self, step: int, rank: int, start: int, stop: int) -> None:
+        """Says in the step's folder which bytes of `file(step, rank)` are the step's."""
+        if self.explicit is None:
+            return
+        target, folder = self.file(step, rank).resolve(), self.folder(step).resolve()
+        if target.is_relative_to(self.run_dir.resolve()):  # and stays where it is when the run is moved
+            target = Path(os.path.relpath(target, folder))
+        content = {"path": str(target), "start": start, "stop": stop}
+        replace_file(folder / f"rank_{rank}{LINK}", orjson.dumps(content))
 
     def known(self) -> Iterator[tuple[int | None, int, Path]]:
-        """(step, rank, path) of every file that is there, summaries too; no step where they share one."""
+        """(step, rank, path) of every file that is there, summaries and links too; no step where they share
+        one."""
+        for path in (self.run_dir / FOLDER).glob("step_*/*rank_*"):
+            step = path.parent.name.removeprefix("step_")
+            if (found := _IN_STEP.fullmatch(path.name)) and step.isdecimal():
+                yield int(step), int(found[1]), path
+        yield from self._known_elsewhere()
+
+    def _known_elsewhere(self) -> Iterator[tuple[int | None, int, Path]]:
         if self.explicit is None:
-            for path in (self.run_dir / FOLDER).glob("step_*/*rank_*"):
-                step = path.parent.name.removeprefix("step_")
-                found = re.fullmatch(r"(?:summary\.)?rank_(\d+)\.(?:jsonl|parquet|json)", path.name)
-                if found and step.isdecimal():
-                    yield int(step), int(found[1]), path
             return
-        stem, suffix = re.escape(self.explicit.stem), re.escape(self.explicit.suffix or self.suffix)
+        stem = re.escape(self.explicit.stem)
         for path in self.explicit.parent.glob("*rank_*"):
-            if found := re.fullmatch(rf"{stem}\.(?:step_(\d+)\.)?rank_(\d+){suffix}", path.name):
+            if found := re.fullmatch(rf"{stem}\.(?:step_(\d+)\.)?rank_(\d+){self.suffix}", path.name):
                 yield (int(found[1]) if found[1] else None), int(found[2]), path
+
+    def check(self, *, resume: bool) -> None:
+        """Raises ConfigError where another run writes, or has written what this one does not go on with."""
+        owner = ""
+        if self._lock_path.exists():
+            with self._lock_path.open("r+", encoding="utf-8") as lock:
+                owner = lock.read()
+                if not try_lock(lock):
+                    raise ConfigError(self._taken(owner))
+        is_own = owner == self._identity or (resume and not owner)
+        if not is_own and (found := next(self._known_elsewhere(), None)) is not None:
+            raise ConfigError(
+                f"trainer.experimental.token_export.path: {found[2]} holds the export of another run "
+                f"({owner or 'an unknown one'}); choose another path, or delete its files first"
+            )
+
+    def claim(self, *, resume: bool) -> IO[Any]:
+        """Checks, and keeps every other run away from here until the file that is returned is closed."""
+        self.check(resume=resume)
+        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+        lock = self._lock_path.open("a+", encoding="utf-8")
+        if not try_lock(lock):
+            lock.close()
+            raise ConfigError(self._taken("which has just begun"))
+        lock.truncate(0)
+        lock.write(self._identity)
+        lock.flush()
+        return lock
+
+    @property
+    def _identity(self) -> str:
+        """The run as others know it."""
+        return str(self.run_dir.resolve())
+
+    @property
+    def _lock_path(self) -> Path:
+        """Locked while a run writes; afterwards it says which one did."""
+        place = self.explicit or self.run_dir / FOLDER
+        return place.with_name(f".{place.stem}.lock")
+
+    def _taken(self, owner: str) -> str:
+        return (
+            f"trainer.experimental.token_export: another run ({owner}) is writing to {self}; give each run a "
+            "path, or an output_dir, of its own"
+        )
+
+    def _named(self, which: str) -> Path:
+        assert self.explicit is not None
+        return self.explicit.with_name(f"{self.explicit.stem}.{which}{self.suffix}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """The records of one rank: a file, or a part of one."""
+
+    path: Path
+    summary: Path
+    """Where a summary of them would be."""
+
+    span: tuple[int, int] | None = None
+    """The first byte and the one after the last; None: the whole file."""
+
+    @classmethod
+    def at(cls, path: Path) -> "RankFile":
+        """From an export file, or a link to one."""
+        if not path.name.endswith(LINK):
+            return cls(path, path.with_name(f"summary.{path.stem}.json"))
+        try:
+            link = orjson.loads(path.read_bytes())
+            target, span = path.parent / link["path"], (int(link["start"]), int(link["stop"]))
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path} does not say where the records are: {error}") from error
+        if not target.exists():
+            raise DataError(f"{path} says that the records are in {target}, which is gone; put it back there")
+        return cls(target, path.with_name(f"summary.{path.name.removesuffix(LINK)}.json"), span)
 
 
 def partial_of(path: Path) -> Path:

@@ -5,6 +5,8 @@
     outputs/demo/token_exports/step_7/  one step                read even without its STABLE marker
     any/where/rank_0.jsonl              one file, or .parquet
 
+Records that lie elsewhere (`trainer.experimental.token_export.path`) are found by the links of their steps.
+
 Records carry the columns of the export format, fewer where the writer had fewer. The older form, a list of
 objects under `tokens`, comes out in the same columns. A shape that is neither is an error with file and
 line; so is an input without records. What is torn or damaged is reported and left out.
@@ -22,13 +24,13 @@ import orjson
 from pellucid.errors import DataError
 from pellucid.export.jsonl_source import JsonlSource
 from pellucid.export.parquet_source import ParquetSource
+from pellucid.export.paths import FOLDER, LINK, MARKER, RankFile
 from pellucid.export.record import Records, Wanted, read_columns
 from pellucid.export.source import Source
 from pellucid.export.summary import NEEDED, StepSummary
 
 log = logging.getLogger(__name__)
 
-MARKER = "STABLE"
 SUFFIXES = (".jsonl", ".parquet")
 _STEPS_KEPT_OPEN = 64
 
@@ -83,7 +85,7 @@ class Export:
         older one that has less."""
         total = StepSummary()
         folder = None if self._folders is None else self._folders.get(step)
-        paths = [] if folder is None else [_summary_of(file) for file in _rank_files(folder)]
+        paths = [] if folder is None else [file.summary for file in _rank_files(folder)]
         written = [orjson.loads(path.read_bytes()) for path in paths if path.exists()]
         if paths and len(written) == len(paths) and all(map(StepSummary.is_current, written)):
             for value in written:
@@ -95,7 +97,7 @@ class Export:
 
     def _open_step(self, step: int | None) -> list[Source]:
         if step is None:
-            files = [self.path] if self.path.is_file() else _rank_files(self.path)
+            files = [RankFile.at(self.path)] if self.path.is_file() else _rank_files(self.path)
         else:
             assert self._folders is not None
             files = _rank_files(self._folders[step])
@@ -122,12 +124,10 @@ def read_records(
         yield record.as_dict()
 
 
-def _summary_of(file: Path) -> Path:
-    return file.with_name(f"summary.{file.stem}.json")
-
-
-def _open_source(path: Path, report: Callable[[str], object]) -> Source:
-    return ParquetSource(path, report) if path.suffix == ".parquet" else JsonlSource(path, report)
+def _open_source(file: RankFile, report: Callable[[str], object]) -> Source:
+    if file.path.suffix == ".parquet":
+        return ParquetSource(file.path, report)
+    return JsonlSource(file.path, report, file.span)
 
 
 def _step_folders(path: Path) -> dict[int, Path] | None:
@@ -140,7 +140,7 @@ def _step_folders(path: Path) -> dict[int, Path] | None:
         raise DataError(
             f"{path} does not exist; give a run, token_exports or step folder, or a .jsonl or .parquet file"
         )
-    exports = path / "token_exports" if (path / "token_exports").is_dir() else path
+    exports = path / FOLDER if (path / FOLDER).is_dir() else path
     numbers = sorted(_step_numbers(exports))
     if not numbers:
         _rank_files(path)
@@ -166,11 +166,11 @@ def _step_numbers(exports: Path) -> Iterator[int]:
                 yield int(number)
 
 
-def _rank_files(folder: Path) -> list[Path]:
-    files = sorted(path for suffix in SUFFIXES for path in folder.glob(f"*{suffix}"))
+def _rank_files(folder: Path) -> list[RankFile]:
+    files = sorted(path for suffix in (*SUFFIXES, LINK) for path in folder.glob(f"*{suffix}"))
     if not files:
         present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
         raise DataError(
             f"{folder} holds no .jsonl or .parquet token export; expected rank_R.jsonl, found {present}"
         )
-    return files
+    return [RankFile.at(path) for path in files]

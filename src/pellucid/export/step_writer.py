@@ -45,13 +45,15 @@ class StepWriter:
     def complete(self, step: int) -> None:
         self._open(step).close()
         target = self.paths.file(step, self.rank)
+        start = target.stat().st_size if self.paths.is_shared and target.exists() else 0
         if self.paths.is_shared:
             append_file(target, partial_of(target))
             partial_of(target).unlink()
         else:
             partial_of(target).rename(target)
-        if (summary := self.paths.summary(step, self.rank)) is not None:
-            replace_file(summary, orjson.dumps(self._summary.as_dict(), option=orjson.OPT_SERIALIZE_NUMPY))
+        self.paths.link(step, self.rank, start, target.stat().st_size)
+        summary = orjson.dumps(self._summary.as_dict(), option=orjson.OPT_SERIALIZE_NUMPY)
+        replace_file(self.paths.summary(step, self.rank), summary)
         self._sink, self._summary = None, StepSummary()
 
     def abandon(self) -> None:

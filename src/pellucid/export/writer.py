@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
@@ -60,9 +60,9 @@ class TokenExporter:
     ) -> None:
         if format == "parquet":
             require("pyarrow", 'trainer.experimental.token_export.format = "parquet"')
-        self._paths = ExportPaths(run_dir, f".{format}", path)
+        self.paths = ExportPaths.at(run_dir, format, path)
         self._rank = rank
-        writer = StepWriter(self._paths, rank, FIELDS if columns == "all" else ESSENTIAL)
+        writer = StepWriter(self.paths, rank, FIELDS if columns == "all" else ESSENTIAL)
         self._writer: Writer = WriterProcess(writer) if own_process else writer
         self._num_written = 0
         self._num_due = 0
@@ -74,6 +74,7 @@ class TokenExporter:
         """Whether the thread was told that nothing more of this step will come."""
         self._held: _MicroBatch | None = None
         """What the thread is about to export."""
+        self._lock: IO[Any] | None = None
         self.num_skipped = 0
         """Sequences without a trainable token so far: not exported, but counted."""
         self.num_lost = 0
@@ -110,6 +111,17 @@ class TokenExporter:
         self.num_lost += self._num_due if self._failed else 0
         self._num_due = self._num_written = 0
 
+    def claim(self, *, resume: bool) -> None:
+        """Keeps other runs away from the files until `close`; a run that starts afresh finds none of its own.
+
+        The main rank calls it before any rank writes. Raises ConfigError where another run writes or has
+        written.
+        """
+        self._lock = self.paths.claim(resume=resume)
+        if not resume:
+            self.forget_ranks_from(0, 0)
+        logger.info("token exports go to %s", self.paths)
+
     def forget_from(self, step: int) -> None:
         """These steps will be written again by this rank."""
         self._attempt(step, lambda: self._delete_from(step, lambda rank: rank == self._rank))
@@ -122,11 +134,12 @@ class TokenExporter:
         """In the middle of a step, if at all: its file keeps its hidden name."""
         self._thread.shutdown()
         self._writer.abandon()
+        if self._lock is not None:
+            self._lock.close()
 
     def mark_stable(self, step: int) -> None:
         """Called once, when every rank has finished the step."""
-        if (marker := self._paths.marker(step)) is not None:
-            self._attempt(step, marker.touch)
+        self._attempt(step, self.paths.marker(step).touch)
 
     def flush(self) -> None:
         """What was added so far has been written."""
@@ -153,19 +166,18 @@ class TokenExporter:
         self._write(step, lambda: self._writer.write(step, batch))
 
     def _delete_from(self, step: int, is_meant: Callable[[int], bool]) -> None:
-        for number, rank, path in self._paths.known():
+        for number, rank, path in self.paths.known():
             if not is_meant(rank):
                 continue
             if number is None:
                 _cut_before(step, path)
             elif number >= step:
-                if (marker := self._paths.marker(number)) is not None:
-                    marker.unlink(missing_ok=True)  # first: killed in between, the step is not trusted
+                self.paths.marker(number).unlink(missing_ok=True)  # first: killed in between, not trusted
                 path.unlink(missing_ok=True)
 
     def _write(self, step: int, work: Callable[[], object]) -> None:
         if self._attempt(step, work):
-            take_back(self._paths, step, self._rank)
+            take_back(self.paths, step, self._rank)
 
     def _attempt(self, step: int, work: Callable[[], object]) -> bool:
         """Whether this was the end of the export."""
@@ -186,6 +198,9 @@ class TokenExporter:
 
 
 def _cut_before(step: int, path: Path) -> None:
+    if step == 0:
+        path.unlink()
+        return
     kept = [line for line in path.read_bytes().splitlines(keepends=True) if _is_before(step, line)]
     replace_file(path, b"".join(kept))
 

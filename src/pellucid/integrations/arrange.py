@@ -1,6 +1,6 @@
 """From the tensors of another trainer to one value per token, sequences end to end.
 
-    token_ids       [[0 5 6 9 8]        padded: `attention_mask` tells tokens from padding, wherever it is
+    token_ids       [[0 5 6 9 8]        padded: `attention_mask` tells tokens from padding, at either end
                      [0 0 5 7 0]]
     attention_mask  [[. x x x x]
                      [. . x x .]]
@@ -76,6 +76,7 @@ class Arrangement:
         lengths = is_token.sum(axis=1).astype(np.int64)
         if (empty := np.flatnonzero(lengths == 0)).size:
             raise ColumnError("attention_mask", int(empty[0]), "has no token; leave such a row out")
+        _refuse_holes(is_token, lengths)
         width, trained = shape[1], _shape("loss_mask", loss_mask, 2)[1]
         return cls(is_token, lengths, frozenset({width, width - 1, min(trained, width)}))
 
@@ -167,6 +168,21 @@ class Arrangement:
             left_out = np.full((num_rows, missing), fill, values.dtype)
             values = np.concatenate([left_out, values], axis=1)
         return np.ascontiguousarray(values[self.is_token])
+
+
+def _refuse_holes(is_token: NDArray[np.bool_], lengths: NDArray[np.int64]) -> None:
+    """The tokens of a row have to be contiguous: what lies in a gap would be left out of the record."""
+    firsts = is_token.argmax(axis=1)
+    stops = is_token.shape[1] - is_token[:, ::-1].argmax(axis=1)
+    if (torn := np.flatnonzero(stops - firsts != lengths)).size:
+        row = int(torn[0])
+        hole = firsts[row] + int(is_token[row, firsts[row] :].argmin())
+        raise ColumnError(
+            "attention_mask",
+            row,
+            f"is 0 in column {hole}, between tokens, and what is there would not be recorded; pad a row "
+            "at its ends alone, or give flat tensors with lengths",
+        )
 
 
 def as_array(name: str, given: Any) -> Values:

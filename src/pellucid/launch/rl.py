@@ -41,7 +41,7 @@ from pellucid.launch.console import (
 from pellucid.launch.follow import JsonlFollower, Record, StepJoin
 from pellucid.launch.preflight import check_rl
 from pellucid.launch.resume import rewind_rl, take_over
-from pellucid.launch.run_folder import claimed
+from pellucid.launch.run_folder import claimed, settle_export
 from pellucid.launch.summary import Summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
@@ -56,6 +56,7 @@ def run_rl(config: RLConfig) -> None:
     config = resolve(config, num_cores())
     console = make_console()
     with claimed(config.output_dir):
+        settle_export(config, console)
         config, start = take_over(config, rewind_rl, console)
         write_configs(config)
         run_processes(config, rl_children(config), console, start=start)

@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from pellucid.config import RLConfig, RunConfig
+from rich.console import Console
+
+from pellucid.config import RLConfig, RunConfig, TrainerRunConfig
 from pellucid.data.files import try_lock
 from pellucid.errors import ConfigError
+from pellucid.export.paths import ExportPaths
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,13 @@ def prepare(config: RunConfig) -> bool:
     if used:
         logger.warning("deleted the earlier run in %s (clean_output_dir)", folder)
     return False
+
+
+def settle_export(config: TrainerRunConfig, console: Console) -> None:
+    """Says where the token export goes; raises ConfigError, and changes nothing, if that is another run's."""
+    if (exports := ExportPaths.of_run(config)) is not None:
+        exports.check(resume=config.resume)
+        console.out(f"token exports go to {exports}", highlight=False)
 
 
 def _keep_logs(logs: Path) -> None:

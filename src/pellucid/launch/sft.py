@@ -27,7 +27,7 @@ from pellucid.launch.console import (
 from pellucid.launch.follow import Record
 from pellucid.launch.preflight import check_sft, is_torchrun
 from pellucid.launch.resume import rewind_sft, take_over
-from pellucid.launch.run_folder import claimed
+from pellucid.launch.run_folder import claimed, settle_export
 from pellucid.launch.summary import Fact, artefacts, progress, summary_panel
 from pellucid.metrics import read_metrics
 
@@ -76,6 +76,7 @@ def _lead(config: SFTConfig, ranks: "Ranks | None") -> None:
 
         def prepare() -> SFTConfig:
             stack.enter_context(claimed(config.output_dir))
+            settle_export(config, console)
             own, start = take_over(config, rewind_sft, console)
             prepared.append((start, _load(own, console)))
             # Only now: a folder without anything in it can be used again once the data is put right.

@@ -73,7 +73,7 @@ def assemble_run(
 ) -> Run:
     """`sinks` are those of the main process, besides the ones that the configuration asks for."""
     settings = config.trainer
-    export = settings.experimental.token_export if ranks.keeps_books else None
+    exporter = _open_exporter(config, ranks)
     return Run(
         config=settings,
         output_dir=config.output_dir,
@@ -85,10 +85,20 @@ def assemble_run(
         batches=batches,
         sinks=[*open_sinks(config, "trainer"), *sinks] if ranks.is_main else [],
         journal=journal,
-        exporter=TokenExporter(config.output_dir, rank=ranks.rank, **dict(export)) if export else None,
+        exporter=exporter,
         publishes=publishes,
         ranks=ranks,
     )
+
+
+def _open_exporter(config: TrainerRunConfig, ranks: Ranks) -> TokenExporter | None:
+    """Raises ConfigError in every process where another run has the place of the export."""
+    export = config.trainer.experimental.token_export
+    if export is None:
+        return None
+    exporter = TokenExporter(config.output_dir, rank=ranks.rank, **dict(export))
+    ranks.share(lambda: exporter.claim(resume=config.resume))
+    return exporter if ranks.keeps_books else None
 
 
 def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:

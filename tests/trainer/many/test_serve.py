@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import pellucid.export
 from pellucid.checks.verify.gradients import difference
 from pellucid.config import TrainerRunConfig
 from pellucid.config.save import to_toml
@@ -258,6 +259,24 @@ def test_a_run_that_does_not_fit_is_told_so(tiny_model, tmp_path, changes, reaso
     assert outcomes["good"] == (Outcome.DONE, "")
     outcome, told = outcomes["odd"]
     assert outcome is Outcome.EVICTED and re.search(reason, told)
+
+
+@pytest.mark.parametrize("place", ["path", "output_dir"])
+def test_a_run_that_would_write_into_another_is_refused(tiny_model, tmp_path, place) -> None:
+    """Both export to one path, or have one folder; the first is trained, and its export is its own."""
+    if place == "path":
+        export = {"experimental": {"token_export": {"path": tmp_path / "tokens.jsonl"}}}
+        runs = [joining(tiny_model, tmp_path, name, trainer=export) for name in ("one", "two")]
+    else:
+        runs = [joining(tiny_model, tmp_path, "one"), joining(tiny_model, tmp_path, "one", run_id="two")]
+    send(runs[0], 0)
+    with on_roster(*runs) as outcomes:
+        serve_runs(shared(tiny_model, tmp_path), Ranks())
+    assert outcomes["one"] == (Outcome.DONE, "")
+    outcome, reason = outcomes["two"]
+    assert outcome is Outcome.EVICTED and re.search(r"another run \(\S*one\) is writing|earlier run", reason)
+    export = pellucid.export.open(runs[0].output_dir)
+    assert export.steps == (0, 1) and set(export.records().column("run_id")) == {"one"}
 
 
 def test_a_run_comes_and_goes_and_comes_back(tiny_model, tmp_path) -> None:

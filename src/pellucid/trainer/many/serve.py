@@ -22,6 +22,7 @@ import pydantic
 from pellucid.config import TrainerRunConfig
 from pellucid.data.model_folder import everywhere
 from pellucid.errors import ConfigError, DataError, PayloadError, PellucidError
+from pellucid.export.paths import ExportPaths
 from pellucid.model import Policy
 from pellucid.model.load import vocab_size
 from pellucid.trainer.batches import BatchSource, NoBatches, OrchestratorBatches
@@ -181,17 +182,26 @@ class ManyRuns:
                 continue
             try:
                 config = read_run(self._roster.config_path(name), self._config)
+                if (exports := ExportPaths.of_run(config)) is not None:
+                    exports.check(resume=config.resume)
                 self._receivers[name] = open_receiver(
                     config.transport, config.output_dir, config.run_name, vocab_size=vocab_size(config.model)
                 )
             except PellucidError as error:
-                logger.error("run %s is refused: %s", name, error)
-                self._roster.say(name, Outcome.EVICTED, str(error))
+                self._refuse(name, error)
             else:
                 joined.append((name, config))
         return joined
 
     # In every process.
+
+    def _refuse(self, name: str, error: PellucidError) -> None:
+        """Sends away a run that is not a member."""
+        logger.error("run %s is refused: %s", name, error)
+        if (receiver := self._receivers.pop(name, None)) is not None:
+            receiver.close()
+        if self._ranks.is_main:
+            self._roster.say(name, Outcome.EVICTED, str(error))
 
     def _act_on(self, news: News) -> None:
         for name, outcome, reason in news.ended:
@@ -206,16 +216,21 @@ class ManyRuns:
                 self.members[name].receive(decode_batch(payload, sender="the main process").table)
 
     def _join(self, name: str, config: TrainerRunConfig) -> None:
-        adapter = self._free.pop(0)
+        adapter = self._free[0]
         adapter.adapter.reset(config.seed)
         batches: BatchSource = NoBatches()
         if self._ranks.is_main:
             batches = OrchestratorBatches(self._receivers[name])
-        journal = open_journal(config, self._ranks)
         sinks = [LogSink(name)]
-        run = assemble_run(
-            config, self._policy, adapter, batches, journal, sinks, self._ranks, publishes=True
-        )
+        try:
+            journal = open_journal(config, self._ranks)
+            run = assemble_run(
+                config, self._policy, adapter, batches, journal, sinks, self._ranks, publishes=True
+            )
+        except PellucidError as error:  # of its folder or its export, which every process sees alike
+            self._refuse(name, error)
+            return
+        self._free.pop(0)
         member = self.members[name] = Member(name, run, adapter, step=0)
         self._had_any = True
         with self.evicting(member, everywhere=True):
