@@ -29,7 +29,14 @@ from pellucid.config.cluster import RenderConfig
 from pellucid.config.imports import see_current_folder
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
-from pellucid.config.tools import BenchSettings, KeysSettings, LedgerSettings, ReplaySettings, ViewSettings
+from pellucid.config.tools import (
+    BenchSettings,
+    EnvSettings,
+    KeysSettings,
+    LedgerSettings,
+    ReplaySettings,
+    ViewSettings,
+)
 from pellucid.errors import ConfigError, DiskError, PellucidError, UserCodeError
 
 
@@ -68,6 +75,11 @@ COMMANDS: Mapping[str, Command] = {
         VerifyConfig,
         "pellucid.checks.verify:run_verify",
         "check packing, ranks, leakage, trainer against engine",
+    ),
+    "env": Command(
+        EnvSettings,
+        "pellucid.checks.try_environment:run_env",
+        "try an environment alone: prompts, replies, rewards",
     ),
     "keys": Command(KeysSettings, "pellucid.transport.keys:run_keys", "make keys for batches over a network"),
     "bench": Command(BenchSettings, "pellucid.bench:run_bench", "run a side-by-side benchmark"),

@@ -92,7 +92,14 @@ def _configuration(actions: list[Action]) -> str:
     return f"[Configuration](configuration.md): {keys}; {sections}."
 
 
-_VALUES = {"int": "N", "float": "X", "str": "TEXT", "Path": "PATH", "tuple[str,...]": "KEY=VALUE"}
+_VALUES = {
+    "int": "N",
+    "float": "X",
+    "str": "TEXT",
+    "Path": "PATH",
+    "tuple[str,...]": "TEXT",
+    "dict[str,Any]": "JSON",
+}
 _DEFAULTS = {"null": "not set", "()": "none", "True": "on", "False": "off"}
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from pellucid.data.tokenizer import end_of_turn_ids
-from pellucid.model.tiny import CHATML, character_tokenizer
+from pellucid.data.tokenizer import CHATML, end_of_turn_ids
+from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator.chat import ChatTemplate
 
 PLAIN = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from pellucid.data import Completion, Example, Rollout
+from pellucid.data.tokenizer import CHATML
 from pellucid.errors import InferenceError, ModelError, RolloutError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
-from pellucid.model.tiny import CHATML, character_tokenizer
+from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.samples import build_samples
 from pellucid.orchestrator.session import PromptCache, Sampler, Session

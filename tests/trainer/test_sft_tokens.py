@@ -4,8 +4,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pellucid.data.tokenizer import CHATML
 from pellucid.errors import DataError, ModelError
-from pellucid.model.tiny import CHATML, character_tokenizer
+from pellucid.model.tiny import character_tokenizer
 from pellucid.trainer.sft_tokens import ExampleTokenizer
 
 USER = {"role": "user", "content": "a?"}

@@ -62,10 +62,11 @@ class _FlagSource(CliSettingsSource[ArgumentParser]):
 
 
 def read_flags(kind: type[Section], words: Sequence[str], prog: str) -> Flags:
+    texts, words = _take_texts(kind, words)
     source = _flag_source(kind, [_with_section(kind, word) for word in words], prog)
     # Sections before their keys: a section that is set after one of its keys would overwrite it.
     source.env_vars = dict(sorted(source.env_vars.items(), key=lambda item: item[0].count(".")))
-    values = source()
+    values = {**source(), **texts}
     return Flags(unknown=values.pop("unknown"), dry_run=values.pop("dry_run", False), values=values)
 
 
@@ -76,6 +77,28 @@ def parser_of(kind: type[Section], *, prog: str) -> ArgumentParser:
 
 def flag_of(key: str) -> str:
     return "--" + key.replace("_", "-")
+
+
+def _take_texts(kind: type[Section], words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of flags that a tool takes several times, word for word, and the other words.
+
+    pydantic-settings would split them at commas, and take brackets for JSON.
+    """
+    keys = {
+        flag_of(field.alias or name): field.alias or name
+        for name, field in kind.model_fields.items()
+        if field.annotation == tuple[str, ...] and not issubclass(kind, RunConfig)
+    }
+    texts: dict[str, list[str]] = {}
+    others: list[str] = []
+    rest = list(words)
+    while rest:
+        flag, equals, text = (word := rest.pop(0)).partition("=")
+        if flag in keys and (equals or rest):
+            texts.setdefault(keys[flag], []).append(text if equals else rest.pop(0))
+        else:
+            others.append(word)
+    return texts, others
 
 
 def _with_section(kind: type[Section], word: str) -> str:

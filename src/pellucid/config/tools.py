@@ -1,10 +1,9 @@
-"""Settings of the commands that read what a run left behind, and of `bench` and `keys`."""
+"""Settings of the commands that read what a run left behind, and of `env`, `bench` and `keys`."""
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from pellucid.config.base import Section
@@ -103,12 +102,6 @@ class ReplaySettings(Section):
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of tables."""
 
-    @field_validator("changes", mode="before")
-    @classmethod
-    def _one_by_one(cls, value: Any) -> Any:
-        """The command line joins repeated flags by commas."""
-        return re.split(r",(?=[\w.-]+=)", value) if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _a_sequence_is_of_a_step(self) -> "ReplaySettings":
         if self.sequence is not None and self.step is None:
@@ -121,6 +114,67 @@ class KeysSettings(Section):
 
     folder: CliPositionalArg[Path]
     """Folder to write the keys of trainer and orchestrator to; what is there is never replaced."""
+
+
+class EnvSettings(Section):
+    """`pellucid env try`: attempt some examples of an environment, without a run, and show what happens."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"num-examples": "n"})
+
+    action: CliPositionalArg[Literal["try"]]
+    """`try`: attempt examples and show prompts, replies and rewards."""
+
+    id: CliPositionalArg[str]
+    """The environment, as in `orchestrator.env.id`: a built-in one, `package.module:Class`, or
+    `verifiers:TASKSET`."""
+
+    args: dict[str, Any] = Field(default={})
+    """What the environment is made with, as in `orchestrator.env.args`; JSON."""
+
+    num_examples: int = Field(default=3, ge=1)
+    """Examples to attempt."""
+
+    start: int = Field(default=0, ge=0)
+    """Index of the first example."""
+
+    rollouts_per_example: int | None = Field(default=None, ge=1)
+    """Rollouts of each example; default: 1, or 2 where rewards compare the members of a group."""
+
+    reply: tuple[str, ...] = ()
+    """What the model is made to reply, repeated for several: they are given in this order, one per turn, over
+    all rollouts, and from the first again after the last."""
+
+    replies: Path | None = None
+    """File with such replies: one per line, as JSON strings if it ends in `.jsonl`."""
+
+    server: str | None = None
+    """Address of an inference server that replies, such as http://127.0.0.1:8000."""
+
+    model: str | None = None
+    """Hub name or folder of a model that is loaded and replies; with `--server` or replies of your own, only
+    its tokenizer and chat template are used."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Temperature of sampling."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest reply in tokens; default: 512, and no limit for replies of your own."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """A rollout that takes longer has failed."""
+
+    seed: int = Field(default=0, ge=0)
+    """The `seed` of a run that would see these examples, if its environment has no other name."""
+
+    as_json: bool = Field(default=False, alias="json")
+    """Print one JSON object per rollout instead of panels."""
+
+    @model_validator(mode="after")
+    def _one_of_them_replies(self) -> "EnvSettings":
+        given = [name for name in ("reply", "replies", "server") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} cannot both answer the environment; leave one out")
+        return self
 
 
 class BenchSettings(Section):

@@ -11,6 +11,30 @@ from pellucid.errors import ModelError
 _REPLY = "pellucid"  # stands for a reply in what the template renders
 
 
+CHATML = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte, so that any text comes back as it was; ChatML markers are special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a hub name or local folder. `trust_remote_code`: run Python code that it brings."""
     from transformers import AutoTokenizer

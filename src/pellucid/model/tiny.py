@@ -7,15 +7,9 @@ from typing import Any
 
 import torch
 
-from pellucid.data.tokenizer import quiet_transformers
+from pellucid.data.tokenizer import CHATML, quiet_transformers
 
 _SPECIAL = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
-CHATML = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def character_tokenizer(chat_template: str = CHATML) -> Any:

@@ -15,10 +15,11 @@ pytest.importorskip("verifiers")
 
 from pellucid.config import EnvConfig, EvalConfig
 from pellucid.data import TokenTable
+from pellucid.data.tokenizer import CHATML
 from pellucid.errors import ConfigError
 from pellucid.inference.client import Account
 from pellucid.inference.fake import FakeInferenceClient
-from pellucid.model.tiny import CHATML, character_tokenizer
+from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import Environment, load_environment
 from pellucid.orchestrator.attempt import GroupRun
 from pellucid.orchestrator.chat import ChatTemplate

@@ -1,0 +1,325 @@
+"""`pellucid env try ID`: an environment alone, without training and without a run folder.
+
+    who answers            prompts are rendered by                   rollouts of a group
+    --reply, --replies     --model's tokenizer, else plain ChatML    one by one: replies come in order
+    --server URL           --model's tokenizer, else the server's    at once
+    --model FOLDER         its own tokenizer                         at once
+
+Sessions, attempts, scoring and their failures are those of a run (`orchestrator.attempt`).
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import orjson
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pellucid.config import EnvConfig, InferenceRunConfig, ModelConfig
+from pellucid.config.tools import EnvSettings
+from pellucid.data import Completion, Rollout, Turn
+from pellucid.data.tokenizer import byte_tokenizer, load_tokenizer
+from pellucid.data.vocabulary import fingerprint
+from pellucid.errors import ConfigError, ModelError
+from pellucid.inference.client import Account, InferenceClient, SamplingParams
+from pellucid.inference.fake import FakeInferenceClient
+from pellucid.launch.console import make_console
+from pellucid.orchestrator.attempt import GroupRun
+from pellucid.orchestrator.chat import ChatTemplate
+from pellucid.orchestrator.environment import Environment, draw_example, load_environment
+from pellucid.orchestrator.session import PromptCache, Sampler
+
+MAX_TOKENS = 512
+NO_LIMIT = 2**31 - 1
+GROUP_SIZE = 2
+"""Rollouts per example where rewards compare them."""
+
+
+def run_env(settings: EnvSettings) -> int:
+    """0 if every rollout has a reward, 1 if one failed."""
+    config = EnvConfig(id=settings.id, args=settings.args)
+    environment = load_environment(config, settings.seed)
+    console = make_console()
+    rollouts: list[Rollout] = []
+
+    def show(group: Sequence[Rollout], tokenizer: Any) -> None:
+        rollouts.extend(group)
+        for rollout in group:
+            if settings.as_json:
+                print(orjson.dumps(_as_dict(rollout, tokenizer)).decode(), flush=True)
+            else:
+                console.print(rollout_panel(rollout, tokenizer))
+
+    async def attempt_all() -> None:
+        async with _opened(settings) as answers, environment.serving():
+            async for group in _groups(settings, config.label, environment, answers):
+                show(group, answers.sampler.chat.tokenizer)
+
+    asyncio.run(attempt_all())
+    if not settings.as_json:
+        _print_summary(console, rollouts)
+    return 1 if any(map(_has_failed, rollouts)) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Who replies, and whether one request at a time is asked of it."""
+
+    sampler: Sampler
+    one_by_one: bool = False
+
+
+async def _groups(
+    settings: EnvSettings, label: str, environment: Environment, answers: _Answers
+) -> AsyncIterator[list[Rollout]]:
+    """The rollouts of one example after the other."""
+    size = settings.rollouts_per_example or (GROUP_SIZE if environment.requires_group_scoring else 1)
+    for index in range(settings.start, settings.start + settings.num_examples):
+        group = GroupRun(
+            group_id=f"e{index}",
+            env_name=label,
+            environment=environment,
+            example=draw_example(environment, label, index),
+            size=size,
+            sampler=answers.sampler,
+            prompts=PromptCache(answers.sampler.chat),
+            timeout_s=settings.timeout_s,
+        )
+        rollouts = [group.open_rollout(f"e{index}-r{member}") for member in range(size)]
+        if answers.one_by_one:
+            for rollout in rollouts:
+                await group.attempt(rollout)
+        else:
+            await asyncio.gather(*map(group.attempt, rollouts))
+        yield rollouts
+
+
+@asynccontextmanager
+async def _opened(settings: EnvSettings) -> AsyncIterator[_Answers]:
+    if replies := _replies(settings):
+        yield _canned(settings, replies)
+    elif settings.server is not None:
+        async with _served(settings, settings.server) as answers:
+            yield answers
+    elif settings.model is not None:
+        async with _computed(settings, settings.model) as answers:
+            yield answers
+    else:
+        raise ConfigError(
+            "nobody answers the environment; give --reply TEXT or --replies FILE, --server URL, or "
+            "--model FOLDER"
+        )
+
+
+def _sampler(settings: EnvSettings, client: InferenceClient, tokenizer: Any, max_model_len: int) -> Sampler:
+    return Sampler(
+        client=client,
+        chat=ChatTemplate(tokenizer),
+        run_id="",  # in nobody's books
+        seed=settings.seed,
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens or MAX_TOKENS,
+        max_model_len=max_model_len,
+    )
+
+
+def _replies(settings: EnvSettings) -> Sequence[str]:
+    if settings.replies is None:
+        return settings.reply
+    try:
+        lines = settings.replies.read_text().splitlines()
+        replies = [orjson.loads(line) for line in lines] if settings.replies.suffix == ".jsonl" else lines
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--replies {settings.replies} cannot be read: {error}") from error
+    wrong = next((reply for reply in replies if not isinstance(reply, str)), None)
+    if wrong is not None or not replies:
+        found = "is empty" if wrong is None else f"has {wrong!r}"
+        raise ConfigError(
+            f"--replies {settings.replies} {found}; write a reply per line, as a JSON string in .jsonl"
+        )
+    return replies
+
+
+def _canned(settings: EnvSettings, replies: Sequence[str]) -> _Answers:
+    tokenizer = byte_tokenizer() if settings.model is None else load_tokenizer(settings.model)
+    end_of_turn = ChatTemplate(tokenizer).end_of_turn_ids[:1]
+    coming = itertools.cycle(replies)
+    client = FakeInferenceClient(
+        lambda prompt_ids, generator: [
+            *tokenizer.encode(next(coming), add_special_tokens=False),
+            *end_of_turn,
+        ]
+    )
+    sampler = _sampler(settings, client, tokenizer, NO_LIMIT)
+    return _Answers(replace(sampler, max_tokens=settings.max_tokens or NO_LIMIT), one_by_one=True)
+
+
+@asynccontextmanager
+async def _served(settings: EnvSettings, url: str) -> AsyncIterator[_Answers]:
+    from pellucid.inference.http import HttpInferenceClient
+
+    client = HttpInferenceClient(url.rstrip("/"))
+    try:
+        health = await client.health()
+        name = settings.model or health.model
+        try:
+            tokenizer = load_tokenizer(name)
+        except ModelError as error:
+            raise ModelError(f"the tokenizer of {url}: {error}; name it with --model") from error
+        if fingerprint(tokenizer) != health.vocabulary:
+            raise ConfigError(
+                f"--model {name} has another vocabulary than {health.model!r} at {url}: a token id would not "
+                "mean the same to both; name the model that is served, or leave it out"
+            )
+        yield _Answers(_sampler(settings, client, tokenizer, health.max_model_len))
+    finally:
+        await client.close()
+
+
+@asynccontextmanager
+async def _computed(settings: EnvSettings, name: str) -> AsyncIterator[_Answers]:
+    from pellucid.inference.engine_thread import EngineThread
+    from pellucid.inference.server import open_engine
+    from pellucid.ledger import Journal, Stage
+    from pellucid.metrics import Tee
+
+    config = InferenceRunConfig(model=ModelConfig(name=name))
+    tokenizer = load_tokenizer(name)
+    engine = open_engine(config, tokenizer)
+    with TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "inference.jsonl", Stage.INFERENCE)
+        thread = EngineThread(engine, journal, Tee([]), lambda error: None)  # the rollout tells of it
+        thread.start()
+        try:
+            client = EngineClient(thread)
+            yield _Answers(_sampler(settings, client, tokenizer, config.inference.max_model_len))
+        finally:
+            await asyncio.to_thread(thread.stop)
+
+
+class EngineClient:
+    """An engine of this process as an inference client; its weights stay as they are."""
+
+    def __init__(self, thread: Any) -> None:
+        self._thread = thread
+
+    async def wait_until_ready(self) -> None:
+        """Ready since it was made."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
+    ) -> Completion:
+        from pellucid.inference.protocol import GenerateRequest
+
+        asked = GenerateRequest(list(prompt_ids), params, account, request_id)
+        [completion] = [event async for _, event in self._thread.generate([asked])]
+        assert isinstance(completion, Completion)
+        return completion
+
+    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
+        logprobs: list[float] = await self._thread.score(token_ids, temperature)
+        return logprobs
+
+    async def update_weights(self, version: int, folder: Path) -> None:
+        raise ConfigError("the weights of `env try` do not change")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._thread.abort(request_ids)
+
+    async def close(self) -> None:
+        """Whoever made the engine stops it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one role said, as the model saw it: `text`, of which `sampled` is what the model replied."""
+
+    role: str
+    text: str
+    sampled: str = ""
+
+
+def blocks_of(turns: Sequence[Turn], tokenizer: Any) -> Iterator[Block]:
+    """The conversation of a rollout; a turn that goes on from the one before adds what is new."""
+    known: list[int] = []
+    for turn in turns:
+        ids, num_prompt = [*turn.prompt_ids, *turn.completion.token_ids], turn.num_prompt_tokens
+        start = len(known) if known and ids[: len(known)] == known else 0
+        if known and not start:
+            yield Block("", "(another conversation)")
+        for role, first, last in turn.role_spans:
+            if first >= start:
+                prompt = tokenizer.decode(ids[first : min(last, num_prompt)])
+                yield Block(role, prompt, tokenizer.decode(ids[max(first, num_prompt) : last]))
+        if turn.finish_reason == "length":
+            yield Block("", "(cut off at --max-tokens)")
+        known = ids
+
+
+def rollout_panel(rollout: Rollout, tokenizer: Any) -> RenderableType:
+    """The conversation, what was sampled in bold; reward and metrics, or the failure with its traceback."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for block in blocks_of(rollout.turns, tokenizer):
+        said = Text.assemble((_printable(block.text), "dim"), (_printable(block.sampled), "bold"))
+        said.rstrip()
+        table.add_row(block.role, said)
+    for name, value in rollout.metrics.items():
+        table.add_row("metric", f"{name} {value:g}")
+    if rollout.error is not None:
+        table.add_row("failed", Text(rollout.error, style="red"))
+    name = f"example {rollout.example.example_id} · {rollout.rollout_id}"
+    if not _has_failed(rollout):
+        return Panel(table, title=Text(f"{name} · reward {rollout.reward:g}"), border_style="green")
+    why = "failed" if rollout.error is not None else "no reward: its group was not scored"
+    panel = Panel(table, title=Text(f"{name} · {why}"), border_style="red")
+    return Group(panel, Text(rollout.traceback, style="dim")) if rollout.traceback else panel
+
+
+def _printable(text: str) -> str:
+    """`text` without control characters, which could redraw the terminal."""
+    return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def _has_failed(rollout: Rollout) -> bool:
+    return rollout.reward is None or rollout.error is not None
+
+
+def _print_summary(console: Console, rollouts: Sequence[Rollout]) -> None:
+    rewards = [rollout.reward or 0.0 for rollout in rollouts if not _has_failed(rollout)]
+    line = f"{len(rollouts)} rollouts: {len(rewards)} scored, {len(rollouts) - len(rewards)} failed"
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        line += f"; reward mean {mean:.4g}, min {min(rewards):.4g}, max {max(rewards):.4g}"
+    console.out(line, highlight=False)
+
+
+def _as_dict(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout.rollout_id,
+        "example_id": rollout.example.example_id,
+        "messages": [dict(message) for message in rollout.example.messages],
+        "turns": [
+            {
+                "prompt": tokenizer.decode(turn.prompt_ids),
+                "reply": turn.text,
+                "num_tokens": turn.num_tokens,
+                "finish_reason": turn.finish_reason,
+                "trainable": turn.trainable,
+            }
+            for turn in rollout.turns
+        ],
+        "reward": None if _has_failed(rollout) else rollout.reward,
+        "metrics": rollout.metrics,
+        "error": rollout.error,
+        "traceback": rollout.traceback,
+    }
