@@ -51,7 +51,16 @@ LOSSES = ("dppo", "ppo_clip", "cispo", "gspo", "icepop", "tis", "custom")
 
 
 def sample(
-    index: int, *, mode="rl", env="a", prompt=3, completion=4, group="", run="run", experts=None
+    index: int,
+    *,
+    mode="rl",
+    env="a",
+    prompt=3,
+    completion=4,
+    group="",
+    run="run",
+    experts=None,
+    advantage: float | None = None,
 ) -> TrainingSample:
     """Deterministic tokens; the logprobs of some are far from the model's, so that they are masked."""
     size = prompt + completion
@@ -66,7 +75,7 @@ def sample(
         sample_id=str(index),
         rollout_id=f"r{index}",
         training_mode=mode,
-        advantage=1.0 if index % 2 else -0.5,
+        advantage=(1.0 if index % 2 else -0.5) if advantage is None else advantage,
         temperatures=[0.7 + 0.1 * (index % 4)] * completion,
         teacher_logprobs=[-2.0] * size if mode == "opd" else None,
         routed_experts=experts,
@@ -114,6 +123,18 @@ BATCHES = {
 }
 ROUTED = {"routed": routed_batch(), "one sample": TokenTable.from_samples([sample(0, experts=routes(7))])}
 """With fewer samples than ranks, some ranks have a dummy only; the last has fewer tokens than 4 slices."""
+
+
+def broken_loss(inputs: LossInputs):
+    """NaN where the advantage is huge."""
+    losses = torch.where(inputs.advantages > 1e18, torch.nan, -inputs.trainer_logprobs)
+    return LossRecord(losses, ratios=None)
+
+
+def steep_loss(inputs: LossInputs):
+    """Finite where the advantage is huge, and so is the gradient; but its norm is not."""
+    slope = torch.where(inputs.advantages > 1e18, 1e30, inputs.advantages)
+    return LossRecord(-slope * inputs.trainer_logprobs, ratios=None)
 
 
 def square_loss(inputs: LossInputs):
@@ -264,8 +285,30 @@ class Jobs:
             for micro_batch in batch.micro_batches:
                 run.loss(micro_batch, run.forward(micro_batch), batch.denominator).loss.backward()
             run.optimizer._optim = run.optimizer._optim.model_copy(update={"max_norm": 1e-3})
-            norms.append(run.ranks.gather(run.optimizer.step()))
+            norms.append(run.ranks.gather(run.optimizer.step().grad_norm))
         return norms
+
+    def skipping(self, mesh: dict) -> dict[str, list]:
+        """(whether it was skipped, largest change of a weight, tokens booked as skipped) of each process.
+
+        The tokens of one rank have a loss of NaN, or a gradient whose norm overflows.
+        """
+        found = {}
+        for name in ("broken_loss", "steep_loss"):
+            loss = {"type": "custom", "import_path": f"processes:{name}"}
+            run = self.build(self.tied, model=mesh, loss=loss, optim={"lr": 1.0})
+            samples = [sample(0, completion=9), sample(1, completion=2, advantage=1e19)]
+            before = {key: each.detach().clone() for key, each in run.policy.named_parameters()}
+            observer = accumulate(run, run.pack(0, TokenTable.from_samples(samples)))
+            update = run.update(observer)
+            changes = [
+                float((each.detach() - before[key]).to_local().abs().max())
+                for key, each in run.policy.named_parameters()
+                if each.to_local().numel()
+            ]
+            trained = observer.metrics().report()["trained_tokens"]
+            found[name] = run.ranks.gather([update.is_skipped, max(changes), trained])
+        return found
 
     def adapter(self, mesh: dict) -> list[float]:
         """Difference of an adapter's gradient from that of one process."""

@@ -312,7 +312,7 @@ class TrainerSide:
         last = folder / "checkpoints" / f"step_{max(checkpoints, default=0)}"
         self.num_trained = self._num_saved = read_progress(last).step if checkpoints else 0
 
-    def train(self, *, killed_after_ranks: int | None = None) -> bool:
+    def train(self, *, killed_after_ranks: int | None = None, is_skipped: bool = False) -> bool:
         """The next step, if its batch is there; or as far as so many ranks have booked it."""
         step = self.num_trained
         batch = self._receiver.poll(step) if step < MAX_STEPS else None
@@ -323,6 +323,8 @@ class TrainerSide:
         for number, (observer, journal) in enumerate(zip(observers, self.journals, strict=True)):
             if number == killed_after_ranks:
                 raise KilledError
+            if is_skipped:
+                observer.skip()
             observer.write_ledger(journal)
         self.num_trained += 1
         return True
@@ -428,7 +430,9 @@ class SmallRun:
             self.trainer.end()
             self.trainer = None
 
-    def advance(self, attempts: Iterator[Attempt], *, only_fresh: bool = False) -> None:
+    def advance(
+        self, attempts: Iterator[Attempt], *, only_fresh: bool = False, is_skipped: bool = False
+    ) -> None:
         """Plays all rollouts, or those that have not begun; sends what is ready, and trains a step."""
         if self.orchestrator is not None:
             for rollout in list(self.orchestrator.inflight.values()):
@@ -437,7 +441,7 @@ class SmallRun:
             while self.orchestrator.send():
                 pass
         if self.trainer is not None:
-            self.trainer.train()
+            self.trainer.train(is_skipped=is_skipped)
         self.go_on()
 
     def finish(self) -> None:

@@ -127,6 +127,18 @@ def test_a_rollout_that_failed(tmp_path: Path, capsys) -> None:
     ]
 
 
+def test_in_a_step_that_was_skipped_nothing_is_trained_or_masked(tmp_path: Path, capsys) -> None:
+    save(tmp_path, rollout("g1-r0", "sent", turn("abc", 3)))
+    export(tmp_path, sample("g1-r0", [-0.01, -3.0, -0.01], completion_mask=[True, True, False]))
+    metrics = tmp_path / "metrics" / "trainer.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text(json.dumps({"step": 0, "skipped_steps": 1}) + "\n")
+    assert told_tokens(tmp_path, "g1-r0", capsys) == [
+        "1 untrainable: masked out by the environment, or in another branch",
+        "2 skipped: in a step whose loss or gradient was not finite",
+    ]
+
+
 def test_of_one_that_was_sent_the_export_tells(tmp_path: Path, capsys) -> None:
     """8 tokens: the second may not train, the third was unlikely, the last three are beyond `SEQ_LEN`."""
     save(tmp_path, rollout("g1-r0", "sent", turn("text", 8), advantage=1.0))

@@ -75,6 +75,18 @@ def test_a_missing_value_is_a_dash_and_one_that_is_not_finite_is_nan():
     assert step_cells({"step": 1, "loss": float("inf")}, columns) == ["1", "inf"]
 
 
+def test_a_skipped_step_has_a_line_of_its_own():
+    lines: list[str] = []
+    view = PlainView((Column("step", "step", 4, "{:d}"),), lines.append)
+    view.show({"step": 6, "skipped_steps": 0})
+    view.show({"step": 7, "skipped_steps": 1})
+    assert lines[2:] == [
+        "   7",
+        "step 7 is skipped: its loss or gradient is not finite; the trainer's log has the cause",
+    ]
+    assert len(lines[3]) <= WIDTH
+
+
 def test_plain_lines_repeat_the_header_every_25_steps():
     lines: list[str] = []
     columns = (Column("step", "step", 4, "{:d}"),)

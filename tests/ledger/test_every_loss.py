@@ -36,7 +36,7 @@ SAVED = (
 )
 """States that a rollout is saved with."""
 
-OF_TRAINER = ("truncated", "untrainable", "masked", "trained")
+OF_TRAINER = ("truncated", "untrainable", "skipped", "masked", "trained")
 """States that the tokens of a rollout have that is saved as sent."""
 
 
@@ -130,14 +130,14 @@ class EveryLoss(RuleBasedStateMachine):
             self.go_on_after(Crash({"orchestrator"}))
         self.run.go_on()
 
-    @rule(seed=SEEDS, one_is_slow=st.booleans())
-    def advance(self, seed: int, one_is_slow: bool) -> None:
+    @rule(seed=SEEDS, one_is_slow=st.booleans(), is_skipped=st.booleans())
+    def advance(self, seed: int, one_is_slow: bool, is_skipped: bool) -> None:
         """A slow rollout is left behind by two batches, so that its group is stale when it comes back."""
         if one_is_slow and self.has_rollouts():
             self.run.engine.sample(next(iter(self.run.orchestrator.inflight.values())), 2)
             for _ in range(2):
                 self.run.advance(steady(), only_fresh=True)
-        self.run.advance(attempts(self.chance(seed)))
+        self.run.advance(attempts(self.chance(seed)), is_skipped=is_skipped)
 
     @precondition(lambda self: self.run.trainer is not None)
     @rule(is_saved=st.booleans(), killed_after_ranks=st.sampled_from([None, None, 0, 1]))
@@ -217,7 +217,7 @@ class EveryLoss(RuleBasedStateMachine):
         try:
             if self.run.orchestrator is not None:
                 self.evaluate(seed=0, completely=True)
-            self.advance(seed=0, one_is_slow=True)
+            self.advance(seed=0, one_is_slow=True, is_skipped=False)
             self.crash(seed=0)
             self.run.finish()
             report = self.check(adds_up=True)

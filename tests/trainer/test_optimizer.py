@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from pellucid.config import OptimConfig, SchedulerConfig
-from pellucid.errors import DataError
 from pellucid.trainer.optimizer import Optimizer, lr_factor
 
 
@@ -24,19 +23,29 @@ def test_gradients_are_clipped_and_cleared() -> None:
     before = model.weight.item()
     optimizer = Optimizer(model, OptimConfig(lr=0.1, max_norm=1.0), SchedulerConfig(), max_steps=1)
     (model.weight * 30).sum().backward()
-    assert optimizer.step() == pytest.approx(30.0)
+    update = optimizer.step()
+    assert (update.grad_norm, update.lr, update.is_skipped) == (pytest.approx(30.0), 0.1, False)
     # AdamW's first step is lr in the direction of the gradient, whatever its size.
     assert model.weight.item() == pytest.approx(before - 0.1, abs=1e-5)
     assert model.weight.grad is None
-    assert optimizer.last_lr == 0.1
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(bad) -> None:
-    model = torch.nn.Linear(1, 1, bias=False)
-    before = model.weight.item()
-    optimizer = Optimizer(model, OptimConfig(lr=0.1), SchedulerConfig(), max_steps=1)
-    (model.weight * bad).sum().backward()
-    with pytest.raises(DataError, match="the gradient norm is (nan|inf); the weights were left as they are"):
-        optimizer.step()
-    assert model.weight.item() == before
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
+def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(bad) -> None:
+    """The gradient is not, or the loss is not; the parameter nearest to the loss is named."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1))
+    optimizer = Optimizer(model, OptimConfig(lr=0.1), SchedulerConfig(), max_steps=3)
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
+    before = [each.clone() for each in model.parameters()]
+    moments = [each["exp_avg"].clone() for each in optimizer.adamw.state.values()]
+    loss = model[1](model[0](torch.ones(1)) * bad)
+    loss.sum().backward()
+    update = optimizer.step(is_finite=bad != 1)
+    assert update.is_skipped
+    assert update.parameter == (None if bad == 1 else "1.weight")
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    after = [each["exp_avg"] for each in optimizer.adamw.state.values()]
+    assert all(torch.equal(*pair) for pair in zip(moments, after, strict=True))
+    assert all(each.grad is None for each in model.parameters())
+    assert optimizer.num_steps == 2

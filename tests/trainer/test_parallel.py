@@ -138,6 +138,8 @@ def two(folder) -> dict:
         "dp2, norms": ["clipping", {}],
         "cp2, norms": ["clipping", {"cp": 2}],
         "hsdp2, norms": ["clipping", {"dp_replicate": 2}],
+        "dp2, skipped": ["skipping", {}],
+        "cp2, skipped": ["skipping", {"cp": 2}],
         "golden": ["golden", str(GOLDEN / "loss_normalisation.json")],
         "sharing": ["sharing"],
         "beside": ["beside", str(folder / "runs" / "beside")],
@@ -236,6 +238,13 @@ def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(two, four) -> None:
         (alone,), together = norms
         assert together == [together[0]] * len(together)
         assert together[0] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "cp2"])
+def test_all_processes_skip_a_step_that_is_not_finite_for_one_of_them(two, mesh) -> None:
+    assert two[f"{mesh}, skipped"].keys() == {"broken_loss", "steep_loss"}
+    for name, ranks in two[f"{mesh}, skipped"].items():
+        assert ranks == [[True, 0.0, 0]] * (2 if mesh == "dp2" else 1), name
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "cp2"])

@@ -127,7 +127,7 @@ class Training:
     def step(self) -> None:
         run, step, started = self.run, len(self.steps.times_s), time.perf_counter()
         observer = accumulate(run, run.next_batch(step))
-        run.finish(step, observer, run.optimizer.step())
+        run.finish(step, observer, run.update(observer))
         self.steps.times_s.append(time.perf_counter() - started)
 
     def close(self) -> None:

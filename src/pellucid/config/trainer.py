@@ -167,6 +167,11 @@ class TrainerConfig(Section):
     loss: LossConfig = DppoLossConfig()
     """Loss of rl samples; sft and opd samples have their own."""
 
+    max_skipped_steps: int = Field(default=3, ge=1)
+    """Steps in a row that are skipped because their loss or gradient is not finite, before the run ends after
+    a checkpoint; 1: the first one ends it. A skipped step moves no weights: its tokens are `skipped` in the
+    ledger, and the next policy version has the same weights."""
+
     share_prompts: bool = True
     """Compute the common prompt of a group's members once; values and gradients stay the same."""
 

@@ -100,6 +100,14 @@ def _align(cells: Sequence[str], columns: Sequence[Column]) -> str:
     return "  ".join(cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True))
 
 
+def skip_note(record: Record) -> str | None:
+    """A line for a step that moved no weights."""
+    if not record.get("skipped_steps"):
+        return None
+    cause = "its loss or gradient is not finite; the trainer's log has the cause"
+    return f"step {record['step']} is skipped: {cause}"
+
+
 class View(Protocol):
     """Where steps are shown."""
 
@@ -127,6 +135,8 @@ class PlainView:
             self._write(header_row(self._columns))
         self._write(step_row(record, self._columns))
         self._num_rows += 1
+        if (note := skip_note(record)) is not None:
+            self.note(note)
 
     def note(self, line: str) -> None:
         self._write(line)
@@ -167,6 +177,8 @@ class LiveView:
     def show(self, record: Record) -> None:
         self._latest.append(record)
         self._progress.advance(self._task)
+        if (note := skip_note(record)) is not None:
+            self.note(note)
 
     def note(self, line: str) -> None:
         """Stays, above what is redrawn."""

@@ -171,8 +171,8 @@ def _settle(account: Account, books: _Books, past: Sequence[int], report: Report
             report.differences.append(Difference(account, gap.where, gap.tokens))
     trainer = books.total(Stage.TRAINER)
     beside = Counter({flow.value: trainer[flow.value] for flow in BESIDE})
-    accounted = sum(trainer[state.value] for state in (State.TRAINED, State.MASKED, State.UNTRAINABLE))
-    packed = accounted + beside["context"] + beside["padding"]
+    packed_states = (State.TRAINED, State.MASKED, State.SKIPPED, State.UNTRAINABLE)
+    packed = sum(trainer[state.value] for state in packed_states) + beside["context"] + beside["padding"]
     if unpacked := beside["computed"] + beside["saved"] - packed:
         report.differences.append(Difference(account, "trainer, computed tokens", unpacked))
     report.states[account] = +states

@@ -2,7 +2,7 @@
 
     inference:     sampled  = delivered + cancelled                      (+ in_flight)
     orchestrator:  received = eval + … + rejected + sent                 (+ in_flight)
-    trainer:       received = rejected + truncated + untrainable + masked + trained
+    trainer:       received = rejected + truncated + untrainable + skipped + masked + trained
 
 Each arrow between two stages is a check: delivered = received, sent = received. Summed up, every token
 that the engine sampled is in exactly one state.
@@ -31,10 +31,11 @@ class State(StrEnum):
     REJECTED = "rejected"
     TRUNCATED = "truncated"
     UNTRAINABLE = "untrainable"
+    SKIPPED = "skipped"
     MASKED = "masked"
     TRAINED = "trained"
     ROLLED_BACK = "rolled_back"
-    """Trained or masked in a step that a resume discarded."""
+    """Skipped, trained or masked in a step that a resume discarded."""
     IN_FLIGHT = "in_flight"
 
 
@@ -50,6 +51,7 @@ MEANING = {
     State.REJECTED: "broke a rule of training samples",
     State.TRUNCATED: "beyond seq_len",
     State.UNTRAINABLE: "masked out by the environment, or in another branch",
+    State.SKIPPED: "in a step whose loss or gradient was not finite",
     State.MASKED: "outside of the trust region",
     State.TRAINED: "their gradient is in the weights",
     State.ROLLED_BACK: "trained in a step that a resume discarded",
@@ -76,6 +78,6 @@ class Flow(StrEnum):
 
 TAKES_IN = {Stage.INFERENCE: Flow.SAMPLED, Stage.ORCHESTRATOR: Flow.RECEIVED, Stage.TRAINER: Flow.RECEIVED}
 BESIDE = (Flow.CONTEXT, Flow.PADDING, Flow.COMPUTED, Flow.SAVED)
-"""Beside the states; computed + saved = trained + masked + untrainable + context + padding."""
+"""Beside the states; computed + saved = trained + masked + skipped + untrainable + context + padding."""
 
 HANDS_ON = {Stage.INFERENCE: Flow.DELIVERED, Stage.ORCHESTRATOR: Flow.SENT}

@@ -3,10 +3,11 @@
     next_batch ──> forward ──> token losses ──> sum / denominator ──> backward     per micro batch
                                       │
                                       └──> metrics, ledger, export: read the record, never re-derive it
-    optimizer.step ──> publish weights ──> log                                       per step
+    update weights ──> publish them ──> log                                          per step
 
 The denominator is the number of trainable tokens of the whole step, known before the first micro batch,
-so that packing and the token cap cannot change the gradient.
+so that packing and the token cap cannot change the gradient. A step whose loss or gradient is not finite is
+skipped: the next policy version has the same weights, and everything else is recorded as ever.
 """
 
 from pellucid.trainer.observer import StepObserver
@@ -17,9 +18,9 @@ from pellucid.trainer.step import StepBatch
 def train(run: Run) -> None:
     for step in run.steps():
         observer = accumulate(run, run.next_batch(step))
-        grad_norm = run.optimizer.step()
+        update = run.update(observer)
         run.publish(step)
-        run.finish(step, observer, grad_norm)
+        run.finish(step, observer, update)
     run.save_model()
 
 

@@ -17,6 +17,7 @@ from pellucid.loss import LossRecord
 from pellucid.metrics import Max, MetricSet, Sum
 from pellucid.model import TokenOutput
 from pellucid.trainer.loss_stats import LossStats, kl_ent_ratios, observe_loss
+from pellucid.trainer.skips import FiniteWatch
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
 
 _Account = tuple[str, str]
@@ -61,6 +62,20 @@ class StepObserver:
         """Of tokens and tokens that they attend to, on this rank."""
 
         self._stats = LossStats([env for _, env in self._accounts])
+        self._watch = FiniteWatch()
+        self._is_skipped = False
+
+    @property
+    def step(self) -> int:
+        return self._batch.step
+
+    def not_finite(self) -> str | None:
+        """The first token of this rank whose loss is not finite, described; None if all are."""
+        return self._watch.cause()
+
+    def skip(self) -> None:
+        """The gradient of this step moves no weights: its trainable tokens are neither trained nor masked."""
+        self._is_skipped = True
 
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
         account = self._account_of_tokens(micro_batch)
@@ -69,6 +84,7 @@ class StepObserver:
         self._stats.add_loss(result.record.token_loss.detach().sum(dtype=torch.float64) / self._denominator)
         on_device = torch.from_numpy(account).to(output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
+        self._watch.add(micro_batch, result)
         if output.replaced is not None:
             self._stats.add("router_replace_rate", output.replaced, result.inputs.loss_mask, on_device)
         if self._exporter is not None:
@@ -116,7 +132,8 @@ class StepObserver:
         metrics = self._stats.metrics()
         metrics.add("loss", Sum(self._stats.loss()))
         num_masked = sum(self._stats.count("is_masked"))
-        counts = {**self._counts, "trained_tokens": self._counts["loss_tokens"] - num_masked}
+        num_trained = 0 if self._is_skipped else self._counts["loss_tokens"] - num_masked
+        counts = {**self._counts, "trained_tokens": num_trained}
         for name in COUNTED:
             metrics.add(name, Sum(counts[name]))
         metrics.add("max_micro_batch_tokens", Max(self._max_micro_batch_tokens))
@@ -141,11 +158,14 @@ class StepObserver:
                 int(self._books[name][number]) for name in _BOOKED
             )
             padding = packed if env == _PADDING else 0
+            skipped = trainable if self._is_skipped else 0
+            num_masked = 0 if self._is_skipped else masked[number]
             journal.count(run, env, Flow.RECEIVED, received)
             journal.count(run, env, State.TRUNCATED, received - sampled)
             journal.count(run, env, State.UNTRAINABLE, sampled - trainable)
-            journal.count(run, env, State.MASKED, masked[number])
-            journal.count(run, env, State.TRAINED, trainable - masked[number])
+            journal.count(run, env, State.SKIPPED, skipped)
+            journal.count(run, env, State.MASKED, num_masked)
+            journal.count(run, env, State.TRAINED, trainable - skipped - num_masked)
             journal.count(run, env, Flow.CONTEXT, packed - sampled - padding)
             journal.count(run, env, Flow.PADDING, padding)
             journal.count(run, env, Flow.COMPUTED, computed)

@@ -1,5 +1,6 @@
 """The parts of one training run, wired together: what the loop calls."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -27,15 +28,18 @@ from pellucid.trainer.batches import BatchSource, share_table
 from pellucid.trainer.cost import ModelShape
 from pellucid.trainer.machine import peak_flops, peak_memory_gib
 from pellucid.trainer.observer import COUNTED, StepObserver
-from pellucid.trainer.optimizer import Optimizer
+from pellucid.trainer.optimizer import Optimizer, Update
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.saver import CheckpointSaver
+from pellucid.trainer.skips import Skips, cause_of
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_weights
 from pellucid.trainer.stop import StopRequest
 from pellucid.trainer.trained import Trained
 from pellucid.trainer.validation import Validation
 from pellucid.transport import is_stable, publish_folder, retract_steps
 from pellucid.transport.weights import publish_version, weights_folder
+
+logger = logging.getLogger(__name__)
 
 _LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
@@ -80,6 +84,7 @@ class Run:
         self._watch = Stopwatch()
         self._shape = ModelShape.of(self.policy)
         self._cost = self._shape.cost()
+        self._skips = Skips(self.config.max_skipped_steps)
         self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
 
     def go_on_from(self, progress: Progress) -> None:
@@ -197,6 +202,22 @@ class Run:
         record = self.losses[micro_batch.packed.kind.training_mode](inputs).weighted(micro_batch.weights)
         return LossResult(record.token_loss.sum() / denominator, inputs, record)
 
+    def update(self, observer: StepObserver) -> Update:
+        """Moves the weights by the gradient of a step, or skips it if its loss or gradient is not finite.
+
+        All processes decide alike: they know of each other's tokens, and the norm is that of all gradients.
+        """
+        tokens: list[str | None] = self.ranks.gather(observer.not_finite())
+        update = self.optimizer.step(is_finite=not any(tokens))
+        cause = None
+        if update.is_skipped:
+            observer.skip()
+            cause = cause_of(update, tokens, self.ranks.gather(update.parameter))
+            if self.ranks.is_main:
+                logger.warning("step %d of %s is skipped: %s", observer.step, self.output_dir, cause)
+        self._skips.add(cause)
+        return update
+
     def publish(self, step: int) -> None:
         """Publishes the weights after step n as policy version n + 1."""
         if self.publishes:
@@ -207,8 +228,11 @@ class Run:
                 else:
                     self.trained.offer()
 
-    def finish(self, step: int, observer: StepObserver, grad_norm: float) -> None:
-        """Books, export and metrics of a trained step; a checkpoint when one is due."""
+    def finish(self, step: int, observer: StepObserver, update: Update) -> None:
+        """Writes books, export and metrics of a step, and a checkpoint when one is due.
+
+        Raises DataError once too many steps in a row were skipped, after a checkpoint.
+        """
         with self._watch("observe"):
             if self.journal is not None:
                 observer.write_ledger(self.journal)
@@ -230,7 +254,9 @@ class Run:
                 report |= self.validation.report(step)
         counted = [*COUNTED, *(f"local/{name}" for name in COUNTED)]
         self._totals.update({f"total/{name}": report[name] for name in counted})
-        report |= {"grad_norm": grad_norm, "lr": self.optimizer.last_lr, **self._totals}
+        skipped = {"skipped_steps": int(update.is_skipped)}
+        self._totals.update({"total/skipped_steps": skipped["skipped_steps"]})
+        report |= {"grad_norm": update.grad_norm, "lr": update.lr, **skipped, **self._totals}
         report |= self._times(report, sum(told.num_pairs for told in ranks))
         for sink in self.sinks:
             sink.log(step, report)
@@ -238,6 +264,10 @@ class Run:
         self._settle(wait=False)
         if self._num_trained % self.config.ckpt.interval == 0 or self._num_trained == self.max_steps:
             self.save_checkpoint()
+        if self._skips.is_over:
+            self.save_checkpoint()
+            self.finish_checkpoint()
+            raise self._skips.error(step, self.output_dir, is_exported=self.exporter is not None)
 
     def _told(self, observer: StepObserver) -> Told:
         metrics = observer.metrics()

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -206,6 +207,50 @@ def test_the_gradient_of_a_run_is_untouched_by_another(tiny_model, tmp_path, mon
     assert difference(seen[0], seen[1]) > 0.1
 
 
+def test_a_run_whose_steps_are_skipped_is_evicted_in_the_end_and_the_other_goes_on(
+    tiny_model, tmp_path
+) -> None:
+    """One skipped step is no reason yet; two in a row are what this run allows."""
+    good = joining(tiny_model, tmp_path, "good", max_steps=3)
+    bad = joining(
+        tiny_model,
+        tmp_path,
+        "bad",
+        max_steps=5,
+        trainer={"max_skipped_steps": 2, "loss": {"type": "custom", "import_path": "processes:broken_loss"}},
+    )
+    send(good, 0)
+    sender = FilesystemSender(bad.output_dir)
+    for step in range(bad.max_steps):
+        table = samples("bad", step, count=3)
+        if step in (0, 2, 3):
+            table = TokenTable(
+                table.lengths, {**dict(table.columns), "advantage": np.full(3, 1e19, np.float32)}
+            )
+        sender.send(step, encode_batch(Batch("bad", step, table)))
+    with on_roster(good, bad) as outcomes:
+        serve_runs(shared(tiny_model, tmp_path), Ranks())
+    assert outcomes["good"] == (Outcome.DONE, "")
+    outcome, reason = outcomes["bad"]
+    assert outcome is Outcome.EVICTED
+    assert reason.startswith(
+        "steps 2 to 3 were skipped, as many in a row as trainer.max_skipped_steps = 2 allows"
+    )
+    records = list(read_metrics(bad.output_dir / "metrics" / "trainer.jsonl"))
+    assert [record["skipped_steps"] for record in records] == [1, 0, 1, 1]
+    assert difference(weights(bad.output_dir, 2), weights(bad.output_dir, 4)) == 0
+    (state,) = {
+        key
+        for entry in read_journal(bad.output_dir / "ledger" / "trainer.jsonl")
+        if entry.step == 3
+        for key in entry.counts
+        if key in ("skipped", "masked", "trained")
+    }
+    assert state == "skipped"
+    alone(good, 0, tmp_path / "alone")
+    assert difference(weights(tmp_path / "alone", 3), weights(good.output_dir, 3)) < 1e-4
+
+
 def test_a_run_that_sends_garbage_is_evicted_and_the_other_goes_on(tiny_model, tmp_path) -> None:
     good, bad = joining(tiny_model, tmp_path, "good", max_steps=3), joining(tiny_model, tmp_path, "bad")
     send(good, 0)
@@ -222,9 +267,10 @@ def test_a_run_that_sends_garbage_is_evicted_and_the_other_goes_on(tiny_model, t
 
 def test_a_run_whose_gradient_is_not_finite_leaves_nothing_behind(tiny_model, tmp_path) -> None:
     """It has taken its turns before; whoever gets its place starts with an adapter of its own."""
-    bad = joining(tiny_model, tmp_path, "bad", trainer={"optim": {"lr": 1e-2}})
+    loss = {"type": "custom", "import_path": "processes:steep_loss"}
+    bad = joining(tiny_model, tmp_path, "bad", trainer={"loss": loss, "max_skipped_steps": 1})
     table = TokenTable.from_samples(
-        [TrainingSample.from_turn([5], [6, 7], [-4.0, -4.0], env_name="a", run_id="bad", advantage=3e38)] * 4
+        [TrainingSample.from_turn([5], [6, 7], [-4.0, -4.0], env_name="a", run_id="bad", advantage=1e19)] * 4
     )
     FilesystemSender(bad.output_dir).send(0, encode_batch(Batch("bad", 0, table)))
     next_one = joining(tiny_model, tmp_path, "next")
@@ -232,7 +278,7 @@ def test_a_run_whose_gradient_is_not_finite_leaves_nothing_behind(tiny_model, tm
     with on_roster(bad, next_one) as outcomes:
         serve_runs(shared(tiny_model, tmp_path, max_runs=1), Ranks())
     outcome, reason = outcomes["bad"]
-    assert outcome is Outcome.EVICTED and "the gradient norm is" in reason
+    assert outcome is Outcome.EVICTED and "the norm of the gradient is inf" in reason
     assert outcomes["next"] == (Outcome.DONE, "")
     alone(next_one, 0, tmp_path / "alone")
     assert difference(weights(tmp_path / "alone", 2), weights(next_one.output_dir, 2)) < 1e-4

@@ -13,6 +13,7 @@ from pellucid import export
 from pellucid.checks.ledger.audit import rollout_lines
 from pellucid.errors import DataError, LedgerError
 from pellucid.ledger import MEANING, Flow, State
+from pellucid.metrics import read_metrics
 
 _SHOWN = 200
 
@@ -94,11 +95,15 @@ def _story(run: Path, rollout: SavedRollout, group: list[float | None]) -> Story
         return Story(rollout, group, {}, "the run has no token export of that step")
     records = reader.step(rollout.step).where(rollout_id=rollout.rollout_id)
     states: Counter[str] = Counter()
+    is_skipped = rollout.step in skipped_steps(run)
     for record in records:
         sampled, trainable = record["sampled"], record["loss_mask"]
         masked = record["is_masked"]
         is_masked = np.zeros_like(trainable) if masked is None else masked.astype(np.bool_)
         states[State.UNTRAINABLE.value] += int((sampled & ~trainable).sum())
+        if is_skipped:
+            states[State.SKIPPED.value] += int(trainable.sum())
+            continue
         states[State.MASKED.value] += int((trainable & is_masked).sum())
         states[State.TRAINED.value] += int((trainable & ~is_masked).sum())
     num_left = rollout.num_tokens - states.total()
@@ -111,6 +116,13 @@ def _story(run: Path, rollout: SavedRollout, group: list[float | None]) -> Story
         )
     states[State.TRUNCATED.value] = num_left
     return Story(rollout, group, dict(+states))
+
+
+def skipped_steps(run: Path) -> set[int]:
+    """Steps that moved no weights, by the trainer's metrics; an export is written before that is decided."""
+    path = run / "metrics" / "trainer.jsonl"
+    records = read_metrics(path) if path.exists() else ()
+    return {record["step"] for record in records if record.get("skipped_steps")}
 
 
 def print_stories(stories: list[Story], console: Console) -> None:

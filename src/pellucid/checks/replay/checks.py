@@ -1,5 +1,6 @@
 """A run against itself: what follows from the record has to be in the record."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -45,10 +46,14 @@ class Loss:
     num_steps: int = 0
 
     def add(self, step: int, exported: float, logged: float, scale: float) -> None:
-        """`scale` is what the difference is relative to."""
+        """`scale` is what the difference is relative to. A loss that is not finite is so in both records."""
         self.num_steps += 1
-        gap = abs(exported - logged) / max(scale, 1e-12)
-        if not gap <= self.worst:
+        are_finite = math.isfinite(exported), math.isfinite(logged)
+        if all(are_finite):
+            gap = abs(exported - logged) / max(scale, 1e-12)
+        else:
+            gap = math.inf if any(are_finite) else 0.0
+        if gap > self.worst:
             self.worst, self.where = gap, f"step {step}: {exported:.9g} exported, {logged:.9g} logged"
 
     def finding(self) -> Finding:

@@ -1,5 +1,6 @@
 """What a run left behind of its steps: exports, logged losses, rollouts, and its configuration."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,11 +99,12 @@ class RecordedRun:
 
     @cached_property
     def logged_losses(self) -> Mapping[int, float]:
-        """By step; the last word counts, as a resumed run writes a step again."""
+        """By step, NaN if it was not finite; the last word counts, as a resumed run writes a step again."""
         path = None if self.folder is None else self.folder / "metrics" / "trainer.jsonl"
         if path is None or not path.exists():
             return {}
-        return {entry["step"]: entry["loss"] for _, entry in read_json_lines(path) if "loss" in entry}
+        logged = {entry["step"]: entry["loss"] for _, entry in read_json_lines(path) if "loss" in entry}
+        return {step: math.nan if loss is None else loss for step, loss in logged.items()}
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Those that were settled with the step's batch; none where they were not saved."""

@@ -12,6 +12,7 @@ from pellucid.checks.verify.gradients import gradients
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tensors import to_tensors
+from pellucid.errors import DataError
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import layout_of
 from pellucid.transport.weights import publish_version, weights_folder
@@ -91,7 +92,9 @@ def _train(subject: Subject, *, lr: float) -> None:
     found = gradients(run, table, cap=table.num_tokens)
     for name, parameter in run.trained.module.named_parameters():
         parameter.grad = found[name]
-    run.optimizer.step(lr=lr)
+    update = run.optimizer.step(lr=lr)
+    if update.is_skipped:
+        raise DataError(f"the gradient norm of the drawn samples is {update.grad_norm:g}: training diverges")
 
 
 def _hand_over(subject: Subject) -> None:

@@ -62,10 +62,11 @@ class Member:
         self._wait()
         return False
 
-    def finish_step(self, grad_norm: float) -> None:
+    def finish_step(self) -> None:
         assert self.observer is not None
+        update = self.run.update(self.observer)
         self.run.publish(self.step)
-        self.run.finish(self.step, self.observer, grad_norm)
+        self.run.finish(self.step, self.observer, update)
         self.batch = self.observer = None
         self.step += 1
         self._wait()

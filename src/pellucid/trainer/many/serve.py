@@ -69,7 +69,7 @@ def train_many(runs: "ManyRuns") -> None:
                 is_last = member.train(num_samples)
             if member.name in runs.members and is_last:
                 with runs.evicting(member, everywhere=True):
-                    member.finish_step(member.run.optimizer.step())
+                    member.finish_step()
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ const LABEL_GAP = 19;
 export const STAGES = [
   { name: "engine", does: "sampled", states: ["cancelled", "lost", "in_flight"] },
   { name: "orchestrator", does: "received", states: ["eval", "failed_rollout", "dropped_group", "stale", "filtered", "zero_advantage", "rejected"] },
-  { name: "trainer", does: "sent", states: ["rolled_back", "truncated", "untrainable", "masked", "trained"] },
+  { name: "trainer", does: "sent", states: ["rolled_back", "truncated", "untrainable", "skipped", "masked", "trained"] },
 ];
 
 const MEANING = /** @type {Record<string, string>} */ ({
   eval: "sampled for evaluation", lost: "a process died", cancelled: "sampling was cancelled", failed_rollout: "the rollout failed",
   dropped_group: "its group was dropped", stale: "too old when the batch was formed", filtered: "a filter took it out",
   zero_advantage: "its advantage is 0: no signal", rejected: "invalid", truncated: "beyond seq_len",
-  untrainable: "sampled, but masked out by the environment, or trained in another branch", masked: "outside the trust region",
+  untrainable: "sampled, but masked out by the environment, or trained in another branch", skipped: "in a step whose loss or gradient was not finite",
+  masked: "outside the trust region",
   trained: "moved the weights", rolled_back: "trained in a step that a resume discarded", in_flight: "running, queued, or waiting for the next batch",
 });
 
