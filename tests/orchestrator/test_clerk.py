@@ -17,7 +17,7 @@ from pellucid.metrics import read_metrics
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.clerk import Clerk
 from pellucid.orchestrator.samples import build_samples
-from pellucid.orchestrator.scheduler import SchedulerState
+from pellucid.orchestrator.scheduler import RolloutLength, SchedulerState
 from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import decode_batch
@@ -54,7 +54,9 @@ def group(name: str, num_tokens: int = 3) -> list[Verdict]:
 
 
 def state(batches_sent: int, *ready: list[Verdict]) -> SchedulerState:
-    return SchedulerState(batches_sent, {"env": 9}, 9, 0, [("env", 4)], ready)
+    return SchedulerState(
+        batches_sent, {"env": 9}, {"env": 0.5}, RolloutLength(7.5, 3), 9, 0, [("env", 4)], ready
+    )
 
 
 class Sender:
@@ -164,6 +166,7 @@ def test_what_a_snapshot_holds_trains_as_it_would_have(tmp_path: Path) -> None:
     assert snapshot is not None and snapshot.held() == {"env": 6}
     restored = snapshot.scheduler_state("renamed")
     assert (restored.batches_sent, restored.unfinished) == (3, [("env", 4)])
+    assert (restored.credits, restored.rollout_length) == ({"env": 0.5}, RolloutLength(7.5, 3))
     [[again, also]] = restored.ready
     assert (also.outcome, also.reason, also.samples) == (State.FAILED_ROLLOUT, "broken", [])
     assert (again.outcome, again.advantage) == (Flow.SENT, 0.25)

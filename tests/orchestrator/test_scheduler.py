@@ -304,7 +304,71 @@ def test_environments_may_come_and_go_between_a_run_and_its_resumption() -> None
     resumed = make(sources=[Source("kept"), Source("new")], max_inflight_rollouts=12, batch_size=6)
     resumed.restore(before.state())
     starts = [(d.env_name, d.example_index) for d in dispatch_all(resumed) if d.rollout_id.endswith("r0")]
-    assert starts == [("kept", 0), ("kept", 1), ("new", 0), ("new", 1), ("kept", 2), ("new", 2)]
+    assert starts == [("kept", 0), ("kept", 1), ("kept", 2), ("new", 0), ("kept", 3), ("new", 1)]
+
+
+def names(dispatches: Sequence[Dispatch]) -> list[str]:
+    return [dispatch.env_name for dispatch in dispatches]
+
+
+def start_groups(scheduler: Scheduler, number: int) -> list[Dispatch]:
+    """Groups of one rollout, each back before the next one starts."""
+    dispatches = []
+    for _ in range(number):
+        dispatch = scheduler.next_dispatch()
+        assert dispatch is not None
+        scheduler.finish(come_back(dispatch))
+        dispatches.append(dispatch)
+    return dispatches
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "share"),
+    [
+        ([("old", 1)], [("old", 1), ("new", 1)], {"old": 20, "new": 20}),
+        ([("old", 1), ("gone", 5)], [("new", 3), ("old", 1)], {"old": 10, "new": 30}),
+        ([("a", 9), ("b", 1)], [("a", 1), ("b", 1)], {"a": 20, "b": 20}),
+        ([("a", 1), ("b", 1)], [("a", 1), ("b", 7)], {"a": 5, "b": 35}),
+    ],
+)
+def test_environments_that_change_at_a_resume_get_their_share_from_there_on(
+    before: list[tuple[str, float]], after: list[tuple[str, float]], share: dict[str, int]
+) -> None:
+    """Groups that were started before do not count: a new environment has nothing to catch up on."""
+    rules = {"batch_size": 10_000, "rollouts_per_example": 1, "max_inflight_rollouts": 1}
+    first = make(sources=[Source(*each) for each in before], **rules)
+    start_groups(first, 600)
+    resumed = make(sources=[Source(*each) for each in after], **rules)
+    resumed.restore(first.state())
+    counts = Counter(names(start_groups(resumed, 40)))
+    assert all(abs(counts[env] - number) <= 1 for env, number in share.items()), counts
+
+
+@given(
+    weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
+    num_before=st.integers(0, 30),
+    num_resumes=st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=50)
+def test_a_resumed_run_takes_environments_in_the_order_of_an_uninterrupted_one(
+    weights: list[float], num_before: int, num_resumes: int
+) -> None:
+    sources = [Source(f"env-{index}", weight) for index, weight in enumerate(weights)]
+    rules = {"batch_size": 10_000, "rollouts_per_example": 1, "max_inflight_rollouts": 1}
+    whole = make(sources=sources, **rules)
+    expected = names(start_groups(whole, num_before * (num_resumes + 1)))
+    actual: list[str] = []
+    state = None
+    for _ in range(num_resumes + 1):
+        part = make(sources=sources, **rules)
+        if state is not None:
+            part.restore(state)
+        actual += names(start_groups(part, num_before))
+        state = part.state()
+    assert actual == expected
+    total = sum(weights)
+    for source in sources:
+        assert abs(actual.count(source.env_name) - len(actual) * source.weight / total) < len(sources)
 
 
 class RandomSchedules(RuleBasedStateMachine):
@@ -472,29 +536,148 @@ def with_samples(rollouts: Sequence[Rollout]) -> list[Verdict]:
 
 
 def test_batches_by_tokens_take_whole_groups() -> None:
-    """Each group has 2 × (1 + 9) tokens; a batch of 50 takes three of them."""
-    scheduler = make(with_samples, batch_size=50, counts_tokens=True, max_inflight_rollouts=20)
+    """Each group has 2 × (1 + 9) tokens; a batch of 50 takes three of them, and two may be sampled ahead."""
+    scheduler = make(with_samples, batch_size=50, max_rollout_tokens=10, max_inflight_rollouts=20)
     dispatches = dispatch_all(scheduler)
-    assert len(dispatches) == 20  # nothing is known about lengths yet
+    assert len(dispatches) == 10  # five groups of 20 tokens for 100
     for number, dispatch in enumerate(dispatches[:6], start=1):
         scheduler.finish(come_back(dispatch, num_tokens=9))
         batch = scheduler.take_batch()
         assert (batch is not None) == (number == 6)
     assert batch is not None and len(batch) == 6
-    # Seven groups of about 20 tokens are open; the two batches that may be sampled ahead need 100.
-    assert dispatch_all(scheduler) == []
+    # Two groups are open; the second batch needs 50 tokens.
+    assert len(dispatch_all(scheduler)) == 2
 
 
-def test_strictly_on_policy_a_batch_by_tokens_has_all_that_was_sampled() -> None:
-    rules = {"batch_size": 30, "counts_tokens": True, "max_async_level": 0, "max_inflight_rollouts": 6}
-    scheduler = make(with_samples, **rules)
+def with_signal(rollouts: Sequence[Rollout]) -> list[Verdict]:
+    """Reward 0 carries no signal."""
+    return [
+        verdict if verdict.rollout.reward else Verdict(verdict.rollout, State.ZERO_ADVANTAGE)
+        for verdict in with_samples(rollouts)
+    ]
+
+
+def tokens_of(verdicts: Sequence[Verdict]) -> int:
+    return sum(sample.length for verdict in verdicts for sample in verdict.samples)
+
+
+@pytest.mark.parametrize("max_rollout_tokens", [10, 80, 1000])
+@pytest.mark.parametrize("reward_of_others", [1.0, 0.0])
+def test_strictly_on_policy_the_first_batch_by_tokens_has_a_groups_surplus_at_most(
+    max_rollout_tokens: int, reward_of_others: float
+) -> None:
+    """Rollouts of 10 tokens, known only once they are back; every third group may be without a signal."""
+    scheduler = make(
+        with_signal,
+        batch_size=310,
+        max_rollout_tokens=max_rollout_tokens,
+        max_async_level=0,
+        max_inflight_rollouts=1000,
+    )
+    running: list[Dispatch] = []
+    for _ in range(1000):
+        running += dispatch_all(scheduler)
+        if (batch := scheduler.take_batch()) is not None:
+            break
+        dispatch = running.pop(0)
+        reward = reward_of_others if dispatch.example_index % 3 else 1.0
+        scheduler.finish(come_back(dispatch, num_tokens=9, reward=reward))
+    assert batch is not None and tokens_of(batch) == 320 and not running and scheduler.num_ready == 0
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    max_async_level=st.integers(0, 3),
+    shortest=st.integers(2, 20),
+    spread=st.integers(0, 20),
+    signal=st.floats(0.3, 1),
+    num_resumes=st.integers(0, 3),
+)
+@settings(deadline=None, max_examples=80)
+def test_batches_by_tokens_keep_the_level_and_their_size(
+    seed: int, max_async_level: int, shortest: int, spread: int, signal: float, num_resumes: int
+) -> None:
+    """Lengths are random, rollouts come back in any order, the trainer takes its time, the run is resumed."""
+    generator = random.Random(seed)
+    longest, batch_size, num_steps = shortest + spread, 150, 8
+    largest_group = 2 * longest
+
+    def start() -> Scheduler:
+        return make(
+            with_signal,
+            batch_size=batch_size,
+            max_rollout_tokens=longest + generator.randint(0, 100),
+            max_async_level=max_async_level,
+            max_off_policy_steps=9,
+            max_inflight_rollouts=1000,
+            max_steps=num_steps,
+        )
+
+    scheduler = start()
+    resumes = sorted(generator.sample(range(1, num_steps), num_resumes))
+    running: list[tuple[Dispatch, int]] = []
+    while scheduler.batches_sent < num_steps:
+        started = dispatch_all(scheduler)
+        running += [(dispatch, scheduler.policy_version) for dispatch in started]
+        num_open = len({dispatch.group_id for dispatch, _ in running})
+        num_batches = scheduler.policy_version + max_async_level + 1 - scheduler.batches_sent
+        assert not started or (num_open - 1) * 2 * shortest < num_batches * batch_size
+        if running and generator.random() < 0.8:
+            dispatch, version = running.pop(generator.randrange(len(running)))
+            num_tokens = generator.randint(shortest, longest) - 1
+            reward = float(generator.random() < signal)
+            scheduler.finish(come_back(dispatch, num_tokens=num_tokens, version=version, reward=reward))
+        elif scheduler.policy_version < scheduler.batches_sent:
+            scheduler.update_policy(scheduler.policy_version + 1)
+        step = scheduler.batches_sent
+        if (batch := scheduler.take_batch()) is not None:
+            assert step - scheduler.policy_version <= max_async_level
+            last_group = [v for v in batch if v.rollout.group_id == batch[-1].rollout.group_id]
+            assert tokens_of(batch) >= batch_size
+            if max_async_level:
+                assert tokens_of(batch) - tokens_of(last_group) < batch_size
+            else:  # all that was started belongs to it: as much as lengths differ
+                assert tokens_of(batch) < batch_size * longest / shortest + largest_group
+        if resumes and scheduler.batches_sent == resumes[0]:
+            before, scheduler = scheduler, start()
+            scheduler.restore(before.state())
+            scheduler.update_policy(before.policy_version)
+            running.clear()
+            resumes.pop(0)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_rollouts_longer_than_expected_do_not_run_ahead_of_the_weights(resumed: bool) -> None:
+    """Ten groups are started for two batches, and turn out to fill twenty."""
+    rules = {"batch_size": 100, "max_rollout_tokens": 10, "max_inflight_rollouts": 1000, "max_steps": 50}
+    scheduler = make(with_signal, **rules, max_off_policy_steps=50)
     dispatches = dispatch_all(scheduler)
-    for dispatch in dispatches[:-1]:
-        scheduler.finish(come_back(dispatch, num_tokens=9))
-        assert scheduler.take_batch() is None
-    scheduler.finish(come_back(dispatches[-1], num_tokens=9))
-    batch = scheduler.take_batch()
-    assert batch is not None and len(batch) == 6 and scheduler.num_ready == 0
+    assert len(dispatches) == 20
+    for dispatch in dispatches:
+        scheduler.finish(come_back(dispatch, num_tokens=99))
+    if resumed:
+        before, scheduler = scheduler, make(with_signal, **rules, max_off_policy_steps=50)
+        scheduler.restore(before.state())
+    for version in range(5):
+        scheduler.update_policy(version)
+        while scheduler.take_batch() is not None:
+            pass
+        assert scheduler.batches_sent == version + 2 and scheduler.waits_for_weights
+        assert dispatch_all(scheduler) == []
+
+
+def test_a_resumed_run_knows_how_long_rollouts_are() -> None:
+    rules = {"batch_size": 100, "max_rollout_tokens": 1000, "max_inflight_rollouts": 1000}
+    before = make(with_signal, **rules)
+    for _ in range(30):
+        for dispatch in dispatch_all(before):
+            before.finish(come_back(dispatch, num_tokens=9, reward=0.0))
+    state = before.state()
+    resumed = make(with_signal, **rules)
+    resumed.restore(state)
+    expected = [dispatch.example_index for dispatch in dispatch_all(before)]
+    assert [dispatch.example_index for dispatch in dispatch_all(resumed)] == expected
+    assert len(expected) > 2
 
 
 def test_paced_a_batch_waits_for_what_would_be_too_old_for_the_next() -> None:
@@ -529,8 +712,8 @@ def test_paced_a_batch_waits_for_what_would_be_too_old_for_the_next() -> None:
 def test_every_run_comes_to_its_end(seed: int, counts_tokens: bool, **rules: int) -> None:
     """Whatever order rollouts come back in, the scheduler never waits for something that cannot happen."""
     generator = random.Random(seed)
-    batch_size = 40 if counts_tokens else 5
-    own = {**rules, "max_off_policy_steps": 3, "max_steps": 8, "counts_tokens": counts_tokens}
+    batch_size, max_rollout_tokens = (40, 30) if counts_tokens else (5, None)
+    own = {**rules, "max_off_policy_steps": 3, "max_steps": 8, "max_rollout_tokens": max_rollout_tokens}
     scheduler = make(with_samples, batch_size=batch_size, max_inflight_rollouts=6, **own)
     running: list[tuple[Dispatch, int]] = []
     for _ in range(5_000):

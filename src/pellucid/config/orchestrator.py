@@ -104,7 +104,8 @@ class EnvConfig(EnvironmentConfig):
     KEY: ClassVar[str] = "orchestrator.env"
 
     weight: float = Field(default=1.0, gt=0)
-    """Share of the groups that come from this environment, relative to the others."""
+    """Share of the groups that come from this environment, relative to the others. Weights, and environments,
+    that change at a resume count from there on."""
 
     state_columns: tuple[str, ...] = ()
     """Fields of `Score.state` that are saved with each rollout, after `trajectory` and `sampling_args`, which
@@ -257,7 +258,9 @@ class OrchestratorConfig(Section):
     """Rollouts per optimizer step, counted after filtering. Groups are never cut."""
 
     token_batch_size: int | None = Field(default=None, ge=1)
-    """Instead of `batch_size`: tokens per optimizer step, prompts included. Groups are never cut."""
+    """Instead of `batch_size`: tokens per optimizer step, prompts included. Groups are never cut. As many
+    groups are started as their expected length fills: that of the latest ones, and `inference.max_model_len`
+    a rollout until the first are back."""
 
     rollouts_per_example: int = Field(default=8, ge=1)
     """Rollouts in a group."""

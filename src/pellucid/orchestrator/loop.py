@@ -323,7 +323,7 @@ def _scheduler(config: OrchestratorRunConfig, environments: Mapping[str, Environ
     own = config.orchestrator
     rules = Rules(
         batch_size=own.token_batch_size or own.batch_size,
-        counts_tokens=own.token_batch_size is not None,
+        max_rollout_tokens=None if own.token_batch_size is None else config.inference.max_model_len,
         rollouts_per_example=own.rollouts_per_example,
         max_inflight_rollouts=own.max_inflight_rollouts,
         max_async_level=config.max_async_level,

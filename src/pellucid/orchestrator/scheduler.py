@@ -2,9 +2,13 @@
 
 - Every dispatched rollout reaches exactly one outcome; the outcomes of a group are settled together.
 - At most `max_inflight_rollouts` are in flight.
-- A group starts only for a batch that is at most `max_async_level` ahead of the weights: while what is
-  ready and what is open cannot yet fill the batches up to there, nor up to `max_steps`. With level 0,
-  a batch is complete only when nothing is in flight: strictly on-policy.
+- A batch forms only if it is at most `max_async_level` ahead of the weights, and a group starts only for
+  such a batch: while what is ready and what is open cannot yet fill the batches up to there, nor up to
+  `max_steps`. With level 0, a batch is complete only when nothing is in flight: strictly on-policy.
+- Where batches count tokens, an open group counts as long as its rollouts are expected to be: as long as they
+  were lately, and before anything is known, as long as they can be.
+- Environments take turns by weight. Their turns depend on the latest groups, never on all of them, so one
+  that joins a resumed run, or has another weight there, gets its share and has nothing to catch up on.
 - A failed rollout is attempted again, under a name of its own, up to `max_retries` times.
 - A group is started whole and final once all its rollouts are back. It then trains with those that
   survived, unless none did or a group-scored environment lost one.
@@ -32,6 +36,8 @@ from pellucid.ledger import Flow, State
 from pellucid.orchestrator.drought import Drought
 from pellucid.orchestrator.verdict import Verdict
 
+_REMEMBERED_GROUPS = 64  # lengths change as the policy learns
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -43,15 +49,21 @@ class Rules:
     max_async_level: int
     max_off_policy_steps: int
     max_steps: int
-    counts_tokens: bool = False
+    max_rollout_tokens: int | None = None
+    """The most tokens that a rollout can have, where a batch counts tokens; None: it counts rollouts."""
+
     max_retries: int = 0
     paced: bool = False
+
+    @property
+    def counts_tokens(self) -> bool:
+        return self.max_rollout_tokens is not None
 
     def size(self, verdict: Verdict) -> int:
         """What a rollout adds to a batch."""
         if not verdict.is_sent:
             return 0
-        return sum(sample.length for sample in verdict.samples) if self.counts_tokens else 1
+        return _length(verdict) if self.counts_tokens else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +88,35 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutLength:
+    """How many tokens a rollout is expected to have: the mean of the latest groups.
+
+    RolloutLength(1000)                                              1000: the most it can have
+    RolloutLength(1000).including(100).including(100).including(100)  325: that counts as one group
+    """
+
+    mean: float
+    num_groups: int = 1
+
+    def including(self, length: float) -> "RolloutLength":
+        """The expectation once a further group had rollouts of this mean length."""
+        weight = 1 / min(self.num_groups + 1, _REMEMBERED_GROUPS)
+        return RolloutLength(self.mean + (length - self.mean) * weight, self.num_groups + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerState:
     """All that a resumed run has to know."""
 
     batches_sent: int
     positions: Mapping[str, int]
     """Next example of each environment."""
+
+    credits: Mapping[str, float]
+    """Groups that each environment is behind its share."""
+
+    rollout_length: RolloutLength | None
+    """None if batches count rollouts."""
 
     num_groups: int
     generation: int
@@ -115,19 +150,6 @@ class _ReadyGroup:
     size: int
 
 
-class _RunningMean:
-    def __init__(self) -> None:
-        self._total = self._num = 0
-
-    @property
-    def value(self) -> float:
-        return self._total / self._num if self._num else 0.0
-
-    def add(self, value: int) -> None:
-        self._total += value
-        self._num += 1
-
-
 class Scheduler:
     """`judge` turns the surviving rollouts of a final group into verdicts, one each, in order."""
 
@@ -138,6 +160,10 @@ class Scheduler:
         self._sources = sources
         self._judge = judge
         self._positions = {source.env_name: 0 for source in sources}
+        self._credits = {source.env_name: 0.0 for source in sources}
+        """Groups that each environment is behind its share: its next turn comes sooner the more it is."""
+        longest = rules.max_rollout_tokens
+        self._rollout_length = None if longest is None else RolloutLength(longest)
         self._num_groups = 0
         self._generation = 0
         self._again: deque[tuple[Source, int]] = deque()
@@ -148,8 +174,6 @@ class Scheduler:
         """How often each has failed before."""
         self._retries: deque[tuple[_OpenGroup, str, int]] = deque()
         """Rollouts that failed and will be attempted again, and how often they have."""
-        self._mean_size = _RunningMean()
-        """What a group that became ready added to a batch."""
         self._ready: list[_ReadyGroup] = []
         self._ready_size = 0
         self._settled: list[list[Verdict]] = []
@@ -175,7 +199,7 @@ class Scheduler:
 
     @property
     def waits_for_weights(self) -> bool:
-        """Whether nothing starts until newer weights are served."""
+        """Whether nothing starts, and no batch forms, until newer weights are served."""
         ahead = self.batches_sent - self.policy_version
         return self.batches_sent < self._rules.max_steps and ahead > self._rules.max_async_level
 
@@ -217,7 +241,7 @@ class Scheduler:
         """The rollouts of the next batch, once there are enough; they count as sent from here on."""
         if self._ready_size < self._rules.batch_size or self.batches_sent == self._rules.max_steps:
             return None
-        if self._must_wait_for_open_groups():
+        if self.waits_for_weights or self._must_wait_for_open_groups():
             return None
         taken, size = 0, 0
         groups = self._by_age()
@@ -281,6 +305,8 @@ class Scheduler:
         return SchedulerState(
             self.batches_sent,
             dict(self._positions),
+            dict(self._credits),
+            self._rollout_length,
             self._num_groups,
             self._generation,
             self._unfinished if self.stopped else self._find_unfinished(),
@@ -292,6 +318,9 @@ class Scheduler:
         sources = {source.env_name: source for source in self._sources}
         self.batches_sent = state.batches_sent
         self._positions |= {env: index for env, index in state.positions.items() if env in sources}
+        self._credits |= {env: credit for env, credit in state.credits.items() if env in sources}
+        if self._rules.counts_tokens:
+            self._rollout_length = state.rollout_length or self._rollout_length
         self._num_groups = state.num_groups
         self._generation = state.generation + 1
         self._again.extend((sources[env], index) for env, index in state.unfinished if env in sources)
@@ -315,15 +344,15 @@ class Scheduler:
         if self._again:
             self._again.popleft()
         else:
-            self._positions[source.env_name] += 1
+            self._take_turn(source)
         group = _OpenGroup(source, index, self._next_group_id(), self.policy_version)
         self._open[group.group_id] = group
         return group
 
     @property
     def _expected_size(self) -> float:
-        """What an open group will add to a batch: all its rollouts, or as many tokens as groups so far."""
-        return self._mean_size.value if self._rules.counts_tokens else self._rules.rollouts_per_example
+        """What an open group will add to a batch, if all its rollouts train."""
+        return self._rules.rollouts_per_example * (self._rollout_length.mean if self._rollout_length else 1)
 
     def _dispatch(self, group: _OpenGroup, rollout_id: str, attempt: int) -> Dispatch:
         self._inflight[rollout_id] = attempt
@@ -340,13 +369,18 @@ class Scheduler:
         return source, self._positions[source.env_name]
 
     def _next_source(self) -> Source:
-        """The environment furthest behind its share of the groups; the first of equals."""
-        num_groups = sum(self._positions.values()) + 1
-        weight = sum(source.weight for source in self._sources)
-        return max(
-            self._sources,
-            key=lambda source: num_groups * source.weight / weight - self._positions[source.env_name],
-        )
+        """The environment that is furthest behind its share with the next group; the first of equals."""
+        return max(self._sources, key=lambda source: self._credits[source.env_name] + self._share(source))
+
+    def _take_turn(self, source: Source) -> None:
+        """Credits add up to what they did before: each gets its share of the group, and `source` pays it."""
+        for each in self._sources:
+            self._credits[each.env_name] += self._share(each)
+        self._credits[source.env_name] -= 1
+        self._positions[source.env_name] += 1
+
+    def _share(self, source: Source) -> float:
+        return source.weight / sum(each.weight for each in self._sources)
 
     def _is_final(self, group: _OpenGroup) -> bool:
         started_whole = group.num_started == self._rules.rollouts_per_example
@@ -361,6 +395,7 @@ class Scheduler:
             self._cancel([Verdict(rollout, Flow.SENT) for rollout in group.returned])
         else:
             verdicts = self._verdicts(group)
+            self._note_lengths(verdicts)
             for rollout in group.returned:
                 rollout.forget_tokens()
             self._admit(verdicts)
@@ -381,11 +416,16 @@ class Scheduler:
             return [*failed, *(Verdict(rollout, State.DROPPED_GROUP, reason) for rollout in survivors)]
         return [*failed, *self._judge(survivors)]
 
+    def _note_lengths(self, verdicts: list[Verdict]) -> None:
+        """Of what failed nothing is known; what does not train is as long as what does."""
+        lengths = [_length(verdict) for verdict in verdicts if verdict.outcome is not State.FAILED_ROLLOUT]
+        if lengths and self._rollout_length is not None:
+            self._rollout_length = self._rollout_length.including(sum(lengths) / len(lengths))
+
     def _admit(self, verdicts: list[Verdict]) -> None:
         verdicts = self._aged(verdicts)
         if any(verdict.is_sent for verdict in verdicts):
             size = sum(map(self._rules.size, verdicts))
-            self._mean_size.add(size)
             self._ready.append(_ReadyGroup(verdicts, size))
             self._ready_size += size
             self.drought = Drought()
@@ -423,3 +463,11 @@ class Scheduler:
     def _cancel(self, verdicts: list[Verdict]) -> None:
         reason = "the run ended before its batch"
         self._settled.append([verdict.overruled(State.CANCELLED, reason) for verdict in verdicts])
+
+
+def _length(verdict: Verdict) -> int:
+    """Tokens of the rollout's samples; where none were made, of its longest turn, which holds the others."""
+    if verdict.is_sent:
+        return sum(sample.length for sample in verdict.samples)
+    turns = verdict.rollout.turns
+    return max((turn.num_prompt_tokens + turn.num_tokens for turn in turns), default=0)

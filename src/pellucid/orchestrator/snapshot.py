@@ -17,7 +17,7 @@ from pellucid.data import Example, PackedArray, Rollout, TrainingSample, Turn
 from pellucid.data.files import replace_file
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
-from pellucid.orchestrator.scheduler import SchedulerState
+from pellucid.orchestrator.scheduler import RolloutLength, SchedulerState
 from pellucid.orchestrator.verdict import Outcome, Verdict
 
 
@@ -75,6 +75,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     rollouts_bytes: dict[int, int] = {}
     """Lengths of the saved rollouts of step `batches_sent` and later ones; see `records.saved_bytes`."""
 
+    credits: dict[str, float] = {}
+    rollout_length: RolloutLength | None = None
+
     def held(self) -> Counter[str]:
         """Sampled tokens of the rollouts that wait for a batch, per environment: in no journal yet."""
         held: Counter[str] = Counter()
@@ -87,6 +90,8 @@ class Snapshot(msgspec.Struct, frozen=True):
         return SchedulerState(
             self.batches_sent,
             self.positions,
+            self.credits,
+            self.rollout_length,
             self.num_groups,
             self.generation,
             self.unfinished,
@@ -104,6 +109,8 @@ def take_snapshot(state: SchedulerState, *, journal_bytes: int, rollouts_bytes: 
         [[_hold(verdict) for verdict in verdicts] for verdicts in state.ready],
         journal_bytes,
         rollouts_bytes,
+        dict(state.credits),
+        state.rollout_length,
     )
 
 
