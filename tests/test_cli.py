@@ -253,3 +253,70 @@ def test_modules_of_the_current_folder_are_found(tmp_path, options, code):
 def test_the_package_is_a_program():
     done = subprocess.run([sys.executable, "-m", "pellucid", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"pellucid {__version__}\n")
+
+
+DRY_RUN = """
+import sys
+from pellucid.data import Example
+from pellucid.orchestrator import Score, SingleTurnEnvironment
+
+class Good(SingleTurnEnvironment):
+    def example(self, index):
+        return Example(str(index), [{"role": "user", "content": "hi"}])
+
+    def reward(self, example, text):
+        return Score(1.0)
+
+class Odd(Good):
+    def example(self, index):
+        return "hi"
+
+class Unmakeable(Good):
+    def __init__(self, *, seed):
+        raise RuntimeError("no data")
+
+def advantage(inputs, scale):
+    return None
+
+not_callable = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "complaint"),
+    [
+        ([], 0, ""),
+        (["--model.name", "./nowhere"], 1, "model.name = './nowhere': no such folder"),
+        (["--orchestrator.env", '[{"id": "dry:Odd"}]'], 1, "Odd.example (dry.py:14) returned 'hi' (str)"),
+        (["--orchestrator.env", '[{"id": "dry:None"}]'], 2, "module 'dry' has no attribute 'None'"),
+        (["--orchestrator.env", '[{"id": "dry:Unmakeable"}]'], 2, "RuntimeError: no data (dry.py:19)"),
+        (["--orchestrator.eval", '[{"id": "dry:Unmakeable"}]'], 2, "RuntimeError: no data (dry.py:19)"),
+        (
+            ["--orchestrator.advantage", '{"type": "custom", "import_path": "dry:advantage"}'],
+            2,
+            "orchestrator.advantage.import_path = 'dry:advantage' cannot be called with its inputs and "
+            "orchestrator.advantage.kwargs = {}: missing a required argument: 'scale'; it takes (inputs, ",
+        ),
+        (
+            ["--trainer.loss", '{"type": "custom", "import_path": "dry:not_callable"}'],
+            2,
+            "trainer.loss.import_path = 'dry:not_callable' is 1; name a function",
+        ),
+        (["--orchestrator.filter", '[{"import_path": "dry:nothing"}]'], 2, "has no attribute 'nothing'"),
+    ],
+)
+def test_a_dry_run_imports_and_makes_what_it_can(argv, code, complaint, tmp_path, capsys, monkeypatch):
+    """The resolved configuration comes first, whatever is found."""
+    (tmp_path / "dry.py").write_text(DRY_RUN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "dry", raising=False)
+    command = ["rl", "--model.name", "m", *argv, "--dry-run"]
+    if "--orchestrator.env" not in argv:
+        command += ["--orchestrator.env", '[{"id": "dry:Good"}]']
+    assert main(command) == code
+    printed = capsys.readouterr()
+    assert printed.out.startswith('output_dir = "outputs/run"\n')
+    assert complaint in printed.err and bool(complaint) == bool(printed.err)
+    assert "Traceback" in printed.err if "RuntimeError" in complaint else "Traceback" not in printed.err
+    assert not (tmp_path / "outputs").exists()

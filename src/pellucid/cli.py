@@ -1,7 +1,6 @@
 """`pellucid COMMAND`: TOML + flags -> config -> one run(); nothing else.
 
-Run functions are imported only when they run, so that `--help`, a typo and `--dry-run` are answered
-at once.
+Run functions are imported only when they run, so that `--help` and a typo are answered at once.
 """
 
 import importlib
@@ -46,19 +45,40 @@ class Command:
     run: str
     """Import path of the function that is called with the config; it returns an exit code or None."""
     help: str
+    rehearse: str = ""
+    """Import path of the function that `--dry-run` calls with the config, to check more than its values."""
 
 
 COMMANDS: Mapping[str, Command] = {
-    "rl": Command(RLConfig, "pellucid.launch:run_rl", "train with rl: all processes on this machine"),
-    "sft": Command(SFTConfig, "pellucid.launch:run_sft", "fine-tune on a data set"),
-    "trainer": Command(TrainerRunConfig, "pellucid.trainer:run_trainer", "the trainer of an rl run alone"),
+    "rl": Command(
+        RLConfig,
+        "pellucid.launch:run_rl",
+        "train with rl: all processes on this machine",
+        rehearse="pellucid.launch.preflight:rehearse_rl",
+    ),
+    "sft": Command(
+        SFTConfig,
+        "pellucid.launch:run_sft",
+        "fine-tune on a data set",
+        rehearse="pellucid.launch.preflight:check_sft",
+    ),
+    "trainer": Command(
+        TrainerRunConfig,
+        "pellucid.trainer:run_trainer",
+        "the trainer of an rl run alone",
+        rehearse="pellucid.launch.preflight:rehearse_trainer",
+    ),
     "orchestrator": Command(
-        OrchestratorRunConfig, "pellucid.orchestrator:run_orchestrator", "the orchestrator of an rl run alone"
+        OrchestratorRunConfig,
+        "pellucid.orchestrator:run_orchestrator",
+        "the orchestrator of an rl run alone",
+        rehearse="pellucid.launch.preflight:rehearse_orchestrator",
     ),
     "inference": Command(
         InferenceRunConfig,
         "pellucid.inference.server:run_inference",
         "the inference server of an rl run alone",
+        rehearse="pellucid.launch.preflight:rehearse_inference",
     ),
     "rewind": Command(
         RLConfig, "pellucid.launch:run_rewind", "make a run's folder ready for its parts to be resumed"
@@ -75,11 +95,13 @@ COMMANDS: Mapping[str, Command] = {
         VerifyConfig,
         "pellucid.checks.verify:run_verify",
         "check packing, ranks, leakage, trainer against engine",
+        rehearse="pellucid.launch.preflight:rehearse_verify",
     ),
     "env": Command(
         EnvSettings,
         "pellucid.checks.try_environment:run_env",
         "try an environment alone: prompts, replies, rewards",
+        rehearse="pellucid.launch.preflight:rehearse_env",
     ),
     "keys": Command(KeysSettings, "pellucid.transport.keys:run_keys", "make keys for batches over a network"),
     "bench": Command(BenchSettings, "pellucid.bench:run_bench", "run a side-by-side benchmark"),
@@ -125,7 +147,7 @@ def _overview(commands: Mapping[str, Command]) -> str:
             "",
             *(f"  {name:<14}{command.help}" for name, command in commands.items()),
             "",
-            "`pellucid COMMAND --help` shows every key; `--dry-run` prints the resolved config.",
+            "`pellucid COMMAND --help` shows every key; `--dry-run` checks, and prints the resolved config.",
         ]
     )
 
@@ -134,7 +156,9 @@ def _run(name: str, command: Command, argv: Sequence[str]) -> int:
     see_current_folder()
     parsed = parse(command.config, argv, prog=f"pellucid {name}")
     if parsed.dry_run:
-        print(to_toml(parsed.config), end="")
+        print(to_toml(parsed.config), end="", flush=True)
+        if command.rehearse:
+            _load(command.rehearse)(parsed.config)
         return 0
     _install_logging()
     try:

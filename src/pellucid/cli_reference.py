@@ -24,8 +24,9 @@ _INTRODUCTION = """\
 Files are merged in order, and flags win over them. Keys are the same in both: `[trainer.optim] lr = 3e-4`
 is `--trainer.optim.lr 3e-4`. Lists and tables are JSON, `null` unsets a value, and a value that starts with
 `-` or `@` is written `--section.key=VALUE`. A bare flag on an optional section switches it on:
-`--trainer.experimental.token-export`. Every command takes `--help`, and `--dry-run`, which checks everything
-and prints the resolved configuration instead of running.
+`--trainer.experimental.token-export`. Every command takes `--help`, and `--dry-run`, which prints the
+resolved configuration, imports and checks what it can (environments are made, with their first example;
+advantages, filters and losses are imported; the model's folder is looked into) and runs nothing.
 
 | exit code | meaning |
 |---|---|

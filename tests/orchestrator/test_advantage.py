@@ -274,7 +274,7 @@ def test_a_custom_function_is_called_once_per_group() -> None:
         ("not_finite", "advantage nan for a rollout with reward 0.0"),
         ("raising", r"ZeroDivisionError: no spread \(.*test_advantage\.py:\d+\)"),
         ("one_shaped", "1 shaped rewards for 2 rollouts"),
-        ("nothing", "AttributeError: 'NoneType' object has no attribute 'advantages'"),
+        ("nothing", "TypeError: returned a NoneType; return AdvantageOutputs"),
     ],
 )
 def test_wrong_answers_name_the_function_and_the_group(name: str, complaint: str) -> None:

@@ -39,7 +39,8 @@ class _CommandLine(BaseSettings):
     model_config = SettingsConfigDict(use_attribute_docstrings=True, enable_decoding=False)
 
     dry_run: CliToggleFlag[bool] = False
-    """Check everything and print the resolved config as TOML instead of running."""
+    """Print the resolved config as TOML, then import and make what the command names, such as environments,
+    losses and the model's folder, instead of running; the exit code tells whether that works."""
 
     unknown: CliUnknownArgs
     """Words that are no flag and no value of one."""

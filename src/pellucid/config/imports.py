@@ -6,7 +6,8 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,25 @@ def load_attribute(path: str, key: str) -> Any:
         if is_missing:
             raise ConfigError(f"{key} = {path!r} cannot be imported: {error}; {_REMEDY}") from error
         raise UserCodeError(f"{key} = {path!r} cannot be imported: {describe(error)}") from error
+
+
+def load_function(path: str, kwargs: Mapping[str, Any], section: str) -> Callable[[Any], Any]:
+    """The function of `section`.import_path with `section`.kwargs; it takes its inputs as one argument."""
+    function = load_attribute(path, f"{section}.import_path")
+    if not callable(function):
+        raise ConfigError(f"{section}.import_path = {path!r} is {function!r}; name a function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function that is not written in Python
+        return partial(function, **kwargs)
+    try:
+        signature.bind(None, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{section}.import_path = {path!r} cannot be called with its inputs and {section}.kwargs = "
+            f"{dict(kwargs)}: {error}; it takes {signature}"
+        ) from error
+    return partial(function, **kwargs)
 
 
 def see_current_folder() -> None:

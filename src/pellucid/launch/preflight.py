@@ -1,7 +1,9 @@
 """What is wrong with a run and can be known before anything is made, deleted or started.
 
-It takes a fraction of a second, loads no torch and runs no code of the user's; the processes of the run
-check again, with what they really load. A run that is refused here leaves its output folder as it was.
+`check_…` comes before a run: it takes a fraction of a second, loads no torch and runs no code of the user's;
+the processes of the run check again, with what they really load. A run that is refused leaves its output
+folder as it was. `rehearse_…` is for `--dry-run`: it imports and makes what the command would, code of the
+user's included.
 """
 
 import os
@@ -10,19 +12,77 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pellucid.config import CustomAdvantageConfig, CustomLossConfig, InferenceConfig, RLConfig, SFTConfig
-from pellucid.config.imports import require_package
+from pellucid.config import (
+    CustomAdvantageConfig,
+    CustomLossConfig,
+    EnvConfig,
+    InferenceConfig,
+    InferenceRunConfig,
+    OrchestratorRunConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerRunConfig,
+    VerifyConfig,
+)
+from pellucid.config.imports import load_function, require_package
+from pellucid.config.tools import EnvSettings
 from pellucid.data.model_folder import check_model_folder
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
 from pellucid.inference.vllm_args import VLLM_REMEDY, require_vllm
-from pellucid.orchestrator.environment import check_environment
+from pellucid.orchestrator.advantage import load_advantage
+from pellucid.orchestrator.environment import check_environment, draw_example, load_environment
+from pellucid.orchestrator.evaluation import load_evaluation
+from pellucid.orchestrator.filters import load_filter
 from pellucid.orchestrator.teacher import other_vocabulary
 
 
 def is_torchrun() -> bool:
     """Whether this is one of several processes that were started together."""
     return "RANK" in os.environ
+
+
+def rehearse_rl(config: RLConfig) -> None:
+    """`--dry-run`: checks the run, and imports and makes what its processes would."""
+    check_rl(config)
+    rehearse_orchestrator(config)
+    rehearse_trainer(config)
+
+
+def rehearse_verify(config: VerifyConfig) -> None:
+    if config.model.name != config.model.DEMO:
+        rehearse_rl(config)
+
+
+def rehearse_orchestrator(config: OrchestratorRunConfig) -> None:
+    """Makes environments with their first examples, advantage and filters; this runs code of the user's."""
+    own = config.orchestrator
+    for each in own.env:
+        draw_example(load_environment(each, config.seed), each.label, 0)
+    for evaluation in own.eval:
+        load_evaluation(evaluation, config.seed)
+    load_advantage(own.advantage)
+    for each_filter in own.filter:
+        load_filter(each_filter)
+    check_model_folder(config.model.name, chats=True)
+
+
+def rehearse_trainer(config: TrainerRunConfig) -> None:
+    """Imports a loss of the user's."""
+    loss = config.trainer.loss
+    if isinstance(loss, CustomLossConfig):
+        load_function(loss.import_path, loss.kwargs, "trainer.loss")
+    check_model_folder(config.model.name, chats=False, routes=config.trainer.enable_router_replay)
+
+
+def rehearse_inference(config: InferenceRunConfig) -> None:
+    check_model_folder(config.model.name, chats=False)
+
+
+def rehearse_env(settings: EnvSettings) -> None:
+    """Makes the environment, and its first example."""
+    config = EnvConfig(id=settings.id, args=settings.args)
+    draw_example(load_environment(config, settings.seed), config.label, settings.start)
 
 
 def check_rl(config: RLConfig) -> None:

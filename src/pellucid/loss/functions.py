@@ -16,7 +16,7 @@ from pellucid.config import (
     PpoClipLossConfig,
     TisLossConfig,
 )
-from pellucid.config.imports import load_attribute
+from pellucid.config.imports import load_function
 from pellucid.errors import DataError
 from pellucid.loss.record import LossInputs, LossRecord
 
@@ -162,10 +162,10 @@ def _rl_loss(config: LossConfig) -> TokenLoss:
 
 
 def _custom_loss(config: CustomLossConfig) -> TokenLoss:
-    function = load_attribute(config.import_path, "trainer.loss.import_path")
+    function = load_function(config.import_path, config.kwargs, "trainer.loss")
 
     def loss(inputs: LossInputs) -> LossRecord:
-        record = function(inputs, **config.kwargs)
+        record = function(inputs)
         if not isinstance(record, LossRecord) or record.token_loss.shape != inputs.trainer_logprobs.shape:
             raise DataError(
                 f"{config.import_path} must return a LossRecord with one token_loss per token "

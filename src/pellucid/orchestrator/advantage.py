@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pellucid.config import AdvantageConfig, CustomAdvantageConfig, DefaultAdvantageConfig
-from pellucid.config.imports import describe, load_attribute
+from pellucid.config.imports import describe, load_function
 from pellucid.config.orchestrator import LengthPenaltyConfig
 from pellucid.data import Rollout
 from pellucid.errors import ConfigError, UserCodeError
@@ -143,6 +143,8 @@ class Advantage:
     def _ask(self, rollouts: Sequence[ScoredRollout]) -> list[float]:
         try:
             answer = self.function(AdvantageInputs(rollouts))
+            if not isinstance(answer, AdvantageOutputs):
+                raise TypeError(f"returned a {type(answer).__name__}; return AdvantageOutputs([…])")
             advantages = [float(advantage) for advantage in answer.advantages]
             shaped = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
         except Exception as error:
@@ -193,8 +195,8 @@ def _group_of(rollout: ScoredRollout) -> object:
 
 def load_advantage(config: AdvantageConfig) -> Advantage:
     if isinstance(config, CustomAdvantageConfig):
-        function = load_attribute(config.import_path, "orchestrator.advantage.import_path")
-        return Advantage(config.import_path, partial(function, **config.kwargs))
+        function = load_function(config.import_path, config.kwargs, "orchestrator.advantage")
+        return Advantage(config.import_path, function)
     columnar: Columnar
     if isinstance(config, DefaultAdvantageConfig):
         columnar = partial(default_advantages, length_penalty=config.length_penalty)

@@ -6,10 +6,9 @@ are left keep what was computed with all of them.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from pellucid.config import FilterConfig
-from pellucid.config.imports import describe, load_attribute
+from pellucid.config.imports import describe, load_function
 from pellucid.data import Rollout
 from pellucid.errors import ConfigError, UserCodeError
 
@@ -45,5 +44,4 @@ class Filter:
 
 
 def load_filter(config: FilterConfig) -> Filter:
-    function = load_attribute(config.import_path, "orchestrator.filter.import_path")
-    return Filter(config.import_path, partial(function, **config.kwargs))
+    return Filter(config.import_path, load_function(config.import_path, config.kwargs, "orchestrator.filter"))
