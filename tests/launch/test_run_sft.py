@@ -182,11 +182,13 @@ def test_the_summary_of_many_steps_fits(tmp_path) -> None:
         for step in range(100)
     ]
     records[0]["validation/initial_loss"] = 12345.6789
+    records[40] |= {"loss": None, "skipped_steps": 1}
     out = io.StringIO()
     Console(file=out, width=140).print(SFTSummary("demo", 165.0, records, tmp_path).panel(140))
     text = out.getvalue()
     assert "duration    2 min 45 s" in text
     assert "steps       100" in text
+    assert "skipped     1 of these steps: loss or gradient was not finite" in text
     assert "loss        3.9100 (first 10) → 2.1100 (last 10)" in text
     assert "validation  12345.6789 (before) → 53.0000 (last), best 3.0000 after step 49, over" in text
     assert (

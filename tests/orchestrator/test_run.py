@@ -511,19 +511,23 @@ def test_zero_advantages_are_filtered_or_sent_as_configured(tmp_path: Path) -> N
     assert any("constant" in batch.table["env_name"] for batch in kept)
 
 
+@pytest.mark.parametrize(
+    ("logprob", "reason"),
+    [(float("nan"), "logprob is not finite"), (-120.0, "is -120; a logprob beyond -44 or 44 overflows")],
+)
 def test_a_sample_that_cannot_train_is_rejected_and_logged_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, logprob: float, reason: str
 ) -> None:
     class Garbled(FakeInferenceClient):
         async def generate(self, *arguments: Any) -> Any:
             completion = await super().generate(*arguments)
             if completion.token_ids[0] == TOKENIZER.encode("a", add_special_tokens=False)[0]:
-                completion.logprobs[0] = float("nan")
+                completion.logprobs[0] = logprob
             return completion
 
     run(configure(tmp_path), {"guess": Guess(seed=1)}, Garbled(letters))
     rejected = [record for record in saved_rollouts(tmp_path) if record["outcome"] == "rejected"]
-    assert rejected and all("logprob is not finite" in record["reason"] for record in rejected)
+    assert rejected and all(reason in record["reason"] for record in rejected)
     warnings = [record for record in caplog.records if "rejected" in record.getMessage()]
     assert len(warnings) == len(rejected)
 

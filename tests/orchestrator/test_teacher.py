@@ -213,6 +213,29 @@ def test_a_rollout_that_cannot_be_scored_has_failed_and_is_attempted_again(tmp_p
     assert any("~1" in record["rollout_id"] for record in saved_rollouts(tmp_path))
 
 
+@pytest.mark.parametrize("ruled_out", [-np.inf, -9999.0])
+def test_a_sample_that_the_teacher_rules_out_is_rejected_and_the_others_train(
+    tmp_path: Path, ruled_out: float
+) -> None:
+    """A teacher that has never heard of the letter a."""
+    letter = TOKENIZER.encode("a", add_special_tokens=False)[0]
+
+    def scores(token_ids: Sequence[int], temperature: float) -> list[float]:
+        return [ruled_out if each == letter else -1.0 for each in token_ids]
+
+    policy = FakeInferenceClient(writes("abcd"))
+    config = configure(tmp_path, {"mode": "opd"})
+    batches = run(config, policy, FakeInferenceClient(writes("x"), scores=scores))
+    rejected = [record for record in saved_rollouts(tmp_path) if record["outcome"] == "rejected"]
+    assert rejected and all("teacher_logprobs of token" in record["reason"] for record in rejected)
+    for batch in batches:
+        trainable = batch.table["loss_mask"]
+        assert np.isfinite(batch.table["teacher_logprobs"][trainable]).all()
+        assert letter not in batch.table["token_ids"][trainable]
+    report = close_books(config, batches, inference=policy)
+    assert report.balanced and report.states["run", "guess"]["rejected"] > 0
+
+
 def test_too_few_logprobs_fail_the_rollout(tmp_path: Path) -> None:
     """Whole groups are lost, so the run stops, and says why."""
     config = configure(tmp_path, {"mode": "opd"}, orchestrator={"max_fruitless_groups": 3})

@@ -3,11 +3,17 @@
 import csv
 import io
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
+
+from pellucid.viewer.access import Exports
+from pellucid.viewer.terminal import show
 
 
 def tokens(page: Any) -> list[str]:
@@ -50,6 +56,41 @@ def test_a_token_tells_its_numbers_and_the_rule_that_decided(visit: Any, study: 
     page.locator('.token[data-i="2"]').click()
     assert "the policy did not sample it" in page.locator(".details").inner_text()
     assert page.locator("#spoken").inner_text().startswith("Token 2 of")
+
+
+def test_in_a_skipped_step_no_token_is_trained_or_masked(
+    visit: Any, page_of: Any, made_run: Any, tmp_path: Path
+) -> None:
+    """By the page and by the terminal."""
+    run = tmp_path / "run"
+    shutil.copytree(made_run.folder, run)
+    lines = [
+        {"step": step, "loss": None if step == 2 else 0.1, "skipped_steps": int(step == 2)}
+        for step in range(3)
+    ]
+    (run / "metrics" / "trainer.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    token = made_run.steps[2][1]["is_masked"].index(True)
+    study = page_of(run)
+    page = visit(f"{study}#record?step=2&record=1&token={token}", ".details-body")
+    assert "Skipped" in page.locator(".details").inner_text()
+    assert "no weights moved" in page.locator(".details-why").inner_text()
+    for address, fact in (
+        ("run", "1 step"),
+        ("step?step=2", "loss or gradient not finite: no weights moved"),
+    ):
+        page = visit(f"{study}#{address}", ".facts")
+        facts = page.locator(".facts > div").evaluate_all(
+            "nodes => nodes.map((node) => [...node.children].map((child) => child.textContent))"
+        )
+        assert ["skipped", fact] in facts
+    console = Console(file=io.StringIO(), record=True, width=120, markup=False)
+    show(Exports(run), tokenizer=None, record_index=1, console=console)
+    text = console.export_text()
+    assert "skipped: its loss or gradient is not finite, no weights moved" in text
+    states = {
+        line.split()[-1] for line in text.partition("outliers")[2].partition("ledger")[0].splitlines() if line
+    }
+    assert "trained" not in states and "masked" not in states and "skipped" in states
 
 
 def test_colours_follow_the_values_and_context_has_none(visit: Any, study: str, made_run: Any) -> None:

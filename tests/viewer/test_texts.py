@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import TokenExporter
-from pellucid.viewer import run_view
+from pellucid.ledger import State
+from pellucid.viewer import access, run_view
 from pellucid.viewer.access import ColumnBatch, Exports, Selection
 from pellucid.viewer.page import write_page
 from pellucid.viewer.roles import RoleFinder, cover
@@ -202,3 +204,13 @@ def test_code_of_a_tokenizer_is_trusted_only_if_it_was_asked_for(tokenizer_folde
     assert not getattr(found.tokenizer, "is_own", False)
     asked, _ = open_vocabulary(str(folder), None, trust_remote_code=True)
     assert asked.tokenizer.is_own
+
+
+def test_the_flow_knows_every_state_of_the_ledger() -> None:
+    """The browser draws them by stage, with a meaning for each; what it does not name would vanish."""
+    source = (Path(access.__file__).parent / "assets" / "draw" / "sankey.js").read_text()
+    drawn = [
+        name for names in re.findall(r"states: \[(.*?)\]", source) for name in re.findall(r'"(\w+)"', names)
+    ]
+    (meanings,) = re.findall(r"const MEANING = .*?\{(.*?)\n\}\)", source, re.DOTALL)
+    assert sorted(drawn) == sorted(re.findall(r'(\w+): "', meanings)) == sorted(State)

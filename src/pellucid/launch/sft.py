@@ -148,11 +148,17 @@ class SFTSummary:
         losses = [record["loss"] for record in self.records if record["loss"] is not None]
         facts = [
             *progress(self.duration_s, len(self.records), "loss", losses),
+            *self._skipped(),
             *self._validation(),
             *self._tokens(),
             *artefacts(self.output_dir),
         ]
         return summary_panel(self.run_name, losses, facts, width)
+
+    def _skipped(self) -> list[Fact]:
+        num_skipped = sum(record.get("skipped_steps", 0) for record in self.records)
+        text = f"{num_skipped:,} of these steps: loss or gradient was not finite"
+        return [("skipped", text)] if num_skipped else []
 
     def _validation(self) -> list[Fact]:
         measured = [record for record in self.records if record.get(VALIDATION_LOSS) is not None]

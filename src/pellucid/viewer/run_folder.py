@@ -10,8 +10,16 @@ from pellucid.errors import LedgerError
 from pellucid.export.jsonl_source import read_json_lines
 from pellucid.ledger import Report, State, reconcile
 
-CURVES = ("reward/", "zero_advantage_groups/", "off_policy_level/", "loss", "grad_norm", "eval/")
-"""Metrics that the run's view can draw, by how their names begin."""
+CURVES = (
+    "reward/",
+    "zero_advantage_groups/",
+    "off_policy_level/",
+    "loss",
+    "grad_norm",
+    "skipped_steps",
+    "eval/",
+)
+"""Metrics that the views show, by how their names begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,10 @@ class RunFolder:
                     if name.startswith(CURVES) and isinstance(value, int | float):
                         found.setdefault(name, {})[record["step"]] = value
         return {name: [[step, points[step]] for step in sorted(points)] for name, points in found.items()}
+
+    def is_skipped(self, step: int) -> bool:
+        """Whether the step moved no weights; an export is written before that is decided."""
+        return [step, 1] in self.metrics().get("skipped_steps", [])
 
     def ledger(self) -> dict[str, Any] | None:
         if not self._files("ledger", "*.jsonl"):

@@ -52,6 +52,9 @@ def show(
         if line:
             console.print(Text(line, style="yellow"))
     console.print(_title(f"step {step}", len(records), point))
+    is_skipped = run.is_skipped(step)
+    if is_skipped:
+        console.print(Text("skipped: its loss or gradient is not finite, no weights moved", style="yellow"))
     console.print(_records(batch))
     if record_index < batch.num_sequences:
         chosen = batch.take([record_index])
@@ -60,7 +63,7 @@ def show(
             Text(f"\nrecord {record_index} of {len(records)}", style="bold"),
             _tokens(chosen, vocabulary, scale),
         )
-        console.print(_outliers(chosen, vocabulary))
+        console.print(_outliers(chosen, vocabulary, is_skipped=is_skipped))
     _print_ledger(console, run)
 
 
@@ -137,7 +140,7 @@ def _tokens(batch: ColumnBatch, vocabulary: Vocabulary, scale: Sequence[float]) 
     return table
 
 
-def _outliers(batch: ColumnBatch, vocabulary: Vocabulary) -> Table | str:
+def _outliers(batch: ColumnBatch, vocabulary: Vocabulary, *, is_skipped: bool) -> Table | str:
     kl = batch.columns.get("mismatch_kl")
     if kl is None or not np.isfinite(kl[trainable(batch)]).any():
         return ""
@@ -150,6 +153,7 @@ def _outliers(batch: ColumnBatch, vocabulary: Vocabulary) -> Table | str:
             break
         masked = batch.columns.get("is_masked")
         state = "trainable" if masked is None else "masked" if masked[index] == 1 else "trained"
+        state = "skipped" if is_skipped else state
         table.add_row(
             Text(visible(vocabulary.text(int(batch.columns["token_ids"][index])))),
             str(index),

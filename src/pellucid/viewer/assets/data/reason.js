@@ -9,13 +9,15 @@ import { short, signed } from "../draw/format.js";
 
 /**
  * @param {import("./run.js").TokenRecord} record @param {number} token @param {any} loss the run's `[trainer.loss]`, or null
+ * @param {boolean} isSkipped whether its step moved no weights
  * @returns {Reason}
  */
-export function reasonOf(record, token, loss) {
+export function reasonOf(record, token, loss, isSkipped) {
   const read = (/** @type {string} */ name) => record.value(name, token);
   const trainable = read("loss_mask");
   if (trainable === undefined) return reason("Unknown", "unknown", "This export has no loss mask: whether the token trained is not recorded.");
   if (!trainable) return untrainable(read, token);
+  if (isSkipped) return reason("Skipped", "skipped", "The loss or the gradient of its step was not finite, so that no weights moved.");
   const mode = record.field("mode") ?? "rl";
   const side = maskSide(record, token);
   const bounds = mode === "opd" ? { type: "dppo", dppo_mask_low: 0.2, dppo_mask_high: 0.2 } : loss;

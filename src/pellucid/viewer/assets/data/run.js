@@ -42,6 +42,9 @@ export class Run {
   /** Steps whose tokens can be opened. @returns {number[]} */
   get steps() { return this.head.held; }
 
+  /** Whether loss or gradient of a step was not finite, so that it moved no weights. @param {number} step */
+  isSkipped(step) { return (this.head.metrics.skipped_steps ?? []).some((/** @type {number[]} */ [at, isSkipped]) => at === step && isSkipped === 1); }
+
   get envs() {
     const names = new Set();
     for (const { points } of this.head.steps) for (const env of Object.keys(points)) if (env !== "all") names.add(env);

@@ -86,6 +86,8 @@ export class RunView {
       ["records", count(sum("records"))], ["tokens", `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable`],
       ["environments", state.env || app.run.envs.join(", ")]];
     if (head.loss) facts.push(["loss", head.loss.type]);
+    const skipped = this.steps.filter((/** @type {number} */ step) => app.run.isSkipped(step)).length;
+    if (skipped) facts.push(["skipped", plural(skipped, "step")]);
     this.range.show(this.steps, shown);
     refill(this.about, element("h2", {}, head.name), element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)))),
       head.pending ? element("span", { class: "muted", role: "status" }, `reading ${plural(head.pending, "more step")} …`) : null,

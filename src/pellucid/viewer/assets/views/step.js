@@ -106,7 +106,8 @@ export class StepView {
       ["entropy", point.entropy === null ? null : short(point.entropy)],
       ["masked", point.masked_high === null ? null : `${percent(point.masked_high)} high, ${percent(point.masked_low)} low`],
       ["cut by length", point.truncated === null ? null : percent(point.truncated)],
-      ["loss", at("loss") === undefined ? null : signed(at("loss"), 6)]].filter(([, text]) => text);
+      ["loss", at("loss") === undefined ? null : signed(at("loss"), 6)],
+      ["skipped", this.app.run.isSkipped(index.step) ? "loss or gradient not finite: no weights moved" : null]].filter(([, text]) => text);
     this.head.replaceChildren(element("div", { class: "about" }, element("h2", {}, `Step ${index.step}`),
       element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))))),
     element("span", { class: "view-tools", hidden: !isRead }, toggle("all histograms", this.app.state.more, (more) => this.app.go({ more }), `also ${MORE.map((key) => metricOf(key).label).join(", ")}`), saveBar("the selected tokens", () => this.fileName("selection"), {

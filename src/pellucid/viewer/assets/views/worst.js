@@ -76,6 +76,7 @@ export class WorstView {
   /** @param {import("../data/worst.js").Found} found */
   state(found) {
     if (!this.record(found)) return "…";
+    if (this.app.run.isSkipped(found.step)) return "skipped";
     if (this.read("is_masked_high", found) === 1) return "masked high";
     if (this.read("is_masked_low", found) === 1) return "masked low";
     return this.read("is_masked", found) === 1 ? "masked" : "trained";
