@@ -317,6 +317,7 @@ class Jobs:
             folder = self.folder / "scratch" / f"lora_{dist.get_rank()}"
             run = build_run(adapter_settings(self.tied, folder, model=own), None, None, [], ranks)
             found.append(gradients(run, BATCHES["mixed"])[0])
+            run.close()
         names = [name for name, gradient in found[0].items() if gradient is not None]
         alone, together = ({name: each[name] for name in names} for each in found)
         assert names == [name for name, gradient in found[1].items() if gradient is not None]
@@ -418,7 +419,9 @@ class Jobs:
 
     def many(self, folder: str, mesh: dict, *, resume: bool = False) -> None:
         """The runs whose batches are below the folder, in one trainer."""
-        shared = adapter_settings(self.tied, Path(folder), many_runs={"stay": False}, model=mesh)
+        shared = adapter_settings(
+            self.tied, Path(folder), many_runs={"stay": False}, model=mesh, experimental={}
+        )
         with ExitStack() as stack:
             if dist.get_rank() == 0:
                 roster = Roster(shared.output_dir)

@@ -96,6 +96,7 @@ def send(folder, samples) -> None:
 
 
 def run(settings, *sinks, resume=False):
+    settings = settings.model_copy(update={"resume": resume})
     folder = settings.output_dir
     journal = Journal(folder / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=resume)
     built = build_run(
@@ -420,6 +421,7 @@ def test_versions_beyond_the_checkpoint_are_withdrawn_and_made_again(
         rewind_rl(own)
         assert max(stable_steps(tmp_path / "weights"), default=0) == checkpoint
     same = SameAsPublished(tmp_path)
+    own = own.model_copy(update={"resume": True})
     journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=True)
     built = build_run(own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [same], publishes=True)
     same.policy = built.policy

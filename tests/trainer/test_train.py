@@ -87,7 +87,9 @@ def gradients(settings, table) -> dict[str, torch.Tensor]:
     channel = MemoryChannel()
     channel.send(0, encode_batch(Batch("run", 0, table)))
     run = build_run(settings, OrchestratorBatches(channel), None, [])
-    run.exporter = None
+    if run.exporter is not None:
+        run.exporter.close()
+        run.exporter = None
     accumulate(run, run.next_batch(0))
     run.close()
     return {name: parameter.grad for name, parameter in run.policy.named_parameters()}
