@@ -11,7 +11,6 @@ import pytest
 
 from pellucid.cli import main
 from pellucid.config import TrainerRunConfig
-from pellucid.config.save import save
 from pellucid.data import Completion, Example, Rollout, TokenTable, TrainingSample, Turn
 from pellucid.ledger import State
 from pellucid.orchestrator.records import rollout_record
@@ -19,6 +18,7 @@ from pellucid.orchestrator.verdict import Verdict
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
+from pellucid.trainer.resume import restore
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 from token_exports import write_run
 
@@ -67,12 +67,20 @@ def samples(seed: int) -> list[TrainingSample]:
 
 
 def train_run(
-    model: Path, folder: Path, loss: dict[str, Any], lora: dict[str, Any] | None = None, **export: Any
+    model: Path,
+    folder: Path,
+    loss: dict[str, Any],
+    lora: dict[str, Any] | None = None,
+    *,
+    resume: bool = False,
+    max_steps: int = 2,
+    **export: Any,
 ) -> Path:
     config = TrainerRunConfig.model_validate(
         {
             "output_dir": folder,
-            "max_steps": 2,
+            "resume": resume,
+            "max_steps": max_steps,
             "seq_len": 64,
             "model": {"name": str(model), "lora": lora},
             "trainer": {
@@ -83,12 +91,14 @@ def train_run(
             },
         }
     )
-    save(config, folder / "configs" / "trainer.toml")
     channel = MemoryChannel()
-    for step in range(config.max_steps):
+    for step in range(2 if resume else 0, config.max_steps):
         channel.send(step, encode_batch(Batch("run", step, TokenTable.from_samples(samples(step)))))
     run = build_run(config, OrchestratorBatches(channel), None, [], publishes=True)
     try:
+        if resume:
+            restore(run)
+        run.record_settings(config)
         train(run)
     finally:
         run.close()
@@ -394,3 +404,26 @@ def test_the_tables_for_people(tmp_path, capsys) -> None:
 def test_slips_are_explained(tmp_path, capsys, words, message) -> None:
     assert main(["replay", str(small_run(tmp_path)), *words]) in (1, 2)
     assert message in capsys.readouterr().err
+
+
+def test_a_resumed_run_is_replayed_by_the_rule_that_trained_each_step(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps by one loss, two more by another."""
+    run = train_run(tiny_model, tmp_path / "run", LOSSES["dppo"])
+    train_run(tiny_model, run, LOSSES["icepop"], resume=True, max_steps=4)
+    code, report = replay(capsys, run)
+    assert (code, report["steps"]) == (0, [0, 1, 2, 3])
+    # The rule of the first steps, asked of all: it changes nothing in those that it trained.
+    code, report = replay(capsys, run, "--set", "trainer.loss.type=dppo", *dppo_bounds())
+    moved = [
+        sum(env["newly_masked"] + env["no_longer_masked"] for env in step["envs"].values())
+        for step in report["steps"]
+    ]
+    assert moved[:2] == [0, 0] and min(moved[2:]) > 0
+
+
+def dppo_bounds() -> list[str]:
+    return [
+        word for key, value in LOSSES["dppo"].items() for word in ("--set", f"trainer.loss.{key}={value}")
+    ]

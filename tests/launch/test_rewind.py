@@ -1,10 +1,18 @@
 """What a resume does to the saved rollouts: they tell what the ledger tells."""
 
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from pellucid.config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from pellucid.errors import ConfigError
+from pellucid.launch.resume import rewind_rl, take_over
 from pellucid.ledger import reconcile
+from pellucid.ledger.settings import record_settings
+from pellucid.orchestrator.snapshot import read_snapshot
 from small_run import RUN, Attempt, KilledError, Said, SmallRun, saved_tokens
 
 
@@ -71,3 +79,96 @@ def test_what_a_resumed_run_saves_is_cut_back_and_what_was_there_before_stays(tm
     assert run.rewind().num_lost == 8
     assert saved_tokens(tmp_path) == lost
     assert (states_of(run, "math"), states_of(run, "debate")) == ({"lost": 16}, {"lost": 8})
+
+
+def rl_config(folder: Path, **changes: Any) -> RLConfig:
+    own = {
+        "output_dir": folder,
+        "run_id": RUN,
+        "resume": True,
+        "model": {"name": "some/model"},
+        "orchestrator": {"env": [{"id": "x:Env"}], **changes.pop("orchestrator", {})},
+        **changes,
+    }
+    return RLConfig.model_validate(own)
+
+
+def resume(config: RLConfig) -> str:
+    """What the launcher says."""
+    out = io.StringIO()
+    take_over(config, rewind_rl, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def with_one_batch(folder: Path) -> SmallRun:
+    """A run that sent a batch, has a rollout group of 8 tokens ready for the next one, and was killed."""
+    run = SmallRun(folder, batch_size=2)
+    send_a_batch(run)
+    run.go_on()
+    first, second, *_ = run.orchestrator.inflight.values()
+    run.orchestrator.play(first, Attempt([Said(3)], reward=0.0))
+    run.orchestrator.play(second, Attempt([Said(5)], reward=1.0))
+    run.orchestrator.save()
+    run.crash({"trainer", "orchestrator"})
+    before = rl_config(folder)
+    record_settings(before.part(TrainerRunConfig), "trainer", 0)
+    record_settings(before.part(OrchestratorRunConfig), "orchestrator", 0)
+    return run
+
+
+def test_changed_settings_are_told_with_the_step_they_hold_from(tmp_path: Path) -> None:
+    with_one_batch(tmp_path)
+    changed = rl_config(
+        tmp_path,
+        max_steps=200,
+        trainer={"loss": {"type": "dppo", "kl_tau": 0.01}},
+        orchestrator={"max_retries": 3},
+    )
+    assert resume(changed).splitlines()[1:] == [
+        "max_steps: 100 → 200 from step 0",
+        "orchestrator.max_retries: 0 → 3 from step 1",
+        "trainer.loss.kl_tau: 0.001 → 0.01 from step 0",
+    ]
+
+
+def test_a_refused_change_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    with_one_batch(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(ConfigError, match="model.name = 'other/model', but .* has 'some/model'"):
+        resume(rl_config(tmp_path, model={"name": "other/model"}))
+    (tmp_path / "configs" / "sft.toml").touch()
+    with pytest.raises(ConfigError, match="holds a run of `pellucid sft`, which another command cannot"):
+        resume(rl_config(tmp_path))
+    (tmp_path / "configs" / "sft.toml").unlink()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "configs"} == {
+        path: time for path, time in before.items() if path.name != "configs"
+    }
+
+
+def test_max_steps_below_what_is_done_is_refused(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path)
+    for _ in range(2):
+        send_a_batch(run)
+        run.trainer.train()
+    run.trainer.save()
+    run.crash({"orchestrator"})
+    with pytest.raises(ConfigError) as refused:
+        resume(rl_config(tmp_path, max_steps=1))
+    assert str(refused.value) == (
+        f"max_steps = 1, but the run in output_dir = {tmp_path} has sampled 2 steps already; set max_steps "
+        "to 2 to end it there, or higher to go on"
+    )
+    assert resume(rl_config(tmp_path, max_steps=2)).startswith("resuming at step 2")
+
+
+@pytest.mark.parametrize(("advantage", "lost"), [("default", 0), ("rloo", 8)])
+def test_groups_that_another_rule_has_judged_do_not_wait_for_the_next_batch(
+    tmp_path: Path, advantage: str, lost: int
+) -> None:
+    """So that all groups of a batch were judged by the rule that is recorded for its step."""
+    run = with_one_batch(tmp_path)
+    out = resume(rl_config(tmp_path, orchestrator={"advantage": {"type": advantage}}))
+    assert (f"{lost} sampled tokens were lost" in out) is bool(lost)
+    held = read_snapshot(tmp_path).held()
+    assert sum(held.values()) == 8 - lost
+    assert reconcile(run.ledger_dir).balanced

@@ -8,6 +8,7 @@ import pytest
 from pellucid.config import InferenceRunConfig
 from pellucid.errors import ConfigError
 from pellucid.launch.run_folder import LOCK, WRITTEN_BY_A_RUN, claimed, prepare
+from pellucid.ledger import Flow, Journal, Stage
 
 
 def config(
@@ -166,3 +167,30 @@ def test_a_full_disk_is_refused(small_disk):
                 file.write(bytes(1024))
         with pytest.raises(ConfigError, match=reason), claimed(disk / "run"):
             pytest.fail("claimed")
+
+
+def test_a_start_that_failed_before_its_first_token_does_not_block_its_folder(tmp_path):
+    """It leaves settings, logs, journals without a count, and the snapshot of an idle orchestrator."""
+    for name in ("configs", "logs", "ledger", "metrics", "checkpoints"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "configs" / "rl.toml").write_text("max_steps = 3\n")
+    (tmp_path / "logs" / "trainer.log").write_text("error: no such model\n")
+    (tmp_path / "metrics" / "trainer.jsonl").touch()
+    (tmp_path / "checkpoints" / "orchestrator.bin").write_bytes(b"nothing was sent")
+    journal = Journal(tmp_path / "ledger" / "inference.jsonl", Stage.INFERENCE)
+    journal.close(0)
+
+    assert not prepare(config(tmp_path))
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["logs", "logs/trainer.1.log"]
+    assert (tmp_path / "logs" / "trainer.1.log").read_text() == "error: no such model\n"
+
+
+def test_one_sampled_token_is_a_run(tmp_path):
+    journal = Journal(tmp_path / "ledger" / "inference.jsonl", Stage.INFERENCE)
+    journal.count("run", "env", Flow.SAMPLED, 1)
+    journal.close(0)
+
+    with pytest.raises(ConfigError, match=r"already holds a run \(ledger\)"):
+        prepare(config(tmp_path))
+    assert prepare(config(tmp_path, resume=True))

@@ -283,9 +283,10 @@ def test_the_steps_before_a_failure_are_shown(tmp_path):
 
     with pytest.raises(
         ProcessError, match=r"^trainer exited with code 1\n(?s:.*)RuntimeError: out of tokens"
-    ):
+    ) as failure:
         run_processes(config(tmp_path), processes(tmp_path, trained=0), Console(file=out, width=100))
 
+    assert str(failure.value).endswith("\nonce that is mended, go on with the same command and --resume")
     assert (tmp_path / "metrics" / "trainer.jsonl").exists()
     assert "trainer exited with code 1; stopping the others" in out.getvalue()
 

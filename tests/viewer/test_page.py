@@ -181,7 +181,7 @@ def test_the_command_writes_a_page(made_run: Any, tmp_path: Path) -> None:
 
     run_view(ViewSettings(path=made_run.folder, output=tmp_path / "new" / "page.html", record_index=3))
     head = json.loads(blocks(tmp_path / "new" / "page.html")["run"])
-    assert head["start_record"] == 3 and head["loss"]["type"] == "dppo"
+    assert head["start_record"] == 3 and head["losses"][0][1]["type"] == "dppo"
 
 
 @pytest.mark.parametrize(

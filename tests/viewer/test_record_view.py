@@ -224,3 +224,31 @@ def test_of_a_very_long_record_only_what_is_in_sight_is_in_the_document(
     page.locator(".tokens").evaluate("node => { node.scrollTop = 0; }")
     page.wait_for_selector('.token[data-i="0"]')
     assert page.locator('.token[data-i="130000"]').count() == 0
+
+
+def test_a_token_is_explained_by_the_rule_that_trained_its_step(
+    visit: Any, page_of: Any, made_run: Any, tmp_path: Path
+) -> None:
+    """A run that was resumed at step 2 with another loss, in a page of its own."""
+    run = tmp_path / "study"
+    shutil.copytree(made_run.folder, run)
+    losses = {
+        0: 'type = "dppo"\ndppo_mask_low = 0.2\ndppo_mask_high = 0.2\nkl_tau = 0.001\n',
+        2: 'type = "icepop"\nmin_ratio = 0.5\nmax_ratio = 5.0\n',
+    }
+    for step, loss in losses.items():
+        (run / "configs" / f"step_{step}").mkdir()
+        (run / "configs" / f"step_{step}" / "trainer.toml").write_text(f"[trainer.loss]\n{loss}")
+    address = page_of(run)
+    token = made_run.steps[1][1]["loss_mask"].index(True)
+    page = visit(f"{address}#record?step=1&record=1&token={token}", ".details-body")
+    assert "dppo_mask_low = −0.2" in page.locator(".details-rule").inner_text()
+    token = made_run.steps[2][1]["loss_mask"].index(True)
+    page = visit(f"{address}#record?step=2&record=1&token={token}", ".details-body")
+    assert "min_ratio = 0.5" in page.locator(".details-rule").inner_text()
+    page = visit(f"{address}#whatif?step=1", ".verdict .good")
+    assert "the run's: 0.2" in page.locator(".controls").inner_text()
+    page = visit(f"{address}#whatif?step=2", ".plain-table")
+    assert "the run's: 5" in page.locator(".controls").inner_text()
+    page = visit(f"{address}#run", ".facts")
+    assert "dppo, icepop from step 2" in page.locator(".facts").inner_text()

@@ -91,3 +91,13 @@ def _disk_error(error: BaseException) -> int | None:
         return int(found[1])
     cause = error.__cause__ or error.__context__
     return None if cause is None else _disk_error(cause)
+
+
+def step_folders(parent: Path) -> dict[int, Path]:
+    """Every `step_N` below `parent` by its N, finished or not."""
+    found = {}
+    for folder in parent.glob("step_*"):
+        number = folder.name.removeprefix("step_")
+        if number.isdigit():
+            found[int(number)] = folder
+    return found

@@ -20,11 +20,17 @@ import msgspec
 from rich.console import Console
 
 from pellucid.checkpoint import Progress, newest_intact
-from pellucid.config import RLConfig, RunConfig
+from pellucid.config import (
+    OrchestratorRunConfig,
+    RLConfig,
+    RunConfig,
+    SFTConfig,
+    TrainerRunConfig,
+)
 from pellucid.data.model_folder import check_safetensors
 from pellucid.errors import ConfigError, ModelError
 from pellucid.launch.console import make_console
-from pellucid.launch.run_folder import claimed, prepare
+from pellucid.launch.run_folder import claimed, has_begun, prepare
 from pellucid.ledger import (
     LedgerEntry,
     Settlement,
@@ -36,6 +42,7 @@ from pellucid.ledger import (
     settle,
     sum_entries,
 )
+from pellucid.ledger.settings import Change, changed_settings
 from pellucid.metrics import drop_metrics
 from pellucid.orchestrator.records import cut_rollouts, discard_rollouts, saved_bytes
 from pellucid.orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
@@ -77,14 +84,57 @@ def take_over(
 ) -> tuple[Config, int]:
     """The configuration of a run in its claimed folder, and the first step to train.
 
-    `resume` is true from here on only if the folder holds a run; it is rewound then.
+    `resume` is true from here on only if the folder holds a run; it is rewound then. Settings that a resumed
+    run must not change are refused before anything is touched.
     """
+    changes = _changes(config) if has_begun(config.output_dir) else {}
     config = config.model_copy(update={"resume": prepare(config)})
     if not config.resume:
         return config, 0
     point = rewind(config)
     console.out(str(point), highlight=False)
+    lines = {
+        change.key: change.line(point.next_batch if _shapes_batches(change.key) else point.checkpoint)
+        for change in (*changes.get("orchestrator", ()), *changes.get("trainer", ()), *changes.get("sft", ()))
+    }
+    for line in lines.values():
+        console.out(line, highlight=False)
     return config, point.checkpoint
+
+
+def _changes(config: RunConfig) -> dict[str, list[Change]]:
+    """Finds what each part of a resumed run sets otherwise than before; shared keys are in several parts."""
+    parts: dict[str, RunConfig] = {}
+    if isinstance(config, RLConfig):
+        _refuse_run_of(config, "sft")
+        for name, kind in (("orchestrator", OrchestratorRunConfig), ("trainer", TrainerRunConfig)):
+            parts[name] = config.part(kind)
+    elif isinstance(config, SFTConfig):
+        _refuse_run_of(config, "rl")
+        parts["sft"] = config
+    return {name: changed_settings(part, name) for name, part in parts.items()}
+
+
+def _refuse_run_of(config: RunConfig, command: str) -> None:
+    if config.resume and (config.output_dir / "configs" / f"{command}.toml").exists():
+        raise ConfigError(
+            f"output_dir = {config.output_dir} holds a run of `pellucid {command}`, which another command "
+            "cannot resume; choose another folder"
+        )
+
+
+def _shapes_batches(key: str) -> bool:
+    """Whether a setting matters to the batches yet to be formed, not to those that are trained from disk."""
+    return key.startswith(("orchestrator.", "inference.", "max_async_level"))
+
+
+def _check_max_steps(config: RunConfig, num_done: int, what: str) -> None:
+    max_steps = getattr(config, "max_steps", num_done)
+    if max_steps < num_done:
+        raise ConfigError(
+            f"max_steps = {max_steps}, but the run in output_dir = {config.output_dir} has {what} "
+            f"{num_done:,} steps already; set max_steps to {num_done} to end it there, or higher to go on"
+        )
 
 
 def run_rewind(config: RLConfig) -> None:
@@ -98,6 +148,7 @@ def run_rewind(config: RLConfig) -> None:
 def rewind_sft(config: RunConfig) -> ResumePoint:
     progress = newest_intact(config.output_dir)
     checkpoint = progress.step if progress else 0
+    _check_max_steps(config, checkpoint, "trained")
     drop_metrics(config.output_dir / "metrics" / "trainer.jsonl", checkpoint)
     return ResumePoint(checkpoint, checkpoint)
 
@@ -107,6 +158,11 @@ def rewind_rl(config: RunConfig) -> ResumePoint:
     progress, snapshot = newest_intact(folder), read_snapshot(folder) or Snapshot()
     checkpoint = progress.step if progress else 0
     next_batch = first_missing_batch(folder, checkpoint, snapshot.batches_sent)
+    _check_max_steps(config, next_batch, "sampled")
+    changes = _changes(config).get("orchestrator", ())
+    if any(change.key.startswith("orchestrator.advantage") for change in changes):
+        # Judged by the former rule: a batch has one, which is that of its step in the record.
+        snapshot = msgspec.structs.replace(snapshot, ready=[])
     entries = _read_books(folder, snapshot)
     settlement = settle(
         entries,

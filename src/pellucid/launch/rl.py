@@ -28,7 +28,7 @@ from pellucid.config import (
 )
 from pellucid.config.save import save
 from pellucid.data.files import append_whole
-from pellucid.errors import ConfigError, LedgerError
+from pellucid.errors import ConfigError, LedgerError, ProcessError
 from pellucid.launch.console import (
     RL_COLUMNS,
     TEACHER_COLUMN,
@@ -41,7 +41,7 @@ from pellucid.launch.console import (
 from pellucid.launch.follow import JsonlFollower, Record, StepJoin
 from pellucid.launch.preflight import check_rl
 from pellucid.launch.resume import rewind_rl, take_over
-from pellucid.launch.run_folder import claimed, settle_export
+from pellucid.launch.run_folder import claimed, has_begun, settle_export
 from pellucid.launch.summary import Summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
@@ -242,6 +242,13 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
         except SystemExit:  # told to stop
             stack.callback(console.out, "stopped; go on with the same command and --resume")
             raise
+        except ProcessError as error:
+            again = (
+                "go on with the same command and --resume"
+                if has_begun(config.output_dir)
+                else "start again with the same command"
+            )
+            raise ProcessError(f"{error}\nonce that is mended, {again}") from error
     return progress
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from rich.console import Console
 
 from pellucid.config import RLConfig, RunConfig, TrainerRunConfig
-from pellucid.data.files import try_lock
+from pellucid.data.files import step_folders, try_lock
 from pellucid.errors import ConfigError
 from pellucid.export.paths import ExportPaths
+from pellucid.ledger import read_journal
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ WRITTEN_BY_A_RUN = (
     "page.html",
 )
 
+_RESULTS = ("metrics", "rollouts", "batches", "weights", "token_exports", "profiles", "model", "page.html")
+
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
@@ -58,14 +61,21 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def prepare(config: RunConfig) -> bool:
-    """Whether the claimed `output_dir` holds a run that is to be resumed; else it is clean after this."""
+    """Whether the claimed `output_dir` holds a run that is to be resumed; else it is clean after this.
+
+    A start that failed before its first token is no run: what it wrote is deleted, but for its logs.
+    """
     folder = config.output_dir
     used = [folder / name for name in WRITTEN_BY_A_RUN if _exists(folder / name)]
-    if used and config.resume:
+    begun = has_begun(folder)
+    if begun and config.resume:
         _keep_logs(folder / "logs")
         _delete_partials(folder)
         return True
-    if used and not config.clean_output_dir:
+    if used and not begun and not config.clean_output_dir:
+        _keep_logs(folder / "logs")
+        used = [path for path in used if path.name != "logs"]
+    elif used and not config.clean_output_dir:
         names = ", ".join(path.name for path in used)
         raise ConfigError(
             f"output_dir = {folder} already holds a run ({names}); choose another folder, set resume to go "
@@ -75,9 +85,25 @@ def prepare(config: RunConfig) -> bool:
     _delete_partials(folder)
     for path in used:
         _delete(path)
-    if used:
+    if begun:
         logger.warning("deleted the earlier run in %s (clean_output_dir)", folder)
     return False
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run in this folder has sampled, trained or written anything but settings and logs."""
+    if any(_exists(folder / name) and _has_content(folder / name) for name in _RESULTS):
+        return True
+    if step_folders(folder / "checkpoints"):  # a stopped orchestrator leaves a snapshot there in any case
+        return True
+    journals = (folder / "ledger").glob("*.jsonl")
+    return any(entry.counts for path in journals for entry in read_journal(path))
+
+
+def _has_content(path: Path) -> bool:
+    if not path.is_dir():
+        return True
+    return any(child.is_dir() or child.stat().st_size for child in path.iterdir())
 
 
 def settle_export(config: TrainerRunConfig, console: Console) -> None:

@@ -33,6 +33,7 @@ from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout, TrainingMode
 from pellucid.errors import RolloutError
 from pellucid.inference.client import InferenceClient
+from pellucid.ledger.settings import record_settings
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.attempt import FailureLog, GroupRun
 from pellucid.orchestrator.books import Books
@@ -114,6 +115,9 @@ class Orchestrator:
             self._scheduler.restore(snapshot.scheduler_state(config.run_name))
 
     async def run(self) -> None:
+        start = self._scheduler.batches_sent
+        for change in record_settings(self._config, "orchestrator", start):
+            log.info(change.line(start))
         services: list[asyncio.Task[None]] = []
         async with AsyncExitStack() as stack:
             try:

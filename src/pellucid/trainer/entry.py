@@ -104,6 +104,7 @@ def _train(config: TrainerRunConfig, run: Run) -> None:
     try:
         if config.resume:
             restore(run)
+        run.record_settings(config)
         with run.stop.listening():
             train(run)
         run.close_books()

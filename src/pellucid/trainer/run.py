@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from pellucid.checkpoint import Progress
-from pellucid.config import TrainerConfig
+from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
 from pellucid.data.tensors import TokenTensors
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, sum_entries
+from pellucid.ledger.settings import record_settings
 from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
 from pellucid.model import Layout, Policy, TokenOutput
@@ -107,6 +108,13 @@ class Run:
         """Whether the version to go on from is there; version 0 always is, as the initial weights."""
         retract_steps(self.output_dir / "weights", self.start + 1)
         return self.start == 0 or is_stable(weights_folder(self.output_dir, self.start))
+
+    def record_settings(self, config: TrainerRunConfig) -> None:
+        """Writes down that `config` shapes the steps from here on, and logs what it changes for them."""
+        if self.ranks.is_main:
+            part = "sft" if isinstance(config, SFTConfig) else "trainer"
+            for change in record_settings(config, part, self.start):
+                logger.info(change.line(self.start))
 
     def steps(self) -> Iterator[int]:
         if self.validation is not None and self.start == 0:

@@ -1,5 +1,6 @@
 """Bytes between processes: batches from orchestrator to trainer, weights from trainer to engine."""
 
+from pellucid.data.files import step_folders
 from pellucid.transport.channel import Batch, BatchReceiver, BatchSender
 from pellucid.transport.codec import Limits, decode_batch, encode_batch
 from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
@@ -12,7 +13,6 @@ from pellucid.transport.stable import (
     retract_folder,
     retract_steps,
     stable_steps,
-    step_folders,
 )
 
 __all__ = [

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from pellucid.data.files import writing
+from pellucid.data.files import step_folders, writing
 
 MARKER = "STABLE"
 
@@ -50,13 +50,3 @@ def is_stable(folder: Path) -> bool:
 def stable_steps(parent: Path) -> list[int]:
     """The N of every finished `step_N` below `parent`, ascending."""
     return sorted(step for step, folder in step_folders(parent).items() if is_stable(folder))
-
-
-def step_folders(parent: Path) -> dict[int, Path]:
-    """Every `step_N` below `parent` by its N, finished or not."""
-    found = {}
-    for folder in parent.glob("step_*"):
-        number = folder.name.removeprefix("step_")
-        if number.isdigit():
-            found[int(number)] = folder
-    return found

@@ -42,7 +42,7 @@ def make_head(
         "kl_limits": kl_limits(summaries, max_mismatch),
         "metrics": run.metrics(),
         "ledger": run.ledger(),
-        "loss": run.loss(),
+        "losses": run.losses(),
         "notes": list(notes),
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 from pellucid.errors import LedgerError
 from pellucid.export.jsonl_source import read_json_lines
 from pellucid.ledger import Report, State, reconcile
+from pellucid.ledger.settings import read_settings
 
 CURVES = (
     "reward/",
@@ -41,6 +42,7 @@ class RunFolder:
         """Changes whenever one of the files that are read here does."""
         files = [
             *self._files("configs", "*.toml"),
+            *self._files("configs", "step_*/*.toml"),
             *self._files("metrics", "*.jsonl"),
             *self._files("ledger", "*.jsonl"),
         ]
@@ -57,12 +59,19 @@ class RunFolder:
             candidates.append(str(self.folder / "model"))
         return next((name for name in candidates if Path(name).is_dir()), None)
 
-    def loss(self) -> dict[str, Any] | None:
-        """`[trainer.loss]` as the run resolved it."""
-        for config in self._configs():
-            if isinstance(loss := config.get("trainer", {}).get("loss"), dict):
-                return loss
-        return None
+    def losses(self) -> list[tuple[int, dict[str, Any]]]:
+        """Every `[trainer.loss]` of the run with the first step that it trained, ascending."""
+        if self.folder is None:
+            return []
+        recorded = {**read_settings(self.folder, "sft"), **read_settings(self.folder, "trainer")}
+        if not recorded:
+            recorded = dict(enumerate(config for config in self._configs() if "trainer" in config))
+        losses: list[tuple[int, dict[str, Any]]] = []
+        for step, settings in sorted(recorded.items()):
+            loss = settings.get("trainer", {}).get("loss")
+            if isinstance(loss, dict) and loss not in [last for _, last in losses[-1:]]:
+                losses.append((step, loss))
+        return losses
 
     def metrics(self) -> dict[str, list[list[float]]]:
         """Metric -> [step, value] pairs; the last word on a step counts, as a resumed run writes it again."""

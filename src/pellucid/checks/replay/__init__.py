@@ -73,7 +73,7 @@ def run_replay(settings: ReplaySettings) -> int:
 
 
 def _what_if(run: RecordedRun, steps: Sequence[int], settings: ReplaySettings, console: Console) -> int:
-    what_if = WhatIf(run, change(run, settings.changes))
+    what_if = WhatIf(run, lambda own: change(own, settings.changes))
     for number, step in _progress(read_steps(run, steps), len(steps)):
         what_if.add(number, step)
     if settings.as_json:

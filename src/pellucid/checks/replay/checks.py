@@ -88,8 +88,8 @@ class Checks:
             self._note(f"losses were not recomputed: the export lacks {', '.join(missing)}")
         else:
             self._check_sums(number, step)
-            recomputed = replay_losses(step, self.run.loss)
-            for check, columns in self._follows_from_logprobs(step):
+            recomputed = replay_losses(step, self.run.at(number).loss)
+            for check, columns in self._follows_from_logprobs(number, step):
                 for column in columns:
                     if column in step.columns:
                         comparison = self._of(check, column, ROUNDING if check != "masks" else 0, _LOSS_HINT)
@@ -97,10 +97,10 @@ class Checks:
         self._check_advantages(number, step)
         return {**recomputed, **self._check_weights(number, step)}
 
-    def _follows_from_logprobs(self, step: ColumnBatch) -> list[tuple[str, tuple[str, ...]]]:
+    def _follows_from_logprobs(self, number: int, step: ColumnBatch) -> list[tuple[str, tuple[str, ...]]]:
         """Checks, and the columns that each compares."""
         ratios = ("ratios", RATIOS)
-        if self.run.loss is None and (modes_of(step) == TrainingMode.RL.value).any():
+        if self.run.at(number).loss is None and (modes_of(step) == TrainingMode.RL.value).any():
             why = self.run.recorded.no_loss or "the export does not name the loss that it was trained with"
             self._note(f"masks and token losses were not recomputed: {why}")
             return [ratios]
@@ -131,7 +131,7 @@ class Checks:
             self._loss.add(number, exported, logged, scale)
 
     def _check_advantages(self, number: int, step: ColumnBatch) -> None:
-        orchestrator, rollouts = self.run.orchestrator, self.run.rollouts(number)
+        orchestrator, rollouts = self.run.at(number).orchestrator, self.run.rollouts(number)
         if orchestrator is None or not rollouts or "rollout_id" not in step.columns:
             self._note("advantages were not recomputed: no rollouts were saved")
             return

@@ -1,9 +1,10 @@
 """What a run left behind of its steps: exports, logged losses, rollouts, and its configuration."""
 
 import math
+import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +19,15 @@ from pellucid.config.recorded import RecordedConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import Export
 from pellucid.export.jsonl_source import read_json_lines
+from pellucid.ledger.settings import settings_at, settings_files
 
 S = TypeVar("S", bound=Section)
 
 _CONFIGS = ("rl", "trainer", "sft", "orchestrator")
 """Files of `configs/`, the ones that say most first."""
+
+_PARTS = ("trainer", "sft", "orchestrator")
+"""Those that are recorded per step."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,9 @@ class RecordedRun:
     export: Export
     folder: Path | None
     """None for exports that lie outside a run folder."""
+
+    step: int | None = None
+    """The step whose settings are asked for; None: those of the last start."""
 
     @classmethod
     def open(cls, path: Path) -> "RecordedRun":
@@ -47,6 +55,10 @@ class RecordedRun:
             known = f"{steps[0]} to {steps[-1]}" if steps else "none"
             raise DataError(f"{self.path} has no finished export of step {wanted}; it has {known}")
         return [wanted]
+
+    def at(self, step: int) -> "RecordedRun":
+        """The run with the settings that shaped a step; a resumed run may have changed them since."""
+        return replace(self, step=step)
 
     @cached_property
     def trainer(self) -> TrainerConfig:
@@ -94,8 +106,13 @@ class RecordedRun:
     def _tables(self) -> Mapping[Path, dict[str, Any]]:
         if self.folder is None:
             return {}
-        paths = [self.folder / "configs" / f"{name}.toml" for name in _CONFIGS]
-        return {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()}
+        last = [self.folder / "configs" / f"{name}.toml" for name in _CONFIGS]
+        last = [path for path in last if path.exists()]
+        step = sys.maxsize if self.step is None else self.step
+        found = [settings_at(settings_files(self.folder, name), step) for name in _PARTS]
+        recorded = [path for path in found if path is not None]
+        paths = (last or recorded) if self.step is None else (recorded or last)
+        return {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in paths}
 
     @cached_property
     def logged_losses(self) -> Mapping[int, float]:

@@ -5,7 +5,7 @@ with the tokens of the old run.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from pellucid.checks.replay.advantages import replay_advantages
 from pellucid.checks.replay.changes import Changed
 from pellucid.checks.replay.losses import MASKS, replay_losses
 from pellucid.checks.replay.recorded import RecordedRun
+from pellucid.config import AdvantageConfig
 from pellucid.export.batch import ColumnBatch, Values
 
 
@@ -64,15 +65,19 @@ class Effect:
 class WhatIf:
     """Effects per step and environment."""
 
-    def __init__(self, run: RecordedRun, changed: Changed) -> None:
+    def __init__(self, run: RecordedRun, change: Callable[[RecordedRun], Changed]) -> None:
+        """`change`: the settings of a step, and what is set otherwise in them."""
         self._run = run
-        self._changed = changed
+        self._change = change
         self.steps: dict[int, dict[str, Effect]] = {}
 
     def add(self, number: int, step: ColumnBatch) -> None:
-        old = {**replay_losses(step, self._run.loss), **step.columns}
-        changed = ColumnBatch(step.lengths, {**step.columns, "advantages": self._advantages(number, step)})
-        new = replay_losses(changed, self._changed.loss)
+        own = self._run.at(number)
+        other = self._change(own)
+        old = {**replay_losses(step, own.loss), **step.columns}
+        advantages = self._advantages(number, step, other.advantage)
+        changed = ColumnBatch(step.lengths, {**step.columns, "advantages": advantages})
+        new = replay_losses(changed, other.loss)
         trainable = step.columns["loss_mask"] == 1
         envs = step.columns.get("env_name", np.full(step.num_sequences, "", object))
         denominator = int(trainable.sum())
@@ -86,11 +91,11 @@ class WhatIf:
             effects[env] = _effect(old, new, tokens, len(rows), denominator)
         self.steps[number] = effects
 
-    def _advantages(self, number: int, step: ColumnBatch) -> Values:
+    def _advantages(self, number: int, step: ColumnBatch, config: AdvantageConfig | None) -> Values:
         """Recomputed ones, where the rollouts were saved."""
         advantages = step.columns["advantages"].copy()
-        if self._changed.advantage is not None:
-            by_rollout = replay_advantages(self._run.rollouts(number), self._changed.advantage)
+        if config is not None:
+            by_rollout = replay_advantages(self._run.rollouts(number), config)
             for row, rollout in enumerate(step.columns["rollout_id"].tolist()):
                 if rollout in by_rollout:
                     advantages[step.offsets[row] : step.offsets[row + 1]] = by_rollout[rollout]

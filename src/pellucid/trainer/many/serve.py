@@ -236,6 +236,7 @@ class ManyRuns:
         with self.evicting(member, everywhere=True):
             if config.resume:
                 restore(run)
+            run.record_settings(config)
             member.step = run.start
         logger.info("run %s joined at step %d of %d", name, member.step, run.max_steps)
 

@@ -54,6 +54,12 @@ export class Run {
   /** @param {number} step */
   summary(step) { return this.head.steps.find((/** @type {any} */ summary) => summary.step === step); }
 
+  /** `[trainer.loss]` by which a step was trained, or null: a resumed run may have another than before. @param {number} step */
+  lossAt(step) {
+    const { losses } = this.head;
+    return losses.filter((/** @type {[number, any]} */ [first]) => first <= step).at(-1)?.[1] ?? losses[0]?.[1] ?? null;
+  }
+
   /** The step that can be opened and is nearest to one that may not be. @param {number} step */
   nearestStep(step) {
     return this.steps.reduce((best, next) => (Math.abs(next - step) < Math.abs(best - step) ? next : best), this.steps[0]);

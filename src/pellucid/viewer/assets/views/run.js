@@ -85,7 +85,8 @@ export class RunView {
     const facts = [["steps", `${count(inside.length)}${inside.length < head.steps.length ? ` of ${count(head.steps.length)}` : ""}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
       ["records", count(sum("records"))], ["tokens", `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable`],
       ["environments", state.env || app.run.envs.join(", ")]];
-    if (head.loss) facts.push(["loss", head.loss.type]);
+    const losses = head.losses.map((/** @type {[number, any]} */ [first, loss], /** @type {number} */ i) => (i ? `${loss.type} from step ${first}` : loss.type));
+    if (losses.length) facts.push(["loss", losses.join(", ")]);
     const skipped = this.steps.filter((/** @type {number} */ step) => app.run.isSkipped(step)).length;
     if (skipped) facts.push(["skipped", plural(skipped, "step")]);
     this.range.show(this.steps, shown);

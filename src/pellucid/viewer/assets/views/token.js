@@ -26,7 +26,7 @@ const FIELDS = /** @type {[string, string, string][]} */ ([
 /** @param {import("../data/run.js").Run} run @param {import("../data/run.js").TokenRecord} record @param {number} token */
 export function tokenDetails(run, record, token) {
   const ids = record.column("token_ids") ?? [];
-  const { state, badge, why, rule } = reasonOf(record, token, run.head.loss, run.isSkipped(record.step));
+  const { state, badge, why, rule } = reasonOf(record, token, run.lossAt(record.step), run.isSkipped(record.step));
   const id = ids[token];
   const warnings = disagreements(record, token);
   return element("div", { class: "details-body" },
@@ -49,7 +49,7 @@ export function tokenDetails(run, record, token) {
  * @param {import("../data/run.js").TokenRecord} record @param {number} token @param {import("../data/metrics.js").Metric} metric @param {number | null} value */
 export function spokenToken(run, record, token, metric, value) {
   const text = run.vocabulary.show(record.column("token_ids") ?? [], token);
-  const { state } = reasonOf(record, token, run.head.loss, run.isSkipped(record.step));
+  const { state } = reasonOf(record, token, run.lossAt(record.step), run.isSkipped(record.step));
   const measured = value === null || Number.isNaN(value) ? "" : `, ${metric.label} ${precise(value)}`;
   return `Token ${token} of ${record.length}: ${text}, ${state}${measured}`;
 }

@@ -23,7 +23,7 @@ export class TokenTable {
       columns: [
         { key: "at", label: "at", width: "56px", cell: (row) => String(row) },
         { key: "text", label: "token", width: "auto", text: true, cell: (row) => this.text(row) },
-        { key: "state", label: "state", width: "110px", text: true, cell: (row) => reasonOf(this.record, row, app.run.head.loss, app.run.isSkipped(this.record.step)).state },
+        { key: "state", label: "state", width: "110px", text: true, cell: (row) => reasonOf(this.record, row, app.run.lossAt(this.record.step), app.run.isSkipped(this.record.step)).state },
         ...METRICS.map((metric, i) => ({
           key: metric.key, label: metric.label, width: "92px", title: metric.about,
           cell: (/** @type {number} */ row) => short(this.values[i]?.[row]),

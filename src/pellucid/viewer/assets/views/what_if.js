@@ -86,7 +86,7 @@ export class WhatIfView {
     const all = await this.app.run.stepTokens(state.step);
     if (turn !== this.turn) return;
     this.all = all;
-    const own = this.app.run.head.loss;
+    const own = this.app.run.lossAt(this.all.step);
     this.type = state.loss in LOSSES ? state.loss : own?.type in LOSSES ? own.type : "dppo";
     const values = valuesOf(all, metricOf("delta"));
     const isPossible = Boolean(values && all.column("advantages"));
@@ -103,7 +103,7 @@ export class WhatIfView {
 
   /** @param {import("../state/store.js").State} state */
   drawControls(state) {
-    const own = this.app.run.head.loss;
+    const own = this.app.run.lossAt(this.all.step);
     const key = `${this.type} ${state.step}`;
     const bounds = boundsOf(this.type, parseBounds(state.bounds), own);
     if (this.controlsFor === key && this.inputs) {
@@ -146,7 +146,7 @@ export class WhatIfView {
 
   /** @param {import("../data/what_if.js").Outcome} result @param {Record<string, number>} bounds */
   drawVerdict(result, bounds) {
-    const own = this.app.run.head.loss;
+    const own = this.app.run.lossAt(this.all.step);
     const names = [...result.envs.keys()].sort();
     const isOwn = own?.type === this.type && LOSSES[this.type].bounds.every(({ key }) => bounds[key] === own[key]);
     const rows = [["all", result.all], ...(names.length > 1 ? names.map((name) => [name || "no name", result.envs.get(name)]) : [])];
