@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "viewer": {"export", "ledger", "data"},
 }
 TOP = {"cli", "launch", "checks", "bench"}
-CLIENT_SIDE = {"client", "http", "fake", "pool", "protocol"}
+CLIENT_SIDE = {"client", "examine", "http", "fake", "pool", "protocol"}
 """What of `inference` an orchestrator may see: never the engine."""
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from pellucid.data.model_folder import check_model_folder
+from pellucid.data.model_folder import check_model_folder, model_fingerprint
 from pellucid.errors import ModelError
 
 
@@ -113,3 +114,24 @@ def test_an_adapter_is_no_whole_model(tmp_path) -> None:
 def test_it_does_without_torch() -> None:
     program = "import sys, pellucid.data.model_folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_fingerprint_tells_weights_and_not_how_they_are_stored(folder: Path, tmp_path: Path) -> None:
+    [path] = folder.glob("*.safetensors")
+    first = model_fingerprint(str(folder))
+    assert len(bytes.fromhex(first)) == 8
+    tensors = load_file(path)
+    names = sorted(tensors)
+    path.unlink()
+    save_file({name: tensors[name] for name in names[:3]}, folder / "a.safetensors")
+    save_file({name: tensors[name] for name in names[3:]}, folder / "b.safetensors", {"format": "pt"})
+    assert model_fingerprint(str(folder)) == first
+    changed = {name: tensors[name] for name in names[3:]}
+    changed[names[-1]] = changed[names[-1]] * 1.001
+    save_file(changed, folder / "b.safetensors")
+    assert model_fingerprint(str(folder)) != first
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "no/such/folder", "nothing"])
+def test_a_model_that_is_not_here_has_no_fingerprint(name: str) -> None:
+    assert model_fingerprint(name) == ""

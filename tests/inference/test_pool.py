@@ -6,15 +6,20 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pellucid.data import Completion
+from pellucid.errors import ConfigError, InferenceError
 from pellucid.inference.client import Account, SamplingParams, UnreachableError
+from pellucid.inference.examine import Expected
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
+from pellucid.inference.protocol import Health
 
 ACCOUNT = Account("run", "env")
+RUN = "mine-0001"
 
 
 def nine_tokens(prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
@@ -31,10 +36,15 @@ class Server(FakeInferenceClient):
 
     def switch_off(self) -> None:
         self._down.set()
-        self.policy_version = 0
+        self.restart()
 
     def switch_on(self) -> None:
         self._down = asyncio.Event()
+
+    def restart(self) -> None:
+        """Another process is there in no time, and nobody sees the gap."""
+        self.server_id += "'"
+        self.policy_version, self.run = 0, ""
 
     async def wait_until_ready(self) -> None:
         self._check()
@@ -57,9 +67,13 @@ class Server(FakeInferenceClient):
         self._check()
         return await super().score(token_ids, temperature, request_id)
 
-    async def update_weights(self, version: int, folder: Path) -> None:
+    async def health(self) -> Health:
         self._check()
-        await super().update_weights(version, folder)
+        return await super().health()
+
+    async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
+        self._check()
+        await super().update_weights(version, folder, run)
 
     def _check(self) -> None:
         if self._down.is_set():
@@ -70,8 +84,20 @@ def group_of(request_id: str) -> str:
     return request_id.partition("-")[0]
 
 
-def pool_of(*servers: Server) -> ServerPool:
-    return ServerPool({f"s{n}": server for n, server in enumerate(servers)}, group_of, ask_again_s=0.01)
+def pool_of(*servers: Server, patience_s: float = 10.0, has_weights: bool = False) -> ServerPool:
+    expected = Expected("policy server", "m", "", 100, run=RUN, has_weights=has_weights)
+    clients = {f"s{n}": server for n, server in enumerate(servers)}
+    return ServerPool(clients, group_of, expected, ask_again_s=0.01, patience_s=patience_s)
+
+
+async def ready(*servers: Server, **options: Any) -> ServerPool:
+    pool = pool_of(*servers, **options)
+    await pool.wait_until_ready()
+    return pool
+
+
+def versions(completion: Completion) -> set[int]:
+    return {version for version, _ in completion.policy_versions}
 
 
 async def ask(pool: ServerPool, request_id: str) -> Completion:
@@ -81,7 +107,7 @@ async def ask(pool: ServerPool, request_id: str) -> Completion:
 def test_groups_spread_over_the_servers_and_stay() -> None:
     async def main() -> list[Counter[str]]:
         servers = Server(0.01), Server(0.01), Server(0.01)
-        pool = pool_of(*servers)
+        pool = await ready(*servers)
         for _ in range(2):
             await asyncio.gather(*(ask(pool, f"g{group}-r{n}") for group in range(6) for n in range(4)))
         return [Counter(map(group_of, server.asked)) for server in servers]
@@ -94,7 +120,7 @@ def test_groups_spread_over_the_servers_and_stay() -> None:
 def test_a_dead_server_is_left_out_and_comes_back_with_the_current_weights(caplog) -> None:
     async def main() -> None:
         first, second = Server(0.02), Server(0.02)
-        pool = pool_of(first, second)
+        pool = await ready(first, second)
         await pool.update_weights(1, Path("w1"))
         asking = [asyncio.create_task(ask(pool, f"g{n}-r0")) for n in range(4)]
         await asyncio.sleep(0.005)
@@ -108,8 +134,9 @@ def test_a_dead_server_is_left_out_and_comes_back_with_the_current_weights(caplo
         assert len(first.asked) == before and second.policy_version == 2
 
         first.switch_on()
-        await asyncio.sleep(0.1)
-        assert first.updates[-1] == (2, Path("w2"))
+        while len(first.updates) < 2:
+            await asyncio.sleep(0.01)
+        assert first.updates[-1] == (2, Path("w2")) and first.run == RUN
         completions = await asyncio.gather(*(ask(pool, f"h{n}-r0") for n in range(4)))
         assert len(first.asked) == before + 2
         assert {version for each in completions for version, _ in each.policy_versions} == {2}
@@ -123,7 +150,7 @@ def test_a_dead_server_is_left_out_and_comes_back_with_the_current_weights(caplo
 def test_without_any_server_the_reason_names_them_all() -> None:
     async def main() -> None:
         servers = Server(), Server()
-        pool = pool_of(*servers)
+        pool = await ready(*servers, patience_s=0.05)
         for server in servers:
             server.switch_off()
         with pytest.raises(UnreachableError, match="none of the inference servers can be reached: s0, s1"):
@@ -136,7 +163,7 @@ def test_without_any_server_the_reason_names_them_all() -> None:
 def test_aborts_reach_the_server_that_runs_the_request() -> None:
     async def main() -> list[str]:
         servers = Server(1.0), Server(1.0)
-        pool = pool_of(*servers)
+        pool = await ready(*servers)
         asking = [asyncio.create_task(ask(pool, f"g{n}-r0")) for n in range(4)]
         await asyncio.sleep(0.01)
         await pool.abort([f"g{n}-r0" for n in range(4)])
@@ -148,7 +175,7 @@ def test_aborts_reach_the_server_that_runs_the_request() -> None:
 def test_scoring_spreads_over_the_servers_and_leaves_out_one_that_is_gone() -> None:
     async def run() -> None:
         first, second = Server(), Server()
-        pool = pool_of(first, second)
+        pool = await ready(first, second)
         try:
             scores = await asyncio.gather(*(pool.score([5, 6], 1.0, f"g{n}-r0") for n in range(4)))
             assert [score[1] for score in scores] == [math.log(0.5)] * 4
@@ -165,3 +192,165 @@ def test_scoring_spreads_over_the_servers_and_leaves_out_one_that_is_gone() -> N
             await pool.close()
 
     asyncio.run(run())
+
+
+def test_a_server_that_restarts_unseen_gets_its_weights_again_and_its_tokens_are_refused(caplog) -> None:
+    """A single one, between two requests: nothing failed, only the process behind the address is another."""
+
+    async def main() -> None:
+        server = Server()
+        pool = await ready(server)
+        await pool.update_weights(3, Path("w3"))
+        assert versions(await ask(pool, "g0-r0")) == {3}
+        server.restart()
+        doubted = await ask(pool, "g0-r1")
+        assert (doubted.finish_reason, versions(doubted), len(doubted.token_ids)) == ("refused", {0}, 9)
+        again = await ask(pool, "g0-r2")  # waits until the server has been set right
+        assert (again.finish_reason, versions(again)) == ("stop", {3})
+        assert server.updates == [(3, Path("w3"))] * 2
+        await pool.close()
+
+    asyncio.run(main())
+    assert "inference server s0 is left out: it was restarted" in caplog.text
+    assert "inference server s0 is back, with the current weights" in caplog.text
+
+
+def test_a_restart_is_noticed_at_an_update_too() -> None:
+    async def main() -> None:
+        server = Server(0.05)
+        pool = await ready(server)
+        await pool.update_weights(1, Path("w1"))
+        server.restart()
+        asked_too_early = asyncio.create_task(ask(pool, "g0-r0"))
+        await asyncio.sleep(0.01)
+        await pool.update_weights(2, Path("w2"))
+        doubted = await asked_too_early
+        assert doubted.finish_reason == "refused" and min(versions(doubted)) == 0
+        assert versions(await ask(pool, "g0-r1")) == {2}
+        assert server.updates == [(1, Path("w1")), (2, Path("w2"))]  # it was not left out for that
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_with_the_weights_of_another_run_is_refused_at_the_start() -> None:
+    async def main() -> None:
+        server = Server()
+        await server.update_weights(400, Path("theirs"), "theirs-9")
+        with pytest.raises(ConfigError) as refused:
+            await ready(server)
+        assert str(refused.value) == (
+            "the policy server 'fake' at s0 serves policy version 400 of run 'theirs-9', not of this run, "
+            "'mine-0001'; if that run is going on, give this one a server of its own; if not, restart the "
+            "server"
+        )
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("theirs", [7, 2])
+def test_a_server_that_another_run_takes_over_ends_the_run(theirs: int) -> None:
+    """Versions above and below this run's tell it, before the next update would."""
+
+    async def main() -> None:
+        server = Server()
+        pool = await ready(server)
+        await pool.update_weights(3, Path("w3"))
+        watching = asyncio.create_task(pool.watch())
+        await server.update_weights(theirs, Path("theirs"), "theirs-9")
+        assert (await ask(pool, "g0-r0")).finish_reason == "refused"
+        with pytest.raises(ConfigError, match=f"serves policy version {theirs} of run 'theirs-9', not of"):
+            await watching
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_takeover_is_noticed_at_an_update_even_at_the_same_version() -> None:
+    async def main() -> None:
+        server = Server()
+        pool = await ready(server)
+        await pool.update_weights(3, Path("w3"))
+        watching = asyncio.create_task(pool.watch())
+        await server.update_weights(3, Path("theirs"), "theirs-9")
+        updating = asyncio.create_task(pool.update_weights(4, Path("w4")))
+        with pytest.raises(ConfigError, match="policy version 3 of run 'theirs-9'"):
+            await watching
+        assert server.updates[-1] == (3, Path("theirs"))  # theirs are left alone
+        updating.cancel()
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_one_refused_server_of_several_does_not_end_the_run_and_may_come_back(caplog) -> None:
+    async def main() -> None:
+        first, second = Server(), Server()
+        pool = await ready(first, second)
+        watching = asyncio.create_task(pool.watch())
+        first.model, first.vocabulary = "other", "other"
+        await pool.update_weights(1, Path("w1"))
+        for n in range(4):
+            assert versions(await ask(pool, f"g{n}-r0")) == {1}
+        assert not first.asked and len(second.asked) == 4 and not watching.done()
+        first.vocabulary = ""
+        while not first.updates:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+        await pool.close()
+
+    asyncio.run(main())
+    refusals = [record for record in caplog.records if "has another vocabulary" in record.getMessage()]
+    assert len(refusals) == 1  # said once, however often it is asked
+
+
+def test_older_weights_of_this_run_get_no_work_before_the_current_ones() -> None:
+    """As after a resume: the server is still at a version that the run will make again."""
+
+    async def main() -> None:
+        server = Server()
+        await server.update_weights(9, Path("gone"), RUN)
+        pool = await ready(server, has_weights=True)
+        asking = asyncio.create_task(ask(pool, "g0-r0"))
+        await asyncio.sleep(0.02)
+        assert not server.asked
+        await pool.update_weights(5, Path("w5"))
+        assert versions(await asking) == {5}
+        await pool.close()
+        with pytest.raises(ConfigError, match="of this run, which has published none"):
+            await ready(server, has_weights=False)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_waits_for_a_server_can_be_aborted() -> None:
+    async def main() -> None:
+        server = Server()
+        pool = await ready(server)
+        server.switch_off()
+        with pytest.raises(UnreachableError):
+            await ask(pool, "g0-r0")
+        waiting = asyncio.create_task(ask(pool, "g0-r1"))
+        await asyncio.sleep(0.01)
+        await pool.abort(["g0-r1"])
+        with pytest.raises(InferenceError, match="aborted before a server took it"):
+            await waiting
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_scores_of_a_restarted_teacher_count_once_it_has_been_examined() -> None:
+    async def main() -> None:
+        server = Server()
+        await server.update_weights(40, Path("any"), "any run")
+        pool = ServerPool({"s0": server}, group_of, Expected("teacher", "m", "", 100), ask_again_s=0.01)
+        await pool.wait_until_ready()
+        assert versions(await ask(pool, "g0-r0")) == {40}  # whatever it serves
+        server.restart()
+        with pytest.raises(InferenceError, match="s0 was restarted"):
+            await pool.score([5, 6], 1.0, "g0-r1")
+        assert (await pool.score([5, 6], 1.0, "g0-r2"))[1] == math.log(0.5)
+        await pool.close()
+
+    asyncio.run(main())

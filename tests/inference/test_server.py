@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,37 @@ def test_the_version_that_is_served_already_is_not_loaded_again(serving, tiny_mo
         assert list(read_metrics(tmp_path / "metrics.jsonl")) == []
     (whole,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (whole["step"], whole["sampled_tokens"]) == (7, 3)
+
+
+def test_a_version_made_anew_is_loaded_again_and_health_tells_whose_it_is(
+    serving, tiny_model, tmp_path
+) -> None:
+    """The same number, published once more after a resume: by its date, and by its run."""
+    with serving() as (url, policy), connected(url) as (runner, client):
+        assert runner.run(client.health()).run == ""
+        folder, _ = published(tiny_model, tmp_path, 7)
+        runner.run(client.update_weights(7, folder, "mine-1"))
+        with torch.no_grad():
+            next(policy.parameters()).zero_()
+        runner.run(client.update_weights(7, folder, "mine-1"))
+        assert next(policy.parameters()).abs().sum() == 0  # it was not loaded again
+        os.utime(folder / "STABLE", ns=(0, 1))
+        runner.run(client.update_weights(7, folder, "mine-1"))
+        assert next(policy.parameters()).abs().sum() > 0
+        health = runner.run(client.health())
+        assert (health.policy_version, health.run) == (7, "mine-1")
+
+
+def test_every_answer_tells_which_process_gave_it(serving, tmp_path) -> None:
+    with serving() as (url, _), connected(url) as (runner, client):
+        first = runner.run(client.health()).server_id
+        client.server_id = ""
+        runner.run(client.generate([5, 6], SamplingParams(max_tokens=3), ENV, "r1"))
+        assert client.server_id == first != ""
+        assert httpx.get(f"{url}/nowhere").headers["x-pellucid-server-id"] == first
+    (tmp_path / "inference.jsonl").unlink()
+    with serving() as (url, _), connected(url) as (runner, client):
+        assert runner.run(client.health()).server_id != first
 
 
 def cut_short(path):

@@ -20,9 +20,11 @@ from engine_books import close_engine_books
 from pellucid.config import FilterConfig, OrchestratorRunConfig
 from pellucid.config.orchestrator import ROLLOUT_FIELDS
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
-from pellucid.errors import ConfigError, InferenceError, RolloutError, UserCodeError
+from pellucid.errors import ConfigError, DataError, InferenceError, RolloutError, UserCodeError
 from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.examine import Expected
 from pellucid.inference.fake import FakeInferenceClient
+from pellucid.inference.pool import ServerPool
 from pellucid.launch.supervisor import GRACE_S
 from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
 from pellucid.metrics import read_metrics
@@ -44,6 +46,8 @@ from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.filters import FilterInputs, load_filter
 from pellucid.orchestrator.pace import RateLimit
 from pellucid.orchestrator.report import sample_line, shorten, step_line
+from pellucid.orchestrator.servers import run_identity
+from pellucid.orchestrator.session import group_of_request
 from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import Batch, MemoryChannel, publish_folder
@@ -726,15 +730,6 @@ def test_weights_that_cannot_be_served_stop_the_run(tmp_path: Path) -> None:
     )
 
 
-def test_only_the_newest_weights_are_served(tmp_path: Path) -> None:
-    for version in (1, 2, 3):
-        publish_folder(tmp_path / "weights" / f"step_{version}", lambda folder: None)
-    client = FakeInferenceClient(letters)
-    run(configure(tmp_path, max_steps=2), {"guess": Guess(seed=1)}, client)
-    assert client.updates[0] == (3, tmp_path / "weights" / "step_3")
-    assert len(client.updates) == 1
-
-
 def test_an_interrupted_run_cuts_short_and_cancels_what_it_has(tmp_path: Path) -> None:
     """Five rollouts are back and wait for their batch, twenty are being sampled."""
     own = {"batch_size": 100, "rollouts_per_example": 1, "filter_zero_advantages": False}
@@ -841,6 +836,71 @@ def test_books_that_do_not_agree_are_no_point_to_go_on_from(tmp_path: Path) -> N
     with pytest.raises(OSError, match="No space left"):
         _ = books.journal_bytes
     books.close(0, finished=False)
+
+
+class Restarting(FakeInferenceClient):
+    """Is another process, with the weights it was started with, after every 40th request."""
+
+    def __init__(self) -> None:
+        super().__init__(letters, delay_s=lambda generator: 0.001)
+        self.num_asked = 0
+
+    async def generate(self, *arguments: Any) -> Completion:
+        self.num_asked += 1
+        if self.num_asked % 40 == 0:
+            self.server_id += "'"
+            self.policy_version, self.run = 0, ""
+        return await super().generate(*arguments)
+
+
+def test_a_server_that_restarts_never_trains_on_other_weights_than_it_was_given(tmp_path: Path) -> None:
+    """What it sampled before it had the current weights has failed, to the token."""
+    server = Restarting()
+    expected = Expected("policy server", "none", "", 200, run=run_identity(tmp_path, "run"))
+
+    pool = ServerPool({"s0": server}, group_of_request, expected, ask_again_s=0.001)
+
+    async def all_parts() -> Trainer:
+        channel = MemoryChannel()
+        trainer = Trainer(config, channel)
+        training = asyncio.create_task(trainer.run())
+        async with asyncio.timeout(60):
+            await pool.wait_until_ready()
+            await Orchestrator(config, {"guess": Guess(seed=1)}, TOKENIZER, pool, channel).run()
+            await training
+        await pool.close()
+        return trainer
+
+    config = configure(tmp_path, max_steps=8, max_async_level=1)
+    trainer = asyncio.run(all_parts())
+    assert "'" in server.server_id
+    trainer.close_books()
+    close_engine_books(tmp_path, server)
+    report = reconcile(tmp_path / "ledger")
+    assert report.balanced and not report.running, report.differences
+    for batch in trainer.batches[2:]:
+        assert (batch.step - batch.table["policy_versions"]).max() <= 2
+    refused = [record for record in saved_rollouts(tmp_path) if "refused" in (record["error"] or "")]
+    assert refused and all(record["num_tokens"] for record in refused)
+
+
+def test_a_run_has_one_identity_for_good(tmp_path: Path) -> None:
+    first = run_identity(tmp_path / "a", "run")
+    assert run_identity(tmp_path / "a", "run") == first and first.startswith("run-")
+    assert run_identity(tmp_path / "b", "run") != first
+
+
+def test_weights_from_ahead_of_the_run_are_served_once_and_never_train(tmp_path: Path) -> None:
+    """Only the newest of them; a batch of their tokens would have a negative off-policy level."""
+    for version in (1, 2, 3):
+        publish_folder(tmp_path / "weights" / f"step_{version}", lambda folder: None)
+    client = FakeInferenceClient(letters, delay_s=lambda generator: 0.05)
+    message = stops_with(configure(tmp_path), Guess(seed=1), client, DataError)
+    assert message == (
+        "the batch of step 0 has tokens of policy version 3, which only a later batch makes: they are of "
+        "another run's weights; give this run an inference server of its own, and go on with --resume"
+    )
+    assert client.updates == [(3, tmp_path / "weights" / "step_3")]
 
 
 def test_winding_down_leaves_time_before_the_launcher_kills() -> None:
@@ -989,17 +1049,15 @@ def test_filters_count_what_they_remove(tmp_path: Path) -> None:
     assert all(record["filtered_rollouts/guess"] == record["filtered_rollouts/all"] for record in reported)
 
 
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("too_few_answers", r"too_few_answers', group 'g\d+': 1 answers for 4 rollouts"),
-        ("short_ones", r"short_ones', group 'g\d+': TypeError: .*'max_tokens'"),
-    ],
-)
-def test_a_filter_that_does_not_work_is_named(tmp_path: Path, name: str, complaint: str) -> None:
-    config = configure(tmp_path, orchestrator={"filter": [{"import_path": f"{__name__}:{name}"}]})
+def test_a_filter_that_does_not_work_is_named(tmp_path: Path) -> None:
+    config = configure(tmp_path, orchestrator={"filter": [{"import_path": f"{__name__}:too_few_answers"}]})
     message = stops_with(config, Guess(seed=1), FakeInferenceClient(letters), ConfigError)
-    assert re.search(complaint, message)
+    assert re.search(r"too_few_answers', group 'g\d+': 1 answers for 4 rollouts", message)
+
+
+def test_a_filter_that_lacks_an_argument_is_refused_before_it_is_called() -> None:
+    with pytest.raises(ConfigError, match=r"short_ones' cannot be called .*'max_tokens'"):
+        load_filter(FilterConfig(import_path=f"{__name__}:short_ones"))
 
 
 def test_a_filter_that_does_not_exist_names_the_key() -> None:

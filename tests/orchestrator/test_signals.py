@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pellucid.orchestrator import base_url
+from pellucid.orchestrator.servers import base_url
 
 PROGRAM = """
 import asyncio

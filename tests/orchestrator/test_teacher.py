@@ -18,7 +18,6 @@ from pellucid.data import NOT_OURS, Completion, Example, Rollout, TokenTable, Tu
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, InferenceError, RolloutError
 from pellucid.inference.fake import FakeInferenceClient
-from pellucid.inference.protocol import Health
 from pellucid.ledger import Flow, Journal, Report, Stage, State, reconcile
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import character_tokenizer
@@ -32,7 +31,7 @@ from pellucid.orchestrator import (
 )
 from pellucid.orchestrator.evaluation import Evaluation, prepare_evaluation
 from pellucid.orchestrator.samples import build_samples, token_sequences
-from pellucid.orchestrator.teacher import Scorer, check_teacher
+from pellucid.orchestrator.teacher import Scorer
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 
 TOKENIZER = character_tokenizer()
@@ -305,35 +304,6 @@ def test_evaluations_are_of_the_policy_whoever_samples(tmp_path: Path) -> None:
     assert {account.env for account in policy.sampled} == {"held-out"}
     assert {account.env for account in teacher.sampled} == {"guess"}
     assert report.states["run", "held-out"] == {"eval": policy.sampled.total()}
-
-
-def health(**changes: Any) -> Health:
-    values = {
-        "status": "ok",
-        "model": "some/teacher",
-        "vocabulary": fingerprint(TOKENIZER),
-        "max_model_len": 200,
-        "policy_version": 0,
-        **dict.fromkeys(["running", "waiting", "sampled_tokens", "delivered_tokens"], 0),
-        **dict.fromkeys(["cancelled_tokens", "prefill_tokens", "shared_tokens", "scored_tokens"], 0),
-        "busy_s": 0.0,
-    }
-    return Health(**{**values, **changes})
-
-
-def test_a_teacher_of_another_vocabulary_or_length_is_refused(tmp_path: Path) -> None:
-    config = configure(tmp_path, {})
-    check_teacher(config, TOKENIZER, SERVERS[0], health())
-    other = character_tokenizer()
-    other.add_tokens(["<extra>"])
-    with pytest.raises(ConfigError) as refused:
-        check_teacher(config, TOKENIZER, SERVERS[0], health(vocabulary=fingerprint(other)))
-    assert str(refused.value) == (
-        "the teacher 'some/teacher' at http://teacher:8000 has another vocabulary than model.name = 'none': "
-        "a token id would not mean the same to both; take a teacher with the same tokenizer"
-    )
-    with pytest.raises(ConfigError, match=r"takes 100 tokens, less than inference.max_model_len = 200"):
-        check_teacher(config, TOKENIZER, SERVERS[0], health(max_model_len=100))
 
 
 def test_vocabularies_are_equal_only_if_every_id_is_the_same_token() -> None:

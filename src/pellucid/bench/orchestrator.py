@@ -65,6 +65,9 @@ class Fleet:
     async def wait_until_ready(self) -> None:
         """Always."""
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()  # nothing to see
+
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:

@@ -214,6 +214,9 @@ class EngineClient:
     async def wait_until_ready(self) -> None:
         """Ready since it was made."""
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()  # whoever made the engine notices
+
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:

@@ -4,6 +4,7 @@ A hub name is not looked into, and whoever loads the model checks what it has lo
 run before anything is made, deleted or started.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,51 @@ def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
 def everywhere(name: str) -> str:
     """A name that means the same model to a process in another folder."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+_BLOCK_BYTES = 64
+_BLOCKS_PER_TENSOR = 4
+
+
+def model_fingerprint(name: str) -> str:
+    """Equal for equal weights, however they are spread over files; "" where there are none to look at.
+
+    Every tensor counts with its name, dtype and shape, and with a few bytes at its start, in its middle and
+    at its end: training changes all of them, and a large model is told in a moment. A hub name is looked up
+    in the local cache alone.
+    """
+    folder = Path(name) if Path(name).is_dir() else _cached(name)
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    digests = sorted(digest for file in files for digest in _tensor_digests(file))
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16] if digests else ""
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache  # a second, which only a hub name costs
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except ValueError:
+        return None  # no hub name either
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _tensor_digests(path: Path) -> list[bytes]:
+    with path.open("rb") as file:
+        num_header_bytes = int.from_bytes(file.read(8), "little")
+        header = orjson.loads(file.read(num_header_bytes))
+        header.pop("__metadata__", None)
+        digests = []
+        for tensor, about in header.items():
+            start, stop = (8 + num_header_bytes + offset for offset in about["data_offsets"])
+            digest = hashlib.sha256(orjson.dumps([tensor, about["dtype"], about["shape"]]))
+            last = max(stop - _BLOCK_BYTES, start)
+            for block in range(_BLOCKS_PER_TENSOR):
+                position = start + (last - start) * block // (_BLOCKS_PER_TENSOR - 1)
+                file.seek(position)
+                digest.update(file.read(min(_BLOCK_BYTES, stop - position)))
+            digests.append(digest.digest())
+        return digests
 
 
 def _read_config(name: str) -> dict[str, Any]:

@@ -5,12 +5,18 @@ Token ids in, token ids out: the client never tokenizes, so what trains is exact
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
+
+if TYPE_CHECKING:
+    from pellucid.inference.protocol import Health
+
+REFUSED = "refused"
+"""Finish reason of a completion whose tokens are not of a policy version that the run can tell."""
 
 
 class UnreachableError(InferenceError):
@@ -43,6 +49,9 @@ class InferenceClient(Protocol):
     async def wait_until_ready(self) -> None:
         """Returns once the server answers; raises InferenceError when it will not."""
 
+    async def watch(self) -> None:
+        """Never returns; raises once it is certain that nothing will be served any more."""
+
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
@@ -68,3 +77,16 @@ class InferenceClient(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+class ServerClient(InferenceClient, Protocol):
+    """The client of one server, which tells what it is."""
+
+    @property
+    def server_id(self) -> str:
+        """`Health.server_id` of the process that answered last."""
+
+    async def health(self) -> "Health": ...
+
+    async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
+        """See above; `run` is the identity of the run that published the weights."""

@@ -29,6 +29,7 @@ from pellucid.inference.scoring import Scoring
 from pellucid.inference.slots import QueueFullError, Request, SlottedEngine
 from pellucid.ledger import Flow, Journal, State
 from pellucid.metrics import Sink
+from pellucid.transport import MARKER
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -95,6 +96,10 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._told_to_stop = False
         self._num_open = 0
+        self._published: int | None = None
+        """When what is served was published; see `_published_at`."""
+        self.run = ""
+        """Identity of the run whose weights are served; "" for those that the engine began with."""
         self.busy_s = 0.0
         self.failure: BaseException | None = None
         self.stopped = False
@@ -187,8 +192,9 @@ class EngineThread:
         finally:
             self._num_open -= num_answers
 
-    async def update_weights(self, version: int, folder: Path) -> None:
-        await self._call(lambda: self._swap(version, folder))
+    async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
+        """`run`: identity of the run that published `folder`."""
+        await self._call(lambda: self._swap(version, folder, run))
 
     async def abort(self, request_ids: Collection[str]) -> None:
         await self._call(lambda: self._engine.abort(request_ids))
@@ -210,10 +216,16 @@ class EngineThread:
         self._commands.put(run)
         return await asyncio.wrap_future(outcome)
 
-    def _swap(self, version: int, folder: Path) -> None:
-        outgoing = self._engine.version
-        if version != outgoing:
+    def _swap(self, version: int, folder: Path, run: str) -> None:
+        """Loads the weights, unless they are the ones that are served already.
+
+        A version that was made anew after a resume has the same number, and another date. One that is gone
+        from its folder by now is served on.
+        """
+        outgoing, published = self._engine.version, _published_at(folder)
+        if (version, run) != (outgoing, self.run) or published not in (None, self._published):
             self._engine.update_weights(version, folder)
+            self.run, self._published = run, published
             self._report(outgoing)
 
     def _report(self, version: int) -> None:
@@ -295,6 +307,14 @@ class EngineThread:
                     self._journal.count(account.run, account.env, what, tokens - written[account])
             self._written[what] = Counter(counter)
         self._journal.flush(self._engine.version)
+
+
+def _published_at(folder: Path) -> int | None:
+    """When a folder of weights became visible, in ns; None if it is not there."""
+    try:
+        return (folder / MARKER).stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def _resolve(answer: "asyncio.Future[list[float]]", result: list[float] | InferenceError) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.protocol import Health
 
 Respond = Callable[[Sequence[int], random.Random], Sequence[int]]
 """Prompt ids and random numbers seeded by the request -> completion ids; greedy requests have one seed."""
@@ -59,6 +60,12 @@ class FakeInferenceClient:
         self._scores = scores
         self._aborted: dict[str, asyncio.Event] = {}
         """Of each running request, whether it was aborted."""
+        self.model = "fake"
+        self.vocabulary = ""
+        self.max_model_len = 1 << 20
+        self.server_id = "fake-0"
+        self.run = ""
+        """Whose weights it serves."""
         self.policy_version = 0
         self.updates: list[tuple[int, Path]] = []
         """Every weight update, in order."""
@@ -74,6 +81,9 @@ class FakeInferenceClient:
 
     async def wait_until_ready(self) -> None:
         """Always ready."""
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()  # never
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
@@ -96,8 +106,20 @@ class FakeInferenceClient:
         self.num_scored += 1
         return list(self._scores(token_ids, temperature))
 
-    async def update_weights(self, version: int, folder: Path) -> None:
+    async def health(self) -> Health:
+        return Health(
+            model=self.model,
+            vocabulary=self.vocabulary,
+            max_model_len=self.max_model_len,
+            policy_version=self.policy_version,
+            run=self.run,
+            server_id=self.server_id,
+            running=self.num_running,
+        )
+
+    async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
         self.policy_version = version
+        self.run = run
         self.updates.append((version, folder))
 
     async def abort(self, request_ids: Sequence[str]) -> None:

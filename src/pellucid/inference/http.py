@@ -14,6 +14,7 @@ from pellucid.data import Completion
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams, UnreachableError
 from pellucid.inference.protocol import (
+    SERVER_ID_HEADER,
     AbortRequest,
     ErrorResponse,
     GenerateManyLine,
@@ -66,6 +67,8 @@ class HttpInferenceClient:
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
+        self.server_id = ""
+        """`Health.server_id` of the process that answered last."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
@@ -87,6 +90,10 @@ class HttpInferenceClient:
                         f"no inference server after {_READY_TIMEOUT_S:.0f} s: {error}"
                     ) from error
             await asyncio.sleep(0.1)
+
+    async def watch(self) -> None:
+        """A server that cannot be reached may come back."""
+        await asyncio.Event().wait()
 
     async def health(self) -> Health:
         return msgspec.json.decode(await self._request("GET", "/health"), type=Health)
@@ -127,6 +134,7 @@ class HttpInferenceClient:
             url = f"{self._base_url}/inference/v1/generate_many"
             body = msgspec.json.encode(GenerateManyRequest([call.body for call in calls]))
             async with self._session.post(url, data=body) as response:
+                self._note_server(response)
                 if response.status != 200:
                     reason = InferenceError(
                         f"{url} answered {response.status}: {_reason(await response.read())}"
@@ -148,8 +156,9 @@ class HttpInferenceClient:
         logprobs = msgspec.json.decode(answer, type=ScoreResponse).logprobs
         return [math.nan if logprob is None else logprob for logprob in logprobs]
 
-    async def update_weights(self, version: int, folder: Path) -> None:
-        await self._request("POST", "/update_weights", UpdateWeightsRequest(version, str(folder.resolve())))
+    async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
+        body = UpdateWeightsRequest(version, str(folder.resolve()), run)
+        await self._request("POST", "/update_weights", body)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._request("POST", "/abort", AbortRequest(list(request_ids)))
@@ -162,12 +171,16 @@ class HttpInferenceClient:
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with self._session.request(method, url, data=data) as response:
+                self._note_server(response)
                 answer = await response.read()
                 if response.status != 200:
                     raise InferenceError(f"{url} answered {response.status}: {_reason(answer)}")
                 return answer
         except (aiohttp.ClientError, OSError) as error:
             raise UnreachableError(f"{url} cannot be reached: {error}") from error
+
+    def _note_server(self, response: aiohttp.ClientResponse) -> None:
+        self.server_id = response.headers.get(SERVER_ID_HEADER, self.server_id)
 
 
 def _reason(answer: bytes) -> str:

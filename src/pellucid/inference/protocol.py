@@ -92,6 +92,8 @@ class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
     version: Annotated[int, msgspec.Meta(ge=0)]
     folder: str
+    run: str = ""
+    """Identity of the run that published them; `/health` tells it from then on."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,23 +145,36 @@ class ScoreResponse(msgspec.Struct, frozen=True):
     """One per token; null for the first, which nothing predicts."""
 
 
-class Health(msgspec.Struct, frozen=True):
-    status: str
+SERVER_ID_HEADER = "x-pellucid-server-id"
+"""Header of every answer: `Health.server_id` of the process that gave it."""
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: str = "ok"
     model: str
+    model_fingerprint: str = ""
+    """Of the weights that were loaded at the start; equal for equal tensors. "" where it cannot be told."""
+
     vocabulary: str
     """Fingerprint of the tokenizer's vocabulary: equal where the same ids are the same tokens."""
 
     max_model_len: int
     policy_version: int
-    running: int
-    waiting: int
-    sampled_tokens: int
-    delivered_tokens: int
-    cancelled_tokens: int
-    prefill_tokens: int
-    shared_tokens: int
-    scored_tokens: int
-    busy_s: float
+    run: str = ""
+    """Identity of the run whose weights are served; "" while they are those that were loaded at the start."""
+
+    server_id: str = ""
+    """Random, new at every start of the process: a server that has another one was restarted."""
+
+    running: int = 0
+    waiting: int = 0
+    sampled_tokens: int = 0
+    delivered_tokens: int = 0
+    cancelled_tokens: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    scored_tokens: int = 0
+    busy_s: float = 0.0
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

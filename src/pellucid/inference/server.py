@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -32,15 +33,17 @@ import msgspec
 import torch
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pellucid.config import InferenceRunConfig
 from pellucid.data import Completion
+from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import end_of_turn_ids, load_tokenizer
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, InferenceError, TransportError
@@ -50,6 +53,7 @@ from pellucid.inference.engine_thread import EngineDownError, EngineThread, Stre
 from pellucid.inference.openai_answer import Served, answer_to, model_card
 from pellucid.inference.openai_request import RequestError, check_model, decode_request
 from pellucid.inference.protocol import (
+    SERVER_ID_HEADER,
     AbortRequest,
     ChatRequest,
     Choice,
@@ -91,10 +95,15 @@ class Server:
         self._thread = thread
         self._served = Served(model, tokenizer, end_of_turn_ids(tokenizer), max_model_len)
         self._vocabulary = fingerprint(tokenizer)
+        self._model_fingerprint = model_fingerprint(model)
+        self._server_id = uuid.uuid4().hex
         self._started = int(time.time())
         self._ids = itertools.count()
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
+        return SignedAnswers(self._routes(), self._server_id)
+
+    def _routes(self) -> Starlette:
         return Starlette(
             lifespan=self._lifespan,
             exception_handlers=EXCEPTION_HANDLERS,
@@ -180,7 +189,7 @@ class Server:
 
     async def update_weights(self, http: HttpRequest) -> Response:
         body = await _body(http, UpdateWeightsRequest)
-        await self._thread.update_weights(body.version, Path(body.folder))
+        await self._thread.update_weights(body.version, Path(body.folder), body.run)
         return await self.health(http)
 
     async def abort(self, http: HttpRequest) -> Response:
@@ -194,9 +203,12 @@ class Server:
             Health(
                 status="ok",
                 model=self._served.model,
+                model_fingerprint=self._model_fingerprint,
                 vocabulary=self._vocabulary,
                 max_model_len=self._served.max_model_len,
                 policy_version=self._engine.version,
+                run=self._thread.run,
+                server_id=self._server_id,
                 running=self._engine.num_running,
                 waiting=self._engine.num_waiting,
                 sampled_tokens=_total(counts.sampled),
@@ -220,6 +232,22 @@ async def _chain(first: T | None, rest: AsyncGenerator[T, None]) -> AsyncGenerat
         yield first
     async for each in rest:
         yield each
+
+
+class SignedAnswers:
+    """An application whose answers all say which process gave them."""
+
+    def __init__(self, app: ASGIApp, server_id: str) -> None:
+        self._app = app
+        self._server_id = server_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def signed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[SERVER_ID_HEADER] = self._server_id
+            await send(message)
+
+        await self._app(scope, receive, signed)
 
 
 class LineStream(StreamingResponse):

@@ -29,12 +29,12 @@ from pellucid.config.tools import EnvSettings
 from pellucid.data.model_folder import check_model_folder
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
+from pellucid.inference.examine import other_vocabulary
 from pellucid.inference.vllm_args import VLLM_REMEDY, require_vllm
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.environment import check_environment, draw_example, load_environment
 from pellucid.orchestrator.evaluation import load_evaluation
 from pellucid.orchestrator.filters import load_filter
-from pellucid.orchestrator.teacher import other_vocabulary
 
 
 def is_torchrun() -> bool:
@@ -138,7 +138,7 @@ def _check_teacher(teacher: str, model: str) -> None:
     if all(path.exists() for path in paths):
         prints = {fingerprint(Tokenizer.from_file(str(path))) for path in paths}
         if len(prints) > 1:
-            raise ConfigError(other_vocabulary(repr(teacher), model))
+            raise ConfigError(other_vocabulary(f"the teacher {teacher!r}", model))
 
 
 def check_sft(config: SFTConfig) -> None:

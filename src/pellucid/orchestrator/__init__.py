@@ -7,16 +7,14 @@ from typing import Any
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import ConfigError
-from pellucid.inference.client import InferenceClient
-from pellucid.inference.pool import ServerPool
 from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, ScoredRollout
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
 from pellucid.orchestrator.evaluation import Evaluation, load_evaluation
 from pellucid.orchestrator.filters import FilterInputs
 from pellucid.orchestrator.loop import Orchestrator
-from pellucid.orchestrator.session import Session, group_of_request
+from pellucid.orchestrator.servers import connect_policy, connect_teacher
+from pellucid.orchestrator.session import Session
 from pellucid.orchestrator.signals import run_until_signalled
-from pellucid.orchestrator.teacher import check_teacher
 from pellucid.transport import open_sender
 
 __all__ = [
@@ -62,15 +60,14 @@ async def _orchestrate(
     evaluations: Sequence[Evaluation],
     tokenizer: Any,
 ) -> None:
-    client = _connect(config.inference.servers or (base_url(config.inference.host, config.inference.port),))
-    urls = _teacher_addresses(config)
-    teacher = _connect(urls) if urls else None
+    client = connect_policy(config, tokenizer)
+    teacher = connect_teacher(config, tokenizer)
     try:
         sender = open_sender(config.transport, config.output_dir, config.run_name)
         # Before the wait: what cannot work is refused at once, not when a server is there.
         orchestrator = Orchestrator(config, environments, tokenizer, client, sender, evaluations, teacher)
-        for url in urls:
-            await _examine_teacher(config, tokenizer, url)
+        if teacher is not None:
+            await teacher.wait_until_ready()
         await client.wait_until_ready()
         await orchestrator.run()
         await asyncio.to_thread(sender.close)
@@ -78,34 +75,3 @@ async def _orchestrate(
         await client.close()
         if teacher is not None:
             await teacher.close()
-
-
-def _teacher_addresses(config: OrchestratorRunConfig) -> Sequence[str]:
-    teacher = config.orchestrator.teacher
-    if teacher is None:
-        return ()
-    return teacher.servers or (base_url(config.inference.host, teacher.port),)
-
-
-async def _examine_teacher(config: OrchestratorRunConfig, tokenizer: Any, url: str) -> None:
-    from pellucid.inference.http import HttpInferenceClient
-
-    client = HttpInferenceClient(url)
-    try:
-        await client.wait_until_ready()
-        check_teacher(config, tokenizer, url, await client.health())
-    finally:
-        await client.close()
-
-
-def _connect(urls: Sequence[str]) -> InferenceClient:
-    from pellucid.inference.http import HttpInferenceClient
-
-    if len(urls) == 1:
-        return HttpInferenceClient(urls[0])
-    return ServerPool({url: HttpInferenceClient(url) for url in urls}, group_of_request)
-
-
-def base_url(host: str, port: int) -> str:
-    """`http://127.0.0.1:8000`, `http://[::1]:8000`."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -82,6 +82,7 @@ class Orchestrator:
         self._config = config
         self._environments = environments
         self._client = client
+        self._clients = [client] if teacher is None else [client, teacher]
         self._sender = sender
         sampler = _sampler(config, ChatTemplate(tokenizer), client)
         self._envs = {env.label: env for env in config.orchestrator.env}
@@ -125,6 +126,7 @@ class Orchestrator:
                     await stack.enter_async_context(environment.serving())
                 services.append(self._spawn(self._follow_weights()))
                 services.append(self._spawn(self._watch_sender()))
+                services += [self._spawn(client.watch()) for client in self._clients]
                 services.append(self._spawn(self._keep_dispatching()))
                 while self._scheduler.batches_sent < self._config.max_steps:
                     await self._change()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pellucid.data import NOT_OURS, Rollout, TokenTable
+from pellucid.errors import DataError
 from pellucid.ledger import State
 from pellucid.metrics import Mean, MetricSet, Moments, NamedMoments, Sum
 from pellucid.orchestrator.attempt import EMPTY
@@ -147,9 +148,15 @@ def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
 
 
 def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
-    """Of the tokens that the policy sampled, whichever version."""
+    """Adds those of the tokens that the policy sampled, whichever version; raises if one is negative."""
     is_ours = table["policy_versions"] != NOT_OURS
     levels = (step - table["policy_versions"])[is_ours]
+    if levels.size and levels.min() < 0:
+        raise DataError(
+            f"the batch of step {step} has tokens of policy version {step - int(levels.min())}, which only a "
+            "later batch makes: they are of another run's weights; give this run an inference server of its "
+            "own, and go on with --resume"
+        )
     # Names are compared once per sequence: sorting those of all tokens would hold up every other thread.
     names, which = np.unique(table["env_name"], return_inverse=True)
     owners = np.repeat(which, np.diff(table.sampled_offsets))[is_ours]

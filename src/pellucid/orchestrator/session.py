@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from pellucid.data import Rollout, Turn
 from pellucid.errors import InferenceError, PromptTooLongError, RolloutError
-from pellucid.inference.client import Account, InferenceClient, SamplingParams
+from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
 from pellucid.orchestrator.chat import ChatTemplate, Message, Rendered, Tools
 from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.tasks import outlast
@@ -190,6 +190,11 @@ class Session:
         reply = ("assistant", reply_start, len(prompt_ids) + len(completion.token_ids))
         turn = Turn(prompt_ids, completion, text, [*spans, reply], question.trainable)
         self._rollout.turns.append(turn)
+        if completion.finish_reason == REFUSED:
+            raise RolloutError(
+                f"{len(completion.token_ids)} tokens are refused: the server was restarted, or serves other "
+                "weights than this run gave it"
+            )
         if completion.finish_reason == "abort":
             raise RolloutError(
                 f"the server cut the completion short after {len(completion.token_ids)} tokens"

@@ -18,17 +18,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from pellucid.config import OrchestratorRunConfig, TeacherConfig
 from pellucid.data import NOT_OURS, Completion, Rollout, TrainingMode
-from pellucid.data.vocabulary import fingerprint
-from pellucid.errors import ConfigError, InferenceError, TeacherError
+from pellucid.errors import InferenceError, TeacherError
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
-from pellucid.inference.protocol import Health
 from pellucid.ledger import Flow, Journal, Stage
 from pellucid.orchestrator.samples import token_sequences
 
@@ -37,25 +34,6 @@ _FLUSH_S = 0.25
 
 def training_mode(teacher: TeacherConfig | None) -> TrainingMode:
     return TrainingMode.RL if teacher is None else TrainingMode(teacher.mode)
-
-
-def check_teacher(config: OrchestratorRunConfig, tokenizer: Any, url: str, health: Health) -> None:
-    """Raises before anything is sampled if the server at `url` cannot teach this model."""
-    if health.vocabulary != fingerprint(tokenizer):
-        raise ConfigError(other_vocabulary(f"{health.model!r} at {url}", config.model.name))
-    if health.max_model_len < config.inference.max_model_len:
-        raise ConfigError(
-            f"the teacher {health.model!r} at {url} takes {health.max_model_len} tokens, less than "
-            f"inference.max_model_len = {config.inference.max_model_len}; start it with a larger "
-            "inference.max_model_len, or lower that of the run"
-        )
-
-
-def other_vocabulary(teacher: str, model: str) -> str:
-    return (
-        f"the teacher {teacher} has another vocabulary than model.name = {model!r}: a token id would not "
-        "mean the same to both; take a teacher with the same tokenizer"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +93,9 @@ class TeacherSampler:
 
     async def wait_until_ready(self) -> None:
         await self._client.wait_until_ready()
+
+    async def watch(self) -> None:
+        await self._client.watch()
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
         return await self._client.score(token_ids, temperature, request_id)
