@@ -21,10 +21,12 @@ from pellucid.config.tools import ReplaySettings
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import DataError
+from pellucid.launch.resume import rewind_rl
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.loss import LossInputs, LossRecord
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
+from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer import train_on_dataset
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
@@ -110,6 +112,7 @@ def table(step: int, *, is_bad: bool) -> TokenTable:
 def send(folder, bad: set[int]) -> None:
     for step in range(NUM_STEPS):
         FilesystemSender(folder).send(step, encode_batch(Batch("run", step, table(step, is_bad=step in bad))))
+    write_snapshot(folder, Snapshot(batches_sent=NUM_STEPS))
 
 
 def run(config, *, resume=False):
@@ -225,7 +228,10 @@ def test_too_many_in_a_row_end_the_run_and_a_resume_goes_on_after_them(tiny_mode
 
     # The batches that follow are good: the run comes to its end.
     if limit == 2:
+        point = rewind_rl(config)
+        assert (point.checkpoint, point.next_batch, point.num_rolled_back) == (5, NUM_STEPS, 0)
         run(config, resume=True)
+        assert [counts["skipped"] for counts in booked(tmp_path)] == [0, 5, 0, 5, 5, 0]
         records = list(read_metrics(tmp_path / "metrics" / "trainer.jsonl"))
         assert [record["total/skipped_steps"] for record in records] == [0, 1, 1, 2, 3, 3]
         assert (tmp_path / "model" / "config.json").exists()

@@ -31,10 +31,11 @@ class FiniteWatch:
     def add(self, micro_batch: LoadedMicroBatch, result: LossResult) -> None:
         losses, inputs = result.record.token_loss.detach(), result.inputs
         is_bad = ~losses.isfinite()
-        token = is_bad.to(torch.uint8).argmax()
+        token = is_bad.int().argmax().view(1)
         numbers = (losses, inputs.trainer_logprobs.detach(), inputs.inference_logprobs, inputs.advantages)
-        found = [is_bad.any(), token, *(each[token] for each in numbers)]
-        self._first.append(torch.stack([each.double() for each in found]))
+        # `each[token]` would wait for the device.
+        found = [is_bad.any().view(1), token, *(each.index_select(0, token) for each in numbers)]
+        self._first.append(torch.cat([each.double() for each in found]))
         table = micro_batch.table
         self._sequences.append((table.lengths, table["env_name"], table["rollout_id"]))
 
