@@ -2,22 +2,33 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+import torch
+from torch import distributed as dist
 
+import pellucid.export
+from pellucid.checks.replay.weights import Predictor
 from pellucid.cli import main
-from pellucid.config import TrainerRunConfig
+from pellucid.config import ModelConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import Completion, Example, Rollout, TokenTable, TrainingSample, Turn
+from pellucid.export.batch import ColumnBatch
 from pellucid.ledger import State
+from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.records import rollout_record
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
+from pellucid.trainer.parallel import BF16, Processes
+from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.resume import restore
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 from token_exports import write_run
@@ -66,6 +77,17 @@ def samples(seed: int) -> list[TrainingSample]:
     return made
 
 
+@contextmanager
+def bfloat16(store: Path) -> Iterator[Processes]:
+    """One process as torchrun would start it on a GPU: FSDP2 with mixed precision, here on the CPU."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 1), rank=0, world_size=1)
+    try:
+        ranks = Processes.of(TrainerConfig(), dist.group.WORLD, torch.device("cpu"))
+        yield replace(ranks, precision=BF16)
+    finally:
+        dist.destroy_process_group()
+
+
 def train_run(
     model: Path,
     folder: Path,
@@ -74,6 +96,7 @@ def train_run(
     *,
     resume: bool = False,
     max_steps: int = 2,
+    ranks: Ranks | None = None,
     **export: Any,
 ) -> Path:
     config = TrainerRunConfig.model_validate(
@@ -94,7 +117,7 @@ def train_run(
     channel = MemoryChannel()
     for step in range(2 if resume else 0, config.max_steps):
         channel.send(step, encode_batch(Batch("run", step, TokenTable.from_samples(samples(step)))))
-    run = build_run(config, OrchestratorBatches(channel), None, [], publishes=True)
+    run = build_run(config, OrchestratorBatches(channel), None, [], ranks, publishes=True)
     try:
         if resume:
             restore(run)
@@ -220,6 +243,79 @@ def test_an_export_with_a_path_is_found_through_the_run(tiny_model, tmp_path, ca
     assert (code, report["steps"]) == (0, [0, 1])
     assert main(["view", str(folder), "--terminal", "--step", "1"]) == 0
     assert "step 1  18 records" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def trained_in_bfloat16(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bfloat16")
+    with bfloat16(folder / "store") as ranks:
+        return train_run(tiny_model, folder / "run", LOSSES["dppo"], ranks=ranks)
+
+
+def test_bfloat16_is_replayed_in_bfloat16(trained_in_bfloat16, tmp_path, capsys) -> None:
+    """In float32 the same record fails: almost no logprob is within the bound of that."""
+    code, report = replay(capsys, trained_in_bfloat16)
+    tokens = sum(sample.length for step in range(2) for sample in samples(step))
+    assert code == 0, report["findings"]
+    assert f"of {tokens:,} tokens of steps" in by_check(report)["weights trainer_logprobs"]["what"]
+    assert {each["precision"] for each in pellucid.export.open(trained_in_bfloat16).records()} == {"bfloat16"}
+    run = shutil.copytree(trained_in_bfloat16, tmp_path / "run")
+    for path in run.glob("token_exports/step_*/rank_0.jsonl"):
+        path.write_text(path.read_text().replace('"precision":"bfloat16"', '"precision":"float32"'))
+    code, report = replay(capsys, run)
+    assert code == 1 and by_check(report)["weights trainer_logprobs"]["value"] > tokens / 2
+
+
+def test_adapters_are_replayed_in_bfloat16(tiny_model, tmp_path, capsys) -> None:
+    with bfloat16(tmp_path / "store") as ranks:
+        folder = train_run(tiny_model, tmp_path / "run", {}, lora={"rank": 4}, ranks=ranks)
+    code, report = replay(capsys, folder)
+    assert code == 0 and "weights trainer_logprobs" in by_check(report), report["findings"]
+
+
+@pytest.mark.parametrize(("precision", "gap"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_a_logprob_that_is_a_little_wrong_is_caught(
+    trained, trained_in_bfloat16, tmp_path, capsys, precision, gap
+) -> None:
+    """The ratio that follows from it is 10 % off in bfloat16, and a ten thousandth in float32."""
+    run = trained if precision == "float32" else trained_in_bfloat16
+    record = pellucid.export.open(run).step(1)[3]
+    value = float(record["trainer_logprobs"][-2]) + gap
+    code, report = replay(capsys, spoil(run, tmp_path / "run", "trainer_logprobs", -2, value))
+    found = by_check(report)["weights trainer_logprobs"]
+    assert code == 1 and found["value"] == 1 and "rounding explains" in found["meaning"]
+
+
+@pytest.mark.parametrize(("num_layers", "scale"), [(1, 1), (4, 8), (12, 30)])
+def test_the_bound_is_what_rounding_does(tmp_path, num_layers, scale) -> None:
+    """Bfloat16 against float32, whose own rounding is 65,536 times smaller, with the same weights: an error
+    is within the bound, which is for the difference of two, and the largest of a logprob is not far below.
+
+    Layers that are three times as large change the residual stream more; a larger head makes the model surer.
+    """
+    make_tiny_model(tmp_path, hidden_size=64, num_layers=num_layers, num_heads=4, num_kv_heads=2)
+    predictor = Predictor(tmp_path, ModelConfig(name=str(tmp_path)), max_tokens=256)
+    for name, parameter in predictor._policy.named_parameters():
+        if parameter.ndim == 2:
+            parameter.data *= scale if "embed" in name or "head" in name else 3
+        parameter.data = parameter.data.bfloat16().float()
+    found, exact = (
+        predictor.predict(0, records_of([each for seed in range(4) for each in samples(seed)], precision))
+        for precision in ("bfloat16", "float32")
+    )
+    assert found is not None and exact is not None
+    for name, (values, bounds) in found.items():
+        errors = np.abs(values - exact[name].values)
+        assert (errors <= bounds).all(), name
+        assert name == "entropy" or (errors / bounds).max() > 1 / 20
+
+
+def records_of(made: list[TrainingSample], precision: str) -> ColumnBatch:
+    table = TokenTable.from_samples(made)
+    columns = {name: table.dense(name) for name in ("token_ids", "loss_mask", "temperatures")}
+    return ColumnBatch(
+        table.lengths, {**columns, "precision": np.full(table.num_sequences, precision, object)}
+    )
 
 
 def test_a_checkpoint_gives_the_weights_of_its_step(trained, tmp_path, capsys) -> None:

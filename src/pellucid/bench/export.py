@@ -99,6 +99,7 @@ def make_batch(seed: int = 0, micro_step: int = 0) -> ColumnBatch:
         micro_step=micro_step,
         denominator=table.num_trainable,
         num_written=micro_step * NUM_SEQUENCES,
+        precision="float32",
     )
     return batch
 

@@ -49,6 +49,7 @@ from pellucid.config.trainer import (
     SchedulerConfig,
     TokenExportConfig,
     TrainerConfig,
+    TrainerPrecision,
 )
 from pellucid.config.transport import FilesystemTransportConfig, TransportConfig, ZmqTransportConfig
 
@@ -91,6 +92,7 @@ __all__ = [
     "TisLossConfig",
     "TokenExportConfig",
     "TrainerConfig",
+    "TrainerPrecision",
     "TrainerRunConfig",
     "TransportConfig",
     "VerifyConfig",

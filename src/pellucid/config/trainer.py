@@ -79,6 +79,7 @@ class ProfileConfig(Section):
         return range(self.first_step, self.first_step + self.num_steps)
 
 
+TrainerPrecision = Literal["float32", "bfloat16", "float16"]
 ExportFormat = Literal["jsonl", "parquet"]
 ExportColumns = Literal["all", "essential"]
 

@@ -105,6 +105,7 @@ def micro_batch_columns(
     micro_step: int,
     denominator: int,
     num_written: int,
+    precision: str,
 ) -> tuple[ColumnBatch, int]:
     """What is exported of a micro batch, and how many sequences are not: those without a trainable token.
 
@@ -124,6 +125,7 @@ def micro_batch_columns(
     known: dict[str, Values] = {
         **{name: np.full(table.num_sequences, value, np.int64) for name, value in constant.items()},
         **{name: _observed(values, table.num_tokens) for name, values in observed.items()},
+        "precision": np.full(table.num_sequences, precision, object),
         "micro_sequence_idx": np.arange(table.num_sequences),
         "export_sequence_idx": num_written + np.cumsum(is_due) - 1,
         "position_ids": table.positions(),

@@ -78,6 +78,7 @@ FIELDS = (
     _sequence("reward", "the rollout's reward; null where it has none (sft)", np.float32),
     _sequence("advantage", "the sample's advantage; null where it is one per token", np.float32),
     _sequence("stop_reason", "why sampling ended: stop, length or abort"),
+    _sequence("precision", "what the trainer computed log π in: float32, bfloat16 or float16"),
 )
 
 BY_NAME = {field.name: field for field in FIELDS}

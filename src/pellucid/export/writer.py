@@ -32,7 +32,7 @@ from pellucid.export.step_writer import StepWriter, Writer, take_back
 if TYPE_CHECKING:  # the process that writes needs neither, and starts in half the time
     from torch import Tensor
 
-    from pellucid.config import ExportColumns, ExportFormat
+    from pellucid.config import ExportColumns, ExportFormat, TrainerPrecision
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,14 @@ class TokenExporter:
         format: "ExportFormat" = "jsonl",
         columns: "ExportColumns" = "all",
         own_process: bool = False,
+        precision: "TrainerPrecision" = "float32",
     ) -> None:
+        """`precision` is what the trainer computes in, weights and activations."""
         if format == "parquet":
             require("pyarrow", 'trainer.experimental.token_export.format = "parquet"')
         self.paths = ExportPaths.at(run_dir, format, path)
         self._rank = rank
+        self._precision = precision
         writer = StepWriter(self.paths, rank, FIELDS if columns == "all" else ESSENTIAL)
         self._writer: Writer = WriterProcess(writer) if own_process else writer
         self._num_written = 0
@@ -159,6 +162,7 @@ class TokenExporter:
             micro_step=held.micro_step,
             denominator=held.denominator,
             num_written=self._num_written,
+            precision=self._precision,
         )
         self.num_skipped += num_skipped
         self._num_due += batch.num_sequences

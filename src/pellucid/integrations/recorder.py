@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from pellucid.config import ExportFormat, LossConfig, ModelConfig
+from pellucid.config import ExportFormat, LossConfig, ModelConfig, TrainerPrecision
 from pellucid.config.base import Section
 from pellucid.config.recorded import RecordedConfig
 from pellucid.config.save import save
@@ -66,6 +66,7 @@ class TokenRecorder:
         model: Path | str | None = None,
         env_name: str = "train",
         format: ExportFormat = "jsonl",
+        precision: TrainerPrecision = "float32",
         first_step: int = 0,
         about: RecordedConfig | None = None,
     ) -> None:
@@ -73,8 +74,9 @@ class TokenRecorder:
         another one, of which `replay` then checks less.
 
         `model` is the folder or hub name that training started from: `view` takes the tokenizer from it, and
-        `replay` computes the logprobs of step 0 again. `first_step` above 0 goes on after a checkpoint: steps
-        from there on are written again. `about` says in words who trains and how its loss is different.
+        `replay` computes the logprobs of step 0 again, in the `precision` of the loop's forward (that of
+        autocast, if it uses it). `first_step` above 0 goes on after a checkpoint: steps from there on are
+        written again. `about` says in words who trains and how its loss is different.
         """
         self._dir = Path(run_dir)
         self._loss = _parse_loss(loss)
@@ -85,7 +87,7 @@ class TokenRecorder:
         self._rank, num_ranks = _own_rank(), _num_ranks()
         _check_folder(self._dir, first_step)
         _gather(None)  # all have looked before the first one writes
-        self._exporter = TokenExporter(self._dir, rank=self._rank, format=format)
+        self._exporter = TokenExporter(self._dir, rank=self._rank, format=format, precision=precision)
         self._exporter.forget_from(first_step)
         self._metrics: Guarded | None = None
         if self._rank == 0:

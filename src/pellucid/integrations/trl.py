@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from pellucid.config import ExportFormat
+from pellucid.config import ExportFormat, TrainerPrecision
 from pellucid.config.recorded import RecordedConfig
 from pellucid.errors import ConfigError, MissingPackageError
 from pellucid.integrations.recorder import TokenRecorder
@@ -125,6 +125,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
             loss=self._translation.loss,
             model=_start_of(self._trainer),
             format=self._format,
+            precision=_precision_of(self._trainer),
             first_step=state.global_step,
             about=RecordedConfig(
                 by=f"TRL {trl.__version__}, {type(self._trainer).__name__}",
@@ -221,6 +222,13 @@ def _check_methods(trainer: type) -> None:
             f"{trainer.__name__} cannot export: TRL {trl.__version__} has no {', '.join(missing)}; the "
             "tested version is 1.16"
         )
+
+
+def _precision_of(trainer: Any) -> TrainerPrecision:
+    """What its forward computes in: that of autocast, else that of the weights."""
+    if trainer.args.bf16 or trainer.model.dtype == torch.bfloat16:
+        return "bfloat16"
+    return "float16" if trainer.args.fp16 or trainer.model.dtype == torch.float16 else "float32"
 
 
 def _start_of(trainer: Any) -> str | None:

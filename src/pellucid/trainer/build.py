@@ -96,7 +96,7 @@ def _open_exporter(config: TrainerRunConfig, ranks: Ranks) -> TokenExporter | No
     export = config.trainer.experimental.token_export
     if export is None:
         return None
-    exporter = TokenExporter(config.output_dir, rank=ranks.rank, **dict(export))
+    exporter = TokenExporter(config.output_dir, rank=ranks.rank, precision=ranks.computes_in, **dict(export))
     ranks.share(lambda: exporter.claim(resume=config.resume))
     return exporter if ranks.keeps_books else None
 

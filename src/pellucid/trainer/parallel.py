@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pellucid.config import TrainerConfig
+from pellucid.config import TrainerConfig, TrainerPrecision
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import ProcessError
 from pellucid.model import ContextParallel, Policy
@@ -107,6 +107,10 @@ class Processes(Ranks):
     @property
     def num_local(self) -> int:
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    @property
+    def computes_in(self) -> TrainerPrecision:
+        return "float32" if self.precision is None else "bfloat16"
 
     @property
     def group(self) -> dist.ProcessGroup | None:

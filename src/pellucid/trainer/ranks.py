@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from pellucid.config import TrainerPrecision
     from pellucid.model import ContextParallel, Policy
 
 T = TypeVar("T")
@@ -47,6 +48,11 @@ class Ranks:
     def num_local(self) -> int:
         """Processes on this machine."""
         return 1
+
+    @property
+    def computes_in(self) -> "TrainerPrecision":
+        """The dtype of weights and activations in a forward; gradients are summed in float32."""
+        return "float32"
 
     @property
     def group(self) -> "ProcessGroup | None":

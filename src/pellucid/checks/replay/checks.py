@@ -18,9 +18,6 @@ from pellucid.export import FIELDS
 from pellucid.export.batch import ColumnBatch, Values
 
 ROUNDING = 1e-5
-LOGPROB = 1e-4
-"""Another packing adds up in another order: so much a logprob may differ by."""
-
 LOSS = 1e-6
 
 _LOSS_HINT = (
@@ -170,17 +167,17 @@ class Checks:
             self._note(f"logprobs were not recomputed: {error}")
             self.predictor = None
             return {}
-        for column, values in (predicted or {}).items():
+        for column, (values, bounds) in (predicted or {}).items():
             recorded, of = step.columns[column], "tokens of steps with weights"
             is_known = np.isfinite(recorded)
             if not is_known.any():  # another trainer without entropy
                 continue
             # Another trainer may not have computed those of prompts.
             expected = np.where(is_known | step.columns["loss_mask"], values, np.nan)
-            self._of("weights", column, LOGPROB, _WEIGHTS_HINT, of=of).add(
-                number, recorded, expected, token_name(step)
+            self._of("weights", column, 0, _WEIGHTS_HINT, of=of).add(
+                number, recorded, expected, token_name(step), within=bounds
             )
-        return predicted or {}
+        return {column: each.values for column, each in (predicted or {}).items()}
 
     def _of(self, check: str, column: str, tolerance: float, hint: str, *, of: str = "tokens") -> Comparison:
         known = Comparison(check, column, tolerance, of, hint)

@@ -30,12 +30,16 @@ class Comparison:
     first: str | None = None
     steps: list[int] = field(default_factory=list)
 
-    def add(self, step: int, recorded: Values, recomputed: Values, name: Name) -> None:
-        """Both with NaN for null; what is not finite is null in an export."""
+    def add(
+        self, step: int, recorded: Values, recomputed: Values, name: Name, *, within: Values | None = None
+    ) -> None:
+        """Both with NaN for null; what is not finite is null in an export. `within`: a bound for each value,
+        in place of the tolerance."""
         self.steps.append(step)
         self.num_compared += len(recorded)
         own, other = (np.where(np.isfinite(v), v, np.nan) for v in (recorded, recomputed))
-        close = np.abs(own - other) <= self.tolerance * (1 + np.abs(own))
+        allowed = self.tolerance * (1 + np.abs(own)) if within is None else within
+        close = np.abs(own - other) <= allowed
         different = np.flatnonzero(~(close | (np.isnan(own) & np.isnan(other))))
         self.num_different += len(different)
         if self.first is None and len(different):
@@ -43,6 +47,7 @@ class Comparison:
             self.first = (
                 f"step {step}, {name(index)}: recorded {_shown(own[index])}, "
                 f"recomputed {_shown(other[index])}"
+                + ("" if within is None else f", rounding explains {within[index]:.2g}")
             )
 
     def finding(self) -> Finding:
