@@ -115,7 +115,7 @@ def main() -> None:
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.05)
         kills[victim] += 1
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=600)
         check_books(folder / "run")
         resumed = re.search(r"^resuming at.*$", output, re.MULTILINE)
         print(

@@ -37,9 +37,7 @@ def command(model, folder, *flags):
 def finished(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "demo"
     evaluated = ("--orchestrator.eval", json.dumps([EVAL | SAMPLED]))
-    result = subprocess.run(
-        command(tiny_model, folder, *evaluated), capture_output=True, text=True, timeout=180
-    )
+    result = subprocess.run(command(tiny_model, folder, *evaluated), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder, result.stdout
 
@@ -62,9 +60,7 @@ def test_every_sampled_token_is_accounted_for(finished) -> None:
 
 def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
     flags = ("--transport.type", "zmq", "--transport.compression", "zstd")
-    result = subprocess.run(
-        command(tiny_model, tmp_path / "demo", *flags), capture_output=True, text=True, timeout=180
-    )
+    result = subprocess.run(command(tiny_model, tmp_path / "demo", *flags), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
     steps = [metrics["step"] for metrics in read_metrics(tmp_path / "demo" / "metrics" / "trainer.jsonl")]
@@ -74,7 +70,7 @@ def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
 def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:
     folder = tmp_path / "demo"
     flags = ("--trainer.num-processes", "2", "--trainer.ckpt.asynchronous")
-    result = subprocess.run(command(tiny_model, folder, *flags), capture_output=True, text=True, timeout=180)
+    result = subprocess.run(command(tiny_model, folder, *flags), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
     for metrics in read_metrics(folder / "metrics" / "trainer.jsonl"):
@@ -93,7 +89,7 @@ def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:
 def test_a_model_with_experts_trains_on_those_that_it_sampled_with(tiny_moe, tmp_path) -> None:
     folder = tmp_path / "demo"
     flags = ("--trainer.enable-router-replay", "--max-steps", "3")
-    result = subprocess.run(command(tiny_moe, folder, *flags), capture_output=True, text=True, timeout=180)
+    result = subprocess.run(command(tiny_moe, folder, *flags), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
     assert "record_experts = true" in (folder / "configs" / "inference.toml").read_text()
@@ -212,12 +208,11 @@ def test_a_killed_process_stops_the_run_and_is_named(tiny_model, tmp_path, victi
         command(tiny_model, folder, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 120
         while not list(read_metrics(folder / "metrics" / "trainer.jsonl")):
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None
             time.sleep(0.1)
         os.kill(pids(folder)[victim], signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 1

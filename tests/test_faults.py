@@ -48,7 +48,7 @@ def started(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
 def finished(arguments: Sequence[str], **options: Any) -> tuple[int, str]:
     run = started(arguments, **options)
     try:
-        output, _ = run.communicate(timeout=180)
+        output, _ = run.communicate()
     finally:
         run.kill()
     return run.returncode, output
@@ -267,10 +267,8 @@ def pids(folder: Path) -> dict[str, int]:
 
 
 def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
-    give_up = time.monotonic() + 120
     while max(steps_of(folder, "trainer"), default=-1) < step:
         assert run.poll() is None, run.communicate()[0]
-        assert time.monotonic() < give_up
         time.sleep(0.02)
 
 
@@ -327,7 +325,7 @@ def live_through(day: Day, model: Path) -> None:
         try:
             until_step(run, day.folder, 2 + 3 * number)
             strike(day, victim)
-            day.outputs[victim], _ = run.communicate(timeout=60)
+            day.outputs[victim], _ = run.communicate()
         finally:
             run.kill()
         assert run.returncode == 1, day.outputs[victim]

@@ -18,14 +18,21 @@ dropped token or a coarser dtype lies far beyond it: `tests/test_tolerance.py` p
 are refused.
 
     assert found == near(expected, terms=32)
+
+A model is given as itself or as its folder.
 """
 
 import math
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from pellucid.config import ModelConfig
+from pellucid.model import load_policy
 
 
 def eps(dtype: torch.dtype | type[np.floating[Any]] = torch.float32) -> float:
@@ -38,31 +45,47 @@ def bound(scale: Any, terms: float, dtype: Any = torch.float32) -> Any:
     return 2 * math.sqrt(terms) * eps(dtype) * scale
 
 
-def chain(model: nn.Module, length: int) -> int:
+def chain(model: nn.Module | Path, length: int) -> int:
     """Numbers added up on the way from a token to its logprob, for sequences of `length` tokens.
 
     Every matrix on the way adds up its inputs, every attention the values of up to `length` tokens, and the
     softmax at the end the whole vocabulary.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    modules = _loaded(model)
+    matrices = [parameter for parameter in modules.parameters() if parameter.ndim >= 2]
     vocabulary = max(len(matrix) for matrix in matrices)
-    attentions = sum(type(module).__name__.endswith("Attention") for module in model.modules())
+    attentions = sum(type(module).__name__.endswith("Attention") for module in modules.modules())
     return sum(matrix.shape[-1] for matrix in matrices) + attentions * length + vocabulary
 
 
-def gradient_chain(model: nn.Module, num_tokens: int) -> int:
+def gradient_chain(model: nn.Module | Path, num_tokens: int) -> int:
     """The same for a gradient: through the model forward and back, and summed over `num_tokens` tokens."""
     return 2 * chain(model, num_tokens) + num_tokens
 
 
-def gradient_bound(model: nn.Module, num_tokens: int) -> float:
+def gradient_bound(model: nn.Module | Path, num_tokens: int) -> float:
     """What rounding may do to a gradient summed over `num_tokens` tokens, relative to the largest of all."""
     return float(bound(1.0, gradient_chain(model, num_tokens)))
+
+
+def update_bound(model: nn.Module | Path, num_tokens: int) -> float:
+    """What rounding may do to steps of AdamW, relative to what they did: to weights, and to later losses.
+
+    AdamW divides a gradient by its own size. One that is 100 times smaller than the largest of all is known
+    to two digits less, and so is what it did to its weight.
+    """
+    return 100 * gradient_bound(model, num_tokens)
 
 
 def mismatch_kl_bound(logprob: float, dtype: Any = torch.float32) -> float:
     """The largest r − ℓ − 1, computed as expm1(ℓ) − ℓ, where rounding alone makes ℓ: up to `logprob`."""
     return math.expm1(logprob) - logprob + eps(dtype) * logprob
+
+
+def partial_sum(values: Any) -> float:
+    """The largest sum on the way, however the values are ordered: the scale of their sum."""
+    array = _array(values)
+    return float(max(array[array > 0].sum(), -array[array < 0].sum()))
 
 
 class near:
@@ -117,16 +140,16 @@ class near:
         return f"{np.array2string(self.expected, threshold=8)} ± {largest:.3g}{self.seen}"
 
 
-def logprob_bound(model: nn.Module, length: int, largest: float = 0.0) -> float:
+def logprob_bound(model: nn.Module | Path, length: int, largest: float = 0.0) -> float:
     """What rounding may do to logprobs and entropies of `model`, up to `largest` in size.
 
     The scale is that of its logits, log V at least: a logprob close to 0 is a difference of larger numbers.
     """
-    vocabulary = max(len(parameter) for parameter in model.parameters() if parameter.ndim >= 2)
+    vocabulary = max(len(parameter) for parameter in _loaded(model).parameters() if parameter.ndim >= 2)
     return float(bound(max(math.log(vocabulary), largest), chain(model, length)))
 
 
-def near_logprobs(expected: Any, model: nn.Module, length: int | None = None) -> near:
+def near_logprobs(expected: Any, model: nn.Module | Path, length: int | None = None) -> near:
     """Equal to logprobs or entropies of `model` that differ by rounding alone.
 
     `length` is that of the longest sequence: as many tokens as `expected` has, unless it is given.
@@ -134,6 +157,15 @@ def near_logprobs(expected: Any, model: nn.Module, length: int | None = None) ->
     values = _array(expected)
     largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
     return near(expected, within=logprob_bound(model, length or values.size, largest))
+
+
+def _loaded(model: nn.Module | Path) -> nn.Module:
+    return model if isinstance(model, nn.Module) else _load(model)
+
+
+@cache
+def _load(folder: Path) -> nn.Module:
+    return load_policy(ModelConfig(name=str(folder)))
 
 
 def _array(value: Any) -> np.ndarray[Any, np.dtype[np.float64]]:

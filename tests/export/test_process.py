@@ -81,8 +81,6 @@ def test_it_does_not_outlive_the_trainer(tmp_path) -> None:
     arguments = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    process, deadline = Path("/proc") / str(int(done.stdout)), time.monotonic() + 10
-    while process.exists() and time.monotonic() < deadline:
+    while (Path("/proc") / str(int(done.stdout))).exists():
         time.sleep(0.02)
-    assert not process.exists()
     assert (tmp_path / "token_exports" / "step_0" / "rank_0.jsonl").read_bytes() == b""

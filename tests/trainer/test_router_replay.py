@@ -23,6 +23,7 @@ from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate, train
 from pellucid.trainer.step import layout_of
 from pellucid.transport import Batch, MemoryChannel, decode_batch, encode_batch
+from tolerance import gradient_bound, logprob_bound, mismatch_kl_bound, near
 
 SHAPE = RouterShape(num_layers=2, top_k=2, num_experts=8)
 
@@ -121,7 +122,8 @@ def test_steps_train_what_the_engine_sampled(build, table) -> None:
     before = {name: own.detach().clone() for name, own in run.policy.named_parameters()}
     train(run)
     first, second = read_metrics(run.output_dir / "metrics" / "trainer.jsonl")
-    assert first["mismatch_kl/all/mean"] < 1e-9
+    logprobs = logprob_bound(run.policy, max(table.lengths))
+    assert first["mismatch_kl/all/mean"] <= mismatch_kl_bound(logprobs)
     assert first["router_replace_rate/all"] < 1e-3
     # One step later the trainer would route some tokens otherwise: that is what the metric tells.
     assert 1e-3 < second["router_replace_rate/all"] < 0.5
@@ -145,7 +147,8 @@ def test_the_gradient_is_the_same_under_any_packing(build, table, checkpointed) 
     run = build(model={"seq_len": 128, "activation_checkpointing": checkpointed})
     expected = verify.gradients(run, shuffled(table), cap=500)
     for how in PACKINGS:
-        assert verify.difference(expected, verify.gradients(run, shuffled(table), **how)) < 1e-5, how
+        allowed = gradient_bound(run.policy, table.num_tokens)
+        assert verify.difference(expected, verify.gradients(run, shuffled(table), **how)) <= allowed, how
     own = verify.gradients(run, table, cap=500)
     assert verify.difference(expected, own) > 0.1
 
@@ -160,19 +163,19 @@ def replace_rates(run, table, *, cap) -> dict[str, float]:
 def test_the_replace_rate_is_a_mean_over_trainable_tokens(build, table) -> None:
     run = build()
     whole = replace_rates(run, shuffled(table), cap=128)
-    assert replace_rates(run, shuffled(table), cap=20) == pytest.approx(whole, rel=1e-6)
+    mean = {name: near(rate, terms=table.num_tokens) for name, rate in whole.items()}
+    assert replace_rates(run, shuffled(table), cap=20) == mean
     layout = layout_of(table, share_prompts=False)
     with torch.no_grad():
         tokens = to_tensors(shuffled(table), run.policy.device)
         replaced = run.predict(tokens, layout).replaced.numpy()
     scopes = {env: table.dense("env_name") == env for env in "ab"} | {"all": True}
-    assert whole == pytest.approx(
-        {
-            f"router_replace_rate/{scope}": replaced[table["loss_mask"] & chosen].mean()
-            for scope, chosen in scopes.items()
-        },
-        rel=1e-5,
-    )
+    assert whole == {
+        f"router_replace_rate/{scope}": near(
+            replaced[table["loss_mask"] & chosen].mean(dtype=np.float64), terms=table.num_tokens
+        )
+        for scope, chosen in scopes.items()
+    }
     assert 0.5 < whole["router_replace_rate/all"] < 1
 
 
@@ -211,6 +214,7 @@ def test_a_model_without_routers_is_refused(tiny_model, tmp_path) -> None:
 def test_without_replay_recorded_experts_have_no_effect(build, table) -> None:
     run = build(enable_router_replay=False)
     own = verify.gradients(run, table, cap=500)
-    assert verify.difference(own, verify.gradients(run, shuffled(table), cap=500, share=False)) < 1e-5
+    others = verify.gradients(run, shuffled(table), cap=500, share=False)
+    assert verify.difference(own, others) <= gradient_bound(run.policy, table.num_tokens)
     observer = accumulate(run, run.pack(0, table))
     assert not any("router" in name for name in observer.report([observer.metrics()]))

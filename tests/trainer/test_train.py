@@ -25,6 +25,7 @@ from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Told
 from pellucid.trainer.sft_data import load_data
 from pellucid.transport import Batch, MemoryChannel, encode_batch
+from tolerance import gradient_bound, logprob_bound, mismatch_kl_bound, near, partial_sum
 
 
 def config(model, folder, **changes) -> TrainerRunConfig:
@@ -95,6 +96,11 @@ def gradients(settings, table) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in run.policy.named_parameters()}
 
 
+def rounding(model, table) -> float:
+    """The difference that two computations of one gradient may have, as `difference` measures it."""
+    return gradient_bound(model, table.num_tokens)
+
+
 def test_the_gradient_does_not_depend_on_sharing_prompts(tiny_model, tmp_path) -> None:
     """Groups of four with a common prompt, and two samples without one."""
     samples = rollouts(tiny_model, count=14, group_size=4)
@@ -103,7 +109,7 @@ def test_the_gradient_does_not_depend_on_sharing_prompts(tiny_model, tmp_path) -
     for share in (False, True):
         trainer = {"threads": 1, "share_prompts": share}
         results.append(gradients(config(tiny_model, tmp_path / str(share), trainer=trainer), table))
-    assert difference(*results) <= 1e-6
+    assert difference(*results) <= rounding(tiny_model, table)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ def test_the_gradient_does_not_depend_on_packing(tiny_model, tmp_path, cap) -> N
     whole = gradients(config(tiny_model, tmp_path / "whole"), table)
     trainer = {"threads": 1, "micro_batch_max_tokens": cap}
     cut = gradients(config(tiny_model, tmp_path / "cut", trainer=trainer), table)
-    assert difference(whole, cut) <= 1e-5
+    assert difference(whole, cut) <= rounding(tiny_model, table)
 
 
 LOSSES = [
@@ -152,7 +158,7 @@ def test_no_loss_depends_on_packing(tiny_model, tmp_path, loss) -> None:
     for cap in (256, 48):
         trainer = {"threads": 1, "micro_batch_max_tokens": cap, "loss": loss}
         results.append(gradients(config(tiny_model, tmp_path / str(cap), trainer=trainer), table))
-    assert difference(*results) <= 1e-5
+    assert difference(*results) <= rounding(tiny_model, table)
 
 
 @pytest.mark.parametrize(("reduction", "size"), [("sequence", 1), ("group", 3)])
@@ -168,7 +174,7 @@ def test_a_mean_over_units_is_the_mean_of_their_own_gradients(tiny_model, tmp_pa
         for index, unit in enumerate(units)
     ]
     mean = {name: torch.stack([each[name] for each in alone]).mean(0) for name in whole}
-    assert difference(mean, whole) <= 1e-5
+    assert difference(mean, whole) <= rounding(tiny_model, TokenTable.from_samples(samples))
 
 
 def test_the_gradient_is_the_mean_over_trainable_tokens(tiny_model, tmp_path) -> None:
@@ -176,9 +182,9 @@ def test_the_gradient_is_the_mean_over_trainable_tokens(tiny_model, tmp_path) ->
     samples = rollouts(tiny_model, count=4)
     table = TokenTable.from_samples(samples)
     ours = gradients(config(tiny_model, tmp_path), table)
-    policy = load_policy(ModelConfig(name=str(tiny_model)))
+    policy = load_policy(ModelConfig(name=str(tiny_model))).double()
     policy.hf.set_attn_implementation("eager")
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         ids = torch.from_numpy(sample.arrays["token_ids"].array().astype("int64"))
         logits = policy.hf(input_ids=ids[None], use_cache=False).logits[0, :-1] / 0.8
@@ -186,8 +192,8 @@ def test_the_gradient_is_the_mean_over_trainable_tokens(tiny_model, tmp_path) ->
         log_ratio = logprobs - torch.from_numpy(sample.arrays["inference_logprobs"].array().copy())
         total = total + (-sample.values["advantage"] * log_ratio.exp() + 1e-3 * log_ratio**2).sum()
     (total / table.num_trainable).backward()
-    for name, parameter in policy.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, atol=2e-6, rtol=1e-4)
+    exact = {name: parameter.grad for name, parameter in policy.named_parameters()}
+    assert difference(exact, ours) <= rounding(tiny_model, table)
 
 
 class OtherRankLost(Ranks):
@@ -224,13 +230,16 @@ def test_a_step_leaves_record_books_and_weights_that_agree(tiny_model, tmp_path)
         assert (folder / "STABLE").exists()
         records = [json.loads(line) for line in (folder / "rank_0.jsonl").read_text().splitlines()]
         assert len(records) == 12
-        exported = sum(value for record in records for value in record["token_loss"]) / table.num_trainable
-        assert exported == pytest.approx(metrics[step]["loss"], rel=1e-6)
+        losses = [value for record in records for value in record["token_loss"]]
+        loss = metrics[step]["loss"] * table.num_trainable
+        assert sum(losses) == near(loss, terms=len(losses), scale=partial_sum(losses))
         assert {record["denominator"] for record in records} == {table.num_trainable}
         assert sum(sum(record["loss_mask"]) for record in records) == table.num_trainable
 
     # The first batch was sampled by the very weights that train on it.
-    assert metrics[0]["mismatch_kl/all/mean"] <= 1e-6
+    largest = -min(table["inference_logprobs"])
+    allowed = logprob_bound(tiny_model, max(table.lengths), largest)
+    assert metrics[0]["mismatch_kl/all/mean"] <= mismatch_kl_bound(allowed)
     assert metrics[0]["is_masked/all"] == 0
     assert metrics[1]["mismatch_kl/all/mean"] > metrics[0]["mismatch_kl/all/mean"]
     assert metrics[0]["tokens"] == table.num_tokens

@@ -47,7 +47,7 @@ def test_two_steps(tiny_model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pellucid.cli", "rl", "@", str(EXAMPLE / "rl.toml")]
     command += [str(word) for pair in flags.items() for word in pair]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     report = reconcile(folder / "ledger")
     assert report.balanced and not report.running, report.differences
