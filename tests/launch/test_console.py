@@ -13,6 +13,7 @@ from pellucid.checks.verify.finding import Finding, findings_table
 from pellucid.launch.console import (
     RL_COLUMNS,
     SFT_COLUMNS,
+    STATUS_EVERY_S,
     VALIDATED_SFT_COLUMNS,
     WIDTH,
     Column,
@@ -100,6 +101,27 @@ def test_plain_lines_repeat_the_header_every_25_steps():
     assert len(lines) == 28
 
 
+def test_plain_lines_tell_the_status_only_while_no_step_comes():
+    lines: list[str] = []
+    now = 100.0
+    view = PlainView((Column("step", "step", 4, "{:d}"),), lines.append, clock=lambda: now)
+    view.status(["step 0: 1 running"])
+    assert lines == []
+    now += STATUS_EVERY_S
+    view.status(["step 0: 2 running", "  the first: it failed"])
+    view.status(["step 0: 3 running"])
+    assert lines == ["step 0: 2 running", "  the first: it failed"]
+    now += STATUS_EVERY_S
+    view.status(["step 0: 2 running", "  the first: it failed"])  # nothing new
+    assert len(lines) == 2
+    view.show({"step": 0})
+    view.status(["step 1: 3 running"])
+    assert lines[2:] == ["step", "   0"]
+    now += STATUS_EVERY_S
+    view.status(["step 1: 3 running"])
+    assert lines[4:] == ["step 1: 3 running"]
+
+
 def test_a_note_between_two_steps():
     out = io.StringIO()
     view = open_view((Column("step", "step", 4, "{:d}"),), 2, Console(file=out, width=40))
@@ -157,6 +179,7 @@ def test_a_terminal_shows_the_latest_steps_and_the_progress():
     for step in range(20):
         view.show({**RECORD, "step": step})
     out.truncate(0)
+    view.status(["step 20: 3 rollouts ready [x]", "  the first: it failed"])
     view.refresh()
     frame = out.getvalue()
     out.truncate(0)
@@ -168,4 +191,7 @@ def test_a_terminal_shows_the_latest_steps_and_the_progress():
     assert shown == [str(step) for step in range(8, 20)]
     assert "20/100" in frame
     assert "s/step" in frame
+    assert (
+        frame.index("20/100") < frame.index("step 20: 3 rollouts ready [x]") < frame.index("  the first: it")
+    )
     assert noted.index("eval   20  held-out  avg@1 0.500\n") < noted.index("20/100")

@@ -116,7 +116,14 @@ def test_only_what_was_sampled_to_train_on_can_be_wasted():
     states = {ACCOUNT: Counter(trained=60, eval=500, in_flight=7), other: Counter(masked=15, stale=25)}
     use = TokenUse.of(Report(states, {}, {ACCOUNT: Counter(computed=80), other: Counter(saved=9)}, [], []))
 
-    assert use == TokenUse(trained=60, wasted=40, evaluated=500, computed=80, saved=9, padding=0)
+    assert (use.trained, use.wasted, use.evaluated, use.computed, use.saved, use.padding) == (
+        60,
+        40,
+        500,
+        80,
+        9,
+        0,
+    )
     assert ("", "500 sampled for evaluation") in use.lines()
 
 
@@ -140,10 +147,24 @@ def test_padding_is_told():
 
 
 def test_the_token_lines_of_a_large_run_fit():
-    use = TokenUse(10**13, wasted=10**12, evaluated=10**12, computed=10**14, saved=10**13, padding=10**13)
+    use = TokenUse(10**13, {"stale": 10**12}, evaluated=10**12, computed=10**14, saved=10**13, padding=10**13)
 
     assert max(len(text) for _, text in use.lines()) <= 84
-    assert TokenUse(0, 0, 0, 0, 0, 0).lines()[0][1].startswith("0 trained, 0 wasted (0.0%")
+    assert TokenUse(0, {}, 0, 0, 0, 0).lines()[0][1].startswith("0 trained, 0 wasted (0.0%")
+
+
+def test_waste_is_explained_by_reason_the_largest_first():
+    states = {
+        ACCOUNT: Counter(trained=60, masked=3, failed_rollout=5, in_flight=7),
+        ("demo", "other"): Counter(zero_advantage=900, failed_rollout=10, eval=4),
+    }
+    lines = TokenUse.of(Report(states, {}, {}, [], [])).lines()
+    assert [text for _, text in lines[:4]] == [
+        "60 trained, 918 wasted (93.9%: sampled, not trained)",
+        "  900 zero_advantage: an advantage of 0: nothing to learn from",
+        "  15 failed_rollout: the environment raised or timed out",
+        "  3 masked: outside of the trust region",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import pytest
+
 from pellucid.data import Example, Rollout
 from pellucid.ledger import State
 from pellucid.orchestrator.drought import Drought
@@ -51,9 +53,9 @@ def test_flat_groups_stop_a_run_much_later_and_say_what_they_are() -> None:
     assert flat.complaint(3, 11) is None
     assert flat.complaint(3, 10) == (
         "orchestrator.max_signalless_groups = 10: as many groups in a row gave nothing to train on, 9 of "
-        "them for zero_advantage; their mean reward is 0.750: the task is solved, or too hard for the model; "
-        "stop here, give the environment other examples, or raise orchestrator.rollouts_per_example or the "
-        "limit"
+        "them for zero_advantage; their mean reward is 0.750, the same for every rollout of a group: the "
+        "task is solved if that is the most it can give; stop here, give the environment harder examples, or "
+        "raise orchestrator.rollouts_per_example or the limit"
     )
 
 
@@ -62,4 +64,19 @@ def test_a_mixture_names_what_dominates() -> None:
     assert mixed.complaint(3, 12) == (
         "orchestrator.max_signalless_groups = 12: as many groups in a row gave nothing to train on, 8 of "
         "them for failed_rollout; the last: rollout g7-r1 of env, failed_rollout: ValueError: no"
+    )
+
+
+@pytest.mark.parametrize("reward", [0.0, -1.0])
+def test_a_task_without_any_reward_is_not_called_solved(reward: float) -> None:
+    complaint = drought(*[group(State.ZERO_ADVANTAGE, reward=reward)] * 9).complaint(3, 9)
+    assert complaint is not None and "solved" not in complaint
+    assert f"mean reward is {reward:.3f}, and no rollout got more than 0: the task is too hard" in complaint
+
+
+def test_examples_may_be_too_hard_and_solved_side_by_side() -> None:
+    flat = [group(State.ZERO_ADVANTAGE, reward=reward) for reward in (1.0, 1.0, 0.0)]
+    assert (
+        "mean reward is 0.667: in 1 of 3 groups no rollout got more than 0, in the others all got the same"
+        in (drought(*flat).complaint(3, 3) or "")
     )

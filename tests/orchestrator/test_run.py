@@ -45,6 +45,7 @@ from pellucid.orchestrator import (
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.filters import FilterInputs, load_filter
 from pellucid.orchestrator.pace import RateLimit
+from pellucid.orchestrator.progress import Progress
 from pellucid.orchestrator.report import sample_line, shorten, step_line
 from pellucid.orchestrator.servers import run_identity
 from pellucid.orchestrator.session import group_of_request
@@ -608,13 +609,30 @@ def test_a_task_without_signal_stops_the_run_and_is_written_down_meanwhile(
     assert message.startswith(
         "orchestrator.max_signalless_groups = 200: as many groups in a row gave nothing"
     )
-    assert "for zero_advantage; their mean reward is 0.100: the task is solved, or too hard" in message
+    assert "for zero_advantage; their mean reward is 0.100, the same for every rollout of a group" in message
     lines = [record.getMessage() for record in caplog.records if "no batch yet" in record.getMessage()]
     assert lines == ["step    0  no batch yet; settled: 256 zero_advantage"] * 3
     flushes = [entry for entry in read_journal(tmp_path / "ledger/orchestrator.jsonl") if entry.counts]
     assert len(flushes) == 4
     assert len(saved_rollouts(tmp_path)) >= 800
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_0"]
+
+
+def test_a_run_without_a_signal_says_so_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is written down, and after; what the batch of a step trains on is not counted."""
+    monkeypatch.setattr(loop, "_SHOW_PROGRESS_EVERY_S", 0.001)
+    seen: list[Progress] = []
+    monkeypatch.setattr(loop, "write_progress", lambda folder, progress: seen.append(progress))
+    client = FakeInferenceClient(letters, delay_s=lambda generator: 0.002)
+    config = configure(tmp_path, orchestrator={"max_signalless_groups": 100})
+    stops_with(config, Constant(seed=1), client, RolloutError)
+    settled = [progress.outcomes.get("zero_advantage", 0) for progress in seen]
+    assert settled == sorted(settled) and len(set(settled)) > 2
+    assert settled[-1] > 256  # some are in the books by then, the others wait for it
+    assert seen[-1].zero_advantage_reward == pytest.approx(0.1)
+    assert {progress.step for progress in seen} == {0} and max(each.num_running for each in seen) > 0
 
 
 def test_a_hung_environment_holds_no_batch_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ line, because a live display writes nothing until its end when there is no termi
 they are shown records, and know nothing about where those come from.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ WIDTH = 100
 LINES_PER_HEADER = 25
 NUM_LIVE_ROWS = 12
 RATE_WINDOW_S = 600.0
+STATUS_EVERY_S = 20.0
+"""Seconds without a step after which a plain view tells the status, and until it does so again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,9 @@ class View(Protocol):
     def note(self, line: str) -> None:
         """Something to say between two steps."""
 
+    def status(self, lines: Sequence[str]) -> None:
+        """Shows what happens until the next step; later lines replace these."""
+
     def refresh(self) -> None:
         """Called a few times a second, whether or not there is a new step."""
 
@@ -123,14 +129,23 @@ class View(Protocol):
 
 
 class PlainView:
-    """A line per step, with a header now and then."""
+    """A line per step, with a header now and then; the status only while no step comes."""
 
-    def __init__(self, columns: Sequence[Column], write: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        write: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._columns = columns
         self._write = write
+        self._clock = clock
         self._num_rows = 0
+        self._last_line = clock()
+        self._status: Sequence[str] = ()
 
     def show(self, record: Record) -> None:
+        self._last_line = self._clock()
         if self._num_rows % LINES_PER_HEADER == 0:
             self._write(header_row(self._columns))
         self._write(step_row(record, self._columns))
@@ -140,6 +155,13 @@ class PlainView:
 
     def note(self, line: str) -> None:
         self._write(line)
+
+    def status(self, lines: Sequence[str]) -> None:
+        if lines != self._status and self._clock() - self._last_line >= STATUS_EVERY_S:
+            self._last_line = self._clock()
+            self._status = lines
+            for line in lines:
+                self._write(line)
 
     def refresh(self) -> None:
         pass
@@ -170,6 +192,7 @@ class LiveView:
             speed_estimate_period=RATE_WINDOW_S,
         )
         self._task = self._progress.add_task("", total=max_steps)
+        self._status: Sequence[str] = ()
         # Refreshed by its owner: a thread of its own would be forked into the children.
         self._live = Live(self._render(), console=console, auto_refresh=False)
         self._live.start(refresh=True)
@@ -184,6 +207,9 @@ class LiveView:
         """Stays, above what is redrawn."""
         self._live.console.out(line, highlight=False)
 
+    def status(self, lines: Sequence[str]) -> None:
+        self._status = lines
+
     def refresh(self) -> None:
         self._live.update(self._render(), refresh=True)
 
@@ -197,7 +223,8 @@ class LiveView:
             table.add_column(column.title, justify="right", no_wrap=True)
         for record in self._latest:
             table.add_row(*step_cells(record, self._columns))
-        return Group(table, self._progress.get_renderable())
+        status = Text("\n".join(self._status), style="dim")
+        return Group(table, self._progress.get_renderable(), status)
 
 
 def make_console(width: int | None = None) -> Console:

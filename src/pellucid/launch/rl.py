@@ -46,6 +46,7 @@ from pellucid.launch.summary import Summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
 from pellucid.metrics.evaluation import evaluation_line, evaluations_in
+from pellucid.orchestrator.progress import progress_path, read_progress
 
 REPORTERS = ("orchestrator", "trainer")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -275,6 +276,8 @@ class StepProgress:
         self._followers = [JsonlFollower(metrics_dir / f"{name}.jsonl") for name in REPORTERS]
         self._join = StepJoin(len(self._followers))
         self._evaluated = JsonlFollower(metrics_dir / "eval.jsonl")
+        self._progress = progress_path(metrics_dir.parent)
+        self._progress.unlink(missing_ok=True)  # of the run that is resumed
         self._views = views
         self._start = start
         self.num_steps = 0
@@ -296,7 +299,10 @@ class StepProgress:
         for record in self._evaluated.read():
             self.evaluations.append(record)
             self._note(record)
+        progress = read_progress(self._progress)
         for view in self._views:
+            if progress is not None:
+                view.status(progress.lines())
             view.refresh()
 
     def _show(self, record: Record) -> None:

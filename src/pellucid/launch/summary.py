@@ -1,7 +1,7 @@
 """The end of a run on one screen: how long, how much better, whether the books balance, what is where."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pellucid.launch.console import WIDTH
 from pellucid.launch.follow import Record
-from pellucid.ledger import Flow, Report, State
+from pellucid.ledger import MEANING, Flow, Report, State
 from pellucid.metrics.evaluation import average_in, evaluations_in
 from pellucid.transport.stable import stable_steps
 
@@ -81,8 +81,8 @@ class TokenUse:
     """What became of the tokens of all environments."""
 
     trained: int
-    wasted: int
-    """Sampled to train on, but not trained; neither eval nor what is still in flight."""
+    reasons: Mapping[str, int]
+    """The wasted ones by their state in the ledger."""
 
     evaluated: int
     computed: int
@@ -93,9 +93,15 @@ class TokenUse:
     def of(cls, ledger: Report) -> "TokenUse":
         states, beside = _total(ledger.states.values()), _total(ledger.beside.values())
         trained, evaluated = states[State.TRAINED.value], states[State.EVAL.value]
-        wasted = states.total() - trained - evaluated - states[State.IN_FLIGHT.value]
+        unwasted = (State.TRAINED.value, State.EVAL.value, State.IN_FLIGHT.value)
+        reasons = {name: number for name, number in states.most_common() if number and name not in unwasted}
         computed, saved, padding = (beside[flow.value] for flow in (Flow.COMPUTED, Flow.SAVED, Flow.PADDING))
-        return cls(trained, wasted, evaluated, computed, saved, padding)
+        return cls(trained, reasons, evaluated, computed, saved, padding)
+
+    @property
+    def wasted(self) -> int:
+        """Sampled to train on, but not trained; neither eval nor what is still in flight."""
+        return sum(self.reasons.values())
 
     def lines(self) -> list[Fact]:
         share = self.wasted / max(self.trained + self.wasted, 1)
@@ -105,6 +111,10 @@ class TokenUse:
             (
                 "tokens",
                 f"{self.trained:,} trained, {self.wasted:,} wasted ({share:.1%}: sampled, not trained)",
+            ),
+            *(
+                ("", f"  {number:,} {state}: {MEANING[State(state)]}")
+                for state, number in self.reasons.items()
             ),
             ("", f"{self.computed:,} computed, {self.saved:,} saved by sharing prompts"),
             *padded,

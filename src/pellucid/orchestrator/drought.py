@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pellucid.ledger import State
+from pellucid.orchestrator.progress import describe_loss
 from pellucid.orchestrator.verdict import Outcome, Verdict
 
 _LEFT_OUT: tuple[Outcome, ...] = (State.ZERO_ADVANTAGE, State.FILTERED)
@@ -26,7 +27,10 @@ class Drought:
     """Its groups, by what became of them."""
 
     total_reward: float = 0.0
-    """Of the groups without advantages, each counted with the mean of its rewards."""
+    """Of the groups without a signal, each counted with the mean of its rewards."""
+
+    num_unrewarded: int = 0
+    """Groups without a signal in which no rollout got more than 0."""
 
     last_loss: str = ""
 
@@ -41,9 +45,11 @@ class Drought:
         self.kinds[kind] += 1
         self.num_fruitless = 0 if kind in _LEFT_OUT else self.num_fruitless + 1
         if kind is State.ZERO_ADVANTAGE:
-            self.total_reward += sum(verdict.rollout.reward or 0.0 for verdict in typical) / len(typical)
+            rewards = [verdict.rollout.reward or 0.0 for verdict in typical]
+            self.total_reward += sum(rewards) / len(rewards)
+            self.num_unrewarded += max(rewards) <= 0
         else:
-            self.last_loss = _describe(typical[-1])
+            self.last_loss = describe_loss(typical[-1])
 
     def complaint(self, max_fruitless: int, max_signalless: int) -> str | None:
         """Why the run should stop, if it should."""
@@ -62,18 +68,29 @@ class Drought:
         )
 
     def _explain_zeros(self) -> str:
-        reward = self.total_reward / self.kinds[State.ZERO_ADVANTAGE]
+        """Too hard or solved, as the rewards tell it; who knows the largest possible one is the user."""
+        number = self.kinds[State.ZERO_ADVANTAGE]
+        reward = f"their mean reward is {self.total_reward / number:.3f}"
+        if self.num_unrewarded == number:
+            return (
+                f"{reward}, and no rollout got more than 0: the task is too hard for the model, or the "
+                "environment never rewards; look at replies in rollouts/step_N/train_rollouts.jsonl, give it "
+                "easier examples or a reward for parts of the task, or raise "
+                "orchestrator.rollouts_per_example"
+            )
+        if self.num_unrewarded:
+            return (
+                f"{reward}: in {self.num_unrewarded} of {number} groups no rollout got more than 0, in the "
+                "others all got the same: each example is too hard for the model or solved; give the "
+                "environment examples in between, or raise orchestrator.rollouts_per_example or the limit"
+            )
         return (
-            f"their mean reward is {reward:.3f}: the task is solved, or too hard for the model; stop here, "
-            "give the environment other examples, or raise orchestrator.rollouts_per_example or the limit"
+            f"{reward}, the same for every rollout of a group: the task is solved if that is the most it can "
+            "give; stop here, give the environment harder examples, or raise "
+            "orchestrator.rollouts_per_example or the limit"
         )
 
 
 def _kind(verdicts: Sequence[Verdict]) -> Outcome:
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     return next((kind for kind in _LEFT_OUT if kind in outcomes), outcomes.most_common(1)[0][0])
-
-
-def _describe(verdict: Verdict) -> str:
-    rollout = verdict.rollout
-    return f"rollout {rollout.rollout_id} of {rollout.env_name}, {verdict.outcome.value}: {verdict.reason}"

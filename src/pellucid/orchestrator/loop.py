@@ -45,6 +45,7 @@ from pellucid.orchestrator.evaluation import Evaluation, Evaluator
 from pellucid.orchestrator.filters import load_filter
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.pace import Pace, RateLimit
+from pellucid.orchestrator.progress import Progress, Tally, write_progress
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
 from pellucid.orchestrator.snapshot import read_snapshot
@@ -61,6 +62,7 @@ WIND_DOWN_S = 5.0
 
 _LAST_PATIENCE_S = 3.0
 _CHECK_SENDER_EVERY_S = 1.0
+_SHOW_PROGRESS_EVERY_S = 2.0
 _STARTS_PER_TURN = 32
 _MAX_UNWRITTEN = 256  # settled rollouts that are kept in memory while no batch forms
 
@@ -105,6 +107,8 @@ class Orchestrator:
         self._failures = FailureLog()
         self._evaluator = Evaluator(config, evaluations, sampler, eval_books, self._start, self._failures)
         self._pace = Pace()
+        self._tally = Tally()
+        """Of what was settled and written down since the last batch."""
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
         self._groups: dict[str, GroupRun] = {}
         self._attempts: set[asyncio.Task[None]] = set()
@@ -126,6 +130,7 @@ class Orchestrator:
                     await stack.enter_async_context(environment.serving())
                 services.append(self._spawn(self._follow_weights()))
                 services.append(self._spawn(self._watch_sender()))
+                services.append(self._spawn(self._show_progress()))
                 services += [self._spawn(client.watch()) for client in self._clients]
                 services.append(self._spawn(self._keep_dispatching()))
                 while self._scheduler.batches_sent < self._config.max_steps:
@@ -144,6 +149,20 @@ class Orchestrator:
         while True:
             await asyncio.sleep(_CHECK_SENDER_EVERY_S)
             self._sender.check()
+
+    async def _show_progress(self) -> None:
+        """Tells whoever watches the run what becomes of its rollouts until the batch is full."""
+        scheduler = self._scheduler
+        while True:
+            progress = Progress.of(
+                self._tally.copy().add(scheduler.settled),
+                step=scheduler.batches_sent,
+                num_ready=scheduler.num_ready,
+                num_running=scheduler.num_inflight,
+                waits_for_weights=scheduler.waits_for_weights,
+            )
+            write_progress(self._config.output_dir, progress)
+            await asyncio.sleep(_SHOW_PROGRESS_EVERY_S)
 
     async def _keep_dispatching(self) -> None:
         while True:
@@ -222,16 +241,21 @@ class Orchestrator:
             "time/wait_weights_s": blocked_s,
         }
         self._may_start.set()
+        self._tally = Tally()
         await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), own)
 
     async def _save(self) -> None:
         """What is settled before its batch is in the books of the coming step."""
-        await self._clerk.save(self._scheduler.take_settled(), self._scheduler.state())
+        settled = self._scheduler.take_settled()
+        self._tally.add(settled)
+        await self._clerk.save(settled, self._scheduler.state())
 
     async def _write_down(self) -> None:
         """Settled rollouts do not wait in memory for a batch that may never form."""
         if self._scheduler.num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
-            await self._clerk.settle(self._scheduler.batches_sent, self._scheduler.take_settled())
+            settled = self._scheduler.take_settled()
+            self._tally.add(settled)
+            await self._clerk.settle(self._scheduler.batches_sent, settled)
 
     def _note_change(self) -> None:
         self._changed.set()

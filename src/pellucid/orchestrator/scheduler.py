@@ -193,6 +193,11 @@ class Scheduler:
         return sum(verdict.is_sent for group in self._ready for verdict in group.verdicts)
 
     @property
+    def settled(self) -> Sequence[list[Verdict]]:
+        """The groups that `take_settled` would give."""
+        return self._settled
+
+    @property
     def num_settled(self) -> int:
         """Rollouts that `take_settled` would give."""
         return sum(map(len, self._settled))

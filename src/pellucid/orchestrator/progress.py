@@ -1,0 +1,121 @@
+"""`metrics/progress.json`: what the orchestrator does between two batches, and why rollouts do not train.
+
+One small object, replaced every other second, for whoever watches the run:
+
+    {"step": 7, "num_ready": 12, "num_running": 64, "waits_for_weights": false,
+     "outcomes": {"zero_advantage": 480, "failed_rollout": 32}, "zero_advantage_reward": 0.0,
+     "first_failure": "rollout g3-r0 of math, failed_rollout: ValueError: no answer"}
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from pellucid.data.files import replace_file
+from pellucid.ledger import State
+from pellucid.orchestrator.verdict import Verdict
+
+_LEFT_OUT = (State.ZERO_ADVANTAGE, State.FILTERED, State.CANCELLED)
+_WORDS = {
+    State.FAILED_ROLLOUT.value: "failed",
+    State.DROPPED_GROUP.value: "dropped with their group",
+}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Rollouts that were settled and will not train, by what became of them."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    zero_reward: float = 0.0
+    """Sum of the rewards of those without a signal."""
+
+    first_failure: str = ""
+
+    def add(self, groups: Iterable[Sequence[Verdict]]) -> "Tally":
+        for verdict in (verdict for verdicts in groups for verdict in verdicts if not verdict.is_sent):
+            self.outcomes[verdict.outcome.value] += 1
+            if verdict.outcome is State.ZERO_ADVANTAGE:
+                self.zero_reward += verdict.rollout.reward or 0.0
+            elif not self.first_failure and verdict.outcome not in _LEFT_OUT:
+                self.first_failure = describe_loss(verdict)
+        return self
+
+    def copy(self) -> "Tally":
+        return Tally(self.outcomes.copy(), self.zero_reward, self.first_failure)
+
+
+def describe_loss(verdict: Verdict) -> str:
+    """`rollout g3-r0 of math, failed_rollout: ValueError: no answer`, on one line."""
+    rollout, reason = verdict.rollout, " ".join(verdict.reason.split())
+    return f"rollout {rollout.rollout_id} of {rollout.env_name}, {verdict.outcome.value}: {reason}"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    step: int
+    """Of the batch that is being sampled."""
+
+    num_ready: int
+    """Rollouts that wait for the batch to be full."""
+
+    num_running: int
+    waits_for_weights: bool = False
+    outcomes: dict[str, int] = {}
+    """Rollouts settled since the last batch that do not train, by their state in the ledger."""
+
+    zero_advantage_reward: float | None = None
+    """Mean reward of those without a signal."""
+
+    first_failure: str = ""
+
+    @classmethod
+    def of(
+        cls, tally: Tally, *, step: int, num_ready: int, num_running: int, waits_for_weights: bool
+    ) -> "Progress":
+        num_zero = tally.outcomes[State.ZERO_ADVANTAGE.value]
+        return cls(
+            step,
+            num_ready,
+            num_running,
+            waits_for_weights,
+            dict(tally.outcomes.most_common()),
+            tally.zero_reward / num_zero if num_zero else None,
+            tally.first_failure,
+        )
+
+    def lines(self) -> list[str]:
+        """For the console: `step 7: 12 rollouts ready, 64 running; do not train: 480 without a signal, …`."""
+        waits = "; waits for newer weights" if self.waits_for_weights else ""
+        line = f"step {self.step}: {self.num_ready:,} rollouts ready, {self.num_running:,} running{waits}"
+        if not self.outcomes:
+            return [line]
+        reasons = ", ".join(f"{number:,} {self._words(state)}" for state, number in self.outcomes.items())
+        cause = [f"  the first: {self.first_failure}"] if self.first_failure else []
+        return [f"{line}; do not train: {reasons}", *cause]
+
+    def _words(self, state: str) -> str:
+        if state == State.ZERO_ADVANTAGE.value and self.zero_advantage_reward is not None:
+            return f"without a signal (equal rewards in a group, mean {self.zero_advantage_reward:.3f})"
+        return _WORDS.get(state, state)
+
+
+def progress_path(run_dir: Path) -> Path:
+    return run_dir / "metrics" / "progress.json"
+
+
+def write_progress(run_dir: Path, progress: Progress) -> None:
+    """A full disk ends the run where a record cannot be written; this is none."""
+    with suppress(OSError):
+        replace_file(progress_path(run_dir), msgspec.json.encode(progress))
+
+
+def read_progress(path: Path) -> Progress | None:
+    """None if there is nothing to read yet."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Progress)
+    except (OSError, msgspec.DecodeError):
+        return None
