@@ -26,6 +26,7 @@ from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
 from pellucid.transport import MemoryChannel
+from tolerance import logprob_bound, mismatch_kl_bound
 
 STEPS = 16
 
@@ -142,7 +143,7 @@ def test_on_policy_distillation_makes_the_policy_agree_with_the_teacher(
     records = distill(tiny_model, teacher_model, tmp_path, "opd")
     first, last = mean(records[:2], "teacher_kl/all"), mean(records[-4:], "teacher_kl/all")
     assert first < -0.2 and last > -0.09, (first, last)
-    assert records[0]["mismatch_kl/all/mean"] < 1e-6
+    assert records[0]["mismatch_kl/all/mean"] <= mismatch_kl_bound(logprob_bound(tiny_model, 256))
 
 
 def test_a_policy_learns_what_its_teacher_writes(tiny_model, teacher_model, tmp_path) -> None:

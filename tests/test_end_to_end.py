@@ -14,6 +14,7 @@ import pytest
 from pellucid.cli import main
 from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
+from tolerance import logprob_bound, mismatch_kl_bound, near, partial_sum
 
 STEPS = 4
 EVAL = {"id": "reverse-text", "name": "held-out", "interval": 2, "num_examples": 6}
@@ -80,8 +81,7 @@ def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:
             for rank in range(2)
             for line in (where / f"rank_{rank}.jsonl").read_text().splitlines()
         ]
-        total = sum(value for record in exported for value in record["token_loss"])
-        assert total / exported[0]["denominator"] == pytest.approx(metrics["loss"], rel=1e-6, abs=1e-9)
+        assert_sum(exported, metrics["loss"])
         assert len(exported) == metrics["samples"]
     assert (folder / "logs" / "trainer_1.log").exists()
 
@@ -94,20 +94,26 @@ def test_a_model_with_experts_trains_on_those_that_it_sampled_with(tiny_moe, tmp
     assert "balanced: every one of the" in result.stdout
     assert "record_experts = true" in (folder / "configs" / "inference.toml").read_text()
     first, *later = read_metrics(folder / "metrics" / "trainer.jsonl")
-    assert first["mismatch_kl/all/mean"] <= 1e-6
+    assert first["mismatch_kl/all/mean"] <= mismatch_kl_bound(logprob_bound(tiny_moe, 256))
     assert first["router_replace_rate/all"] <= 1e-2
     assert len(later) == 2 and all(0 < metrics["router_replace_rate/all"] < 0.5 for metrics in later)
+
+
+def assert_sum(exported: list[dict], loss: float) -> None:
+    """The token losses of all records add up to the loss, which is a sum of float32."""
+    losses = [value for record in exported for value in record["token_loss"]]
+    expected = loss * exported[0]["denominator"]
+    assert sum(losses) == near(expected, terms=len(losses), scale=partial_sum(losses))
 
 
 def test_the_exported_losses_add_up_to_the_logged_loss(finished) -> None:
     folder, _ = finished
     for metrics in read_metrics(folder / "metrics" / "trainer.jsonl"):
         step = records(folder, metrics["step"])
-        total = sum(value for record in step for value in record["token_loss"])
-        assert total / step[0]["denominator"] == pytest.approx(metrics["loss"], rel=1e-6, abs=1e-9)
+        assert_sum(step, metrics["loss"])
 
 
-def test_tokens_carry_the_version_that_sampled_them(finished) -> None:
+def test_tokens_carry_the_version_that_sampled_them(finished, tiny_model) -> None:
     folder, _ = finished
     metrics = list(read_metrics(folder / "metrics" / "trainer.jsonl"))
     for step in range(STEPS):
@@ -119,7 +125,7 @@ def test_tokens_carry_the_version_that_sampled_them(finished) -> None:
         }
         assert all(step - 1 <= version <= step for version in versions)
     # Step 0 trains on what its own weights sampled, step 1 on what version 0 sampled.
-    assert metrics[0]["mismatch_kl/all/mean"] <= 1e-6
+    assert metrics[0]["mismatch_kl/all/mean"] <= mismatch_kl_bound(logprob_bound(tiny_model, 256))
     assert metrics[1]["mismatch_kl/all/mean"] > metrics[0]["mismatch_kl/all/mean"]
 
 
@@ -146,7 +152,7 @@ def test_rollouts_and_exports_tell_the_same_story(finished) -> None:
         exported = records(folder, step)
         assert sent == {record["rollout_id"] for record in exported}
         for record in exported:
-            assert record["reward"] == pytest.approx(rollouts[record["rollout_id"]]["reward"], abs=1e-6)
+            assert record["reward"] == near(rollouts[record["rollout_id"]]["reward"], terms=1)
             assert record["group_id"] == rollouts[record["rollout_id"]]["group_id"]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pellucid.metrics import read_metrics
 from test_end_to_end import STEPS, command
+from tolerance import logprob_bound, mismatch_kl_bound
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,7 @@ def test_a_run_joins_a_trainer_and_ends_like_any_other(tiny_model, tmp_path) -> 
     metrics = list(read_metrics(tmp_path / "joined" / "metrics" / "trainer.jsonl"))
     assert [record["step"] for record in metrics] == list(range(STEPS))
     # On-policy: what the engine adds to its weights is what the trainer computes beside them.
-    assert all(record["mismatch_kl/all/mean"] < 1e-9 for record in metrics)
+    allowed = mismatch_kl_bound(logprob_bound(tiny_model, 256))
+    assert all(record["mismatch_kl/all/mean"] <= allowed for record in metrics)
     config = json.loads((tmp_path / "joined" / "model" / "adapter_config.json").read_text())
     assert (config["r"], config["peft_type"]) == (4, "LORA")

@@ -16,6 +16,7 @@ from pellucid.cli import main
 from pellucid.errors import ConfigError
 from pellucid.integrations.trl import ExportingGRPOTrainer, ExportsTokens
 from pellucid.integrations.trl_loss import translate
+from tolerance import near, partial_sum
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of TRL and its friends
@@ -103,10 +104,12 @@ def test_the_loss_that_trl_optimised_is_what_replay_computes(tiny_model, tmp_pat
     export = pellucid.export.open(tmp_path)
     for step, logged in enumerate(logs):
         records = export.step(step)
-        mean = records.column("token_loss").sum(dtype=np.float64) / records[0]["denominator"]
-        assert mean == pytest.approx(logged["loss"], rel=1e-6, abs=2e-7)
+        losses = records.column("token_loss")
+        total, scale = logged["loss"] * records[0]["denominator"], partial_sum(losses)
+        # The recorder computes each token's loss again, from logprobs that are a few nats.
+        assert losses.sum(dtype=np.float64) == near(total, terms=len(losses) + 8, scale=4 * scale)
         if "reward" in logged:  # sampled for this step
-            assert records.column("reward").mean() == pytest.approx(logged["reward"], abs=1e-6)
+            assert records.column("reward").mean() == near(logged["reward"], terms=len(records), scale=1.0)
         trainable = records.column("loss_mask")
         assert records.column("entropy")[trainable].mean() == pytest.approx(logged["entropy"], rel=2e-2)
     moved = export.step(1).column("mismatch_kl")[export.step(1).column("loss_mask")]

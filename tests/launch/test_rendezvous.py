@@ -11,6 +11,7 @@ import pytest
 from pellucid.cli import main
 from pellucid.launch.rl import free_port
 from pellucid.metrics import read_metrics
+from tolerance import near, update_bound
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale-out.md"
 
@@ -49,6 +50,7 @@ def test_machines_that_meet_at_a_rendezvous_train_what_one_process_does(tiny_mod
     one, two = (list(read_metrics(tmp_path / name / "metrics" / "trainer.jsonl")) for name in ("one", "two"))
     assert [record["step"] for record in two] == [0, 1]
     for alone, together in zip(one, two, strict=True):
-        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
-        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+        for name in ("loss", "grad_norm"):
+            within = update_bound(tiny_model, 3 * 32) * max(1.0, abs(alone[name]))
+            assert together[name] == near(alone[name], within=within), name
         assert (together["samples"], together["local/samples"]) == (3, 2)

@@ -52,6 +52,7 @@ from pellucid.orchestrator.session import group_of_request
 from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import Batch, MemoryChannel, publish_folder
+from tolerance import near
 
 TOKENIZER = character_tokenizer()
 
@@ -334,7 +335,10 @@ def test_advantages_and_records(tmp_path: Path) -> None:
     for index, rollout_id in enumerate(table["rollout_id"]):
         record = records[rollout_id]
         group = [other["reward"] for other in records.values() if other["group_id"] == record["group_id"]]
-        assert table["advantage"][index] == pytest.approx(record["reward"] - np.mean(group), abs=1e-6)
+        scale = np.abs(group).max()
+        assert table["advantage"][index] == near(
+            record["reward"] - np.mean(group), terms=len(group), scale=scale
+        )
         assert table["advantage"][index] == pytest.approx(record["advantage"])
         assert table["sample_id"][index] == record["sample_ids"][0] == f"{rollout_id}-0"
         assert record["messages"] == [{"role": "user", "content": f"guess {record['example_id']}"}]
@@ -452,7 +456,7 @@ def test_partial_groups_train_and_are_logged_and_counted(
         survivors = [record for record in records if record["reward"] is not None]
         mean = np.mean([record["reward"] for record in survivors])
         for record in survivors:
-            assert record["advantage"] == pytest.approx(record["reward"] - mean, abs=1e-6)
+            assert record["advantage"] == near(record["reward"] - mean, terms=8, scale=1.0)
 
     judged = [
         Counter(record["outcome"] for record in records)
@@ -640,7 +644,9 @@ def test_a_hung_environment_holds_no_batch_for_ever(tmp_path: Path, monkeypatch:
     own = {"rollout_timeout_s": 0.1, "max_retries": 1, "retry_backoff_s": 0.01}
     run(configure(tmp_path, orchestrator=own), {"guess": Hangs(seed=1)}, FakeInferenceClient(letters))
     failed = [record for record in saved_rollouts(tmp_path) if record["outcome"] == "failed_rollout"]
-    assert failed and {record["error"] for record in failed} == {"TimeoutError: not finished within 0.1 s"}
+    # Where in the environment its time was over is not the same for all.
+    errors = {record["error"].partition(" (")[0] for record in failed}
+    assert errors == {"TimeoutError: not finished within 0.1 s"}
     assert all(int(record["example_id"]) % 3 == 0 and record["num_tokens"] > 0 for record in failed)
     again = {record["rollout_id"] for record in saved_rollouts(tmp_path) if "~1" in record["rollout_id"]}
     assert {f"{record['rollout_id']}~1" for record in failed} == again
