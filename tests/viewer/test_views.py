@@ -199,6 +199,31 @@ def test_losses_by_hand(
     assert decided == {"mask": mask, "loss": pytest.approx(value)}
 
 
+@pytest.mark.parametrize(
+    ("advantage", "rule"),
+    [
+        (0.5, "A > 0 and r = 0.5 ≤ 1 + clip_high = 1.2"),
+        (-0.5, "A < 0 and r = 0.5 < 1 − clip_low = 0.8"),
+        (0, "A = 0: nothing to clip"),
+    ],
+)
+def test_the_rule_of_ppo_clip_by_the_sign_of_the_advantage(
+    study_page: Any, advantage: float, rule: str
+) -> None:
+    masked = int(advantage < 0)
+    token = {
+        **{"loss_mask": 1, "sampled": 1, "advantages": advantage, "importance_ratio": 0.5},
+        **{"is_masked": masked, "is_masked_low": masked, "is_masked_high": 0},
+    }
+    found = study_page.evaluate(
+        """(token) => $data_reason.reasonOf(
+            { value: (name) => token[name], field: () => "rl" }, 3,
+            { type: "ppo_clip", clip_low: 0.2, clip_high: 0.2 }, false).rule""",
+        token,
+    )
+    assert found == rule
+
+
 def test_a_group_stands_side_by_side_from_best_to_worst(visit: Any, study: str) -> None:
     page = visit(f"{study}#group?step=0&record=2", ".member")
     assert page.locator(".member .link").all_inner_texts() == [f"record {index}" for index in (0, 2, 1, 3)]

@@ -158,7 +158,7 @@ class Session:
 
     def _start(self, question: _Question) -> str:
         if self._closed or self._sampler.closed:
-            over = "rollout" if self._closed else "run"
+            over = "run" if self._sampler.closed else "rollout"
             raise RolloutError(f"the {over} is over; no further turn is sampled")
         number = self._num_calls
         self._num_calls += 1

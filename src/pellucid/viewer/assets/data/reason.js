@@ -85,9 +85,10 @@ function ruleOf(read, side, loss) {
     return ratio > loss.max_ratio ? `r = ${short(ratio, 4)} > max_ratio = ${short(loss.max_ratio)}` : `r = ${short(ratio, 4)} < min_ratio = ${short(loss.min_ratio)}`;
   }
   if (loss.type === "ppo_clip") {
+    if (advantage === 0) return "A = 0: nothing to clip";
     return advantage > 0
       ? `A > 0 and r = ${short(ratio, 4)} ${relation(isOut, ">", "≤")} 1 + clip_high = ${short(1 + loss.clip_high)}`
-      : `A ≤ 0 and r = ${short(ratio, 4)} ${relation(isOut, "<", "≥")} 1 − clip_low = ${short(1 - loss.clip_low)}`;
+      : `A < 0 and r = ${short(ratio, 4)} ${relation(isOut, "<", "≥")} 1 − clip_low = ${short(1 - loss.clip_low)}`;
   }
   return null;
 }
