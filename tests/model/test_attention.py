@@ -14,7 +14,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout, shared_layout
-from pellucid.model.attention import ATTENTION, Family, SharedAttention, _alike, register_attention
+from pellucid.model.attention import ATTENTION, Family, SharedAttention, _alike
 from tolerance import gradient_chain, near, near_logprobs
 
 LENGTHS = [5, 1, 9, 2]
@@ -228,22 +228,3 @@ def test_families_are_batched_where_a_call_costs_more_than_their_padding() -> No
 def test_a_forward_without_a_plan_is_refused(policy) -> None:
     with pytest.raises(ModelError, match="without an attention plan"):
         policy.hf(input_ids=torch.tensor([[5, 6]]), use_cache=False)
-
-
-def test_sliding_windows_are_refused(tmp_path) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    register_attention()
-    config = MistralConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        sliding_window=4,
-    )
-    MistralForCausalLM(config).save_pretrained(tmp_path)
-    policy = load_policy(ModelConfig(name=str(tmp_path)))
-    with pytest.raises(ModelError, match="sliding_window"):
-        forward(policy, tokens([3]))

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from pellucid.config import ModelConfig
@@ -32,7 +33,10 @@ def make_llama_135m(folder: Path) -> None:
     character_tokenizer().save_pretrained(folder)
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {"tiny": make_tiny_model, "135M": make_llama_135m}
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "tiny": partial(make_tiny_model, max_length=8192),  # a batch of the demo in one micro batch
+    "135M": make_llama_135m,
+}
 """What writes a model and its tokenizer into a folder."""
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pellucid.model import Policy
+from pellucid.model import Policy, key_shape
 
 _FIRST_CAPACITY = 64
 _FIRST_ROWS = 8
@@ -90,13 +90,9 @@ class Shelf:
 
 class KVCache:
     def __init__(self, policy: Policy, num_slots: int, max_length: int) -> None:
-        config = policy.hf.config
-        heads = config.num_key_value_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, width = key_shape(policy)
         dtype = next(policy.parameters()).dtype
-        empty = torch.zeros(
-            2, config.num_hidden_layers, 0, heads, 0, width, dtype=dtype, device=policy.device
-        )
+        empty = torch.zeros(2, len(policy.layers), 0, heads, 0, width, dtype=dtype, device=policy.device)
         self.shelves = [Shelf(capacity, num_slots, empty) for capacity in _capacities(max_length)]
         """Shortest rows first."""
 

@@ -433,7 +433,7 @@ def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any
         from pellucid.inference.vllm_core import open_vllm
 
         return open_vllm(config, tokenizer)
-    policy = load_policy(config.model)
+    policy = load_policy(config.model, max_length=settings.max_model_len)
     check_tokenizer(policy, tokenizer, config.model.name)
     return Engine(
         policy,

@@ -32,6 +32,9 @@ class Prompt:
 class StepAttention:
     def __init__(self, prompts: Sequence[Prompt], shelves: Sequence[Shelf], device: torch.device) -> None:
         lengths = [len(prompt.token_ids) for prompt in prompts]
+        self.longest = max(
+            (row.length for shelf in shelves for row in shelf.rows if row is not None), default=0
+        )
         self._num_prompt_tokens = sum(lengths)
         self._packed = PackedAttention(lengths) if lengths else None
         self._parts = []

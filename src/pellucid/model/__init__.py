@@ -7,6 +7,7 @@ from pellucid.model.layout import Layout, packed_layout, shared_layout
 from pellucid.model.lean_forward import lean_forward
 from pellucid.model.load import load_policy
 from pellucid.model.policy import Policy
+from pellucid.model.proof import key_shape
 from pellucid.model.routing import ExpertRecorder, RouterShape
 from pellucid.model.ulysses import ContextParallel
 
@@ -21,6 +22,7 @@ __all__ = [
     "Policy",
     "RouterShape",
     "TokenOutput",
+    "key_shape",
     "lean_forward",
     "load_policy",
     "packed_layout",

@@ -4,23 +4,28 @@ The plan travels as a keyword of the forward pass. There is no default: a forwar
 because HF's own fallback for packed inputs silently attends across sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pellucid.errors import ModelError
 
 ATTENTION = "pellucid"
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+_UNSUPPORTED = ("softcap", "s_aux")
+NO_WINDOWS = "pellucid's attention has no windows yet: set seq_len within it, or choose a model without"
 
 
 class AttentionPlan(Protocol):
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Queries, keys and values are [batch, heads, tokens, width]; so is the result."""
 
@@ -57,6 +62,7 @@ class SharedAttention:
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._sizes = [family.num_tokens for family in families]
+        self.longest = max(family.prefix + max(family.own) for family in families)
         starts = [0, *accumulate(self._sizes)]
         placed = list(zip(starts, families, strict=False))
         self._alone = [index for index, family in enumerate(families) if not family.prefix]
@@ -195,7 +201,7 @@ def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 
 
-def _attention(
+def attention_function(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -205,15 +211,38 @@ def _attention(
     plan: AttentionPlan | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    """The function that HF's attention modules call. Values are made as wide as keys on the way."""
     if plan is None:
-        raise ModelError("forward without an attention plan; sequences would leak into each other")
+        raise ModelError(
+            f"{type(module).__name__}: forward without an attention plan; sequences would leak into each "
+            "other"
+        )
+    _check_options(module, attention_mask, plan, options)
+    width, num_missing = value.shape[3], key.shape[3] - value.shape[3]
+    if num_missing < 0:
+        raise ModelError(f"{type(module).__name__} has wider values ({width}) than keys ({key.shape[3]})")
+    padded = pad(value, (0, num_missing)) if num_missing else value
+    output = plan.attend(module.layer_idx, query, key, padded, scaling)
+    return output[..., :width].transpose(1, 2).contiguous(), None
+
+
+def _check_options(module: Any, mask: Tensor | None, plan: AttentionPlan, options: Mapping[str, Any]) -> None:
+    """Whatever else a model asks of attention is refused rather than left out."""
     for option in _UNSUPPORTED:
         if options.get(option) is not None:
             raise ModelError(
                 f"{type(module).__name__} asks for {option}; pellucid's attention does not have it yet"
             )
-    output = plan.attend(module.layer_idx, query, key, value, scaling)
-    return output.transpose(1, 2).contiguous(), None
+    if mask is not None:
+        raise ModelError(
+            f"{type(module).__name__} has an attention mask of its own; pellucid's attention does not take it"
+        )
+    window = options.get("sliding_window")
+    if window is not None and window < plan.longest:
+        raise ModelError(
+            f"{type(module).__name__} asks for sliding_window = {window}, and sequences may have "
+            f"{plan.longest} tokens; {NO_WINDOWS}"
+        )
 
 
 def register_attention() -> None:
@@ -221,4 +250,4 @@ def register_attention() -> None:
 
     The plan decides who sees whom. Without a mask function of the same name, HF builds no mask of its own.
     """
-    AttentionInterface.register(ATTENTION, _attention)
+    AttentionInterface.register(ATTENTION, attention_function)

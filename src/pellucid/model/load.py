@@ -10,16 +10,18 @@ from pellucid.config import ModelConfig
 from pellucid.data.tokenizer import check_vocabulary, first_line, quiet_transformers, require_folder
 from pellucid.errors import ModelError
 from pellucid.model.attention import ATTENTION, register_attention
-from pellucid.model.policy import Policy
+from pellucid.model.policy import NOT_YET, Policy
+from pellucid.model.proof import prove_attention
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-def load_policy(config: ModelConfig, *, trainable: bool = False) -> Policy:
+def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int | None = None) -> Policy:
     """The model in evaluation mode: dropout would make trainer and inference disagree.
 
     A trainable one is float32 whatever `model.dtype` says: small updates vanish in bfloat16 weights.
+    Raises a `ModelError` unless sequences of up to `max_length` tokens are computed right when packed.
     """
     from transformers import AutoModelForCausalLM
 
@@ -40,7 +42,12 @@ def load_policy(config: ModelConfig, *, trainable: bool = False) -> Policy:
         raise ModelError(_not_loadable(config.name, error)) from error
     _check_complete(config.name, info)
     _check_supported(hf.config)
-    return Policy(hf).to(device).eval()
+    if max_length is not None:
+        key = "trainer.model.seq_len" if trainable else "inference.max_model_len"
+        _check_context(hf.config, max_length, key)
+    policy = Policy(hf).to(device).eval()
+    prove_attention(policy, max_length)
+    return policy
 
 
 def vocab_size(config: ModelConfig) -> int:
@@ -100,7 +107,21 @@ def _check_supported(config: Any) -> None:
             raise ModelError(f"{config.model_type} models scale their logits ({key}); not supported yet")
 
 
+def _check_context(config: Any, max_length: int, key: str) -> None:
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and max_length > context:
+        raise ModelError(
+            f"{key} = {max_length} exceeds the context of the model, {context} tokens "
+            f"(max_position_embeddings in its config.json); set seq_len to at most {context}"
+        )
+
+
 def _not_loadable(name: str, error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ATTENTION,):
+        return (
+            f"model.name = {name!r} has attention code of its own, which packed sequences would leak "
+            f"through; {NOT_YET}"
+        )
     reason = first_line(error)
     remedy = (
         "check that it holds config.json and safetensors"

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pellucid.errors import ModelError
 from pellucid.model.attention import AttentionPlan
 from pellucid.model.head import TokenOutput, predict, unpredicted
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
+
+NOT_YET = "pellucid cannot train or serve this model yet: see docs/models.md for those that it can"
 
 
 class Policy(nn.Module):
@@ -32,7 +35,13 @@ class Policy(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers."""
-        return list(self.hf.base_model.layers)
+        num_layers = self.hf.config.get_text_config().num_hidden_layers
+        for module in self.hf.base_model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+                return list(module)
+        raise ModelError(
+            f"{type(self.hf).__name__} has no list of its {num_layers} decoder layers; {NOT_YET}"
+        )
 
     @property
     def device(self) -> torch.device:

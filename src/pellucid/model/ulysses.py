@@ -47,6 +47,7 @@ class UlyssesAttention:
 
     def __init__(self, plan: AttentionPlan, context: ContextParallel, num_tokens: int) -> None:
         self._plan = plan
+        self.longest = plan.longest
         self._context = context
         self._num_tokens = num_tokens
 

@@ -44,7 +44,7 @@ def load_trained(
     settings, lora = config.trainer, config.model.lora
     torch.set_num_threads(max(1, (settings.threads or os.cpu_count() or 1) // ranks.num_local))
     torch.manual_seed(config.seed)
-    policy = load_policy(config.model, trainable=True)
+    policy = load_policy(config.model, trainable=True, max_length=settings.model.seq_len)
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)

@@ -26,8 +26,7 @@ class ModelShape:
     @classmethod
     def of(cls, policy: Policy) -> "ModelShape":
         config = policy.hf.config.get_text_config()
-        head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        attended = config.num_hidden_layers * config.num_attention_heads * head_width
+        attended = config.num_hidden_layers * config.num_attention_heads * _head_width(config)
         is_frozen = not policy.hf.get_output_embeddings().weight.requires_grad
         return cls(_num_active(policy.hf, config), attended, is_frozen)
 
@@ -44,9 +43,17 @@ class ModelShape:
         return (2 if self.is_frozen else 3) * of_weights + 3 * 4 * self.attended * num_pairs
 
 
+def _head_width(config: Any) -> int:
+    """The mean of keys' and values'; latent attention tells them apart."""
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def _num_active(model: Any, config: Any) -> float:
     """Weights that a token meets: the head's, but not the embedding's; of experts, those it is sent to."""
-    num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((found for name in names if (found := getattr(config, name, None))), None)
     met = config.num_experts_per_tok / num_experts if num_experts else 1.0
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = float(head.numel())

@@ -128,7 +128,7 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
         tokenizer = load_tokenizer(config.model.name)
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS
-        served = load_policy(config.model)
+        served = load_policy(config.model, max_length=longest)
         recorded = config.trainer.enable_router_replay
         engine = Engine(served, num_slots=8, max_length=longest, record_experts=recorded)
         subject = Subject(config, folder, run, engine, served, tokenizer, prompts, [])
