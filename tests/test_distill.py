@@ -56,6 +56,9 @@ class EngineClient:
     async def wait_until_ready(self) -> None:
         """It is."""
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()  # never
+
     async def generate(self, prompt_ids, params, account, request_id) -> Completion:
         asked = GenerateRequest(list(prompt_ids), params, account, request_id)
         [completion] = [event async for _, event in self._thread.generate([asked])]
