@@ -45,6 +45,10 @@ def test_nothing_is_explained_where_nothing_is_lost() -> None:
     ]
 
 
+def test_nothing_is_said_before_the_first_rollout_starts() -> None:
+    assert Progress(step=0, num_ready=0, num_running=0).lines() == []
+
+
 def test_what_is_written_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     path = progress_path(tmp_path)
     assert read_progress(path) is None

@@ -157,7 +157,7 @@ class PlainView:
         self._write(line)
 
     def status(self, lines: Sequence[str]) -> None:
-        if lines != self._status and self._clock() - self._last_line >= STATUS_EVERY_S:
+        if lines and lines != self._status and self._clock() - self._last_line >= STATUS_EVERY_S:
             self._last_line = self._clock()
             self._status = lines
             for line in lines:

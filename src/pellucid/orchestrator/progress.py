@@ -88,7 +88,12 @@ class Progress(msgspec.Struct, frozen=True):
         )
 
     def lines(self) -> list[str]:
-        """For the console: `step 7: 12 rollouts ready, 64 running; do not train: 480 without a signal, …`."""
+        """For the console: `step 7: 12 rollouts ready, 64 running; do not train: 480 without a signal, …`.
+
+        None before the first rollout starts and after the last is back.
+        """
+        if not (self.num_ready or self.num_running or self.outcomes or self.waits_for_weights):
+            return []
         waits = "; waits for newer weights" if self.waits_for_weights else ""
         line = f"step {self.step}: {self.num_ready:,} rollouts ready, {self.num_running:,} running{waits}"
         if not self.outcomes:
