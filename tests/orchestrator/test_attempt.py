@@ -149,9 +149,9 @@ def test_an_empty_rollout_is_no_member_of_the_group_that_is_scored() -> None:
 
 def test_a_group_that_hangs_in_its_scoring_is_bound_by_the_rollouts_deadline() -> None:
     environment = Ranked(groups=["hangs"])
-    verdicts = asyncio.run(play(group_of(environment, timeout_s=1.0), max_retries=1))
+    verdicts = asyncio.run(play(group_of(environment, timeout_s=2.0), max_retries=1))
     [failed] = [verdict.rollout for verdict in verdicts if not verdict.is_sent]
-    assert (failed.error or "").startswith("TimeoutError: score_group: not finished within 1 s")
+    assert (failed.error or "").startswith("TimeoutError: score_group: not finished within 2 s")
     assert len(environment.scored) == 2 and sorted(filter(None, rewards(verdicts).values())) == [10, 11, 12]
 
 
@@ -169,8 +169,8 @@ def test_parts_of_an_attempt_share_one_deadline() -> None:
             return await super().score_group(rollouts)
 
     verdicts = asyncio.run(play(group_of(Slow(), timeout_s=1.2), max_retries=0))
-    [failed] = [verdict for verdict in verdicts if verdict.outcome is State.FAILED_ROLLOUT]
-    assert failed.rollout.error_type == "TimeoutError"
+    failed = [verdict.rollout for verdict in verdicts if verdict.outcome is State.FAILED_ROLLOUT]
+    assert failed and {rollout.error_type for rollout in failed} == {"TimeoutError"}
     assert set(rewards(verdicts).values()) == {None}
 
 

@@ -67,3 +67,13 @@ def test_each_reason_is_compared_on_its_own_and_what_a_filter_refuses_is_meant_t
     (finding,) = audit.findings()
     assert (finding.state, finding.num_dropped, finding.num_kept) == (State.FAILED_ROLLOUT, 100, 100)
     assert [difference.what for difference in finding.differences] == ["length"]
+
+
+def test_stale_rollouts_that_were_cut_short_are_not_called_short() -> None:
+    """Their lengths are lower bounds: only longer ones tell something."""
+    for num_tokens, is_found in ((2, False), (90, True)):
+        audit = DropAudit()
+        for number in range(60):
+            audit.add(Flow.SENT, "env", 30 + number % 3, 0.5)
+            audit.add(State.STALE, "env", num_tokens + number % 3, None)
+        assert [finding.state for finding in audit.findings()] == [State.STALE] * is_found

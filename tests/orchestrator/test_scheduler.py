@@ -371,6 +371,58 @@ def test_a_resumed_run_takes_environments_in_the_order_of_an_uninterrupted_one(
         assert abs(actual.count(source.env_name) - len(actual) * source.weight / total) < len(sources)
 
 
+def test_a_group_in_flight_that_is_too_old_is_cut_short_and_gives_up_its_place() -> None:
+    """Bound 1: what was asked for under version 0 may train at step 1 and no later."""
+    scheduler = make(batch_size=2, max_off_policy_steps=1, max_retries=1)
+    slow, failing, *others = dispatch_all(scheduler)
+    scheduler.note_request(slow.rollout_id)
+    scheduler.finish(come_back(failing, error="ValueError: no"))
+    [again] = dispatch_all(scheduler)
+    for dispatch in others:
+        scheduler.finish(come_back(dispatch))
+    assert scheduler.take_batch() is not None and scheduler.take_cut() == []
+
+    scheduler.update_policy(1)
+    for dispatch in dispatch_all(scheduler):
+        scheduler.finish(come_back(dispatch, version=1))
+    assert scheduler.take_batch() is not None and scheduler.batches_sent == 2
+    assert scheduler.take_cut() == ["g0-r0", "g0-r1~1"] and scheduler.take_cut() == []
+    assert scheduler.is_open("g0") and scheduler.is_cut("g0")
+    assert {dispatch.group_id for dispatch in dispatch_all(scheduler)} == {"g3"}
+    assert scheduler.num_inflight == 4 and scheduler.state().unfinished == [("env", 3)]
+
+    scheduler.take_settled()
+    scheduler.finish(come_back(slow, error="CancelledError: the attempt was cancelled"))
+    scheduler.finish(come_back(again, version=1))
+    assert not scheduler.is_open("g0") and dispatch_all(scheduler) == []
+    [verdicts] = scheduler.take_settled()
+    assert [(verdict.rollout.rollout_id, verdict.outcome.value) for verdict in verdicts] == [
+        ("g0-r1", "failed_rollout"),
+        ("g0-r0", "stale"),
+        ("g0-r1~1", "stale"),
+    ]
+    assert verdicts[1].reason == (
+        "oldest token of policy version 0 at step 2; orchestrator.max_off_policy_steps = 1"
+    )
+
+
+def test_a_group_is_not_old_before_it_asks_for_tokens() -> None:
+    """Both are started under version 0; one needs until version 2 to get ready, and trains at step 3."""
+    scheduler = make(batch_size=1, rollouts_per_example=1, max_off_policy_steps=1, max_inflight_rollouts=3)
+    patient, eager = dispatch_all(scheduler)
+    scheduler.note_request(eager.rollout_id)
+    for version in range(3):
+        scheduler.update_policy(version)
+        dispatch = dispatch_all(scheduler)[0] if version else eager
+        scheduler.finish(come_back(dispatch, version=version))
+        assert scheduler.take_batch() is not None and scheduler.take_cut() == []
+    scheduler.note_request(patient.rollout_id)
+    scheduler.finish(come_back(patient, version=2))
+    batch = scheduler.take_batch()
+    assert batch is not None and scheduler.batches_sent == 4
+    assert [verdict.rollout.rollout_id for verdict in batch] == [patient.rollout_id]
+
+
 class RandomSchedules(RuleBasedStateMachine):
     """Rollouts come back in any order, fail, age and are filtered; the bounds and the books hold."""
 
@@ -386,8 +438,8 @@ class RandomSchedules(RuleBasedStateMachine):
         paced=st.booleans(),
     )
     def start(self, room: int, group_scored: bool, rollouts_per_example: int, **rules: int) -> None:
-        if rules["paced"]:  # what is sampled ahead may be trained: the configuration sees to that
-            rules["max_off_policy_steps"] = max(rules["max_off_policy_steps"], rules["max_async_level"])
+        # What is sampled ahead may be trained: the configuration sees to that.
+        rules["max_off_policy_steps"] = max(rules["max_off_policy_steps"], rules["max_async_level"])
         self.rules = Rules(
             max_inflight_rollouts=rollouts_per_example + room,
             rollouts_per_example=rollouts_per_example,
@@ -395,10 +447,13 @@ class RandomSchedules(RuleBasedStateMachine):
         )
         sources = [Source("a", 2.0), Source("b", 1.0, group_scored)]
         self.scheduler = Scheduler(self.rules, sources, by_reward)
-        self.running: dict[str, tuple[Dispatch, int]] = {}
+        self.running: dict[str, Dispatch] = {}
+        self.asked: dict[str, int] = {}
+        """Policy version at the first request of what is running."""
         self.received: Counter[str] = Counter()
         self.settled: dict[str, Verdict] = {}
         self.sent: list[str] = []
+        self.cut_short: set[str] = set()
 
     @rule()
     def dispatch(self) -> None:
@@ -407,13 +462,31 @@ class RandomSchedules(RuleBasedStateMachine):
         if dispatch is not None:
             assert dispatch.rollout_id not in self.running and dispatch.rollout_id not in self.received
             assert not (waiting and dispatch.rollout_id.endswith("-r0"))
-            self.running[dispatch.rollout_id] = dispatch, self.scheduler.policy_version
+            self.running[dispatch.rollout_id] = dispatch
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        rollout_id = data.draw(st.sampled_from(sorted(self.running)))
+        self.scheduler.note_request(rollout_id)
+        self.asked.setdefault(rollout_id, self.scheduler.policy_version)
+
+    @rule()
+    def cut(self) -> None:
+        """What is cut short comes back with what it has, and its failure is not its own."""
+        for rollout_id in self.scheduler.take_cut():
+            dispatch = self.running.pop(rollout_id)
+            version = self.asked.pop(rollout_id, self.scheduler.policy_version)
+            self.received[rollout_id] = 1
+            self.cut_short.add(rollout_id)
+            self.scheduler.finish(come_back(dispatch, num_tokens=1, version=version, error="cut"))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(1, 5), fate=st.sampled_from(["fail", -1, 0, 1, 1, 1, 1]))
     def come_back(self, data: st.DataObject, num_tokens: int, fate: str | int) -> None:
         rollout_id = data.draw(st.sampled_from(sorted(self.running)))
-        dispatch, version = self.running.pop(rollout_id)
+        dispatch = self.running.pop(rollout_id)
+        version = self.asked.pop(rollout_id, self.scheduler.policy_version)
         error = "ValueError: no" if fate == "fail" else None
         reward = 0.0 if fate == "fail" else float(fate)
         self.received[rollout_id] = num_tokens
@@ -453,16 +526,26 @@ class RandomSchedules(RuleBasedStateMachine):
     def bounds_hold(self) -> None:
         assert self.scheduler.num_inflight == len(self.running) <= self.rules.max_inflight_rollouts
         assert self.settled.keys() <= self.received.keys()
+        uncut = {
+            rollout_id
+            for rollout_id, dispatch in self.running.items()
+            if not self.scheduler.is_cut(dispatch.group_id)
+        }
+        oldest = min((self.asked[key] for key in uncut & self.asked.keys()), default=0)
+        assert self.scheduler.batches_sent - oldest <= self.rules.max_off_policy_steps or not (
+            uncut & self.asked.keys()
+        )
         if self.scheduler.batches_sent == self.rules.max_steps:
-            assert self.scheduler.num_inflight == self.scheduler.num_ready == 0
+            assert not uncut and self.scheduler.num_ready == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         self.settle()
         self.scheduler.stop()
-        for rollout_id, (dispatch, version) in self.running.items():
+        for rollout_id, dispatch in self.running.items():
             self.received[rollout_id] = 2
+            version = self.asked.get(rollout_id, self.scheduler.policy_version)
             self.scheduler.finish(come_back(dispatch, num_tokens=2, version=version))
         self.settle()
         held = {verdict.rollout.rollout_id for group in self.scheduler.state().ready for verdict in group}
@@ -474,6 +557,7 @@ class RandomSchedules(RuleBasedStateMachine):
         assert by_outcome.total() == self.received.total() - sum(self.received[key] for key in held)
         assert sorted(self.sent) == sorted(key for key, verdict in self.settled.items() if verdict.is_sent)
         assert not (self.rules.paced and by_outcome["stale"])
+        assert {self.settled[key].outcome for key in self.cut_short} <= {State.STALE}
         attempts = Counter(key.partition("~")[0] for key in self.received)
         assert max(attempts.values(), default=0) <= 1 + self.rules.max_retries
         assert self.scheduler.num_inflight == 0 and bool(self.scheduler.num_ready) == bool(held)
@@ -687,6 +771,7 @@ def test_paced_a_batch_waits_for_what_would_be_too_old_for_the_next() -> None:
             rollouts_per_example=1, batch_size=1, max_off_policy_steps=1, max_inflight_rollouts=4, paced=paced
         )
         a, b, *_ = dispatch_all(scheduler)
+        scheduler.note_request(a.rollout_id)
         scheduler.finish(come_back(b))
         assert scheduler.take_batch() is not None  # step 0; `a` would be one step old at step 1: not too old
         scheduler.update_policy(1)

@@ -6,6 +6,7 @@
 - A finished rollout of 30,000 tokens that waits for its batch: what it takes in memory, against its sample.
 - One rollout in twenty fails, eight to a group: the share of the successful rollouts' tokens that is sent,
   against dropping a group at any failure, as a group-scored environment has to.
+- Tokens of groups that grew too old, against letting them sample to their end; see `bench.staleness`.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from pellucid.bench.result import Result
+from pellucid.bench.staleness import simulate
 from pellucid.bench.transport import size_in_process
 from pellucid.config import DefaultAdvantageConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, Turn
@@ -141,6 +143,7 @@ class Nowhere:
 
 def run() -> list[Result]:
     held, sample = waiting_bytes()
+    stale = simulate()
     with _without_warnings():  # of every failure, and of what is cut short at the end
         rate, lag_ms = under_load()
         kept = share_sent(Coin(seed=0, failures=FAILURES))
@@ -152,6 +155,13 @@ def run() -> list[Result]:
         Result(f"{name}, event-loop lag p99", lag_ms, ALLOWED_LAG_MS, "ms", "at most"),
         Result("orchestrator, 30,000-token rollout that waits", held, sample, "bytes", "its sample"),
         Result("orchestrator, tokens sent at 5% failures", kept, kept_whole, "share", dropping),
+        Result(
+            "orchestrator, tokens of groups that grew too old",
+            stale.num_stale,
+            stale.num_stale + stale.num_saved,
+            "tokens",
+            "sampling to the end",
+        ),
     ]
 
 

@@ -282,7 +282,8 @@ class OrchestratorConfig(Section):
     """Pause before the first retry; it doubles with each further one."""
 
     max_off_policy_steps: int = Field(default=8, ge=0)
-    """A group with a token older than this many steps is dropped and counted as stale."""
+    """A group with a token older than this many steps is dropped and counted as stale; one that is still in
+    flight is cancelled."""
 
     pace_sampling: bool = False
     """Drop nothing as stale: a batch waits for running groups that would be too old for the next one. Slow

@@ -11,7 +11,7 @@
 import asyncio
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -46,6 +46,9 @@ class GroupRun:
     training_mode: TrainingMode = TrainingMode.RL
     scorer: Scorer | None = None
     """Who adds a teacher's logprobs to what was sampled; None: nobody."""
+
+    on_request: Callable[[str], None] | None = None
+    """Is told the id of a rollout before each of its requests to the policy."""
 
     _unscored: list[Rollout] = field(default_factory=list)
     """Members that are done and wait for `score_group`; a rollout that failed is none."""
@@ -86,7 +89,7 @@ class GroupRun:
             raise
 
     async def _converse(self, rollout: Rollout, deadline: Deadline) -> Score:
-        session = Session(rollout, self.sampler, self.prompts)
+        session = Session(rollout, self.sampler, self.prompts, self.on_request)
         try:
             return await deadline.bound(self.environment.rollout(self.example, session))
         finally:

@@ -9,7 +9,7 @@
     run              a change                          collect, follow_weights, a dead task
                      the batch that is being written   the clerk, a thread of its own
     dispatch         a change                          collect, follow_weights, run
-    an attempt       the server                        its completion, or its cancellation at the end
+    an attempt       the server                        its completion; its cancellation (too old, at the end)
                      the teacher, where one scores     its logprobs, or the same
     follow_weights   a newer stable weights/step_N     the trainer
                      the evaluation of the last one    the attempts of the evaluation
@@ -27,7 +27,7 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout, TrainingMode
@@ -65,6 +65,11 @@ _CHECK_SENDER_EVERY_S = 1.0
 _SHOW_PROGRESS_EVERY_S = 2.0
 _STARTS_PER_TURN = 32
 _MAX_UNWRITTEN = 256  # settled rollouts that are kept in memory while no batch forms
+
+
+class _Attempt(NamedTuple):
+    rollout: Rollout
+    task: "asyncio.Task[None]"
 
 
 class Orchestrator:
@@ -112,7 +117,7 @@ class Orchestrator:
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
         self._groups: dict[str, GroupRun] = {}
         self._attempts: set[asyncio.Task[None]] = set()
-        self._inflight: dict[str, Rollout] = {}
+        self._inflight: dict[str, _Attempt] = {}
         self._changed = asyncio.Event()
         self._may_start = asyncio.Event()
         self._dead: BaseException | None = None
@@ -136,6 +141,7 @@ class Orchestrator:
                 while self._scheduler.batches_sent < self._config.max_steps:
                     await self._change()
                     while (batch := self._scheduler.take_batch()) is not None:
+                        self._cut_short_what_is_too_old()
                         await self._send(batch)
                     await self._write_down()
                     self._check_progress()
@@ -180,8 +186,8 @@ class Orchestrator:
             self._limit.note()
             group = self._groups.get(dispatch.group_id) or self._open_group(dispatch)
             rollout = group.open_rollout(dispatch.rollout_id)
-            self._inflight[rollout.rollout_id] = rollout
-            self._start(self._attempt(group, rollout, self._pause_before(dispatch.attempt)))
+            task = self._start(self._attempt(group, rollout, self._pause_before(dispatch.attempt)))
+            self._inflight[rollout.rollout_id] = _Attempt(rollout, task)
             num_started += 1
             if num_started % _STARTS_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -201,12 +207,26 @@ class Orchestrator:
     def _collect(self, rollout: Rollout) -> None:
         if self._inflight.pop(rollout.rollout_id, None) is None:
             return  # settled without waiting any longer
-        if rollout.error is not None and not self._scheduler.stopped:
+        cut_short = self._scheduler.stopped or self._scheduler.is_cut(rollout.group_id)
+        if rollout.error is not None and not cut_short:
             self._failures.note(rollout)
         self._scheduler.finish(rollout)
         if not self._scheduler.is_open(rollout.group_id):
             del self._groups[rollout.group_id]
         self._note_change()
+
+    def _cut_short_what_is_too_old(self) -> None:
+        """Ends these attempts; what the server has sampled for them is received, and settled as stale."""
+        rollout_ids = self._scheduler.take_cut()
+        for rollout_id in rollout_ids:
+            # Not at once: a task that is cancelled before it runs for the first time never collects.
+            asyncio.get_running_loop().call_soon(self._inflight[rollout_id].task.cancel)
+        if rollout_ids:
+            log.info(
+                "step %4d  %d rollouts in flight are too old for it and were cancelled",
+                self._scheduler.batches_sent,
+                len(rollout_ids),
+            )
 
     def _check_progress(self) -> None:
         own = self._config.orchestrator
@@ -273,8 +293,8 @@ class Orchestrator:
             await cancel(services)
             await self._wind_down()
         finally:
-            for rollout in list(self._inflight.values()):
-                self._collect(rollout)
+            for attempt in list(self._inflight.values()):
+                self._collect(attempt.rollout)
             step = self._scheduler.batches_sent
             self._evaluator.close()
             try:
@@ -314,6 +334,7 @@ class Orchestrator:
             state_columns=self._envs[dispatch.env_name].state_columns,
             training_mode=self._mode,
             scorer=self._scorer,
+            on_request=None if self._teacher is not None else self._scheduler.note_request,
         )
         return self._groups[dispatch.group_id]
 

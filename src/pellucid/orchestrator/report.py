@@ -134,13 +134,13 @@ def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
     for scope in ("all", rollout.env_name):
         metrics.add(f"lost_rollouts/{scope}", Sum(verdict.outcome in LOST))
         metrics.add(f"filtered_rollouts/{scope}", Sum(verdict.outcome is State.FILTERED))
-        if rollout.error_type is not None:
+        if verdict.outcome is State.FAILED_ROLLOUT:
             name = "empty_rollouts" if rollout.error_type == EMPTY else "errored_rollouts"
             metrics.add(f"{name}/{scope}", Sum(1))
         elif rollout.reward is not None:
             metrics.add(f"reward/{scope}", NamedMoments.of_one(rollout.reward))
             metrics.add(f"completion_length/{scope}", Moments.of_one(rollout.num_sampled))
-    if rollout.error_type is not None:
+    if verdict.outcome is State.FAILED_ROLLOUT:
         metrics.add(f"error/{rollout.error_type}/count", Sum(1))
     elif rollout.reward is not None:
         for name, value in rollout.metrics.items():

@@ -12,9 +12,12 @@
 - A failed rollout is attempted again, under a name of its own, up to `max_retries` times.
 - A group is started whole and final once all its rollouts are back. It then trains with those that
   survived, unless none did or a group-scored environment lost one.
-- A ready group is never stale: age is checked when a group becomes ready and when the step advances.
-  With `paced`, no group ever is: a batch waits for what is open and would be too old for the next one, and
-  takes along what is ready and would be.
+- No group that is ready or in flight is stale: age is checked when a group becomes ready and when the step
+  advances. A group in flight is as old as the weights that were served when the first request of a rollout
+  of it was sent. One that is too old for the next batch is cut short: it no longer counts, `take_cut` names
+  its rollouts, and it is settled once they are back.
+  With `paced`, no group is ever stale: a batch waits for what is open and would be too old for the next one,
+  and takes along what is ready and would be.
 - Groups are never cut: a batch takes whole groups, oldest first, until it has `batch_size` rollouts or
   `token_batch_size` tokens; the surplus opens the next batch.
 - A run that stops early cancels what is open and holds what is ready; `state` and `restore` carry that,
@@ -22,9 +25,9 @@
   surplus is cancelled, too.
 
     next_dispatch -> (in flight) -> finish -> (open) -> judge -> (ready) -> take_batch -> sent
-                                        |                 |          |
-                                        +-- failed        +-- zero   +-- stale, cancelled
-                                        +-- dropped       +-- rejected
+                         |              |                 |          |
+                         +-- cut short, +-- failed        +-- zero   +-- stale, cancelled
+                             stale      +-- dropped       +-- rejected
 """
 
 from collections import deque
@@ -129,12 +132,24 @@ class SchedulerState:
 
 
 @dataclass(slots=True)
+class _Running:
+    """A rollout in flight."""
+
+    num_failures: int
+    """How often it has failed before."""
+
+    version: int | None = None
+    """Policy version that was served when its first request was sent: no token of it is older. None: it has
+    sent none."""
+
+
+@dataclass(slots=True)
 class _OpenGroup:
     source: Source
     example_index: int
     group_id: str
-    version: int
-    """Policy version at its start: no token of it is older."""
+    running: dict[str, _Running] = field(default_factory=dict)
+    """Its rollouts in flight."""
 
     num_started: int = 0
     num_unfinished: int = 0
@@ -142,6 +157,11 @@ class _OpenGroup:
 
     returned: list[Rollout] = field(default_factory=list)
     """Every attempt that is over."""
+
+    cut: frozenset[str] | None = None
+    """Rollouts that were in flight when the group was cut short; None: it was not."""
+
+    why_cut: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +190,11 @@ class Scheduler:
         """Examples whose group did not survive the run that was resumed."""
         self._filling: _OpenGroup | None = None
         self._open: dict[str, _OpenGroup] = {}
-        self._inflight: dict[str, int] = {}
-        """How often each has failed before."""
+        self._cut: dict[str, _OpenGroup] = {}
+        """Groups that were cut short, and some of whose rollouts are not back yet."""
+        self._inflight: dict[str, _OpenGroup] = {}
+        """The group of each rollout in flight."""
+        self._to_cut: list[str] = []
         self._retries: deque[tuple[_OpenGroup, str, int]] = deque()
         """Rollouts that failed and will be attempted again, and how often they have."""
         self._ready: list[_ReadyGroup] = []
@@ -223,12 +246,19 @@ class Scheduler:
         self._filling = group if group.num_started < self._rules.rollouts_per_example else None
         return dispatch
 
+    def note_request(self, rollout_id: str) -> None:
+        """A rollout asks the policy for tokens. Until it does, it is not old, whenever it was started."""
+        running = self._inflight[rollout_id].running[rollout_id]
+        if running.version is None:
+            running.version = self.policy_version
+
     def finish(self, rollout: Rollout) -> None:
         """A dispatched rollout has come back, in success or (`rollout.error`) failure."""
-        num_failures = self._inflight.pop(rollout.rollout_id) + (rollout.error is not None)
-        group = self._open[rollout.group_id]
+        group = self._inflight.pop(rollout.rollout_id)
+        num_failures = group.running.pop(rollout.rollout_id).num_failures + (rollout.error is not None)
         group.returned.append(rollout)
-        if rollout.error is not None and num_failures <= self._rules.max_retries and not self.stopped:
+        may_retry = num_failures <= self._rules.max_retries and not self.stopped and group.cut is None
+        if rollout.error is not None and may_retry:
             self._retries.append((group, rollout.rollout_id, num_failures))
             return
         group.num_unfinished -= 1
@@ -237,7 +267,16 @@ class Scheduler:
 
     def is_open(self, group_id: str) -> bool:
         """Whether rollouts of the group are still to come."""
-        return group_id in self._open
+        return group_id in self._open or self.is_cut(group_id)
+
+    def is_cut(self, group_id: str) -> bool:
+        """Whether the group was cut short, and rollouts of it are still to come."""
+        return group_id in self._cut
+
+    def take_cut(self) -> list[str]:
+        """Rollouts that were cut short since the last call: whoever runs them should end them now."""
+        cut, self._to_cut = self._to_cut, []
+        return [rollout_id for rollout_id in cut if rollout_id in self._inflight]
 
     def update_policy(self, version: int) -> None:
         self.policy_version = version
@@ -259,6 +298,7 @@ class Scheduler:
         self._set_ready(groups[taken:])
         self.batches_sent += 1
         self._drop_stale()
+        self._cut_short_what_is_stale()
         return [verdict for group in groups[:taken] for verdict in group.verdicts if verdict.is_sent]
 
     def _set_ready(self, groups: list[_ReadyGroup]) -> None:
@@ -269,7 +309,10 @@ class Scheduler:
         """Strictly on-policy, for all of them; paced, for those that would be too old for the next batch."""
         if self._rules.max_async_level == 0:
             return bool(self._open)
-        return self._rules.paced and any(self._ages_out(group.version) for group in self._open.values())
+        versions = (self._oldest_in_flight(group) for group in self._open.values())
+        return self._rules.paced and any(
+            self._ages_out(self.policy_version if version is None else version) for version in versions
+        )
 
     def _belongs_to_this_batch(self, group: _ReadyGroup) -> bool:
         """Though the batch is full: a later one could not have it."""
@@ -350,7 +393,7 @@ class Scheduler:
             self._again.popleft()
         else:
             self._take_turn(source)
-        group = _OpenGroup(source, index, self._next_group_id(), self.policy_version)
+        group = _OpenGroup(source, index, self._next_group_id())
         self._open[group.group_id] = group
         return group
 
@@ -360,7 +403,8 @@ class Scheduler:
         return self._rules.rollouts_per_example * (self._rollout_length.mean if self._rollout_length else 1)
 
     def _dispatch(self, group: _OpenGroup, rollout_id: str, attempt: int) -> Dispatch:
-        self._inflight[rollout_id] = attempt
+        self._inflight[rollout_id] = group
+        group.running[rollout_id] = _Running(attempt)
         return Dispatch(group.source.env_name, group.example_index, group.group_id, rollout_id, attempt)
 
     def _next_group_id(self) -> str:
@@ -389,13 +433,16 @@ class Scheduler:
 
     def _is_final(self, group: _OpenGroup) -> bool:
         started_whole = group.num_started == self._rules.rollouts_per_example
-        return group.num_unfinished == 0 and (started_whole or self.stopped)
+        return group.num_unfinished == 0 and (started_whole or self.stopped or group.cut is not None)
 
     def _close(self, group: _OpenGroup) -> None:
         """Judged first: a group that cannot be judged stays open, and is cancelled when the run stops.
 
         From then on the tokens of what trains are in its samples, and nowhere else.
         """
+        if group.cut is not None:
+            self._settle_cut(group, group.cut)
+            return
         if self.stopped:
             self._cancel([Verdict(rollout, Flow.SENT) for rollout in group.returned])
         else:
@@ -438,6 +485,12 @@ class Scheduler:
             self._settled.append(verdicts)
             self.drought.add(verdicts)
 
+    def _cut_short_what_is_stale(self) -> None:
+        for group in list(self._open.values()):
+            oldest = self._oldest_in_flight(group)
+            if oldest is not None and self._is_too_old(oldest):
+                self._cut_short(group, self._why_stale(oldest))
+
     def _drop_stale(self) -> None:
         fresh = []
         for group in self._ready:
@@ -451,13 +504,49 @@ class Scheduler:
     def _aged(self, verdicts: list[Verdict]) -> list[Verdict]:
         """The verdicts at the current step: those of a group with a token that is too old are overruled."""
         oldest = self._oldest_version(verdicts)
-        if self.batches_sent - oldest <= self._rules.max_off_policy_steps:
+        if not self._is_too_old(oldest):
             return verdicts
-        reason = (
-            f"oldest token of policy version {oldest} at step {self.batches_sent}; "
+        reason = self._why_stale(oldest)
+        return [verdict.overruled(State.STALE, reason) for verdict in verdicts]
+
+    def _is_too_old(self, version: int) -> bool:
+        """For the next batch."""
+        return self.batches_sent - version > self._rules.max_off_policy_steps
+
+    def _why_stale(self, version: int) -> str:
+        return (
+            f"oldest token of policy version {version} at step {self.batches_sent}; "
             f"orchestrator.max_off_policy_steps = {self._rules.max_off_policy_steps}"
         )
-        return [verdict.overruled(State.STALE, reason) for verdict in verdicts]
+
+    def _oldest_in_flight(self, group: _OpenGroup) -> int | None:
+        """No token of an open group that could train is older than this version; None: it has none yet."""
+        returned = [rollout.oldest_version for rollout in group.returned if rollout.error is None]
+        versions = [*returned, *(running.version for running in group.running.values())]
+        return min((version for version in versions if version is not None), default=None)
+
+    def _cut_short(self, group: _OpenGroup, reason: str) -> None:
+        """It gives its place to others at once, and is settled as stale once its rollouts are back."""
+        group.cut, group.why_cut = frozenset(group.running), reason
+        group.num_unfinished = len(group.running)
+        self._retries = deque(retry for retry in self._retries if retry[0] is not group)
+        self._filling = None if self._filling is group else self._filling
+        self._cut[group.group_id] = self._open.pop(group.group_id)
+        self._to_cut += group.running
+        if self._is_final(group):
+            self._close(group)
+
+    def _settle_cut(self, group: _OpenGroup, cut: frozenset[str]) -> None:
+        """Rollouts that failed by themselves have failed; what the cut made of the others is no failure."""
+        verdicts = []
+        for rollout in group.returned:
+            rollout.forget_tokens()
+            if rollout.error is not None and rollout.rollout_id not in cut:
+                verdicts.append(Verdict(rollout, State.FAILED_ROLLOUT, rollout.error))
+            else:
+                verdicts.append(Verdict(rollout, State.STALE, group.why_cut))
+        self._settled.append(verdicts)
+        del self._cut[group.group_id]
 
     def _oldest_version(self, verdicts: list[Verdict]) -> int:
         """Of the tokens that could train."""

@@ -102,7 +102,15 @@ class _Known:
 class Session:
     """What an environment talks to during one rollout."""
 
-    def __init__(self, rollout: Rollout, sampler: Sampler, prompts: PromptCache) -> None:
+    def __init__(
+        self,
+        rollout: Rollout,
+        sampler: Sampler,
+        prompts: PromptCache,
+        on_request: Callable[[str], None] | None = None,
+    ) -> None:
+        """`on_request` is told the id of the rollout before each of its requests."""
+        self._on_request = on_request
         self._rollout = rollout
         self._sampler = sampler
         self._prompts = prompts
@@ -164,6 +172,8 @@ class Session:
         self._num_calls += 1
         prompt_ids, spans = self._prompt(question)
         params = self._params(len(prompt_ids), number, question.max_tokens)
+        if self._on_request is not None:
+            self._on_request(self._rollout.rollout_id)
         request_id = f"{self._sampler.run_id}/{self._rollout.group_id}/{self._rollout.rollout_id}/{number}"
         request = asyncio.create_task(self._sample(question, prompt_ids, spans, params, request_id))
         self._running[request_id] = request
