@@ -14,7 +14,8 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout, shared_layout
-from pellucid.model.attention import ATTENTION, Family, SharedAttention, _alike
+from pellucid.model.attention import _CALL_PAIRS, ATTENTION, Family, SharedAttention
+from pellucid.model.tiny import make_tiny_model
 from tolerance import gradient_chain, near, near_logprobs
 
 LENGTHS = [5, 1, 9, 2]
@@ -183,12 +184,13 @@ def test_a_shared_prompt_does_not_leak_between_its_members(policy) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 5), min_size=1, max_size=3)), min_size=1)
+    st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 14), min_size=1, max_size=3)), min_size=1)
 )
 @settings(deadline=None, max_examples=40)
 def test_any_families_attend_as_their_matrix_says(shapes) -> None:
     """Whether they are computed in one batch or in several."""
     families = [Family(prefix, own if prefix else own[:1]) for prefix, own in shapes]
+    families.sort(key=lambda family: family.prefix > 0)
     size = sum(family.num_tokens for family in families)
     sees, start = torch.zeros(size, size, dtype=torch.bool), 0
     for family in families:
@@ -218,11 +220,64 @@ def test_any_families_attend_as_their_matrix_says(shapes) -> None:
         assert own == near(other, terms=2 * (size + 4) + size, scale=scale)
 
 
-def test_families_are_batched_where_a_call_costs_more_than_their_padding() -> None:
-    demo = [Family(20 + index % 9, [5, 7, 9]) for index in range(16)]
-    assert [len(batch) for batch in _alike([(0, family) for family in demo])] == [16]
-    mixed = [Family(30, [8] * 8), Family(2000, [100] * 4), Family(31, [9] * 8), Family(2000, [100] * 4)]
-    assert [len(batch) for batch in _alike([(0, family) for family in mixed])] == [2, 1, 1]
+@pytest.fixture(scope="module")
+def demo_policy(tmp_path_factory) -> Policy:
+    """As wide as the demo's model, which is the smallest that anyone trains."""
+    folder = tmp_path_factory.mktemp("demo")
+    make_tiny_model(folder, num_layers=2)
+    return load_policy(ModelConfig(name=str(folder)))
+
+
+SHAPES = {
+    "one long member": (100, [1400, *[60] * 7]),
+    "ragged": (200, [20, 40, 80, 160, 320, 640, 900, 30]),
+    "around the prompt's length": (120, [40, 80, 110, 120, 121, 130, 180, 250]),
+    "long prompt": (400, [100] * 4),
+    "long prompt, ragged": (400, [100, 60, 30, 1, 7, 200, 390, 399]),
+    "short prompt": (20, [100] * 8),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_shape_of_group_takes_more_memory_or_pairs_than_its_members_alone(name, demo_policy) -> None:
+    """Bytes of numbers that a forward keeps for its backward pass, each storage once; and attention's pairs,
+    with what a call costs in pairs.
+
+    Indices are left out: 8 bytes for each gathered token, where its numbers take thousands.
+    """
+    prompt, own = SHAPES[name]
+    common, *parts = tokens([prompt, *own])
+    sequences = [torch.cat([common, part]) for part in parts]
+    ids, lengths = torch.cat(sequences), [len(sequence) for sequence in sequences]
+    plans = [
+        layout.plan
+        for layout in (packed_layout(lengths), shared_layout(lengths, ids.numpy(), ["g"] * len(own)))
+    ]
+    alone, shared = (plan.num_pairs + _CALL_PAIRS * (len(plan._sizes) + len(plan._calls)) for plan in plans)
+    assert shared <= alone + len(own)  # halves of squares are rounded
+    kept = []
+    for groups in (None, ["g"] * len(own)):
+        storages: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, storages=storages) -> torch.Tensor:
+            if tensor.is_floating_point():
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = forward(demo_policy, sequences, groups)
+        kept.append(sum(storages.values()))
+        del output
+    assert kept[1] <= kept[0]
+
+
+def test_members_of_one_length_are_one_call_and_ragged_ones_share_a_mask() -> None:
+    assert len(SharedAttention([Family(2000, [500] * 8)])._calls) == 2  # the prompt, and its members
+    families = [Family(20 + index % 9, [5, 7, 9]) for index in range(16)]
+    assert len(SharedAttention(families)._calls) <= 6
+    ragged = SharedAttention([Family(400, [100, 300, 200])])._calls[1:]
+    query = torch.zeros(1, 1, 1, 8)
+    assert len({call._mask.like(query).untyped_storage().data_ptr() for call in ragged}) == 1
 
 
 def test_a_forward_without_a_plan_is_refused(policy) -> None:

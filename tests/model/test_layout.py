@@ -113,3 +113,22 @@ def test_heads_that_cannot_be_divided_are_refused() -> None:
     ContextParallel(None, 0, 2).check_heads(4)
     with pytest.raises(ConfigError, match="trainer.model.cp = 3 does not divide the 4 attention heads"):
         ContextParallel(None, 0, 3).check_heads(4)
+
+
+def test_a_member_that_would_save_little_stays_alone() -> None:
+    """A prompt of 2: own parts of 16 tokens take part, one of 17 does not."""
+    prompt, generator = [1, 2], np.random.default_rng(0)
+    own = [generator.integers(3, 99, length).tolist() for length in (16, 17, 16)]
+    sequences = [prompt + part for part in own]
+    flat = np.concatenate(sequences).astype(np.uint32)
+    layout = shared_layout([18, 19, 18], flat, ["g", "g", "g"])
+    assert len(layout.computed) == 19 + 2 + 16 + 16
+    assert len(shared_layout([18, 19], flat[:37], ["g", "g"]).computed) == 37
+
+
+def test_without_such_a_member_the_others_share_more() -> None:
+    """All start with a token, the two short ones with five."""
+    sequences = [[1, 2, 3, 4, 5, 6], [1, *range(50, 70)], [1, 2, 3, 4, 5, 7]]
+    lengths = [len(sequence) for sequence in sequences]
+    flat = np.concatenate(sequences).astype(np.uint32)
+    assert len(shared_layout(lengths, flat, ["g"] * 3).computed) == 21 + 5 + 1 + 1

@@ -4,7 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pellucid.model.attention import Family, SharedAttention
 from pellucid.packing import Cost, Sequences, plan
+from pellucid.packing.bins import Bins
+from pellucid.packing.plan import _costs_of
 
 COST = Cost(parity=100)
 
@@ -94,3 +97,18 @@ def test_groups_come_apart_where_waiting_for_one_rank_costs_more() -> None:
     batch = Sequences(lengths, lengths * 0, lengths * 0, lengths * 0 + 1)
     (step,) = plan(batch, max_tokens=40, num_ranks=4, cost=COST)
     assert sorted(step.bins) == [[0], [1], [2], [3]]
+
+
+def test_a_group_costs_what_its_attention_computes() -> None:
+    """A prompt of 100 and own parts of 1,400 (too long to share), 60 and 150; as `SharedAttention` counts."""
+    own = [1400, *[60] * 7, 150]
+    attention = SharedAttention([Family(0, [1500]), Family(100, own[1:])])
+    lengths = np.array(own) + 100
+    group, prompts = np.zeros(len(own), np.int64), np.full(len(own), 100)
+    parity, num_computed = 1000, 1500 + 100 + 7 * 60 + 150
+    costs = _costs_of(
+        Bins(np.arange(len(own)), np.array([0, len(own)])),
+        Sequences(lengths, group, group, prompts),
+        Cost(parity),
+    )
+    assert costs.tolist() == [num_computed * parity + 2 * attention.num_pairs]

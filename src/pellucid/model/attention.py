@@ -4,16 +4,16 @@ The plan travels as a keyword of the forward pass. There is no default: a forwar
 because HF's own fallback for packed inputs silently attends across sequences.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from pellucid.data.shared_prompts import is_masked
 from pellucid.errors import ModelError
 
 ATTENTION = "pellucid"
@@ -57,37 +57,39 @@ class SharedAttention:
                             x x x x .
                             x x . . x
 
-    Families of similar shape are computed in one batch, as a call of its own costs more than their padding.
+    Families without a prefix come first; each is a call of its own. The others are computed in as many calls
+    as they have members, or fewer, with no more pairs of tokens than their members have on their own.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
-        self._sizes = [family.num_tokens for family in families]
         self.longest = max(family.prefix + max(family.own) for family in families)
-        starts = [0, *accumulate(self._sizes)]
-        placed = list(zip(starts, families, strict=False))
-        self._alone = [index for index, family in enumerate(families) if not family.prefix]
-        self._shared = [_FamilyBatch(batch) for batch in _alike([each for each in placed if each[1].prefix])]
-        order = [
-            *(torch.arange(starts[index], starts[index + 1]) for index in self._alone),
-            *(batch.tokens for batch in self._shared),
-        ]
-        self._places = torch.cat(order).argsort() if self._shared else None
+        self._sizes = [family.num_tokens for family in families if not family.prefix]
+        self._num_alone = sum(self._sizes)
+        shared = families[len(self._sizes) :]
+        assert all(family.prefix for family in shared)
+        self._calls = _calls(shared, self._num_alone)
+        order = [call.tokens for call in self._calls]
+        self._places = torch.cat(order).argsort() if order else None
+        self.num_pairs = sum(size**2 for size in self._sizes) // 2 + sum(
+            call.num_pairs for call in self._calls
+        )
+        """Pairs of tokens that calls compute: of a causal one half, padding included."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         key, value = repeat_heads(key, query), repeat_heads(value, query)
         outputs = []
-        if self._alone:
-            parts = [torch.split(tensor, self._sizes, dim=2) for tensor in (query, key, value)]
-            for index in self._alone:
-                q, k, v = (part[index] for part in parts)
-                outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale))
-        if self._places is None:
-            return torch.cat(outputs, dim=2)
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        found = [output[0].transpose(0, 1) for output in outputs]
-        found += [batch.attend(q, k, v, scale) for batch in self._shared]
-        in_order = torch.cat(found).index_select(0, self._places.to(query.device))
-        return in_order.transpose(0, 1)[None]
+        if self._sizes:
+            alone = (tensor[:, :, : self._num_alone] for tensor in (query, key, value))
+            parts = [torch.split(tensor, self._sizes, dim=2) for tensor in alone]
+            outputs = [
+                scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+                for q, k, v in zip(*parts, strict=True)
+            ]
+        if self._places is not None:
+            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            found = torch.cat([call.attend(q, k, v, scale) for call in self._calls])
+            outputs.append(found.index_select(0, self._places.to(query.device)).transpose(0, 1)[None])
+        return torch.cat(outputs, dim=2)
 
 
 class PackedAttention(SharedAttention):
@@ -104,95 +106,156 @@ class PackedAttention(SharedAttention):
         super().__init__([Family(0, [length]) for length in lengths])
 
 
-class _FamilyBatch:
-    """Families as a batch of prefixes and a batch of members, padded at the end.
+class _Row(NamedTuple):
+    """One row of a call: the tokens of a prefix, or none of them, then those of a member."""
 
-    Causality hides the padding of prefixes from themselves; from members, a mask does. Padding repeats a
-    token, so that every row has something to see.
-    """
+    prefix_start: int
+    prefix: int
+    own_start: int
+    own: int
+    num_dropped: int
+    """Tokens of the prefix whose output another row has."""
 
-    def __init__(self, placed: Sequence[tuple[int, Family]]) -> None:
-        prefixes = torch.tensor([family.prefix for _, family in placed])
-        starts = torch.tensor([start for start, _ in placed])
-        family_of = torch.tensor([index for index, (_, family) in enumerate(placed) for _ in family.own])
-        own = torch.tensor([length for _, family in placed for length in family.own])
-        own_starts = torch.tensor(
-            [
-                start + family.prefix + before
-                for start, family in placed
-                for before in (0, *accumulate(family.own[:-1]))
-            ]
-        )
-        self._prefixes = _Padded(starts, prefixes)
-        self._own = _Padded(own_starts, own)
-        self.tokens = torch.cat([self._prefixes.tokens, self._own.tokens])
-        members = self._prefixes.rows[family_of]
-        self._seen = torch.cat([members, self._own.rows], dim=1)
-        visible = prefixes[family_of] if len(prefixes.unique()) > 1 else prefixes[:1]  # one mask for all
-        longest, width = self._own.rows.shape[1], members.shape[1]
-        causal = torch.ones(longest, longest, dtype=torch.bool).tril().expand(len(visible), -1, -1)
-        is_prefix = (torch.arange(width) < visible[:, None])[:, None].expand(-1, longest, -1)
-        self._mask = torch.cat([is_prefix, causal], dim=2)[:, None]
+
+def _calls(families: Sequence[Family], start: int) -> list["_CausalCall | _MaskedCall"]:
+    causal: list[_Row] = []
+    masked: list[_Row] = []
+    for family in families:
+        prefix, own_start, is_prefix_done = family.prefix, start + family.prefix, False
+        for own in family.own:
+            if is_masked(prefix, own):
+                masked.append(_Row(start, prefix, own_start, own, prefix))
+            else:
+                causal.append(_Row(start, prefix, own_start, own, prefix if is_prefix_done else 0))
+                is_prefix_done = True
+            own_start += own
+        if not is_prefix_done:
+            causal.append(_Row(start, 0, start, prefix, 0))
+        start += family.num_tokens
+    masks: dict[int, _Mask] = {}
+    for row in masked:
+        if row.prefix not in masks or masks[row.prefix].num_own < row.own:
+            masks[row.prefix] = _Mask([row.prefix], row.own)
+    causal.sort(key=lambda row: row.prefix + row.own)
+    masked.sort(key=lambda row: (row.prefix, row.own))
+    return [
+        *(_CausalCall(rows) for rows in _alike(causal, _causal_pairs)),
+        *(_MaskedCall(rows, masks) for rows in _alike(masked, _masked_pairs)),
+    ]
+
+
+class _CausalCall:
+    """Rows as a batch, padded at the end, where causality hides it. Padding repeats a token."""
+
+    def __init__(self, rows: Sequence[_Row]) -> None:
+        starts, prefixes, own_starts, own, dropped = torch.tensor(rows).T[:, :, None]
+        columns = torch.arange(int((prefixes + own).max()))
+        behind = own_starts + (columns - prefixes).minimum(own - 1)
+        self._rows = torch.where(columns < prefixes, starts + columns, behind)
+        self._kept = ((columns >= dropped) & (columns < prefixes + own)).flatten().nonzero()[:, 0]
+        self.tokens = self._rows.flatten()[self._kept]
+        self.num_pairs = _causal_pairs(rows)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """[tokens of the micro batch, heads, width] -> [those of the families, heads, width]."""
-        q, k, v = (_rows(tensor, self._prefixes.rows) for tensor in (query, key, value))
-        common = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        """[tokens of the micro batch, heads, width] -> [those of the call, heads, width]."""
+        q, k, v = (_gathered(tensor, self._rows) for tensor in (query, key, value))
+        return _kept(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale), self._kept)
+
+
+class _MaskedCall:
+    """Own parts as a batch, each before its prefix and itself; a mask hides the padding of both."""
+
+    def __init__(self, rows: Sequence[_Row], masks: Mapping[int, "_Mask"]) -> None:
+        starts, prefixes, own_starts, own, _ = torch.tensor(rows).T[:, :, None]
+        columns, prefix_columns = torch.arange(int(own.max())), torch.arange(int(prefixes.max()))
+        self._own = own_starts + columns.minimum(own - 1)
+        self._seen = torch.cat([starts + prefix_columns.minimum(prefixes - 1), self._own], dim=1)
+        self._kept = (columns < own).flatten().nonzero()[:, 0]
+        self.tokens = self._own.flatten()[self._kept]
+        self.num_pairs = _masked_pairs(rows)
+        is_one = len({row.prefix for row in rows}) == 1
+        self._mask = masks[rows[0].prefix] if is_one else _Mask([row.prefix for row in rows], len(columns))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """[tokens of the micro batch, heads, width] -> [those of the call, heads, width]."""
         output = scaled_dot_product_attention(
-            _rows(query, self._own.rows),
-            _rows(key, self._seen),
-            _rows(value, self._seen),
-            attn_mask=self._mask.to(query.device),
+            _gathered(query, self._own),
+            _gathered(key, self._seen),
+            _gathered(value, self._seen),
+            attn_mask=self._mask.like(query)[:, :, : self._own.shape[1], : self._seen.shape[1]],
             scale=scale,
         )
-        return torch.cat([self._prefixes.without(common), self._own.without(output)])
+        return _kept(output, self._kept)
 
 
-class _Padded:
-    """Spans of tokens as rows of equal length."""
+class _Mask:
+    """Each of `num_own` tokens sees a prefix and, causally, the others: 0 where it does, −inf elsewhere.
 
-    def __init__(self, starts: Tensor, lengths: Tensor) -> None:
-        columns = torch.arange(int(lengths.max()))
-        self.rows = starts[:, None] + columns.minimum(lengths[:, None] - 1)
-        is_token = columns < lengths[:, None]
-        self.tokens = self.rows[is_token]
-        self._valid = None if bool(is_token.all()) else is_token.flatten().nonzero()[:, 0]
+    With one prefix it serves rows with fewer own tokens, too: cut at the end. Every layer has the same.
+    """
 
-    def without(self, output: Tensor) -> Tensor:
-        """[rows, heads, columns, width] -> [tokens, heads, width]."""
-        flat = output.transpose(1, 2).flatten(0, 1)
-        return flat if self._valid is None else flat.index_select(0, self._valid.to(flat.device))
+    def __init__(self, prefixes: Sequence[int], num_own: int) -> None:
+        self.num_own = num_own
+        self._prefixes = prefixes
+        self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def like(self, query: Tensor) -> Tensor:
+        """[rows or 1, 1, own, prefix + own]."""
+        key = (query.device, query.dtype)
+        if key not in self._made:
+            own, lengths = self.num_own, torch.tensor(self._prefixes)[:, None, None]
+            in_prefix = (torch.arange(int(lengths.max())) < lengths).expand(-1, own, -1)
+            causal = torch.ones(own, own, dtype=torch.bool).tril().expand(len(lengths), -1, -1)
+            is_seen = torch.cat([in_prefix, causal], dim=2)[:, None].to(query.device)
+            self._made[key] = query.new_zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)
+        return self._made[key]
 
 
-def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
     """[tokens, heads, width] -> [rows, heads, columns, width]."""
     chosen = tensor.flatten(1).index_select(0, rows.flatten().to(tensor.device))
     return chosen.view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
 
 
+def _kept(output: Tensor, places: Tensor) -> Tensor:
+    """[rows, heads, columns, width] -> [tokens, heads, width]."""
+    flat = output.transpose(1, 2).flatten(0, 1)
+    return flat if len(flat) == len(places) else flat.index_select(0, places.to(flat.device))
+
+
 _CALL_PAIRS = 1 << 14
 """What a call costs beside its work, in pairs of tokens: so many may be computed in vain to save one."""
 
-_BATCH_PAIRS = 1 << 20
-"""Beyond this there is nothing to save, and the mask of a batch would grow large."""
+_MASK_PAIRS = 1 << 20
+"""Largest mask of rows with different prefixes, which need one each."""
 
 
-def _alike(placed: Sequence[tuple[int, Family]]) -> list[list[tuple[int, Family]]]:
-    """Families in batches whose padding costs less than a call for each."""
-    batches: list[list[tuple[int, Family]]] = []
-    for each in sorted(placed, key=lambda each: (each[1].prefix, max(each[1].own))):
-        apart = _padded_pairs([each]) + (_padded_pairs(batches[-1]) if batches else 0)
-        if batches and _padded_pairs([*batches[-1], each]) <= min(apart + _CALL_PAIRS, _BATCH_PAIRS):
-            batches[-1].append(each)
+def _alike(rows: Sequence[_Row], pairs: Callable[[Sequence[_Row]], int]) -> list[list[_Row]]:
+    """Rows, sorted by size, in batches whose padding costs less than a call for each, and little memory."""
+    batches: list[list[_Row]] = []
+    for row in rows:
+        merged = [*batches[-1], row] if batches else [row]
+        apart = pairs([row]) + (pairs(batches[-1]) if batches else 0)
+        num_padded = len(merged) * (max(r.prefix for r in merged) + max(r.own for r in merged))
+        if (
+            batches
+            and pairs(merged) <= apart + _CALL_PAIRS
+            and 4 * num_padded <= 5 * sum(r.prefix + r.own for r in merged)
+            and (merged[0].prefix == row.prefix or pairs(merged) <= _MASK_PAIRS)
+        ):
+            batches[-1] = merged
         else:
-            batches.append([each])
+            batches.append([row])
     return batches
 
 
-def _padded_pairs(placed: Sequence[tuple[int, Family]]) -> int:
-    families = [family for _, family in placed]
-    prefix, own = max(family.prefix for family in families), max(max(family.own) for family in families)
-    return len(families) * prefix**2 + sum(len(family.own) for family in families) * own * (prefix + own)
+def _causal_pairs(rows: Sequence[_Row]) -> int:
+    return len(rows) * max(row.prefix + row.own for row in rows) ** 2 // 2
+
+
+def _masked_pairs(rows: Sequence[_Row]) -> int:
+    own = max(row.own for row in rows)
+    return len(rows) * own * (own + max(row.prefix for row in rows))
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pellucid.data.shared_prompts import takes_part
 from pellucid.model.attention import AttentionPlan, Family, SharedAttention
 from pellucid.model.ulysses import ContextParallel, OwnPredictions, UlyssesAttention
 
@@ -52,7 +53,7 @@ class Layout:
     plan: AttentionPlan
 
     num_pairs: int
-    """Pairs of a computed token and one that it sees: what attention costs."""
+    """Pairs of a computed token and one that it sees: what attention is for. The plan computes some more."""
 
     own: OwnPredictions | None = None
     """In a slice: which of all predicted rows `predicted` are, since `sources` counts in all of them."""
@@ -115,17 +116,29 @@ def shared_layout(
     columns: list[NDArray[Any]] = [column for column in known if column is not None]
     families = []
     for group, members in groupby(range(len(sizes)), key=lambda index: groups[index]):
-        chosen = list(members)
-        prefix = _common_prefix(columns, offsets[chosen], sizes[chosen]) if group else 0
-        families += [(prefix, chosen)] if prefix else [(0, [index]) for index in chosen]
-    return _layout(sizes, families, loss_mask)
+        prefix, chosen = _sharing(columns, offsets, sizes, list(members)) if group else (0, [])
+        families += [(prefix, chosen)] if prefix else []
+    sharing = {member for _, chosen in families for member in chosen}
+    alone = [(0, [index]) for index in range(len(sizes)) if index not in sharing]
+    return _layout(sizes, [*alone, *families], loss_mask)
+
+
+def _sharing(
+    columns: Sequence[NDArray[Any]], starts: Indices, lengths: Indices, members: list[int]
+) -> tuple[int, list[int]]:
+    """How long a prefix is, and who shares it to their advantage; without the others it may be longer."""
+    while len(members) > 1:
+        prefix = _common_prefix(columns, starts[members], lengths[members])
+        taking_part = [member for member in members if takes_part(prefix, int(lengths[member]) - prefix)]
+        if taking_part == members:
+            return prefix, members
+        members = taking_part
+    return 0, []
 
 
 def _common_prefix(columns: Sequence[NDArray[Any]], starts: Indices, lengths: Indices) -> int:
-    """Tokens that all sequences start with, leaving each at least one of its own; 0 for a single one."""
+    """Tokens that all sequences start with, leaving each at least one of its own."""
     prefix = int(lengths.min()) - 1
-    if len(starts) == 1:
-        return 0
     for column in columns:
         stacked = np.stack([column[start : start + prefix] for start in starts.tolist()])
         differs = (stacked != stacked[0]).any(axis=(0, *range(2, stacked.ndim)))
@@ -134,7 +147,7 @@ def _common_prefix(columns: Sequence[NDArray[Any]], starts: Indices, lengths: In
 
 
 def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]], loss_mask: Mask | None) -> Layout:
-    """`families` are (common prefix, members), in the order of the table."""
+    """`families` are (common prefix, members); those without a prefix come first."""
     starts = _starts(lengths)
     computed: list[Indices] = []
     num_tokens, num_rows = int(lengths.sum()), 0

@@ -20,3 +20,13 @@ class Cost:
 
     def of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         return lengths * (self.parity + lengths)
+
+    def behind(
+        self, prompts: NDArray[np.int64], own: NDArray[np.int64], *, masked: NDArray[np.bool_]
+    ) -> NDArray[np.int64]:
+        """What is left for a member's own tokens behind a prompt that is computed already: see
+        `data/shared_prompts.py`. Half of the pairs are those of a causal square."""
+        whole = prompts + own
+        attended = np.where(masked, 2 * own * whole, whole**2)
+        left: NDArray[np.int64] = own * self.parity + attended
+        return left

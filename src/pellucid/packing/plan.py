@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pellucid.data.shared_prompts import is_masked, takes_part
 from pellucid.packing.arrange import Arrangement, deal, level
 from pellucid.packing.bins import Bins, Ints
 from pellucid.packing.cost import Cost
@@ -95,10 +96,16 @@ def _ways(sequences: Sequences, max_tokens: int) -> Iterator[Bins]:
 
 
 def _costs_of(pieces: Bins, sequences: Sequences, cost: Cost) -> Ints:
-    """A group's prompt is computed once per piece."""
+    """A group's prompt is computed once per piece, for those who take part in it."""
+    prompts, own = sequences.prompts, sequences.lengths - sequences.prompts
+    shares = takes_part(prompts, own)
+    masked = shares & is_masked(prompts, own)
+    saved = np.where(shares, cost.of(sequences.lengths) - cost.behind(prompts, own, masked=masked), 0)
     first = pieces.units[pieces.bounds[:-1]]
-    saved = cost.of(sequences.prompts[first]) * (np.diff(pieces.bounds) - 1)
-    costs: Ints = pieces.sums(cost.of(sequences.lengths)) - saved
+    num_sharing, num_whole = (pieces.sums(chosen.astype(np.int64)) for chosen in (shares, shares & ~masked))
+    once = np.where(num_whole > 0, prompts[first] * cost.parity, cost.of(prompts[first]))
+    in_all = np.where(num_sharing > 1, pieces.sums(saved) - once, 0)
+    costs: Ints = pieces.sums(cost.of(sequences.lengths)) - in_all
     return costs
 
 
