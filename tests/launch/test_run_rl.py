@@ -43,11 +43,13 @@ def test_threads_that_are_set_are_kept(tmp_path):
     assert (resolved.trainer.threads, resolved.inference.threads) == (3, 1)
 
 
-def test_port_0_becomes_a_port_that_is_free(tmp_path):
+def test_port_0_becomes_a_port_that_stays_free_for_its_server(tmp_path):
     port = resolve(config(tmp_path), 2).inference.port
 
     assert port > 0
-    with socket.create_server(("127.0.0.1", port)):
+    with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+        other.bind(("127.0.0.1", port))  # as one who looks for any free port: this one is spoken for
+    with socket.create_server(("127.0.0.1", port)):  # with SO_REUSEADDR
         pass
 
 

@@ -96,20 +96,35 @@ def num_cores() -> int:
 
 
 def free_port(host: str, port: int, section: str = "inference") -> int:
-    """`port` if nobody listens on it; a free one for 0."""
+    """`port` if nobody listens on it; for 0 a free one, reserved for the child that will listen on it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        if port == 0:
+            with socket.socket(family) as any_port:
+                any_port.bind((host, 0))
+                number: int = any_port.getsockname()[1]
         with socket.socket(family) as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((host, port))
+            server.bind((host, port or number))
             server.listen()
-            number: int = server.getsockname()[1]
-            return number
+            if port == 0:
+                _reserve(server)
+            return port or number
     except OSError as error:
         raise ConfigError(
             f"{section}.port = {port} cannot be used on {section}.host = {host} ({error.strerror}); "
             "choose another port, or 0 for any that is free"
         ) from error
+
+
+def _reserve(server: socket.socket) -> None:
+    """Leaves the port of `server` in TIME_WAIT, where a connection goes whose listening side closes first.
+
+    For a minute the kernel then gives it to no one who binds to port 0, and to whoever names it and sets
+    SO_REUSEADDR, as our servers do.
+    """
+    with socket.create_connection(server.getsockname()[:2]):
+        server.accept()[0].close()
 
 
 def write_configs(config: RLConfig) -> None:
