@@ -38,6 +38,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                         return test
             return super().remove_node(node)
 
+        def _reschedule(self, node: Any) -> None:
+            """A worker that has just replaced another gets its share once it has collected the tests."""
+            if node in self.registered_collections:
+                super()._reschedule(node)
+
     return EachOnce(config, log)
 
 

@@ -1,17 +1,19 @@
 """Models that would train wrong are refused at load, with the reason; the others are right."""
 
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pellucid.config import InferenceRunConfig, ModelConfig, TrainerRunConfig
 from pellucid.errors import ModelError
 from pellucid.inference.server import open_engine
 from pellucid.model import Policy, load_policy
 from pellucid.model.proof import prove_attention
-from pellucid.model.tiny import character_tokenizer
+from pellucid.model.tiny import character_tokenizer, make_tiny_model
 from pellucid.trainer.batches import NoBatches
 from pellucid.trainer.build import build_run
 
@@ -168,3 +170,14 @@ def test_layers_without_a_list_are_named(tmp_path) -> None:
     model.config.num_hidden_layers = 5
     with pytest.raises(ModelError, match="LlamaForCausalLM has no list of its 5 decoder layers"):
         _ = Policy(model).layers
+
+
+def test_weights_that_are_not_finite_are_refused_as_such(tmp_path) -> None:
+    make_tiny_model(tmp_path, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][0] = math.inf
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match="logits of HF's own forward are not finite, so its weights hold NaN"
+    ):
+        load_policy(ModelConfig(name=str(tmp_path)))

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pellucid import export
 from pellucid.checkpoint import newest_intact
@@ -255,12 +255,9 @@ def test_resumed_after_a_skipped_step_is_as_if_it_had_not_stopped(tiny_model, tm
         assert records[0][name] == records[1][name], name
 
 
-def test_sft_on_broken_weights_ends_with_the_cause(tmp_path) -> None:
+def test_sft_that_diverges_ends_with_the_cause(tmp_path) -> None:
+    """The first step moves every weight by 1e30; nothing is finite after it."""
     make_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
-    path = tmp_path / "model" / "model.safetensors"
-    broken = load_file(path)
-    broken["model.norm.weight"][0] = math.inf
-    save_file(broken, path, metadata={"format": "pt"})
     rows = [{"prompt": "abc", "completion": "cba"}] * 4
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = SFTConfig.model_validate(
@@ -269,14 +266,12 @@ def test_sft_on_broken_weights_ends_with_the_cause(tmp_path) -> None:
             "max_steps": 9,
             "seq_len": 64,
             "model": {"name": str(tmp_path / "model")},
-            "trainer": {"threads": 1},
+            "trainer": {"threads": 1, "optim": {"lr": 1e30}},
             "data": {"path": tmp_path / "data.jsonl", "batch_size": 2},
         }
     )
     data = load_data(config, load_tokenizer(config.model.name))
-    with pytest.raises(
-        DataError, match="steps 0 to 2 were skipped.*the loss of token .* is nan.*export their"
-    ):
+    with pytest.raises(DataError, match="steps 1 to 3 were skipped.*the gradient of .* is not.*export their"):
         train_on_dataset(config, data, [])
     records = list(read_metrics(tmp_path / "run" / "metrics" / "trainer.jsonl"))
-    assert [record["skipped_steps"] for record in records] == [1, 1, 1]
+    assert [record["skipped_steps"] for record in records] == [0, 1, 1, 1]

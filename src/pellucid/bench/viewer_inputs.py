@@ -69,6 +69,7 @@ def make_batch(num_records: int, length: int, *, step: int = 0, seed: int = 0) -
         "group_id": [f"g{step}-{row // 8}" for row in rows],
         "rollout_id": [f"g{step}-{row // 8}-r{row % 8}" for row in rows],
         "run_id": ["bench"] * num_records,
+        "precision": ["float32"] * num_records,
         "stop_reason": ["stop"] * num_records,
         "role_spans": [
             [["user", 0, int(length * PROMPT_SHARE)], ["assistant", int(length * PROMPT_SHARE), length]]

@@ -45,7 +45,7 @@ from pellucid.ledger import (
 from pellucid.ledger.settings import Change, changed_settings
 from pellucid.metrics import drop_metrics
 from pellucid.orchestrator.records import cut_rollouts, discard_rollouts, saved_bytes
-from pellucid.orchestrator.snapshot import Snapshot, read_snapshot, write_snapshot
+from pellucid.orchestrator.snapshot import Snapshot, newest_version, read_snapshot, write_snapshot
 from pellucid.transport import retract_folder, retract_steps, step_folders
 from pellucid.transport.filesystem import first_missing_batch
 
@@ -160,9 +160,11 @@ def rewind_rl(config: RunConfig) -> ResumePoint:
     next_batch = first_missing_batch(folder, checkpoint, snapshot.batches_sent)
     _check_max_steps(config, next_batch, "sampled")
     changes = _changes(config).get("orchestrator", ())
-    if any(change.key.startswith("orchestrator.advantage") for change in changes):
-        # Judged by the former rule: a batch has one, which is that of its step in the record.
-        snapshot = msgspec.structs.replace(snapshot, ready=[])
+    # Groups that wait are given up as lost if they were judged by another rule, since a batch has one, its
+    # step's in the record; or if they are newer than the next batch, since an earlier one was damaged.
+    is_rejudged = any(change.key.startswith("orchestrator.advantage") for change in changes)
+    kept = [group for group in snapshot.ready if not is_rejudged and newest_version(group) <= next_batch]
+    snapshot = msgspec.structs.replace(snapshot, ready=kept)
     entries = _read_books(folder, snapshot)
     settlement = settle(
         entries,

@@ -177,6 +177,11 @@ def _check_masks(policy: Policy, row: _ProbedRow, length: int) -> None:
 
 def _check_values(name: str, packed: Tensor, alone: Tensor, num_layers: int) -> None:
     """Of two sequences each, the better one counts: rounding may send a token to another expert."""
+    if not bool(alone.isfinite().all()):
+        raise ModelError(
+            f"{name}: logits of HF's own forward are not finite, so its weights hold NaN, infinities or huge "
+            "numbers; start from an earlier checkpoint, or from other weights"
+        )
     scale = max(1.0, float(alone.abs().max()))
     limit = _ROUNDINGS * torch.finfo(torch.float32).eps * num_layers * scale
     difference = (packed.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().amax((1, 2))

@@ -8,6 +8,7 @@ told of are booked as lost. Rollouts that were ready for the next batch are in t
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def num_sampled(self) -> int:
         return sum(turn.num_tokens for turn in self.turns)
+
+
+def newest_version(group: Sequence[HeldRollout]) -> int:
+    """The newest policy version that sampled a token of the group."""
+    turns = (turn for held in group for turn in held.turns)
+    return max((version for turn in turns for version, _ in turn.policy_versions), default=0)
 
 
 class Snapshot(msgspec.Struct, frozen=True):
