@@ -58,7 +58,8 @@ class SharedAttention:
                             x x . . x
 
     Families without a prefix come first; each is a call of its own. The others are computed in as many calls
-    as they have members, or fewer, with no more pairs of tokens than their members have on their own.
+    as they have members and prefixes, or fewer. A mask may compute more pairs of tokens than members on their
+    own would, by less than what the tokens of a prefix cost everywhere else: see `data/shared_prompts.py`.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
@@ -88,7 +89,8 @@ class SharedAttention:
         if self._places is not None:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             found = torch.cat([call.attend(q, k, v, scale) for call in self._calls])
-            outputs.append(found.index_select(0, self._places.to(query.device)).transpose(0, 1)[None])
+            self._places = self._places.to(query.device)  # copied by the first layer: a copy waits
+            outputs.append(found.index_select(0, self._places).transpose(0, 1)[None])
         return torch.cat(outputs, dim=2)
 
 
@@ -158,6 +160,7 @@ class _CausalCall:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """[tokens of the micro batch, heads, width] -> [those of the call, heads, width]."""
+        self._rows, self._kept = self._rows.to(query.device), self._kept.to(query.device)
         q, k, v = (_gathered(tensor, self._rows) for tensor in (query, key, value))
         return _kept(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale), self._kept)
 
@@ -178,6 +181,10 @@ class _MaskedCall:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """[tokens of the micro batch, heads, width] -> [those of the call, heads, width]."""
+        device = query.device
+        self._own, self._seen, self._kept = (
+            indices.to(device) for indices in (self._own, self._seen, self._kept)
+        )
         output = scaled_dot_product_attention(
             _gathered(query, self._own),
             _gathered(key, self._seen),
@@ -213,14 +220,14 @@ class _Mask:
 
 def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
     """[tokens, heads, width] -> [rows, heads, columns, width]."""
-    chosen = tensor.flatten(1).index_select(0, rows.flatten().to(tensor.device))
+    chosen = tensor.flatten(1).index_select(0, rows.flatten())
     return chosen.view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
 
 
 def _kept(output: Tensor, places: Tensor) -> Tensor:
     """[rows, heads, columns, width] -> [tokens, heads, width]."""
     flat = output.transpose(1, 2).flatten(0, 1)
-    return flat if len(flat) == len(places) else flat.index_select(0, places.to(flat.device))
+    return flat if len(flat) == len(places) else flat.index_select(0, places)
 
 
 _CALL_PAIRS = 1 << 14
