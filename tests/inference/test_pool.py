@@ -172,6 +172,27 @@ def test_aborts_reach_the_server_that_runs_the_request() -> None:
     assert asyncio.run(main()) == ["abort"] * 4
 
 
+def test_aborts_reach_a_server_that_is_left_out_and_still_works() -> None:
+    class Deaf(Server):
+        async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
+            raise UnreachableError("no answer to the update")
+
+    async def main() -> Completion:
+        first, second = Deaf(600.0), Server()
+        pool = await ready(first, second)
+        asking = asyncio.create_task(ask(pool, "g0-r0"))
+        while not first.num_running:
+            await asyncio.sleep(0)
+        await pool.update_weights(1, Path("w1"))
+        await pool.abort(["g0-r0"])
+        async with asyncio.timeout(10):
+            completion = await asking
+        await pool.close()
+        return completion
+
+    assert asyncio.run(main()).finish_reason == "abort"
+
+
 def test_scoring_spreads_over_the_servers_and_leaves_out_one_that_is_gone() -> None:
     async def run() -> None:
         first, second = Server(), Server()

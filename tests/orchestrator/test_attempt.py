@@ -1,15 +1,19 @@
 """Attempts at one example: who is scored, by whom and until when; retries, timeouts and cancellations."""
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pellucid.data import Example, Rollout
+from pellucid.data import Completion, Example, Rollout
+from pellucid.errors import RolloutError
+from pellucid.inference.client import REFUSED
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import Flow, State
 from pellucid.model.tiny import character_tokenizer
@@ -199,6 +203,65 @@ def test_a_cancelled_scoring_leaves_the_group_without_rewards() -> None:
 def test_group_scores_keep_the_metrics_that_they_do_not_replace() -> None:
     verdicts = asyncio.run(play(group_of(Ranked()), max_retries=0))
     assert all(verdict.rollout.metrics == {"own": 1.0} for verdict in verdicts)
+
+
+class Undaunted(Ranked):
+    """Asks twice, and takes whatever the session raises for an empty reply."""
+
+    requires_group_scoring: ClassVar[bool] = False
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        for _ in range(2):
+            with contextlib.suppress(RolloutError):
+                await session.respond(example.messages)
+        return Score(1.0)
+
+
+class Refusing(FakeInferenceClient):
+    """Stands for a pool that does not believe the server's first answer."""
+
+    async def generate(self, *arguments: Any) -> Completion:
+        is_first = not self.delivered
+        completion = await super().generate(*arguments)
+        return msgspec.structs.replace(completion, finish_reason=REFUSED) if is_first else completion
+
+
+def test_refused_tokens_fail_the_rollout_even_if_its_environment_goes_on() -> None:
+    async def attempt() -> Rollout:
+        group = group_of(Undaunted())
+        group.sampler.client = Refusing(lambda prompt_ids, generator: [7, 8])
+        rollout = group.open_rollout("g0-r0")
+        await group.attempt(rollout)
+        return rollout
+
+    rollout = asyncio.run(attempt())
+    assert [turn.completion.finish_reason for turn in rollout.turns] == [REFUSED, "stop"]
+    assert (rollout.error_type, rollout.reward) == ("RolloutError", None)
+    assert rollout.error == (
+        "RolloutError: tokens of this rollout were refused; the environment went on without them"
+    )
+
+
+def test_an_error_with_half_a_character_can_be_written_down() -> None:
+    """As of a reply that was cut between the two halves of an emoji in UTF-16."""
+
+    class Halved(Ranked):
+        async def rollout(self, example: Example, session: Session) -> Score:
+            raise ValueError("no answer in '\ud83d'")
+
+    async def attempt() -> Rollout:
+        group = group_of(Halved())
+        rollout = group.open_rollout("g0-r0")
+        await group.attempt(rollout)
+        return rollout
+
+    rollout = asyncio.run(attempt())
+    assert (rollout.error or "").startswith(r"ValueError: no answer in '\ud83d' (")
+    assert r"ValueError: no answer in '\ud83d'" in rollout.traceback
+    assert msgspec.json.decode(msgspec.json.encode([rollout.error, rollout.traceback])) == [
+        rollout.error,
+        rollout.traceback,
+    ]
 
 
 @given(

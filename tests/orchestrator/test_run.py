@@ -398,6 +398,52 @@ class SlowJudge(Ranked):
         return await super().score_group(rollouts)
 
 
+def test_a_group_that_is_cut_while_its_only_member_waits_for_a_retry_is_forgotten(tmp_path: Path) -> None:
+    """Six rollouts may start, of g0, g1 and g2; one of g0 fails then, and is not retried before g0 is old."""
+
+    class FailsLate(Guess):
+        num_asked = 0
+
+        def __init__(self) -> None:
+            super().__init__(seed=1)
+            self.all_asked = asyncio.Event()
+
+        async def rollout(self, example: Example, session: Session) -> Score:
+            self.num_asked += 1
+            number = self.num_asked
+            await session.respond(example.messages)
+            if number == 6:
+                self.all_asked.set()
+            if number == 2:
+                await self.all_asked.wait()
+                raise ZeroDivisionError("late")
+            while number in (5, 6) and scheduler.num_inflight > 2:
+                await asyncio.sleep(0.001)
+            return Score(float(number))
+
+    class SixAtFirst(RateLimit):
+        def wait_s(self) -> float:
+            return 0.0 if environment.num_asked < 6 or scheduler.batches_sent == 2 else 0.001
+
+    async def main() -> None:
+        training = asyncio.create_task(Trainer(config, channel).run())
+        async with asyncio.timeout(60):
+            await orchestrator.run()
+            await training
+
+    own = {"batch_size": 2, "rollouts_per_example": 2, "max_off_policy_steps": 1, "max_retries": 1}
+    config = configure(tmp_path, max_steps=3, max_async_level=1, orchestrator=own)
+    environment, channel = FailsLate(), MemoryChannel()
+    client = FakeInferenceClient(letters)
+    orchestrator = Orchestrator(config, {"guess": environment}, TOKENIZER, client, channel)
+    scheduler = orchestrator._scheduler
+    orchestrator._limit = SixAtFirst(None)
+    asyncio.run(main())
+    first = [record for record in saved_rollouts(tmp_path) if record["group_id"] == "g0"]
+    assert sorted(record["outcome"] for record in first) == ["failed_rollout", "stale"]
+    assert not orchestrator._groups
+
+
 @pytest.mark.parametrize("environment", [TwoTurns(seed=1), SlowJudge(seed=1)])
 def test_a_group_in_flight_that_is_too_old_is_cancelled_and_stale(
     tmp_path: Path, environment: Environment, caplog: pytest.LogCaptureFixture

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.errors import InferenceError
+from pellucid.inference.client import UnreachableError
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.orchestrator import weights
 from pellucid.orchestrator.weights import follow_weights, next_version
@@ -99,6 +100,23 @@ def test_three_refusals_in_a_row_are_the_end(tmp_path: Path) -> None:
     publish(tmp_path, 4)
     with pytest.raises(InferenceError, match="in 3 tries; policy version 4: version 4 refused"):
         follow(tmp_path, Picky(4, 4, 4), until=4)
+
+
+def test_servers_that_are_gone_are_the_end_at_once(tmp_path: Path) -> None:
+    """The client has waited for them already; files that are made anew would not bring them back."""
+
+    class Gone(Picky):
+        num_asked = 0
+
+        async def update_weights(self, version: int, folder: Path) -> None:
+            self.num_asked += 1
+            raise UnreachableError("none of the inference servers can be reached")
+
+    publish(tmp_path, 1)
+    client = Gone()
+    with pytest.raises(UnreachableError, match="^none of the inference servers can be reached$"):
+        follow(tmp_path, client, until=1)
+    assert client.num_asked == 1
 
 
 def test_a_version_that_is_due_is_not_passed_over_and_the_next_waits_for_it(tmp_path: Path) -> None:

@@ -154,10 +154,13 @@ class ServerPool:
         if wanted & self._waiting:
             self._waiting -= wanted
             self._note_change()
-        for server in self._servers:
-            if not server.is_out and (mine := sorted(wanted & server.running)):
-                with suppress(UnreachableError):  # its requests are failing by themselves
-                    await server.client.abort(mine)
+        await asyncio.gather(*(self._abort(server, wanted & server.running) for server in self._servers))
+
+    async def _abort(self, server: _Server, request_ids: set[str]) -> None:
+        """Asks the server, in or out: one that is left out may still work on what it has."""
+        if request_ids:
+            with suppress(UnreachableError):  # its requests are failing by themselves
+                await server.client.abort(sorted(request_ids))
 
     async def close(self) -> None:
         for revival in self._revivals:
@@ -257,9 +260,9 @@ class ServerPool:
     async def _revive(self, server: _Server) -> None:
         while server.is_out:
             await asyncio.sleep(self._ask_again_s)
-            weights = self._weights
             try:
                 await server.client.wait_until_ready()
+                weights = self._weights
                 await self._bring_up(server)
             except ConfigError as error:
                 self._refuse(server, error)

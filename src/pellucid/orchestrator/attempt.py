@@ -1,7 +1,8 @@
 """The attempts at one example. An exception in an environment, session or client fails that rollout alone.
 
 - `attempt` is the boundary where failures become data: type, message and line of the environment's code are
-  kept in the rollout. Tracebacks are for whoever mends the environment: `FailureLog` logs each of them once.
+  kept in the rollout. A rollout with refused tokens fails, whatever its environment makes of the session's
+  error. Tracebacks are for whoever mends the environment: `FailureLog` logs each of them once.
 - A rollout has a reward once all of its attempt has succeeded, and not before. Where groups are scored, the
   members of a group get theirs from one call of `score_group`, all or none: a group that could not be scored
   has no rewards, and so cannot train.
@@ -18,7 +19,8 @@ import orjson
 
 from pellucid.config.imports import describe
 from pellucid.data import Example, Rollout, TrainingMode
-from pellucid.errors import PellucidError
+from pellucid.errors import PellucidError, RolloutError
+from pellucid.inference.client import REFUSED
 from pellucid.orchestrator.environment import Environment, Score, checked_score, checked_scores
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
 from pellucid.orchestrator.tasks import Deadline
@@ -69,6 +71,10 @@ class GroupRun:
         deadline = Deadline(self.timeout_s)
         try:
             score = checked_score(await self._converse(rollout, deadline), self.environment.rollout)
+            if any(turn.completion.finish_reason == REFUSED for turn in rollout.turns):
+                raise RolloutError(
+                    "tokens of this rollout were refused; the environment went on without them"
+                )
             if rollout.num_sampled == 0:
                 _fail(rollout, EMPTY, f"{EMPTY}: the environment returned a score but sampled nothing")
                 return
@@ -83,7 +89,7 @@ class GroupRun:
             _fail(rollout, type(error).__name__, f"{type(error).__name__}: {error}")
         except Exception as error:
             _fail(rollout, type(error).__name__, describe(error))
-            rollout.traceback = "".join(traceback.format_exception(error))
+            rollout.traceback = _encodable("".join(traceback.format_exception(error)))
         except asyncio.CancelledError:
             _fail(rollout, "CancelledError", "CancelledError: the attempt was cancelled")
             raise
@@ -132,7 +138,12 @@ class FailureLog:
 
 def _fail(rollout: Rollout, error_type: str, error: str) -> None:
     rollout.error_type = error_type
-    rollout.error = error
+    rollout.error = _encodable(error)
+
+
+def _encodable(text: str) -> str:
+    """Spells out surrogates (`\\ud83d`), which no file and no message between processes can hold."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _note(rollout: Rollout, score: Score) -> None:

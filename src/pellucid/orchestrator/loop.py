@@ -227,6 +227,9 @@ class Orchestrator:
                 self._scheduler.batches_sent,
                 len(rollout_ids),
             )
+        # Those of which nothing was in flight: no rollout comes back that would take its group along.
+        for group_id in [each for each in self._groups if not self._scheduler.is_open(each)]:
+            del self._groups[group_id]
 
     def _check_progress(self) -> None:
         own = self._config.orchestrator

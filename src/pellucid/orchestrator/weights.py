@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from pellucid.errors import InferenceError
-from pellucid.inference.client import InferenceClient
+from pellucid.inference.client import InferenceClient, UnreachableError
 from pellucid.transport import stable_steps
 
 log = logging.getLogger(__name__)
@@ -26,13 +26,18 @@ async def follow_weights(
     on_update: Callable[[int], Awaitable[None]],
     is_due: Callable[[int], bool],
 ) -> None:
-    """Never returns. A refused version is tried again, or the one that is to be served by then."""
+    """Never returns. A refused version is tried again, or the one that is to be served by then.
+
+    Raises InferenceError after a few refusals in a row, and at once when no server can be reached.
+    """
     served = num_failures = 0
     while True:
         version = next_version(stable_steps(weights), served, is_due)
         if version is not None:
             try:
                 await client.update_weights(version, weights / f"step_{version}")
+            except UnreachableError:  # the client has waited for its servers long enough
+                raise
             except InferenceError as error:
                 num_failures += 1
                 if num_failures == _MAX_TRIES:
