@@ -152,13 +152,18 @@ def test_max_steps_below_what_is_done_is_refused(tmp_path: Path) -> None:
         run.trainer.train()
     run.trainer.save()
     run.crash({"orchestrator"})
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    (tmp_path / "logs" / "trainer.log").touch()
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError) as refused:
         resume(rl_config(tmp_path, max_steps=1))
     assert str(refused.value) == (
         f"max_steps = 1, but the run in output_dir = {tmp_path} has sampled 2 steps already; set max_steps "
         "to 2 to end it there, or higher to go on"
     )
+    assert sorted(tmp_path.rglob("*")) == before
     assert resume(rl_config(tmp_path, max_steps=2)).startswith("resuming at step 2")
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["trainer.1.log"]
 
 
 @pytest.mark.parametrize(("advantage", "lost"), [("default", 0), ("rloo", 8)])

@@ -170,12 +170,14 @@ def test_a_full_disk_is_refused(small_disk):
 
 
 def test_a_start_that_failed_before_its_first_token_does_not_block_its_folder(tmp_path):
-    """It leaves settings, logs, journals without a count, and the snapshot of an idle orchestrator."""
+    """It leaves settings, logs, journals without a count, and snapshot and status of an idle orchestrator."""
     for name in ("configs", "logs", "ledger", "metrics", "checkpoints"):
         (tmp_path / name).mkdir()
     (tmp_path / "configs" / "rl.toml").write_text("max_steps = 3\n")
     (tmp_path / "logs" / "trainer.log").write_text("error: no such model\n")
     (tmp_path / "metrics" / "trainer.jsonl").touch()
+    for name in ("progress.json", ".progress.json.partial"):
+        (tmp_path / "metrics" / name).write_text('{"step": 0, "num_ready": 0, "num_running": 0}')
     (tmp_path / "checkpoints" / "orchestrator.bin").write_bytes(b"nothing was sent")
     journal = Journal(tmp_path / "ledger" / "inference.jsonl", Stage.INFERENCE)
     journal.close(0)

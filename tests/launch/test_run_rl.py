@@ -12,9 +12,11 @@ from rich.console import Console
 
 from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from pellucid.errors import ConfigError, LedgerError, ProcessError
+from pellucid.launch.console import RL_COLUMNS, PlainView
 from pellucid.launch.preflight import check_rl
-from pellucid.launch.rl import free_port, resolve, rl_children, run_processes, write_configs
+from pellucid.launch.rl import StepProgress, free_port, resolve, rl_children, run_processes, write_configs
 from pellucid.launch.supervisor import Child
+from pellucid.orchestrator.progress import Progress, progress_path, write_progress
 
 
 def config(output_dir: Path, **changes: object) -> RLConfig:
@@ -297,3 +299,20 @@ def test_the_launcher_starts_without_torch():
     code = "import sys, pellucid.launch, pellucid.checks.ledger; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_status_goes_with_the_orchestrators_progress(tmp_path):
+    class Shown(PlainView):
+        lines: list[str] | None = None
+
+        def status(self, lines):
+            self.lines = list(lines)
+
+    view = Shown(RL_COLUMNS, print)
+    progress = StepProgress(tmp_path / "metrics", [view])
+    write_progress(tmp_path, Progress(step=3, num_ready=96, num_running=32))
+    progress.update()
+    assert view.lines == ["step 3: 96 rollouts ready, 32 running"]
+    progress_path(tmp_path).unlink()
+    progress.update()
+    assert view.lines == []

@@ -34,6 +34,7 @@ from pellucid.orchestrator import (
     tasks,
 )
 from pellucid.orchestrator.evaluation import Evaluation, prepare_evaluation
+from pellucid.orchestrator.progress import progress_path
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 
 TOKENIZER = character_tokenizer()
@@ -367,6 +368,22 @@ def test_evaluation_has_a_limit_of_its_own(tmp_path: Path) -> None:
     run(config, client, environment)
     assert environment.max_running == 4
     assert 4 < client.max_running <= 8, "training goes on sampling meanwhile"
+
+
+def test_the_last_evaluation_does_not_run_beside_the_status_of_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Patient(Guess):
+        async def rollout(self, example: Example, session: Session) -> Score:
+            while progress_path(tmp_path).exists():
+                await asyncio.sleep(0.001)
+            return await super().rollout(example, session)
+
+    monkeypatch.setattr(loop, "_SHOW_PROGRESS_EVERY_S", 0.001)
+    own = {"id": "x:Guess", "name": "held-out", "interval": 9, "at_start": False, "num_examples": 2}
+    config = configure(tmp_path, own, max_steps=2)
+    run(config, FakeInferenceClient(letters), Patient(seed=1))
+    assert list(eval_records(tmp_path)) == [2]
 
 
 def test_a_version_that_has_a_record_is_not_evaluated_again(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_rollouts_that_do_not_train_are_told_by_reason_with_the_first_failure() 
     assert progress_of(Tally().add(GROUPS)).lines() == [
         "step 7: 12 rollouts ready, 1,640 running; do not train: 3 without a signal (equal rewards in a "
         "group, mean 0.500), 1 failed, 1 stale",
-        "  the first: rollout g1-r0 of env, failed_rollout: ValueError: no answer",
+        "  the first that failed or was dropped: rollout g1-r0 of env, failed_rollout: ValueError: no answer",
     ]
 
 

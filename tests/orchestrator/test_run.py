@@ -25,6 +25,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.examine import Expected
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
+from pellucid.launch.run_folder import has_begun
 from pellucid.launch.supervisor import GRACE_S
 from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
 from pellucid.metrics import read_metrics
@@ -45,7 +46,7 @@ from pellucid.orchestrator import (
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.filters import FilterInputs, load_filter
 from pellucid.orchestrator.pace import RateLimit
-from pellucid.orchestrator.progress import Progress
+from pellucid.orchestrator.progress import Progress, progress_path
 from pellucid.orchestrator.report import sample_line, shorten, step_line
 from pellucid.orchestrator.servers import run_identity
 from pellucid.orchestrator.session import group_of_request
@@ -725,6 +726,28 @@ def test_a_run_without_a_signal_says_so_while_it_goes_on(
     assert settled[-1] > 256  # some are in the books by then, the others wait for it
     assert seen[-1].zero_advantage_reward == pytest.approx(0.1)
     assert {progress.step for progress in seen} == {0} and max(each.num_running for each in seen) > 0
+
+
+def test_a_run_that_is_over_shows_no_progress(tmp_path: Path) -> None:
+    class Curious(Guess):
+        was_shown = False
+
+        async def rollout(self, example: Example, session: Session) -> Score:
+            self.was_shown |= progress_path(tmp_path).exists()
+            return await super().rollout(example, session)
+
+    environment = Curious(seed=1)
+    run(configure(tmp_path), {"guess": environment}, FakeInferenceClient(letters))
+    assert environment.was_shown and not progress_path(tmp_path).exists()
+
+
+def test_a_start_that_fails_at_its_first_example_is_no_run(tmp_path: Path) -> None:
+    class NoData(Guess):
+        def example(self, index: int) -> Example:
+            raise FileNotFoundError("no data")
+
+    stops_with(configure(tmp_path), NoData(seed=1), FakeInferenceClient(letters), UserCodeError)
+    assert not progress_path(tmp_path).exists() and not has_begun(tmp_path)
 
 
 def test_a_hung_environment_holds_no_batch_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

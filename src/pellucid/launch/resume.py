@@ -11,7 +11,7 @@ thing it finds. Interrupted itself, it can be run again.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +30,7 @@ from pellucid.config import (
 from pellucid.data.model_folder import check_safetensors
 from pellucid.errors import ConfigError, ModelError
 from pellucid.launch.console import make_console
-from pellucid.launch.run_folder import claimed, has_begun, prepare
+from pellucid.launch.run_folder import claimed, has_begun, keep_logs, prepare
 from pellucid.ledger import (
     LedgerEntry,
     Settlement,
@@ -80,30 +80,28 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def take_over(
-    config: Config, rewind: Callable[[Config], ResumePoint], console: Console
+    config: Config, rewind: Callable[[Config, Sequence[Change]], ResumePoint], console: Console
 ) -> tuple[Config, int]:
     """The configuration of a run in its claimed folder, and the first step to train.
 
-    `resume` is true from here on only if the folder holds a run; it is rewound then. Settings that a resumed
-    run must not change are refused before anything is touched.
+    `resume` is true from here on only if the folder holds a run; it is rewound then, and its logs are kept.
+    Settings that a resumed run must not have are refused before any file of the run is touched.
     """
-    changes = _changes(config) if has_begun(config.output_dir) else {}
+    changes = _changes(config) if has_begun(config.output_dir) else []
     config = config.model_copy(update={"resume": prepare(config)})
     if not config.resume:
         return config, 0
-    point = rewind(config)
+    point = rewind(config, changes)
+    keep_logs(config.output_dir)
     console.out(str(point), highlight=False)
-    lines = {
-        change.key: change.line(point.next_batch if _shapes_batches(change.key) else point.checkpoint)
-        for change in (*changes.get("orchestrator", ()), *changes.get("trainer", ()), *changes.get("sft", ()))
-    }
-    for line in lines.values():
-        console.out(line, highlight=False)
+    for change in changes:
+        since = point.next_batch if _shapes_batches(change.key) else point.checkpoint
+        console.out(change.line(since), highlight=False)
     return config, point.checkpoint
 
 
-def _changes(config: RunConfig) -> dict[str, list[Change]]:
-    """Finds what each part of a resumed run sets otherwise than before; shared keys are in several parts."""
+def _changes(config: RunConfig) -> list[Change]:
+    """Finds what a resumed run sets otherwise than before, each key once, though parts of it share some."""
     parts: dict[str, RunConfig] = {}
     if isinstance(config, RLConfig):
         _refuse_run_of(config, "sft")
@@ -112,7 +110,8 @@ def _changes(config: RunConfig) -> dict[str, list[Change]]:
     elif isinstance(config, SFTConfig):
         _refuse_run_of(config, "rl")
         parts["sft"] = config
-    return {name: changed_settings(part, name) for name, part in parts.items()}
+    changes = [change for name, part in parts.items() for change in changed_settings(part, name)]
+    return list({change.key: change for change in changes}.values())
 
 
 def _refuse_run_of(config: RunConfig, command: str) -> None:
@@ -145,7 +144,7 @@ def run_rewind(config: RLConfig) -> None:
         raise ConfigError(f"output_dir = {config.output_dir} holds no run that could be resumed")
 
 
-def rewind_sft(config: RunConfig) -> ResumePoint:
+def rewind_sft(config: RunConfig, changes: Sequence[Change] = ()) -> ResumePoint:
     progress = newest_intact(config.output_dir)
     checkpoint = progress.step if progress else 0
     _check_max_steps(config, checkpoint, "trained")
@@ -153,13 +152,13 @@ def rewind_sft(config: RunConfig) -> ResumePoint:
     return ResumePoint(checkpoint, checkpoint)
 
 
-def rewind_rl(config: RunConfig) -> ResumePoint:
+def rewind_rl(config: RunConfig, changes: Sequence[Change] = ()) -> ResumePoint:
+    """Brings the folder back; `changes` are the settings that are others from here on."""
     folder = config.output_dir
     progress, snapshot = newest_intact(folder), read_snapshot(folder) or Snapshot()
     checkpoint = progress.step if progress else 0
     next_batch = first_missing_batch(folder, checkpoint, snapshot.batches_sent)
     _check_max_steps(config, next_batch, "sampled")
-    changes = _changes(config).get("orchestrator", ())
     # Groups that wait are given up as lost if they were judged by another rule, since a batch has one, its
     # step's in the record; or if they are newer than the next batch, since an earlier one was damaged.
     is_rejudged = any(change.key.startswith("orchestrator.advantage") for change in changes)

@@ -316,8 +316,7 @@ class StepProgress:
             self._note(record)
         progress = read_progress(self._progress)
         for view in self._views:
-            if progress is not None:
-                view.status(progress.lines())
+            view.status([] if progress is None else progress.lines())
             view.refresh()
 
     def _show(self, record: Record) -> None:

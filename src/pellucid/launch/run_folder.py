@@ -19,6 +19,7 @@ from pellucid.data.files import step_folders, try_lock
 from pellucid.errors import ConfigError
 from pellucid.export.paths import ExportPaths
 from pellucid.ledger import read_journal
+from pellucid.orchestrator.progress import PROGRESS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -63,17 +64,17 @@ def claimed(folder: Path) -> Iterator[None]:
 def prepare(config: RunConfig) -> bool:
     """Whether the claimed `output_dir` holds a run that is to be resumed; else it is clean after this.
 
+    Logs of a run that is resumed stay where they are: whoever rewinds it keeps them, see `keep_logs`.
     A start that failed before its first token is no run: what it wrote is deleted, but for its logs.
     """
     folder = config.output_dir
     used = [folder / name for name in WRITTEN_BY_A_RUN if _exists(folder / name)]
     begun = has_begun(folder)
     if begun and config.resume:
-        _keep_logs(folder / "logs")
         _delete_partials(folder)
         return True
     if used and not begun and not config.clean_output_dir:
-        _keep_logs(folder / "logs")
+        keep_logs(folder)
         used = [path for path in used if path.name != "logs"]
     elif used and not config.clean_output_dir:
         names = ", ".join(path.name for path in used)
@@ -91,7 +92,7 @@ def prepare(config: RunConfig) -> bool:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run in this folder has sampled, trained or written anything but settings and logs."""
+    """Whether a run in this folder has sampled, trained or written anything but settings, status and logs."""
     if any(_exists(folder / name) and _has_content(folder / name) for name in _RESULTS):
         return True
     if step_folders(folder / "checkpoints"):  # a stopped orchestrator leaves a snapshot there in any case
@@ -103,7 +104,11 @@ def has_begun(folder: Path) -> bool:
 def _has_content(path: Path) -> bool:
     if not path.is_dir():
         return True
-    return any(child.is_dir() or child.stat().st_size for child in path.iterdir())
+    return any(
+        child.is_dir() or child.stat().st_size
+        for child in path.iterdir()
+        if PROGRESS_FILE not in child.name  # half-written or whole: what an orchestrator does, not has done
+    )
 
 
 def settle_export(config: TrainerRunConfig, console: Console) -> None:
@@ -113,9 +118,9 @@ def settle_export(config: TrainerRunConfig, console: Console) -> None:
         console.out(f"token exports go to {exports}", highlight=False)
 
 
-def _keep_logs(logs: Path) -> None:
-    """`trainer.log` becomes `trainer.1.log`, or the next number that is free."""
-    for path in sorted(logs.glob("*.log")):
+def keep_logs(folder: Path) -> None:
+    """Renames `logs/trainer.log` to `trainer.1.log`, or to the next number that is free."""
+    for path in sorted((folder / "logs").glob("*.log")):
         if path.suffixes == [".log"]:
             number = next(n for n in count(1) if not path.with_suffix(f".{n}.log").exists())
             path.rename(path.with_suffix(f".{number}.log"))

@@ -45,7 +45,7 @@ from pellucid.orchestrator.evaluation import Evaluation, Evaluator
 from pellucid.orchestrator.filters import load_filter
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.pace import Pace, RateLimit
-from pellucid.orchestrator.progress import Progress, Tally, write_progress
+from pellucid.orchestrator.progress import Progress, Tally, remove_progress, write_progress
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
 from pellucid.orchestrator.snapshot import read_snapshot
@@ -157,18 +157,21 @@ class Orchestrator:
             self._sender.check()
 
     async def _show_progress(self) -> None:
-        """Tells whoever watches the run what becomes of its rollouts until the batch is full."""
+        """Tells whoever watches the run what becomes of its rollouts, until the last batch is sent."""
         scheduler = self._scheduler
-        while True:
-            progress = Progress.of(
-                self._tally.copy().add(scheduler.settled),
-                step=scheduler.batches_sent,
-                num_ready=scheduler.num_ready,
-                num_running=scheduler.num_inflight,
-                waits_for_weights=scheduler.waits_for_weights,
-            )
-            write_progress(self._config.output_dir, progress)
-            await asyncio.sleep(_SHOW_PROGRESS_EVERY_S)
+        try:
+            while scheduler.batches_sent < self._config.max_steps:
+                progress = Progress.of(
+                    self._tally.copy().add(scheduler.settled),
+                    step=scheduler.batches_sent,
+                    num_ready=scheduler.num_ready,
+                    num_running=scheduler.num_inflight,
+                    waits_for_weights=scheduler.waits_for_weights,
+                )
+                write_progress(self._config.output_dir, progress)
+                await asyncio.sleep(_SHOW_PROGRESS_EVERY_S)
+        finally:
+            remove_progress(self._config.output_dir)
 
     async def _keep_dispatching(self) -> None:
         while True:

@@ -1,6 +1,7 @@
 """`metrics/progress.json`: what the orchestrator does between two batches, and why rollouts do not train.
 
-One small object, replaced every other second, for whoever watches the run:
+One small object, replaced every other second, for whoever watches the run; it goes once the last batch is
+sent, or the orchestrator ends:
 
     {"step": 7, "num_ready": 12, "num_running": 64, "waits_for_weights": false,
      "outcomes": {"zero_advantage": 480, "failed_rollout": 32}, "zero_advantage_reward": 0.0,
@@ -19,7 +20,8 @@ from pellucid.data.files import replace_file
 from pellucid.ledger import State
 from pellucid.orchestrator.verdict import Verdict
 
-_LEFT_OUT = (State.ZERO_ADVANTAGE, State.FILTERED, State.CANCELLED)
+PROGRESS_FILE = "progress.json"
+_UNREMARKABLE = (State.ZERO_ADVANTAGE, State.FILTERED, State.CANCELLED)
 _WORDS = {
     State.FAILED_ROLLOUT.value: "failed",
     State.DROPPED_GROUP.value: "dropped with their group",
@@ -41,7 +43,7 @@ class Tally:
             self.outcomes[verdict.outcome.value] += 1
             if verdict.outcome is State.ZERO_ADVANTAGE:
                 self.zero_reward += verdict.rollout.reward or 0.0
-            elif not self.first_failure and verdict.outcome not in _LEFT_OUT:
+            elif not self.first_failure and verdict.outcome not in _UNREMARKABLE:
                 self.first_failure = describe_loss(verdict)
         return self
 
@@ -99,7 +101,9 @@ class Progress(msgspec.Struct, frozen=True):
         if not self.outcomes:
             return [line]
         reasons = ", ".join(f"{number:,} {self._words(state)}" for state, number in self.outcomes.items())
-        cause = [f"  the first: {self.first_failure}"] if self.first_failure else []
+        cause = (
+            [f"  the first that failed or was dropped: {self.first_failure}"] if self.first_failure else []
+        )
         return [f"{line}; do not train: {reasons}", *cause]
 
     def _words(self, state: str) -> str:
@@ -109,7 +113,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 def progress_path(run_dir: Path) -> Path:
-    return run_dir / "metrics" / "progress.json"
+    return run_dir / "metrics" / PROGRESS_FILE
 
 
 def write_progress(run_dir: Path, progress: Progress) -> None:
@@ -118,8 +122,13 @@ def write_progress(run_dir: Path, progress: Progress) -> None:
         replace_file(progress_path(run_dir), msgspec.json.encode(progress))
 
 
+def remove_progress(run_dir: Path) -> None:
+    with suppress(OSError):
+        progress_path(run_dir).unlink(missing_ok=True)
+
+
 def read_progress(path: Path) -> Progress | None:
-    """None if there is nothing to read yet."""
+    """None if there is nothing to read: before the first rollout, and once the last batch is sent."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Progress)
     except (OSError, msgspec.DecodeError):
