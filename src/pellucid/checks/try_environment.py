@@ -30,6 +30,7 @@ from pellucid.data.tokenizer import byte_tokenizer, load_tokenizer
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, ModelError
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
+from pellucid.inference.examine import other_vocabulary
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.launch.console import make_console
 from pellucid.orchestrator.attempt import GroupRun
@@ -175,10 +176,8 @@ async def _served(settings: EnvSettings, url: str) -> AsyncIterator[_Answers]:
         except ModelError as error:
             raise ModelError(f"the tokenizer of {url}: {error}; name it with --model") from error
         if fingerprint(tokenizer) != health.vocabulary:
-            raise ConfigError(
-                f"--model {name} has another vocabulary than {health.model!r} at {url}: a token id would not "
-                "mean the same to both; name the model that is served, or leave it out"
-            )
+            remedy = "name the model that is served, or leave it out"
+            raise ConfigError(other_vocabulary(f"--model {name}", f"{health.model!r} at {url}", remedy))
         yield _Answers(_sampler(settings, client, tokenizer, health.max_model_len))
     finally:
         await client.close()

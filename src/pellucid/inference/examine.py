@@ -41,7 +41,7 @@ class Expected:
         """Raises ConfigError with both values and the remedy if the server at `url` is not the run's."""
         who = f"the {self.role} {health.model!r} at {url}"
         if health.vocabulary != self.vocabulary:
-            raise ConfigError(other_vocabulary(who, self.model))
+            raise ConfigError(other_vocabulary(who, f"model.name = {self.model!r}"))
         if health.max_model_len < self.max_model_len:
             raise ConfigError(
                 f"{who} takes {health.max_model_len} tokens, less than inference.max_model_len = "
@@ -76,8 +76,5 @@ class Expected:
             )
 
 
-def other_vocabulary(who: str, model: str) -> str:
-    return (
-        f"{who} has another vocabulary than model.name = {model!r}: a token id would not mean the same to "
-        "both; take one with the same tokenizer"
-    )
+def other_vocabulary(who: str, model: str, remedy: str = "take one with the same tokenizer") -> str:
+    return f"{who} has another vocabulary than {model}: a token id would not mean the same to both; {remedy}"

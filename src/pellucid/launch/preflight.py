@@ -138,7 +138,7 @@ def _check_teacher(teacher: str, model: str) -> None:
     if all(path.exists() for path in paths):
         prints = {fingerprint(Tokenizer.from_file(str(path))) for path in paths}
         if len(prints) > 1:
-            raise ConfigError(other_vocabulary(f"the teacher {teacher!r}", model))
+            raise ConfigError(other_vocabulary(f"the teacher {teacher!r}", f"model.name = {model!r}"))
 
 
 def check_sft(config: SFTConfig) -> None:
