@@ -7,6 +7,7 @@ Starting them costs seconds, so that one start does all jobs of a number of proc
 
 import json
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -27,8 +28,15 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCaus
 from pellucid.checks import verify
 from pellucid.checks.verify.gradients import difference
 from pellucid.checks.verify.record import check_record
-from pellucid.config import DppoLossConfig, TrainerConfig, TrainerRunConfig, VerifyConfig
-from pellucid.config.save import to_toml
+from pellucid.config import (
+    DppoLossConfig,
+    MonitorsConfig,
+    PrometheusConfig,
+    TrainerConfig,
+    TrainerRunConfig,
+    VerifyConfig,
+)
+from pellucid.config.save import save, to_toml
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
 from pellucid.integrations import TokenRecorder
@@ -430,6 +438,33 @@ class Jobs:
                     config = config.model_copy(update={"resume": resume, "max_steps": 2 if resume else 1})
                     stack.enter_context(roster.joined(name, to_toml(config)))
             run_with(shared, self.ranks(shared.trainer))
+
+    def refuse(self, folder: str, mesh: dict) -> dict[str, list[str]]:
+        """What became of three runs in one trainer: the main process cannot open the metrics of the first,
+        nor go on under the name of the second; the third is trained."""
+        place, mesh = Path(folder), {"model": mesh, "experimental": {}}
+        shared = adapter_settings(self.tied, place, many_runs={"stay": False, "max_runs": 1}, **mesh)
+        roster = Roster(shared.output_dir)
+        with ExitStack() as stack:
+            if dist.get_rank() == 0:
+                taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                prometheus = PrometheusConfig(trainer_port=taken.getsockname()[1])
+                changes = {
+                    "busy": {"monitors": MonitorsConfig(prometheus=prometheus)},
+                    "renamed": {"resume": True},
+                    "one": {},
+                }
+                for name, change in changes.items():
+                    config = joining(self.tied, place, name).model_copy(update=change)
+                    if config.resume:
+                        save(
+                            config.model_copy(update={"run_id": "former"}),
+                            config.output_dir / "configs" / "step_0" / "trainer.toml",
+                        )
+                    stack.enter_context(roster.joined(name, to_toml(config)))
+            run_with(shared, self.ranks(shared.trainer))
+            found = {name: roster.outcome(name) for name in ("busy", "renamed", "one")}
+        return {name: [told[0].value, told[1]] for name, told in found.items() if told is not None}
 
 
 MANY = ("one", "two")

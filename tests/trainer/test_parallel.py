@@ -153,6 +153,7 @@ def two(folder) -> dict:
         "cp2, adapter": ["adapter", {"cp": 2}],
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
         "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
+        "refused": ["refuse", str(send_for_many(folder / "runs" / "refused")), {}],
         "verify dp2": ["verify", {}],
         "verify cp2": ["verify", {"cp": 2}],
         "verify, a denominator per rank": ["verify", {}, "a denominator per rank"],
@@ -319,6 +320,15 @@ def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(
             "rank_0.jsonl",
             "rank_1.jsonl",
         }
+
+
+def test_a_run_that_the_main_process_refuses_is_refused_by_all(two) -> None:
+    """The processes stay in step: the next run gets the place, and is trained to its end."""
+    outcomes = two["refused"]
+    assert outcomes["one"] == ["done", ""]
+    assert outcomes["busy"][0] == outcomes["renamed"][0] == "evicted"
+    assert "monitors.prometheus.trainer_port" in outcomes["busy"][1]
+    assert "resume with run_id = 'former'" in outcomes["renamed"][1]
 
 
 def test_what_the_main_process_raises_is_raised_in_all(two) -> None:

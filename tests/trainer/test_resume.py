@@ -17,15 +17,18 @@ from pellucid.checkpoint import newest_intact
 from pellucid.cli import main
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
-from pellucid.errors import DataError, TransportError
+from pellucid.errors import ConfigError, DataError, TransportError
 from pellucid.launch.resume import rewind_rl
 from pellucid.ledger import Journal, Stage, read_journal
+from pellucid.ledger.settings import record_settings
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
+from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import train
+from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.resume import restore
 from pellucid.trainer.stop import Stopped, StopRequest
 from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, stable_steps
@@ -265,6 +268,20 @@ def test_the_checkpoint_of_another_model_is_refused(tiny_model, samples, tmp_pat
         r".*/step_3/state does not fit the model: Size mismatch .*; resume with the model.name that .*",
         str(refused.value),
     )
+
+
+def test_a_refused_change_of_settings_leaves_the_run_as_it_is(tiny_model, samples, tmp_path) -> None:
+    """Steps 3 and 4 are beyond the checkpoint, and stay there for a start with the right settings."""
+    send(tmp_path, samples)
+    config = settings(tiny_model, tmp_path, run_id="run")
+    record_settings(config, "trainer", 0)
+    with pytest.raises(Crash):
+        run(config, CrashAt(4))
+    exported = exports(tmp_path)
+    with pytest.raises(ConfigError, match="resume with run_id = 'run'"):
+        run_with(config.model_copy(update={"resume": True, "run_id": "other"}), Ranks())
+    assert stable_steps(tmp_path / "weights")[-1] == 5
+    assert len(exported) == 5 and exports(tmp_path) == exported
 
 
 def test_the_checkpoint_knows_the_ledger(tiny_model, samples, tmp_path, caplog) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -71,24 +72,38 @@ def assemble_run(
     *,
     publishes: bool,
 ) -> Run:
-    """`sinks` are those of the main process, besides the ones that the configuration asks for."""
+    """`sinks` are those of the main process, besides the ones that the configuration asks for.
+
+    If one process cannot open what it needs, all of them raise, and none keeps anything open.
+    """
     settings = config.trainer
-    exporter = _open_exporter(config, ranks)
-    return Run(
-        config=settings,
-        output_dir=config.output_dir,
-        max_steps=config.max_steps,
-        policy=policy,
-        trained=trained,
-        losses=loss_for(settings.loss),
-        optimizer=Optimizer(trained.module, settings.optim, settings.scheduler, max_steps=config.max_steps),
-        batches=batches,
-        sinks=[*open_sinks(config, "trainer"), *sinks] if ranks.is_main else [],
-        journal=journal,
-        exporter=exporter,
-        publishes=publishes,
-        ranks=ranks,
-    )
+    losses = ranks.alike(lambda: loss_for(settings.loss))
+    with ExitStack() as opened:
+        exporter = _open_exporter(config, ranks)
+        if exporter is not None:
+            opened.callback(exporter.close)
+        own_sinks = ranks.alike(lambda: open_sinks(config, "trainer") if ranks.is_main else [])
+        for sink in own_sinks:
+            opened.callback(sink.close)
+        run = Run(
+            config=settings,
+            output_dir=config.output_dir,
+            max_steps=config.max_steps,
+            policy=policy,
+            trained=trained,
+            losses=losses,
+            optimizer=Optimizer(
+                trained.module, settings.optim, settings.scheduler, max_steps=config.max_steps
+            ),
+            batches=batches,
+            sinks=[*own_sinks, *sinks] if ranks.is_main else [],
+            journal=journal,
+            exporter=exporter,
+            publishes=publishes,
+            ranks=ranks,
+        )
+        opened.pop_all()
+    return run
 
 
 def _open_exporter(config: TrainerRunConfig, ranks: Ranks) -> TokenExporter | None:
@@ -96,14 +111,21 @@ def _open_exporter(config: TrainerRunConfig, ranks: Ranks) -> TokenExporter | No
     export = config.trainer.experimental.token_export
     if export is None:
         return None
-    exporter = TokenExporter(config.output_dir, rank=ranks.rank, precision=ranks.computes_in, **dict(export))
-    ranks.share(lambda: exporter.claim(resume=config.resume))
+    exporter = ranks.alike(
+        lambda: TokenExporter(config.output_dir, rank=ranks.rank, precision=ranks.computes_in, **dict(export))
+    )
+    try:
+        ranks.share(lambda: exporter.claim(resume=config.resume))
+    except BaseException:
+        exporter.close()
+        raise
     return exporter if ranks.keeps_books else None
 
 
 def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:
-    """`trainer.jsonl`, `trainer_1.jsonl`, …: one per rank."""
-    if not ranks.keeps_books:
-        return None
+    """Opens `trainer.jsonl`, `trainer_1.jsonl`, …: one per rank. Raises in all processes if one cannot."""
     name = f"trainer_{ranks.rank}.jsonl" if ranks.rank else "trainer.jsonl"
-    return Journal(config.output_dir / "ledger" / name, Stage.TRAINER, resume=config.resume)
+    path = config.output_dir / "ledger" / name
+    return ranks.alike(
+        lambda: Journal(path, Stage.TRAINER, resume=config.resume) if ranks.keeps_books else None
+    )

@@ -102,6 +102,7 @@ def _validation_tables(data: SFTData | None, ranks: Ranks) -> Iterator[TokenTabl
 
 def _train(config: TrainerRunConfig, run: Run) -> None:
     try:
+        run.check_settings(config)
         if config.resume:
             restore(run)
         run.record_settings(config)

@@ -22,8 +22,8 @@ class Update:
     """Whether weights and AdamW's state were left as they are, because loss or gradient is not finite."""
 
     parameter: str | None = None
-    """The parameter nearest to the loss whose gradient is not finite, if there is one on this rank: the
-    backward pass met it first."""
+    """The parameter nearest to the loss whose gradient is not finite in this process's shard of it, if
+    there is one: the backward pass met it first."""
 
 
 class Optimizer:

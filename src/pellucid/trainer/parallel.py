@@ -23,7 +23,7 @@ from pellucid.data.tokenizer import first_line
 from pellucid.errors import ProcessError
 from pellucid.model import ContextParallel, Policy
 from pellucid.model.load import default_device
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.ranks import Ranks, outcome_of
 
 T = TypeVar("T")
 
@@ -128,12 +128,15 @@ class Processes(Ranks):
 
     def gather(self, value: Any) -> list[Any]:
         assert self.cp_mesh is not None
+        return self.gather_all(value)[:: self.cp_mesh.size(1)]
+
+    def gather_all(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.control)
-        return values[:: self.cp_mesh.size(1)]
+        return values
 
     def share(self, make: Callable[[], T]) -> T:
-        outcome: list[Any] = [_outcome(make) if self.is_main else None]
+        outcome: list[Any] = [outcome_of(make) if self.is_main else None]
         dist.broadcast_object_list(outcome, src=0, group=self.control)
         value, error = outcome[0]
         if error is not None:
@@ -146,13 +149,6 @@ class Processes(Ranks):
         if self.context is not None:
             self.context.check_heads(policy.num_heads)
         shard_module(policy, policy.layers, self.model_mesh, self.precision)
-
-
-def _outcome(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    try:
-        return make(), None
-    except BaseException as error:  # of all kinds: whatever ends the main process ends the others alike
-        return None, error
 
 
 def shard_module(

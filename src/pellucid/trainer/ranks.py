@@ -11,7 +11,7 @@ rank, only the first cp rank exports tokens and writes a journal.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,9 +72,32 @@ class Ranks:
         """From a value of this rank to those of all ranks, in order."""
         return [value]
 
+    def gather_all(self, value: Any) -> list[Any]:
+        """From a value of this process to those of all processes, in order."""
+        return [value]
+
     def share(self, make: Callable[[], T]) -> T:
         """What `make` returns or raises in the main process, in every process; the others do not call it."""
         return make()
 
+    def alike(self, make: Callable[[], T]) -> T:
+        """Calls `make` in every process, and raises in every process if it fails in one.
+
+        `make` must not talk to the other processes: one that fails would leave them waiting.
+        """
+        value, own_error = outcome_of(make)
+        errors = [error for error in self.gather_all(own_error) if error is not None]
+        if errors:
+            raise own_error or errors[0]  # its own has a cause and a traceback, which do not travel
+        return cast(T, value)
+
     def shard(self, policy: "Policy") -> None:
         """Leaves this process its part of the model."""
+
+
+def outcome_of(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Returns what `make` returned and raised; catches everything, so that all processes end alike."""
+    try:
+        return make(), None
+    except BaseException as error:
+        return None, error

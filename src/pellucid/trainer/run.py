@@ -19,7 +19,7 @@ from pellucid.data.tensors import TokenTensors
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, sum_entries
-from pellucid.ledger.settings import record_settings
+from pellucid.ledger.settings import changed_settings, record_settings
 from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
 from pellucid.model import Layout, Policy, TokenOutput
@@ -109,11 +109,16 @@ class Run:
         retract_steps(self.output_dir / "weights", self.start + 1)
         return self.start == 0 or is_stable(weights_folder(self.output_dir, self.start))
 
+    def check_settings(self, config: TrainerRunConfig) -> None:
+        """Raises ConfigError in every process, before anything is restored, if `config` changes what a
+        resumed run must keep."""
+        self.ranks.share(lambda: changed_settings(config, _part(config)))
+
     def record_settings(self, config: TrainerRunConfig) -> None:
         """Writes down that `config` shapes the steps from here on, and logs what it changes for them."""
+        changes = self.ranks.share(lambda: record_settings(config, _part(config), self.start))
         if self.ranks.is_main:
-            part = "sft" if isinstance(config, SFTConfig) else "trainer"
-            for change in record_settings(config, part, self.start):
+            for change in changes:
                 logger.info(change.line(self.start))
 
     def steps(self) -> Iterator[int]:
@@ -220,7 +225,7 @@ class Run:
         cause = None
         if update.is_skipped:
             observer.skip()
-            cause = cause_of(update, tokens, self.ranks.gather(update.parameter))
+            cause = cause_of(update, tokens, self.ranks.gather_all(update.parameter))
             if self.ranks.is_main:
                 logger.warning("step %d of %s is skipped: %s", observer.step, self.output_dir, cause)
         self._skips.add(cause)
@@ -349,3 +354,8 @@ class Run:
             self.exporter.close()
         for sink in self.sinks:
             sink.close()
+
+
+def _part(config: TrainerRunConfig) -> str:
+    """The name of this part of a run in the record of its settings."""
+    return "sft" if isinstance(config, SFTConfig) else "trainer"

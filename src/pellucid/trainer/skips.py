@@ -63,7 +63,8 @@ def _token(
 
 
 def cause_of(update: Update, tokens: Sequence[str | None], parameters: Sequence[str | None]) -> str:
-    """The first cause that a rank knows: a token's loss, else a parameter's gradient, else the norm."""
+    """Picks the first known cause: a token's loss by rank, else a parameter's gradient by process, else the
+    norm."""
     for cause in tokens:
         if cause is not None:
             return cause
@@ -100,6 +101,6 @@ class Skips:
         return DataError(
             f"{which} skipped, as many in a row as trainer.max_skipped_steps = {self._max} allows: "
             f"{self._cause}. The weights are those of policy version {first}, and a checkpoint holds them: "
-            f"{look}; then --resume goes on with the next batch. Lower trainer.optim.lr or use "
-            "model.dtype = float32 if the policy has diverged"
+            f"{look}; then --resume goes on with the next batch. Lower trainer.optim.lr if the "
+            "policy has diverged"
         )

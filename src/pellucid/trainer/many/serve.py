@@ -187,7 +187,7 @@ class ManyRuns:
                 self._receivers[name] = open_receiver(
                     config.transport, config.output_dir, config.run_name, vocab_size=vocab_size(config.model)
                 )
-            except PellucidError as error:
+            except (PellucidError, OSError) as error:
                 self._refuse(name, error)
             else:
                 joined.append((name, config))
@@ -195,7 +195,7 @@ class ManyRuns:
 
     # In every process.
 
-    def _refuse(self, name: str, error: PellucidError) -> None:
+    def _refuse(self, name: str, error: PellucidError | OSError) -> None:
         """Sends away a run that is not a member."""
         logger.error("run %s is refused: %s", name, error)
         if (receiver := self._receivers.pop(name, None)) is not None:
@@ -227,13 +227,14 @@ class ManyRuns:
             run = assemble_run(
                 config, self._policy, adapter, batches, journal, sinks, self._ranks, publishes=True
             )
-        except PellucidError as error:  # of its folder or its export, which every process sees alike
+        except (PellucidError, OSError) as error:  # raised in all processes if in one
             self._refuse(name, error)
             return
         self._free.pop(0)
         member = self.members[name] = Member(name, run, adapter, step=0)
         self._had_any = True
         with self.evicting(member, everywhere=True):
+            run.check_settings(config)
             if config.resume:
                 restore(run)
             run.record_settings(config)
