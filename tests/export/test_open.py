@@ -17,6 +17,7 @@ import pellucid.export
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import FIELDS
 from pellucid.export.batch import ColumnBatch
+from pellucid.export.jsonl_source import JsonlSource
 from pellucid.export.sink import JsonlSink, ParquetSink
 from token_exports import write_run
 from tolerance import near
@@ -305,3 +306,12 @@ def test_what_is_written_is_what_is_read(batch) -> None:
                     np.testing.assert_array_equal(own, np.where(np.isfinite(values), values, np.nan))
                 else:
                     assert own.tolist() == values.tolist(), column
+
+
+def test_a_damaged_line_of_a_step_is_named_as_the_file_counts_it(tmp_path) -> None:
+    """The step is lines 3 and 4 of a file that it shares with others."""
+    before, step = b'{"a": 1}\n\n', b"\n{broken\n"
+    path = tmp_path / "tokens.rank_0.jsonl"
+    path.write_bytes(before + step + b"{}\n")
+    with pytest.raises(DataError, match=re.escape(f"{path}:4 is not JSON")):
+        JsonlSource(path, pytest.fail, (len(before), len(before + step)))

@@ -1,6 +1,7 @@
 """What is exported is what the loss did: golden records, order, and files that appear when they are whole."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -272,6 +273,41 @@ def test_two_runs_never_write_to_one_place(tmp_path, path) -> None:
         ):
             second.claim(resume=False)
     assert [record.key[0] for record in pellucid.export.open(folders[0]).records()] == [0]
+
+
+@pytest.mark.parametrize("is_lock", [False, True])
+def test_a_path_that_cannot_be_written_is_refused_by_its_key(tmp_path, is_lock) -> None:
+    """A file lies where its folder should be, or a folder where its lock should be."""
+    if is_lock:
+        (tmp_path / "taken" / ".tokens.lock").mkdir(parents=True)
+    else:
+        (tmp_path / "taken").touch()
+    exporter = TokenExporter(tmp_path / "run", path=tmp_path / "taken" / "tokens.jsonl")
+    with pytest.raises(ConfigError) as refused:
+        exporter.claim(resume=False)
+    exporter.close()
+    assert re.fullmatch(
+        r"trainer.experimental.token_export.path = \S*/taken/tokens.jsonl: the token export cannot be "
+        r"written there \(.+\); choose another path, or make its folder writable",
+        str(refused.value),
+    )
+
+
+@pytest.mark.parametrize("path", [Path("tokens.jsonl"), Path("files/tokens.parquet")])
+def test_a_run_that_was_moved_goes_on_with_its_export(tmp_path, path) -> None:
+    options = {"path": path, "format": path.suffix[1:]}
+    for folder, resume, step in (("before", False, 0), ("after", True, 1)):
+        exporter = TokenExporter(tmp_path / folder, **options)
+        exporter.claim(resume=resume)
+        write_steps(exporter, [step])
+        exporter.close()
+        if not resume:
+            (tmp_path / "before").rename(tmp_path / "after")
+    assert [record.key[0] for record in pellucid.export.open(tmp_path / "after").records()] == [0, 1]
+    stranger = TokenExporter(tmp_path / "stranger", path=tmp_path / "after" / path, format=path.suffix[1:])
+    with pytest.raises(ConfigError, match=rf"the export of another run \({tmp_path}/after\)"):
+        stranger.claim(resume=True)
+    stranger.close()
 
 
 @pytest.mark.parametrize("path", [None, Path("tokens.jsonl"), Path("tokens.parquet")])

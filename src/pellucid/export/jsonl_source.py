@@ -2,9 +2,9 @@
 
 import logging
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ _HEAD_BYTES = 4096
 """The fields before `token_ids` fit into this; where they do not, the whole line is parsed."""
 
 _KEPT_LINES = 4
+_BLOCK = 1 << 20
 
 
 def read_json_lines(path: Path, report: Report = log.warning) -> Iterator[tuple[int, Any]]:
@@ -30,7 +31,7 @@ def read_json_lines(path: Path, report: Report = log.warning) -> Iterator[tuple[
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                value = parse_line(path, number, line, report)
+                value = parse_line(line, partial(_place, path, number), report)
                 if value is not _TORN:
                     yield number, value
 
@@ -38,13 +39,18 @@ def read_json_lines(path: Path, report: Report = log.warning) -> Iterator[tuple[
 _TORN = object()
 
 
-def parse_line(path: Path, number: int, line: bytes, report: Report) -> Any:
+def _place(path: Path, number: int) -> str:
+    return f"{path}:{number}"
+
+
+def parse_line(line: bytes, place: Callable[[], str], report: Report) -> Any:
+    """Parses one line; `place` names it, and is called only if something is wrong with it."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
         if line.endswith(b"\n"):
-            raise DataError(f"{path}:{number} is not JSON: {error}") from error
-        report(f"{path}:{number} is cut short (still being written, or its writer died); skipped")
+            raise DataError(f"{place()} is not JSON: {error}") from error
+        report(f"{place()} is cut short (still being written, or its writer died); skipped")
         return _TORN
 
 
@@ -55,7 +61,7 @@ class JsonlSource:
         self._span = span
         self._report = report
         self._spans: list[tuple[int, int, int]] = []
-        """Line number, start and stop of each record."""
+        """Line number, counted from the span's start, and first and last byte of each record."""
 
         self.keys: list[Key] = []
         self._find_lines()
@@ -87,7 +93,7 @@ class JsonlSource:
         line = text[start:stop]
         if not line.strip():
             return None
-        value = parse_line(self.path, number, line, self._report)
+        value = parse_line(line, partial(self._place, number), self._report)
         return None if value is _TORN else key_of(self._checked(number, value))
 
     def _checked(self, number: int, value: Any) -> dict[str, Any]:
@@ -99,14 +105,26 @@ class JsonlSource:
         try:
             yield
         except DataError as error:
-            raise DataError(f"{self.path}:{number}: {error}") from error
+            raise DataError(f"{self._place(number)}: {error}") from error
+
+    def _place(self, number: int) -> str:
+        return _place(self.path, self._num_lines_before + number)
+
+    @cached_property
+    def _num_lines_before(self) -> int:
+        """Lines of the file before the span; the file is read for them only when an error names a line."""
+        start = 0 if self._span is None else self._span[0]
+        if start == 0:
+            return 0
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return sum(text[at : min(at + _BLOCK, start)].count(b"\n") for at in range(0, start, _BLOCK))
 
     def _parse(self, row: int) -> dict[str, Any]:
         number, start, stop = self._spans[row]
         with self.path.open("rb") as file:
             file.seek(start)
             line = file.read(stop - start)
-        return self._checked(number, parse_line(self.path, number, line, self._report))
+        return self._checked(number, parse_line(line, partial(self._place, number), self._report))
 
     def names(self, row: int) -> Sequence[str]:
         """A null is the value of a sequence's field (no reward, say), but the lack of a per-token column."""

@@ -17,6 +17,7 @@ One run at a time writes to a place, and only the run that began it goes on with
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 import orjson
 
 from pellucid.data.files import replace_file, try_lock
-from pellucid.errors import ConfigError, DataError
+from pellucid.errors import ConfigError, DataError, DiskError
 
 if TYPE_CHECKING:
     from pellucid.config import ExportFormat, TrainerRunConfig
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 FOLDER = "token_exports"
 MARKER = "STABLE"
 LINK = ".link.json"
+_UNKNOWN = "an unknown one"
 _IN_STEP = re.compile(r"(?:summary\.)?rank_(\d+)(?:\.jsonl|\.parquet|\.json|\.link\.json)")
 
 
@@ -108,37 +110,62 @@ class ExportPaths:
                 yield (int(found[1]) if found[1] else None), int(found[2]), path
 
     def check(self, *, resume: bool) -> None:
-        """Raises ConfigError where another run writes, or has written what this one does not go on with."""
-        owner = ""
-        if self._lock_path.exists():
-            with self._lock_path.open("r+", encoding="utf-8") as lock:
-                owner = lock.read()
-                if not try_lock(lock):
-                    raise ConfigError(self._taken(owner))
-        is_own = owner == self._identity or (resume and not owner)
-        if not is_own and (found := next(self._known_elsewhere(), None)) is not None:
-            raise ConfigError(
-                f"trainer.experimental.token_export.path: {found[2]} holds the export of another run "
-                f"({owner or 'an unknown one'}); choose another path, or delete its files first"
-            )
+        """Raises ConfigError where this run cannot write, where another run writes, or has written what this
+        one does not go on with."""
+        owner = None
+        with self._writing():
+            if self._lock_path.exists():
+                with self._lock_path.open("r+", encoding="utf-8") as lock:
+                    owner = self._owner(lock.read())
+                    if not try_lock(lock):
+                        raise ConfigError(self._taken(str(owner or _UNKNOWN)))
+            is_own = owner == self.run_dir.resolve() or (resume and owner is None)
+            if not is_own and (found := next(self._known_elsewhere(), None)) is not None:
+                raise ConfigError(
+                    f"trainer.experimental.token_export.path: {found[2]} holds the export of another run "
+                    f"({owner or _UNKNOWN}); choose another path, or delete its files first"
+                )
 
     def claim(self, *, resume: bool) -> IO[Any]:
         """Checks, and keeps every other run away from here until the file that is returned is closed."""
         self.check(resume=resume)
-        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
-        lock = self._lock_path.open("a+", encoding="utf-8")
-        if not try_lock(lock):
-            lock.close()
-            raise ConfigError(self._taken("which has just begun"))
-        lock.truncate(0)
-        lock.write(self._identity)
-        lock.flush()
+        with self._writing(), ExitStack() as opened:
+            self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+            lock = opened.enter_context(self._lock_path.open("a+", encoding="utf-8"))
+            if not try_lock(lock):
+                raise ConfigError(self._taken("which has just begun"))
+            lock.truncate(0)
+            lock.write(self._identity)
+            lock.flush()
+            opened.pop_all()
         return lock
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turns an OSError into a ConfigError, unless the disk is full or read-only (`DiskError`)."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in DiskError.REMEDIES:
+                raise
+            key = f"output_dir = {self.run_dir}"
+            if self.explicit is not None:
+                key = f"trainer.experimental.token_export.path = {self.explicit}"
+            raise ConfigError(
+                f"{key}: the token export cannot be written there ({error.strerror or error}); "
+                "choose another path, or make its folder writable"
+            ) from error
 
     @property
     def _identity(self) -> str:
-        """The run as others know it."""
-        return str(self.run_dir.resolve())
+        """The run folder, as the lock file names it: seen from there if that is within the run, so that the
+        run may be moved."""
+        run_dir, place = self.run_dir.resolve(), self._lock_path.parent.resolve()
+        return os.path.relpath(run_dir, place) if place.is_relative_to(run_dir) else str(run_dir)
+
+    def _owner(self, identity: str) -> Path | None:
+        """Returns the run folder that a lock file names; None if it names none."""
+        return (self._lock_path.parent / identity).resolve() if identity else None
 
     @property
     def _lock_path(self) -> Path:
