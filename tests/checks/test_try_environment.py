@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pellucid.cli import main
+from pellucid.model.tiny import make_tiny_model
 
 ENVIRONMENTS = """
 import asyncio
@@ -171,6 +172,13 @@ def test_a_model_of_its_own_replies(capsys, tiny_model: Path, folder: Path) -> N
     again = attempts(capsys, *argv, "--model", str(tiny_model))[1]
     assert [each["turns"][0]["reply"] for each in again] == replies and len(set(replies)) == 2
     assert [path.name for path in folder.iterdir()] == ["own_envs.py"]
+
+
+def test_a_model_with_a_short_context_replies_within_it(capsys, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", hidden_size=32, num_layers=1, max_length=128)
+    code, rollouts = attempts(capsys, "own_envs:Echo", "-n", "1", "--model", str(tmp_path / "model"))
+    assert code == 0
+    assert 1 <= rollouts[0]["turns"][0]["num_tokens"] < 128
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,10 @@ class _SafeReader(FileSystemReader):
             raise _not_ours(folder, f"its .metadata is damaged: {error}") from error
         if not isinstance(self._metadata, Metadata) or not isinstance(self._metadata.storage_data, dict):
             raise _not_ours(folder, "its .metadata describes something else")
-        for info in self._metadata.storage_data.values():
-            path = folder / info.relative_path
+        for name in sorted({info.relative_path for info in self._metadata.storage_data.values()}):
+            path = folder / name
             if path.parent != folder or not path.is_file() or path.is_symlink():
-                raise _not_ours(folder, f"it has no file {info.relative_path!r}, which its .metadata names")
+                raise _not_ours(folder, f"it has no file {name!r}, which its .metadata names")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()

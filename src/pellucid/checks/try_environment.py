@@ -23,7 +23,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.config import EnvConfig, InferenceRunConfig, ModelConfig
+from pellucid.config import EnvConfig, InferenceConfig, InferenceRunConfig, ModelConfig
 from pellucid.config.tools import EnvSettings
 from pellucid.data import Completion, Rollout, Turn
 from pellucid.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -189,8 +189,12 @@ async def _computed(settings: EnvSettings, name: str) -> AsyncIterator[_Answers]
     from pellucid.inference.server import open_engine
     from pellucid.ledger import Journal, Stage
     from pellucid.metrics import Tee
+    from pellucid.model.load import context_length
 
-    config = InferenceRunConfig(model=ModelConfig(name=name))
+    model = ModelConfig(name=name)
+    default = InferenceConfig().max_model_len
+    max_model_len = min(default, context_length(model) or default)
+    config = InferenceRunConfig(model=model, inference=InferenceConfig(max_model_len=max_model_len))
     tokenizer = load_tokenizer(name)
     engine = open_engine(config, tokenizer)
     with TemporaryDirectory() as folder:
@@ -199,7 +203,7 @@ async def _computed(settings: EnvSettings, name: str) -> AsyncIterator[_Answers]
         thread.start()
         try:
             client = EngineClient(thread)
-            yield _Answers(_sampler(settings, client, tokenizer, config.inference.max_model_len))
+            yield _Answers(_sampler(settings, client, tokenizer, max_model_len))
         finally:
             await asyncio.to_thread(thread.stop)
 

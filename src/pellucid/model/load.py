@@ -52,11 +52,21 @@ def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int
 
 def vocab_size(config: ModelConfig) -> int:
     """Without loading the weights."""
+    return int(_read_config(config).get_text_config().vocab_size)
+
+
+def context_length(config: ModelConfig) -> int | None:
+    """Reads the longest sequence that the model is made for, in tokens, without loading the weights; None:
+    its config.json does not say."""
+    return _context(_read_config(config))
+
+
+def _read_config(config: ModelConfig) -> Any:
     from transformers import AutoConfig
 
     require_folder(config.name)
     try:
-        return int(AutoConfig.from_pretrained(config.name).get_text_config().vocab_size)
+        return AutoConfig.from_pretrained(config.name)
     except (OSError, ValueError) as error:
         raise ModelError(_not_loadable(config.name, error)) from error
 
@@ -108,12 +118,17 @@ def _check_supported(config: Any) -> None:
 
 
 def _check_context(config: Any, max_length: int, key: str) -> None:
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = _context(config)
     if context is not None and max_length > context:
         raise ModelError(
             f"{key} = {max_length} exceeds the context of the model, {context} tokens "
-            f"(max_position_embeddings in its config.json); set seq_len to at most {context}"
+            f"(max_position_embeddings in its config.json); set {key} to at most {context}"
         )
+
+
+def _context(config: Any) -> int | None:
+    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return context
 
 
 def _not_loadable(name: str, error: Exception) -> str:

@@ -145,9 +145,10 @@ def _check_masks(policy: Policy, row: _ProbedRow, length: int) -> None:
     """The last token of a sequence of `length` has to see all others, whatever mask HF gives a layer."""
     rules: list[tuple[Tensor, Callable[..., Any]]] = []
     given: dict[int, Tensor | None] = {}
+    device = policy.device  # HF keeps the functions below for good: they must not keep the model, too
 
     def make_mask(*, mask_function: Callable[..., Any], **options: Any) -> Tensor:
-        rules.append((torch.zeros(1, 1, _LENGTH, _LENGTH, device=policy.device), mask_function))
+        rules.append((torch.zeros(1, 1, _LENGTH, _LENGTH, device=device), mask_function))
         return rules[-1][0]
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
@@ -159,7 +160,8 @@ def _check_masks(policy: Policy, row: _ProbedRow, length: int) -> None:
     with _implementation(policy, _PROBE):
         policy.hidden(row.token_ids[:1], row.positions[:1], _ObservedPlan(PackedAttention([_LENGTH]), length))
     model = type(policy.hf).__name__
-    zero, last, places = torch.tensor([0]), torch.tensor([length - 1]), torch.arange(length)
+    places = torch.arange(length, device=device)
+    zero, last = places[:1], places[-1:]
     for layer, mask in given.items():
         rule = next((rule for made, rule in rules if made is mask), None)
         if rule is None:
