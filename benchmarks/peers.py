@@ -1,6 +1,6 @@
 """Time to learn the demo's task, beside other trainers: the same warm weights, words, budget and machine.
 
-    python benchmarks/peers.py [--seeds 0 1] [--target 0.9]
+    python -m benchmarks.peers [--seeds 0 1] [--target 0.9]
 
 One run after the other, each with both cores. Writes the curves to benchmarks/peers.json, draws them into
 docs/images/peers.svg and puts the figures into docs/peers.md. The clock of a run starts when it begins to
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from curve import Curve
-from drawing import draw
+from benchmarks.curve import Curve
+from benchmarks.drawing import draw
 from pellucid.metrics import read_metrics
 
 HERE = Path("benchmarks")
@@ -53,9 +53,8 @@ def run(command: Sequence[str]) -> None:
 
 def train_with_trl(model: Path, seed: int, target: float, max_s: float) -> Curve:
     path = OUTPUTS / f"trl_{seed}.json"
-    script = str(HERE / "trl_grpo.py")
     options = ["--seed", seed, "--target", target, "--max-s", max_s, "--called", time.time()]
-    run([sys.executable, script, str(model), str(path), *map(str, options)])
+    run([sys.executable, "-m", "benchmarks.trl_grpo", str(model), str(path), *map(str, options)])
     return Curve.load(path)
 
 

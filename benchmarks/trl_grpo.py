@@ -1,6 +1,6 @@
 """The task of examples/reverse_text with TRL's GRPO trainer; run by peers.py, in TRL's environment.
 
-    python benchmarks/trl_grpo.py MODEL CURVE.json --seed 0 --target 0.9
+    python -m benchmarks.trl_grpo MODEL CURVE.json --seed 0 --target 0.9
 
 Settings of a careful user without a GPU: float32, all cores in one process, the whole batch in one micro
 batch, no gradient checkpointing, no reference model, nothing saved or logged on the way. The words are those
@@ -17,9 +17,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from curve import Curve
+from benchmarks.curve import Curve
 from pellucid.config import EnvConfig
 from pellucid.orchestrator.environment import load_environment
+from pellucid.orchestrator.environments.reverse_text import ReverseText
 
 NUM_WORDS, GROUP_SIZE, MAX_STEPS = 16, 8, 1000
 
@@ -61,6 +62,7 @@ def main() -> None:
 
     args = {"min_letters": 4, "max_letters": 8}
     words = load_environment(EnvConfig(id="reverse-text", args=args), seed=options.seed)
+    assert isinstance(words, ReverseText)
     examples = [words.example(index) for index in range(NUM_WORDS * MAX_STEPS)]
     rows = [{"prompt": example.messages, "place": place} for place, example in enumerate(examples)]
     watch = Watch(Curve("TRL", options.seed), options.called, options.target, options.max_s)

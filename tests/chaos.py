@@ -17,21 +17,28 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
+from warm import processes_of
 
 VICTIMS = ("inference", "orchestrator", "trainer", "launcher", "ctrl-c")
 START_S = 6.0
-"""A third of the kills falls into the start of a run, the others after its first new step."""
+"""How long a run takes to start. A third of the kills falls into it, the others after the first new step."""
 
 
-def command(folder: Path, max_steps: int) -> list[str]:
+def start_for_real(arguments: list[str]) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "pellucid.cli", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def arguments_of(folder: Path, max_steps: int) -> list[str]:
     return [
-        *(sys.executable, "-m", "pellucid.cli", "rl", "--resume"),
-        *("--model.name", str(folder / "tiny"), "--output-dir", str(folder / "run")),
+        *("rl", "--resume", "--model.name", str(folder / "tiny"), "--output-dir", str(folder / "run")),
         *("--max-steps", str(max_steps), "--seq-len", "256", "--trainer.ckpt.interval", "4"),
         *("--orchestrator.env", '[{"id": "reverse-text"}]', "--orchestrator.batch-size", "16"),
         *("--orchestrator.rollouts-per-example", "4", "--orchestrator.max-inflight-rollouts", "24"),
@@ -39,16 +46,15 @@ def command(folder: Path, max_steps: int) -> list[str]:
     ]
 
 
-def strike(run: "subprocess.Popen[str]", victim: str) -> bool:
+def strike(run: Any, folder: Path, victim: str) -> bool:
     """False if there was nobody to strike."""
     if victim in ("launcher", "ctrl-c"):
         run.send_signal(signal.SIGKILL if victim == "launcher" else signal.SIGINT)
         return True
-    pattern = f"pellucid.cli {victim}"
-    found = subprocess.run(["pgrep", "-P", str(run.pid), "-f", pattern], capture_output=True, text=True)
-    for pid in found.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
-    return bool(found.stdout)
+    pid = processes_of(folder).get(victim)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    return pid is not None
 
 
 def num_steps(folder: Path) -> int:
@@ -87,31 +93,30 @@ def check_run(folder: Path, max_steps: int) -> Counter[str]:
     return states
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where the run is; one of its own by default")
-    arguments = parser.parse_args()
-    generator = random.Random(arguments.seed)
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="pellucid-chaos-"))
+def rampage(
+    folder: Path,
+    num_kills: int,
+    seed: int,
+    start: Callable[[list[str]], Any] = start_for_real,
+    start_s: float = START_S,
+) -> str:
+    """Kills so often, finishes the run, and returns what became of it; a run that lost something raises."""
+    generator = random.Random(seed)
     make_tiny_model(folder / "tiny", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
     max_steps = 1_000_000  # until the last kill
     kills: Counter[str] = Counter()
-    while kills.total() < arguments.kills:
+    while kills.total() < num_kills:
         victim = generator.choice(VICTIMS)
         in_start = generator.random() < 1 / 3
-        delay_s = generator.uniform(0, START_S if in_start else 3.0)
+        delay_s = generator.uniform(0, start_s if in_start else 3.0)
         before = num_steps(folder / "run")
-        run = subprocess.Popen(
-            command(folder, max_steps), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        run = start(arguments_of(folder, max_steps))
         while not in_start and num_steps(folder / "run") <= before:
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.05)
         time.sleep(delay_s)
         assert run.poll() is None, run.communicate()[0]
-        while not strike(run, victim):  # on a busy machine it may not have started yet
+        while not strike(run, folder / "run", victim):  # on a busy machine it may not have started yet
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.05)
         kills[victim] += 1
@@ -124,11 +129,22 @@ def main() -> None:
             flush=True,
         )
     num_done = num_steps(folder / "run")
-    finished = subprocess.run(command(folder, num_done + 5), capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    last = start(arguments_of(folder, num_done + 5))
+    output, _ = last.communicate()
+    assert last.returncode == 0, output
     states = check_run(folder / "run", num_done + 5)
-    print(finished.stdout)
-    print(f"{kills.total()} kills ({dict(kills)}), {num_done + 5} steps, tokens: {dict(states)}")
+    print(output)
+    return f"{kills.total()} kills ({dict(kills)}), {num_done + 5} steps, tokens: {dict(states)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where the run is; one of its own by default")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="pellucid-chaos-"))
+    print(rampage(folder, arguments.kills, arguments.seed))
 
 
 if __name__ == "__main__":

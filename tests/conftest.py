@@ -3,18 +3,31 @@
 import ctypes
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 
-from workers import pytest_collection_modifyitems, pytest_xdist_make_scheduler, torch_threads  # noqa: F401
+from pellucid.ending import LAUNCHER_PIPE, Word, describe_pipe, say
+from workers import (  # noqa: F401
+    pytest_collection_finish,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_xdist_make_scheduler,
+    torch_threads,
+)
+
+# Nothing is asked of the Hugging Face Hub: without a network it is tried five times, which takes 40 seconds.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -52,6 +65,34 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Launcher:
+    """The launcher's end of the pipe from this process."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+
+    def hear(self) -> Word:
+        return msgspec.json.decode(self._pipe.readline(), type=Word)
+
+    def doings(self) -> list[str]:
+        """What was said until now to be done, in this order."""
+        say("the end")
+        words = iter(self.hear, None)
+        said = takewhile(lambda word: word.doing != "the end", words)
+        return [word.doing for word in said if word.doing]
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """This process has a launcher, and tells it how it ends."""
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    monkeypatch.setenv(LAUNCHER_PIPE, describe_pipe(theirs))
+    with open(ours, "rb") as pipe:
+        yield Launcher(pipe)
+    os.close(theirs)
+
+
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of three layers, the first and the last with eight experts."""
@@ -63,12 +104,16 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], AbstractContextManager[Path]]:
-    """`with small_disk("256k") as folder`: a disk of its own with so much room; only root may mount one."""
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[Path]]:
+    """`with small_disk("256k") as folder`: a disk of its own with so much room; only root may mount one.
+
+    `at`: the folder, which is made; default: a new one.
+    """
 
     @contextmanager
-    def mounted(size: str) -> Iterator[Path]:
-        folder = tmp_path_factory.mktemp("disk")
+    def mounted(size: str, at: Path | None = None) -> Iterator[Path]:
+        folder = at or tmp_path_factory.mktemp("disk")
+        folder.mkdir(parents=True, exist_ok=True)
         if not _sees_its_own_mounts() or not _mount(
             "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)
         ):

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +56,16 @@ class Outcome:
     setup: Setup
     counts: dict[str, int]
     duration_s: float
+    failures: Sequence[str] = ()
+    """`FAILED tests/…::test_… - why`, as pytest sums up."""
+
+    exit_code: int = 0
+    """That of pytest: 2 to 5 where it was interrupted, broke or found no test."""
 
     @property
     def is_green(self) -> bool:
-        return self.counts.get("passed", 0) > 0 and not self.counts.keys() & {"failed", "error", "errors"}
+        is_clean = not self.counts.keys() & {"failed", "error", "errors"}
+        return self.exit_code == 0 and self.counts.get("passed", 0) > 0 and is_clean
 
 
 def setups(flags: set[str]) -> tuple[list[Setup], list[str]]:
@@ -84,14 +90,19 @@ def counts_of(output: str) -> dict[str, int]:
     return {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", lines[-1])} if lines else {}
 
 
+def failures_of(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+
+
 def table(outcomes: list[Outcome]) -> str:
+    """A line for each configuration; below it, what failed there."""
     lines = [f"{'configuration':<32} {'passed':>7} {'failed':>7} {'skipped':>8} {'time':>8}"]
     for each in outcomes:
         failed = sum(each.counts.get(name, 0) for name in ("failed", "error", "errors"))
         figures = (each.counts.get("passed", 0), failed, each.counts.get("skipped", 0))
-        lines.append(
-            f"{each.setup!s:<32} {figures[0]:>7} {figures[1]:>7} {figures[2]:>8} {each.duration_s:>7.0f}s"
-        )
+        line = f"{each.setup!s:<32} {figures[0]:>7} {figures[1]:>7} {figures[2]:>8} {each.duration_s:>7.0f}s"
+        lines.append(line if each.is_green else f"{line}  exit code {each.exit_code}")
+        lines += [f"    {failure}" for failure in each.failures]
     return "\n".join(lines)
 
 
@@ -130,7 +141,8 @@ def run(setup: Setup, arguments: list[str]) -> Outcome:
             output += line
             print(line, end="", flush=True)
     (LOGS / f"{setup}.log".replace(", ", "-").replace(" ", "_")).write_text(output)
-    return Outcome(setup, counts_of(output), time.monotonic() - started)
+    duration_s = time.monotonic() - started
+    return Outcome(setup, counts_of(output), duration_s, failures_of(output), process.returncode)
 
 
 def main(arguments: list[str]) -> int:

@@ -114,10 +114,10 @@ def mixed_batch(first: int = 0, run: str = "run") -> TokenTable:
     own = partial(sample, run=run)
     return TokenTable.from_samples(
         [
-            *(own(first + index, completion=2 + 3 * index) for index in range(4)),
-            *(own(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(3)),
-            *(own(40 + index, mode="opd", env="c", completion=6) for index in range(2)),
-            *(own(60 + index, mode="sft", env="d", completion=5 + index) for index in range(2)),
+            *(own(first + index, completion=2 + 3 * index) for index in range(3)),
+            *(own(20 + index, env="b", prompt=12, completion=3 + index, group="g") for index in range(2)),
+            own(40, mode="opd", env="c", completion=6),
+            own(60, mode="sft", env="d", completion=5),
             own(first + 50, env="b", completion=60),
         ]
     )
@@ -172,12 +172,13 @@ def loss_settings(name: str) -> dict:
 def packings(*, thorough: bool) -> Iterator[tuple[str, str, dict]]:
     """(name, batch, settings): every loss under each cap and each reduction, and every batch in several ways.
 
-    Not thorough: every loss under some cap and reduction, and every batch.
+    Not thorough: every loss, cap, reduction and batch, but most losses under the largest cap alone.
     """
     caps, reductions = (SEQ_LEN, SEQ_LEN // 2, SEQ_LEN // 4), ("token", "sequence", "group")
+    pairs = list(zip(caps, reductions, strict=True))
     for number, loss in enumerate(LOSSES):
-        pairs = list(zip(caps, reductions, strict=True))
-        for cap, reduction in pairs if thorough else [pairs[number % 3]]:
+        some = (SEQ_LEN if number >= len(caps) else caps[number], reductions[number % 3])
+        for cap, reduction in pairs if thorough else [some]:
             own = {"loss": {**loss_settings(loss), "reduction": reduction}, "micro_batch_max_tokens": cap}
             yield f"{loss}, cap {cap}, mean over {reduction}", "mixed", own
     for batch in BATCHES:
@@ -411,7 +412,7 @@ class Jobs:
             }
         )
         ranks = self.ranks(config.trainer)
-        checks, printed = [check_record], StringIO()
+        checks, printed = {"record": check_record}, StringIO()
         with planted(fault), patch.object(verify, "CHECKS", checks), redirect_stdout(printed):
             code = verify.verify_with(config, ranks)
         return ranks.gather([code, printed.getvalue()])

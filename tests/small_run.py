@@ -20,13 +20,13 @@ import msgspec
 import torch
 from torch import nn
 
-from pellucid.checkpoint import Progress, publish_checkpoint, read_progress
+from pellucid.checkpoint import Progress, newest_intact, publish_checkpoint, take_back
 from pellucid.config import DppoLossConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.inference.client import Account
 from pellucid.inference.slots import EngineCounts
 from pellucid.launch.resume import ResumePoint, rewind_rl
-from pellucid.ledger import Flow, Journal, Stage, State, sum_entries
+from pellucid.ledger import Flow, Journal, Stage, State, link_of, sum_entries
 from pellucid.loss import LossInputs, dppo_loss
 from pellucid.model import TokenOutput
 from pellucid.orchestrator.advantage import load_advantage
@@ -36,8 +36,9 @@ from pellucid.orchestrator.eval_books import EvalBooks
 from pellucid.orchestrator.filters import Filter, FilterInputs
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.records import FILE
+from pellucid.orchestrator.resume import settle_orchestrator
 from pellucid.orchestrator.scheduler import Rules, Scheduler, Source
-from pellucid.orchestrator.snapshot import read_snapshot
+from pellucid.orchestrator.snapshot import Snapshot
 from pellucid.packing import pack_batch
 from pellucid.trainer.observer import StepObserver
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
@@ -110,10 +111,14 @@ class EngineSide:
     def __init__(self, folder: Path, *, resume: bool) -> None:
         self._journal = Journal(folder / "ledger" / "inference.jsonl", Stage.INFERENCE, resume=resume)
         self._written: dict[Flow | State, Counter[Account]] = defaultdict(Counter)
-        self._running: dict[str, list[tuple[int, int]]] = {}
-        """What was sampled for a rollout's turn so far, as runs of (policy version, tokens)."""
+        self._running: dict[str, _Asked] = {}
+        """By rollout."""
+        self._unheard: Counter[Account] = Counter()
+        """Tokens of answers that reached nobody."""
         self._folder = folder
         self.counts = EngineCounts()
+        self.client = ""
+        """The process of the orchestrator that asks."""
 
     @property
     def version(self) -> int:
@@ -125,21 +130,41 @@ class EngineSide:
         return self.counts.sampled.total() - self._written[Flow.SAMPLED].total()
 
     def sample(self, rollout: Rollout, num_tokens: int) -> None:
-        self.counts.sampled[_account(rollout)] += num_tokens
-        self._running.setdefault(rollout.rollout_id, []).append((self.version, num_tokens))
+        asked = self._ask(rollout)
+        self.counts.sampled[asked.account] += num_tokens
+        asked.runs.append((self.version, num_tokens))
+
+    def _ask(self, rollout: Rollout) -> "_Asked":
+        account = Account(RUN, rollout.env_name, self.client)
+        return self._running.setdefault(rollout.rollout_id, _Asked(account, []))
 
     def has_begun(self, rollout: Rollout) -> bool:
         return bool(rollout.turns) or rollout.rollout_id in self._running
 
-    def answer(self, rollout: Rollout) -> list[tuple[int, int]]:
-        runs = self._running.pop(rollout.rollout_id, [])
-        self.counts.delivered[_account(rollout)] += sum(tokens for _, tokens in runs)
-        return runs
+    def answer(self, rollout: Rollout) -> tuple[list[tuple[int, int]], str]:
+        """Runs and link."""
+        account, runs = self._ask(rollout)
+        del self._running[rollout.rollout_id]
+        self.counts.delivered[account] += sum(tokens for _, tokens in runs)
+        return runs, link_of(self._journal.process, account.client)
+
+    def answer_nobody(self, rollout: Rollout) -> None:
+        """It hangs, and the request was given up by the time it answers."""
+        account = self._ask(rollout).account
+        runs, _ = self.answer(rollout)
+        self._unheard[account] += sum(tokens for _, tokens in runs)
+
+    def recover(self) -> None:
+        """It can be reached again, and is told which answers nobody took."""
+        self.counts.delivered.subtract(self._unheard)
+        self.counts.cancelled.update(self._unheard)
+        self._unheard.clear()
 
     def abandon(self, rollout: Rollout) -> None:
         """Nobody waits for the answer any more."""
-        runs = self._running.pop(rollout.rollout_id, [])
-        self.counts.cancelled[_account(rollout)] += sum(tokens for _, tokens in runs)
+        account, runs = self._ask(rollout)
+        del self._running[rollout.rollout_id]
+        self.counts.cancelled[account] += sum(tokens for _, tokens in runs)
 
     def flush(self) -> None:
         for what, counter in (
@@ -148,30 +173,37 @@ class EngineSide:
             (State.CANCELLED, self.counts.cancelled),
         ):
             for account, tokens in counter.items():
-                self._journal.count(account.run, account.env, what, tokens - self._written[what][account])
+                link = link_of(self._journal.process, account.client)
+                self._journal.count(
+                    account.run, account.env, what, tokens - self._written[what][account], link
+                )
             self._written[what] = Counter(counter)
         self._journal.flush(self.version)
 
     def stop(self, inflight: Collection[Rollout] = ()) -> None:
         for rollout in inflight:
             self.abandon(rollout)
+        self.recover()
         self.flush()
         self._journal.close(self.version)
 
 
-def _account(rollout: Rollout) -> Account:
-    return Account(RUN, rollout.env_name)
+class _Asked(NamedTuple):
+    """A turn that is being sampled."""
+
+    account: Account
+    runs: list[tuple[int, int]]
+    """(policy version, tokens)."""
 
 
 class MortalBooks(Books):
     may_die = False
 
-    @property
-    def journal_bytes(self) -> int:
+    def mark(self, step: int) -> int:
         """What a snapshot starts with."""
         if self.may_die:
             raise KilledError
-        return super().journal_bytes
+        return super().mark(step)
 
 
 class MortalSender(FilesystemSender):
@@ -191,7 +223,7 @@ class OrchestratorSide:
     """What `orchestrator.loop` does, one thing at a time."""
 
     def __init__(self, config: OrchestratorRunConfig, engine: EngineSide, *, batch_size: int) -> None:
-        self._engine = engine
+        snapshot = settle_orchestrator(config) if config.resume else Snapshot()
         self._ids = count(100)
         self.scheduler = Scheduler(
             Rules(
@@ -205,13 +237,18 @@ class OrchestratorSide:
             SOURCES,
             Judge(RUN, load_advantage(config.orchestrator.advantage), True, [Filter("wanted", _wanted)]),
         )
-        self.books = MortalBooks(config)
+        self.books = MortalBooks(config, last_mark=snapshot.mark)
         self._sender = MortalSender(config.output_dir)
         self._clerk = Clerk(config, self.books, self._sender)
         self._eval_books = EvalBooks(config, self.books.account)
         self.inflight: dict[str, Rollout] = {}
-        if config.resume and (snapshot := read_snapshot(config.output_dir)) is not None:
+        self.connect(engine)
+        if config.resume:
             self.scheduler.restore(snapshot.scheduler_state(RUN))
+
+    def connect(self, engine: EngineSide) -> None:
+        self._engine = engine
+        engine.client = self.books.process
 
     def dispatch(self) -> None:
         self.scheduler.update_policy(self._engine.version)
@@ -226,7 +263,7 @@ class OrchestratorSide:
         self._record(rollout, said, "stop", broken=broken)
 
     def _record(self, rollout: Rollout, said: Said, finish_reason: str, *, broken: bool = False) -> None:
-        runs = self._engine.answer(rollout)
+        runs, link = self._engine.answer(rollout)
         num_tokens = sum(tokens for _, tokens in runs)
         token_ids = [next(self._ids) for _ in range(num_tokens)]
         logprobs = [float("nan") if broken else -0.5] * num_tokens
@@ -234,7 +271,7 @@ class OrchestratorSide:
         if rollout.turns and said.extends:
             last = rollout.turns[-1].tokens
             prompt_ids = [*last.prompt_ids.tolist(), *last.token_ids.tolist(), 99]
-        completion = Completion(token_ids, logprobs, runs, finish_reason)
+        completion = Completion(token_ids, logprobs, runs, finish_reason, link=link)
         rollout.turns.append(Turn(prompt_ids, completion, "text", trainable=said.trainable))
 
     def play(self, rollout: Rollout, attempt: Attempt) -> None:
@@ -290,27 +327,29 @@ class OrchestratorSide:
             self.play(rollout, Attempt())
         self.save()
         step = self.scheduler.batches_sent
-        self.books.close(step, finished=step == MAX_STEPS)
+        if step == MAX_STEPS:
+            self.books.finish(step)
         self.release()
 
     def release(self) -> None:
         """Threads and files, as the end of a process would; nothing is written."""
         self._clerk.close()
         self._eval_books.close()
-        self.books.close(0, finished=False)
+        self.books.close()
 
 
 class TrainerSide:
     """What `trainer.loop` does, with logprobs out of a hat; one journal per rank, as in as many processes."""
 
     def __init__(self, folder: Path, *, resume: bool, num_ranks: int) -> None:
+        progress = newest_intact(folder) if resume else None
+        if resume:
+            take_back(folder, progress)
         names = ["trainer.jsonl", *(f"trainer_{rank}.jsonl" for rank in range(1, num_ranks))]
         self.journals = [Journal(folder / "ledger" / name, Stage.TRAINER, resume=resume) for name in names]
         self._folder = folder
         self._receiver = FilesystemReceiver(folder)
-        checkpoints = stable_steps(folder / "checkpoints") if resume else []
-        last = folder / "checkpoints" / f"step_{max(checkpoints, default=0)}"
-        self.num_trained = self._num_saved = read_progress(last).step if checkpoints else 0
+        self.num_trained = self._num_saved = progress.step if progress is not None else 0
 
     def train(self, *, killed_after_ranks: int | None = None, is_skipped: bool = False) -> bool:
         """The next step, if its batch is there; or as far as so many ranks have booked it."""
@@ -405,14 +444,49 @@ class SmallRun:
             self.engine.stop(self.orchestrator.inflight.values() if self.orchestrator else ())
         if self.trainer is not None and "trainer" not in killed:
             self.trainer.save()
-        for name in killed if torn else ():
-            with (self.ledger_dir / f"{name}.jsonl").open("ab") as file:
-                file.write(b'{"stage":"' + name.encode())
+        if torn:
+            self._tear(killed)
         self.orchestrator = self.trainer = None
 
+    def _tear(self, names: Collection[str]) -> None:
+        """Killed in the middle of a line."""
+        for name in names:
+            with (self.ledger_dir / f"{name}.jsonl").open("ab") as file:
+                file.write(b'{"stage":"' + name.encode())
+
+    def restart(self, names: Collection[str], *, torn: bool = False, is_late: bool = False) -> None:
+        """These are killed and start again, each on its own, while the others go on.
+
+        `is_late`: an engine that goes on answers an orchestrator that is gone; else it notices, and gives up.
+        One that is killed has sent answers that did not arrive.
+        """
+        old, engine = self.orchestrator, self.engine
+        for rollout in old.inflight.values() if old is not None else ():
+            if {"inference", "orchestrator"} & set(names) and engine.has_begun(rollout):
+                engine.answer(rollout) if is_late else engine.abandon(rollout)
+        if "inference" in names and is_late:
+            engine.flush()
+        if torn:
+            self._tear(names)
+        if "inference" in names:
+            self.engine = EngineSide(self.folder, resume=True)
+        if old is not None and "orchestrator" in names:
+            old.release()
+            config = configure(self.folder, resume=True)
+            self.orchestrator = OrchestratorSide(config, self.engine, batch_size=self.batch_size)
+        elif old is not None and "inference" in names:
+            for rollout in [each for each in old.inflight.values() if engine.has_begun(each)]:
+                old.play(rollout, Attempt(error="UnreachableError: gone"))
+            old.connect(self.engine)
+        if self.trainer is not None and "trainer" in names:
+            self.trainer = TrainerSide(self.folder, resume=True, num_ranks=self.num_ranks)
+
     def damage(self, folder: str, name: str) -> None:
-        """The newest file of this name in `folder/step_N/`."""
-        steps = stable_steps(self.folder / folder)
+        """The newest file of this name in `folder/step_N/`, or in the folder itself if another stands in."""
+        snapshots = sorted((self.folder / folder).glob("*.bin"))
+        if name == "orchestrator.bin" and len(snapshots) == 2:
+            (self.folder / folder / name).write_bytes(b"damaged")
+        steps = [] if name == "orchestrator.bin" else stable_steps(self.folder / folder)
         if steps:
             (self.folder / folder / f"step_{steps[-1]}" / name).write_bytes(b"damaged")
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import warm
 from pellucid.config import ModelConfig, OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from pellucid.data import NOT_OURS, Completion, Example
 from pellucid.data.tokenizer import load_tokenizer
@@ -128,7 +127,6 @@ def distill(student: Path, teacher: Path, run_dir: Path, mode: str, **trainer: A
         training.start()
         asyncio.run(orchestrator.run())
         training.join()
-    run.close_books()
     run.close()
     report = reconcile(run_dir / "ledger")
     assert report.balanced and not report.running, report.differences
@@ -166,7 +164,7 @@ def test_the_teacher_term_of_rl_moves_the_policy_without_any_advantage(
 
 def command(student: Path, teacher: Path, run_dir: Path, mode: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "pellucid.cli", "rl", "--model.name", str(student)),
+        *("rl", "--model.name", str(student)),
         *("--output-dir", str(run_dir), "--max-steps", "4", "--seq-len", "256"),
         *("--orchestrator.env", '[{"id": "reverse-text"}]', "--orchestrator.batch-size", "16"),
         *("--orchestrator.rollouts-per-example", "1", "--orchestrator.sampling.max-tokens", "8"),
@@ -179,7 +177,7 @@ def command(student: Path, teacher: Path, run_dir: Path, mode: str) -> list[str]
 @pytest.mark.parametrize("mode", ["opd", "sft"])
 def test_pellucid_rl_serves_the_teacher(tiny_model, teacher_model, tmp_path, mode) -> None:
     run_dir = tmp_path / "demo"
-    result = subprocess.run(command(tiny_model, teacher_model, run_dir, mode), capture_output=True, text=True)
+    result = warm.run(command(tiny_model, teacher_model, run_dir, mode))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
     policy, teacher = (

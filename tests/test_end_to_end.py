@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+import warm
 from pellucid.cli import main
 from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
 from tolerance import logprob_bound, mismatch_kl_bound, near, partial_sum
+from warm import processes_of
 
 STEPS = 4
 EVAL = {"id": "reverse-text", "name": "held-out", "interval": 2, "num_examples": 6}
@@ -24,8 +25,7 @@ pytestmark = pytest.mark.slow
 
 def command(model, folder, *flags):
     return [
-        *(sys.executable, "-m", "pellucid.cli", "rl"),
-        *("--model.name", str(model), "--output-dir", str(folder), "--max-steps", str(STEPS)),
+        *("rl", "--model.name", str(model), "--output-dir", str(folder), "--max-steps", str(STEPS)),
         *("--seq-len", "256", "--orchestrator.env", '[{"id": "reverse-text"}]'),
         *("--orchestrator.batch-size", "16", "--orchestrator.sampling.max-tokens", "8"),
         *("--orchestrator.rollouts-per-example", "4", "--orchestrator.max-inflight-rollouts", "16"),
@@ -38,7 +38,10 @@ def command(model, folder, *flags):
 def finished(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "demo"
     evaluated = ("--orchestrator.eval", json.dumps([EVAL | SAMPLED]))
-    result = subprocess.run(command(tiny_model, folder, *evaluated), capture_output=True, text=True)
+    python = [sys.executable, "-m", "pellucid.cli"]
+    result = subprocess.run(
+        [*python, *command(tiny_model, folder, *evaluated)], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return folder, result.stdout
 
@@ -61,7 +64,7 @@ def test_every_sampled_token_is_accounted_for(finished) -> None:
 
 def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
     flags = ("--transport.type", "zmq", "--transport.compression", "zstd")
-    result = subprocess.run(command(tiny_model, tmp_path / "demo", *flags), capture_output=True, text=True)
+    result = warm.run(command(tiny_model, tmp_path / "demo", *flags))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
     steps = [metrics["step"] for metrics in read_metrics(tmp_path / "demo" / "metrics" / "trainer.jsonl")]
@@ -71,7 +74,7 @@ def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
 def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:
     folder = tmp_path / "demo"
     flags = ("--trainer.num-processes", "2", "--trainer.ckpt.asynchronous")
-    result = subprocess.run(command(tiny_model, folder, *flags), capture_output=True, text=True)
+    result = warm.run(command(tiny_model, folder, *flags))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
     for metrics in read_metrics(folder / "metrics" / "trainer.jsonl"):
@@ -89,7 +92,7 @@ def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:
 def test_a_model_with_experts_trains_on_those_that_it_sampled_with(tiny_moe, tmp_path) -> None:
     folder = tmp_path / "demo"
     flags = ("--trainer.enable-router-replay", "--max-steps", "3")
-    result = subprocess.run(command(tiny_moe, folder, *flags), capture_output=True, text=True)
+    result = warm.run(command(tiny_moe, folder, *flags))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
     assert "record_experts = true" in (folder / "configs" / "inference.toml").read_text()
@@ -132,7 +135,7 @@ def test_tokens_carry_the_version_that_sampled_them(finished, tiny_model) -> Non
 def test_the_record_replays(finished, capsys) -> None:
     """Advantages, masks, losses and, from weights that are left, logprobs; and what if."""
     folder, _ = finished
-    assert main(["replay", str(folder), "--json"]) == 0
+    assert main(["replay", str(folder), "--weights", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {finding["check"] for finding in report["findings"]} == {
         *("advantages", "ratios", "masks", "losses", "weights", "record", "loss")
@@ -186,23 +189,9 @@ def test_the_result_loads_and_the_folder_is_refused_a_second_time(finished, tiny
     folder, _ = finished
     AutoModelForCausalLM.from_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(folder / "model")
-    again = subprocess.run(command(tiny_model, folder), capture_output=True, text=True)
+    again = warm.run(command(tiny_model, folder))
     assert again.returncode == 2
     assert "output_dir" in again.stderr and "clean_output_dir" in again.stderr.replace("-", "_")
-
-
-def pids(folder) -> dict[str, int]:
-    """Process ids of a run's children, by name, from what runs with its configs."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                line = Path(f"/proc/{entry}/cmdline").read_bytes().decode().replace("\0", " ")
-            except OSError:
-                continue
-            if match := re.search(rf"pellucid\.cli (\w+) @ {folder}/configs", line):
-                found[match[1]] = int(entry)
-    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -210,17 +199,15 @@ def pids(folder) -> dict[str, int]:
 def test_a_killed_process_stops_the_run_and_is_named(tiny_model, tmp_path, victim) -> None:
     folder = tmp_path / "run"
     flags = ("--max-steps", "100000")
-    process = subprocess.Popen(
-        command(tiny_model, folder, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = warm.start(command(tiny_model, folder, *flags))
     try:
         while not list(read_metrics(folder / "metrics" / "trainer.jsonl")):
             assert process.poll() is None
             time.sleep(0.1)
-        os.kill(pids(folder)[victim], signal.SIGKILL)
+        os.kill(processes_of(folder)[victim], signal.SIGKILL)
         _, errors = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 1
     assert re.search(rf"error: {victim} .*SIGKILL", errors)
-    assert pids(folder) == {}
+    assert processes_of(folder) == {}

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import everywhere
-from everywhere import Outcome, Setup, counts_of, cpu_flags, setups, table
+from everywhere import Outcome, Setup, counts_of, cpu_flags, failures_of, setups, table
 
 
 def test_a_cpu_runs_what_it_has_and_the_rest_is_named() -> None:
@@ -29,14 +29,19 @@ def test_an_environment_sets_instructions_and_threads() -> None:
 
 
 def test_the_table_says_what_failed_where() -> None:
-    output = "F..\n1 test in 3 files\n2 failed, 2579 passed, 60 skipped, 1 error in 421.07s (0:07:01)\n"
-    red = Outcome(Setup("avx512", 2), counts_of(output), 421.3)
+    failed = "FAILED tests/loss/test_losses.py::test_one - assert 1.0 == 2.0 ± 1e-07"
+    output = (
+        f"F..\n1 test in 3 files\n{failed}\n2 failed, 2579 passed, 60 skipped, 1 error in 421.07s (0:07:01)\n"
+    )
+    red = Outcome(Setup("avx512", 2), counts_of(output), 421.3, failures_of(output), 1)
     green = Outcome(Setup("default", 1, is_busy=True), counts_of("9 passed in 1.00s"), 1.0)
     assert (red.is_green, green.is_green) == (False, True)
     assert not Outcome(Setup("default", 1), counts_of("no tests ran"), 1.0).is_green
+    assert not Outcome(Setup("default", 1), counts_of("9 passed in 1.00s"), 1.0, exit_code=3).is_green
     assert table([red, green]).splitlines() == [
         "configuration                     passed  failed  skipped     time",
-        "avx512, 2 threads                   2579       3       60     421s",
+        "avx512, 2 threads                   2579       3       60     421s  exit code 1",
+        f"    {failed}",
         "default, 1 thread, busy cores          9       0        0       1s",
     ]
 

@@ -12,17 +12,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import warm
 from pellucid.cli import main
 from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
+from warm import processes_of
 
 SmallDisk = Callable[[str], AbstractContextManager[Path]]
 
@@ -38,20 +39,6 @@ def rl(model: Path | str, folder: Path, *flags: str, env: str = REVERSE_TEXT) ->
         *("--orchestrator.rollouts-per-example", "4", "--orchestrator.max-inflight-rollouts", "16"),
         *flags,
     ]
-
-
-def started(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pellucid.cli", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
-
-
-def finished(arguments: Sequence[str], **options: Any) -> tuple[int, str]:
-    run = started(arguments, **options)
-    try:
-        output, _ = run.communicate()
-    finally:
-        run.kill()
-    return run.returncode, output
 
 
 def steps_of(folder: Path, process: str) -> list[int]:
@@ -241,32 +228,20 @@ class Unmakeable(Faulty):
 @pytest.mark.slow
 def test_the_cause_in_a_process_is_told_by_the_launcher(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ENVIRONMENTS)
-    code, output = finished(rl(tiny_model, tmp_path / "run", env='[{"id": "own:Unmakeable"}]'), cwd=tmp_path)
-    assert code == 1
-    assert output.splitlines()[-4:] == [
+    arguments = rl(tiny_model, tmp_path / "run", env='[{"id": "own:Unmakeable"}]')
+    ended = warm.run(arguments, cwd=tmp_path, merged=True)
+    assert ended.returncode == 1
+    assert ended.stdout.splitlines()[-4:] == [
         "error: orchestrator exited with code 2",
         "         error: environment 'own:Unmakeable' cannot be made with orchestrator.env.args = {}: "
         "FileNotFoundError: [Errno 2] No such file or directory: 'words.txt' (own.py:21)",
         f"       log: {tmp_path / 'run' / 'logs' / 'orchestrator.log'}",
         "       once that is mended, start again with the same command",
     ]
-    assert pids(tmp_path / "run") == {}
+    assert processes_of(tmp_path / "run") == {}
 
 
-def pids(folder: Path) -> dict[str, int]:
-    """Process ids of a run's children, by name, from what runs with its configs."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes().decode().replace("\0", " ")
-        except OSError:
-            continue
-        if match := re.search(rf"pellucid\.cli (\w+) @ {re.escape(str(folder))}/configs", line):
-            found[match[1]] = int(entry.name)
-    return found
-
-
-def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+def until_step(run: warm.Running, folder: Path, step: int) -> None:
     while max(steps_of(folder, "trainer"), default=-1) < step:
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.02)
@@ -299,7 +274,7 @@ def begun_day(small_disk: SmallDisk, tmp_path_factory: pytest.TempPathFactory) -
 def strike(day: Day, victim: str) -> None:
     """From now on no file of a process may grow, its log neither; or no file of any."""
     if victim != DISK:
-        resource.prlimit(pids(day.folder)[victim], resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        resource.prlimit(processes_of(day.folder)[victim], resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         return
     path = day.folder.parent / "mine"
     with path.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
@@ -321,26 +296,30 @@ def live_through(day: Day, model: Path) -> None:
     (day.folder.parent / "own.py").write_text(ENVIRONMENTS)
     arguments = rl(model, day.folder, "--trainer.experimental.token-export", "--resume", env=FAULTY)
     for number, victim in enumerate(day.victims):
-        run = started(arguments, cwd=day.folder.parent)
+        run = warm.start(arguments, cwd=day.folder.parent, merged=True)
         try:
             until_step(run, day.folder, 2 + 3 * number)
             strike(day, victim)
             day.outputs[victim], _ = run.communicate()
         finally:
             run.kill()
-        assert run.returncode == 1, day.outputs[victim]
+        assert run.returncode == 74, day.outputs[victim]
         day.verdicts[victim] = verdict(day.folder)
         (day.folder.parent / "mine").unlink(missing_ok=True)
-    code, output = finished(arguments, cwd=day.folder.parent)
-    assert code == 0, output
+    ended = warm.run(arguments, cwd=day.folder.parent, merged=True)
+    assert ended.returncode == 0, ended.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["orchestrator", "inference"])
 def test_a_process_that_can_write_no_more_is_named_with_the_reason(day: Day, victim: str) -> None:
-    """Its log cannot hold the reason: the exit code tells it."""
+    """Its log cannot hold the reason: it tells the launcher. What others make of its failure comes after."""
     reason = "(the disk is full, or cannot be written to)"
-    assert f"{victim} exited with code 74 {reason}" in day.outputs[victim]
+    causes = re.findall(r"^(?:error: |       then )(\w+ .*)\n +(.*)", day.outputs[victim], re.MULTILINE)
+    assert causes[0][0] == f"{victim} exited with code 74 {reason}"
+    assert re.match(
+        rf"error: {re.escape(str(day.folder))}/\S+ cannot be written \(File too large\)", causes[0][1]
+    )
     assert "Traceback" not in day.outputs[victim]
 
 
@@ -349,7 +328,13 @@ def test_a_full_disk_is_named_with_the_file_and_the_remedy(day: Day) -> None:
     if DISK not in day.victims:
         pytest.skip("needs the right to mount a tmpfs")
     output = day.outputs[DISK]
-    assert re.search(r"^error: \w+ exited with code 74 \(the disk is full", output, re.MULTILINE)
+    assert re.search(
+        r"^error: \w+ exited with code 74 \(the disk is full, or cannot be written to\)\n"
+        rf" +error: {re.escape(str(day.folder))}/\S+ cannot be written \(No space left on device\); "
+        "free some space and go on with --resume$",
+        output,
+        re.MULTILINE,
+    ), output
     assert "Traceback" not in output
 
 

@@ -48,7 +48,7 @@ def test_a_hung_test_ends_with_its_name_and_stack_and_not_with_the_run(tmp_path)
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     outside["PYTHONPATH"] = str(Path(__file__).parent)
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--dist", "loadfile"]
-    done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1
     assert "= 3 failed, 4 passed in " in done.stdout, done.stdout
     assert "FAILED test_some.py::test_waits - Failed: Timeout" in done.stdout

@@ -1,6 +1,8 @@
-"""The picture of who may import whom, asserted."""
+"""The picture of who may import whom, asserted; and what commands do without, so that they start at once."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,9 @@ import pytest
 import pellucid
 
 ROOT = Path(pellucid.__file__).parent
+
+BASE = {"ending", "errors", "guard"}
+"""What everything may import; it imports nothing of ours but `errors`."""
 
 CORE = {"data", "config"}
 MAY_IMPORT = {
@@ -27,7 +32,7 @@ MAY_IMPORT = {
     "integrations": CORE | {"loss", "export", "metrics"},
     "viewer": {"export", "ledger", "data"},
 }
-TOP = {"cli", "launch", "checks", "bench"}
+TOP = {"cli", "launch", "checks"}
 CLIENT_SIDE = {"client", "examine", "http", "fake", "pool", "protocol"}
 """What of `inference` an orchestrator may see: never the engine."""
 
@@ -55,7 +60,7 @@ def test_every_package_is_in_the_picture() -> None:
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_arrows_point_down_only(package: str) -> None:
-    allowed = MAY_IMPORT[package] | {package, "errors"}
+    allowed = MAY_IMPORT[package] | {package} | BASE
     for path in _files(package):
         for name in _imports(path):
             assert name.split(".")[0] in allowed, f"{path.relative_to(ROOT)} imports pellucid.{name}"
@@ -72,3 +77,29 @@ def test_the_orchestrator_never_sees_the_engine() -> None:
         for name in _imports(path):
             if name.startswith("inference"):
                 assert name.split(".")[1:2] and name.split(".")[1] in CLIENT_SIDE, f"{path} imports {name}"
+
+
+HEAVY = ("torch", "transformers", "aiohttp", "pyarrow", "peft", "datasets", "verifiers", "wandb", "uvicorn")
+LIGHT = (
+    "cli",
+    "launch",
+    "launch.cluster",
+    "viewer",
+    "checks.ledger",
+    "checks.try_environment",
+    "orchestrator",
+)
+IMPORTS = """
+import importlib, sys
+for name in sys.argv[1].split():
+    importlib.import_module(f"pellucid.{name}")
+    print(name, *(each for each in sys.argv[2].split() if each in sys.modules))
+"""
+
+
+def test_commands_start_without_what_takes_seconds_to_import() -> None:
+    """`tests/test_warm.py` says the same of the parts that do need torch and transformers."""
+    names = (*LIGHT, "checks.replay")
+    command = [sys.executable, "-c", IMPORTS, " ".join(names), " ".join(HEAVY)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [*LIGHT, "checks.replay torch"]

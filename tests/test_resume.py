@@ -7,16 +7,17 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+import socket
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 
-from pellucid.ledger import Report, reconcile
+import warm
+from pellucid.ledger import Report, Stage, reconcile
 from pellucid.metrics import read_metrics
+from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.transport import stable_steps
 
 STEPS = 25
@@ -27,8 +28,7 @@ pytestmark = pytest.mark.slow
 def command(model, folder, *flags):
     evaluation = {"id": "reverse-text", "name": "held-out", "interval": 10, "num_examples": 4}
     return [
-        *(sys.executable, "-m", "pellucid.cli", "rl"),
-        *("--model.name", str(model), "--output-dir", str(folder), "--max-steps", str(STEPS)),
+        *("rl", "--model.name", str(model), "--output-dir", str(folder), "--max-steps", str(STEPS)),
         *("--seq-len", "256", "--orchestrator.env", '[{"id": "reverse-text"}]'),
         *("--orchestrator.eval", json.dumps([evaluation])),
         *("--orchestrator.batch-size", "16", "--orchestrator.sampling.max-tokens", "8"),
@@ -46,46 +46,59 @@ def steps_of(folder, process):
     return [record["step"] for record in records_of(folder, process)]
 
 
-def pid_of(run: subprocess.Popen[str], process: str) -> int:
-    pattern = f"pellucid.cli {process}"
-    found = subprocess.run(["pgrep", "-P", str(run.pid), "-f", pattern], capture_output=True, text=True)
-    return int(found.stdout)
-
-
-def strike(run: subprocess.Popen[str], victim: str) -> None:
+def strike(run: warm.Running, folder, victim: str) -> None:
     if victim == "ctrl-c":
         run.send_signal(signal.SIGINT)
     elif victim == "launcher":
         run.kill()
     else:
-        os.kill(pid_of(run, victim), signal.SIGKILL)
+        os.kill(warm.processes_of(folder)[victim], signal.SIGKILL)
 
 
-def trains_beyond_its_checkpoint(run: subprocess.Popen[str], folder) -> bool:
-    """Stops the trainer; lets it go on where its newest checkpoint holds every step that it has logged."""
-    pid = pid_of(run, "trainer")
+def is_stopped_with_something_to_lose(folder, victim: str) -> bool:
+    """Stops the process whose death should cost something, and lets it go on if that would cost nothing."""
+    if victim not in LOSSES:
+        return True
+    process, would_lose = LOSSES[victim]
+    pid = warm.processes_of(folder)[process]
     os.kill(pid, signal.SIGSTOP)
-    if max(steps_of(folder, "trainer")) >= max(stable_steps(folder / "checkpoints"), default=0):
+    if would_lose(folder):
         return True
     os.kill(pid, signal.SIGCONT)
     return False
 
 
+def trained_beyond_its_checkpoint(folder) -> bool:
+    return max(steps_of(folder, "trainer")) >= max(stable_steps(folder / "checkpoints"), default=0)
+
+
+def received_what_it_has_not_saved(folder) -> bool:
+    """The engine has delivered tokens that neither the orchestrator's journal nor its snapshot knows."""
+    books, snapshot = reconcile(folder / "ledger").stages, read_snapshot(folder)
+    held = snapshot.held().total() if snapshot else 0
+    return books[Stage.INFERENCE]["delivered"] > books[Stage.ORCHESTRATOR]["received"] + held
+
+
+LOSSES = {
+    "orchestrator": ("orchestrator", received_what_it_has_not_saved),
+    "launcher": ("trainer", trained_beyond_its_checkpoint),
+}
+
+
 def run_until(model, folder, victim, until, *flags) -> str:
     """The output of a run that is struck once the trainer has logged step `until`.
 
-    The launcher is struck between two checkpoints, so that there is something to roll back.
+    The orchestrator is struck while tokens are on their way to it, so that they are lost; the launcher
+    between two checkpoints, so that there is something to roll back.
     """
-    run = subprocess.Popen(
-        command(model, folder, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    run = warm.start(command(model, folder, *flags), merged=True)
     try:
-        while max(steps_of(folder, "trainer"), default=-1) < until or (
-            victim == "launcher" and not trains_beyond_its_checkpoint(run, folder)
+        while max(steps_of(folder, "trainer"), default=-1) < until or not (
+            is_stopped_with_something_to_lose(folder, victim)
         ):
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.02)
-        strike(run, victim)
+        strike(run, folder, victim)
         output, _ = run.communicate()
     finally:
         run.kill()
@@ -111,7 +124,7 @@ def day(tiny_model, tmp_path_factory) -> Day:
     start = max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
     rotten = folder / "batches" / f"step_{start}" / "batch.bin"
     rotten.write_bytes(rotten.read_bytes()[:100])
-    resumed = subprocess.run(command(tiny_model, folder, "--resume"), capture_output=True, text=True)
+    resumed = warm.run(command(tiny_model, folder, "--resume"))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     day.last_output = resumed.stdout
     return day
@@ -178,3 +191,89 @@ def test_the_model_loads(day) -> None:
     )
     assert model.generate(**prompt, max_new_tokens=3).shape[1] > prompt["input_ids"].shape[1]
     assert (day.folder / "model" / "generation_config.json").exists()
+
+
+# The parts of a run, each started on its own and again
+
+
+class Parts:
+    """Trainer, orchestrator and server of one run, without a launcher."""
+
+    def __init__(self, model, folder) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            self._port = str(door.getsockname()[1])
+        self._model = model
+        self.folder = folder
+        self.running = {}
+
+    def start(self, *names: str) -> None:
+        """As Kubernetes does: always with `--resume`."""
+        shared = ["--model", "--output-dir", "--seq-len", "--resume", "--inference"]
+        own = {
+            "inference": [],
+            "orchestrator": ["--orchestrator", "--max-steps"],
+            "trainer": ["--trainer", "--max-steps"],
+        }
+        for name in names:
+            _, *flags = command(self._model, self.folder, "--resume", "--inference.port", self._port)
+            known = shared[:4] if name == "trainer" else shared
+            self.running[name] = warm.start([name, *select(flags, [*known, *own[name]])], merged=True)
+
+    def kill(self, *names: str) -> None:
+        for name in names:
+            self.running[name].kill()
+        for name in names:
+            self.running.pop(name).wait()
+
+    def wait(self, until: int) -> None:
+        """Until the trainer has logged this step."""
+        while max(steps_of(self.folder, "trainer"), default=-1) < until:
+            for name, part in self.running.items():
+                assert part.poll() is None, f"{name}: {part.communicate()[0]}"
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        for name in ("trainer", "orchestrator"):
+            output, _ = self.running[name].communicate()
+            assert self.running.pop(name).wait() == 0, output
+        self.running["inference"].send_signal(signal.SIGTERM)
+        self.running.pop("inference").wait()
+
+
+def select(flags: list[str], prefixes: list[str]) -> list[str]:
+    """Those that a part knows, with their values."""
+    kept, keeps = [], False
+    for word in flags:
+        if word.startswith("--"):
+            keeps = word.startswith(tuple(prefixes))
+        if keeps:
+            kept.append(word)
+    return kept
+
+
+def test_parts_that_are_killed_go_on_alone_and_nothing_is_counted_twice(tiny_model, tmp_path) -> None:
+    """One after the other, then two at once, each while the others go on; nobody rewinds the folder."""
+    parts = Parts(tiny_model, tmp_path / "run")
+    parts.start("inference", "orchestrator", "trainer")
+    try:
+        for until, names in [
+            (4, ["trainer"]),
+            (8, ["orchestrator"]),
+            (12, ["inference"]),
+            (16, ["trainer", "orchestrator"]),
+        ]:
+            parts.wait(until)
+            parts.kill(*names)
+            assert reconcile(parts.folder / "ledger").balanced
+            parts.start(*names)
+        parts.end()
+    finally:
+        parts.kill(*parts.running)
+    report = reconcile(parts.folder / "ledger")
+    sampled = sum(report.sampled.values())
+    assert report.verdict() == [f"balanced: every one of the {sampled:,} sampled tokens is accounted for"]
+    states = report.states["run", "reverse-text"]
+    trained = sum(record["loss_tokens"] for record in records_of(parts.folder, "trainer"))
+    assert states["trained"] + states["masked"] == trained
+    for process in ("trainer", "orchestrator"):
+        assert steps_of(parts.folder, process) == list(range(STEPS))

@@ -2,11 +2,10 @@
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 
+import warm
 from pellucid.metrics import read_metrics
 from test_end_to_end import STEPS, command
 from tolerance import logprob_bound, mismatch_kl_bound
@@ -17,19 +16,15 @@ pytestmark = pytest.mark.slow
 def test_a_run_joins_a_trainer_and_ends_like_any_other(tiny_model, tmp_path) -> None:
     shared = tmp_path / "shared"
     lora = ("--model.lora.rank", "4")
-    trainer = subprocess.Popen(
+    trainer = warm.start(
         [
-            *(sys.executable, "-m", "pellucid.cli", "trainer", "--model.name", str(tiny_model), *lora),
+            *("trainer", "--model.name", str(tiny_model), *lora),
             *("--output-dir", str(shared), "--seq-len", "256", "--trainer.many-runs.max-runs", "2"),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
+        ]
     )
     try:
         flags = (*lora, "--trainer.join", str(shared), "--max-async-level", "0")
-        result = subprocess.run(
-            command(tiny_model, tmp_path / "joined", *flags), capture_output=True, text=True
-        )
+        result = warm.run(command(tiny_model, tmp_path / "joined", *flags))
         assert result.returncode == 0, result.stdout + result.stderr
         assert "balanced: every one of the" in result.stdout
     finally:

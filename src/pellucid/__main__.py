@@ -1,8 +1,6 @@
 """`python -m pellucid COMMAND` is `pellucid COMMAND`."""
 
-import sys
-
-from pellucid.cli import main
+from pellucid.cli import run_and_exit
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit()

@@ -3,6 +3,7 @@
 Run functions are imported only when they run, so that `--help` and a typo are answered at once.
 """
 
+import gc
 import importlib
 import logging
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from pellucid import __version__
 from pellucid.config import (
@@ -29,14 +30,14 @@ from pellucid.config.imports import see_current_folder
 from pellucid.config.parse import parse
 from pellucid.config.save import to_toml
 from pellucid.config.tools import (
-    BenchSettings,
     EnvSettings,
     KeysSettings,
     LedgerSettings,
     ReplaySettings,
     ViewSettings,
 )
-from pellucid.errors import ConfigError, DiskError, PellucidError, UserCodeError
+from pellucid.ending import QuickExit, say_failure
+from pellucid.errors import ConfigError, DataError, DiskError, PellucidError, UserCodeError, printable
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class Command:
     help: str
     rehearse: str = ""
     """Import path of the function that `--dry-run` calls with the config, to check more than its values."""
+    reads_run: bool = False
+    """Whether it reads what somebody's run left behind. It does not see modules of the current folder then,
+    one of which could pose as a library; and a file that it cannot read is no bug but the folder's fault."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -81,15 +85,28 @@ COMMANDS: Mapping[str, Command] = {
         rehearse="pellucid.launch.preflight:rehearse_inference",
     ),
     "rewind": Command(
-        RLConfig, "pellucid.launch:run_rewind", "make a run's folder ready for its parts to be resumed"
+        RLConfig,
+        "pellucid.launch:run_rewind",
+        "make a run's folder ready for its parts to be resumed",
+        reads_run=True,
     ),
     "render": Command(
         RenderConfig, "pellucid.launch.cluster:run_render", "write the files that start a run on a cluster"
     ),
-    "view": Command(ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser"),
-    "ledger": Command(LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went"),
+    "view": Command(
+        ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser", reads_run=True
+    ),
+    "ledger": Command(
+        LedgerSettings,
+        "pellucid.checks.ledger:run_ledger",
+        "where every sampled token went",
+        reads_run=True,
+    ),
     "replay": Command(
-        ReplaySettings, "pellucid.checks.replay:run_replay", "recompute what was recorded, or what if"
+        ReplaySettings,
+        "pellucid.checks.replay:run_replay",
+        "recompute what was recorded, or what if",
+        reads_run=True,
     ),
     "verify": Command(
         VerifyConfig,
@@ -103,8 +120,12 @@ COMMANDS: Mapping[str, Command] = {
         "try an environment alone: prompts, replies, rewards",
         rehearse="pellucid.launch.preflight:rehearse_env",
     ),
-    "keys": Command(KeysSettings, "pellucid.transport.keys:run_keys", "make keys for batches over a network"),
-    "bench": Command(BenchSettings, "pellucid.bench:run_bench", "run a side-by-side benchmark"),
+    "keys": Command(
+        KeysSettings,
+        "pellucid.transport.keys:run_keys",
+        "make keys for batches over a network",
+        reads_run=True,
+    ),
 }
 
 
@@ -116,13 +137,31 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
     try:
         return _dispatch(sys.argv[1:] if argv is None else list(argv), commands)
     except PellucidError as error:
+        say_failure(error)
         with suppress(OSError):  # of a log on a disk that is full
             if isinstance(error, UserCodeError) and error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
-            print("error:", str(error).replace("\n", "\n       "), file=sys.stderr)
+            print("error:", printable(str(error)).replace("\n", "\n       "), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def run_and_exit() -> NoReturn:
+    """The whole of a process: `main`, and then its exit, which no thread of an environment can hold up."""
+    leaving = QuickExit()
+    try:
+        code = main()
+    except SystemExit as told_to_stop:
+        if not isinstance(told_to_stop.code, int):
+            raise
+        code = told_to_stop.code
+    except Exception as error:
+        say_failure(error)
+        leaving.begin(1)
+        raise
+    leaving.begin(code)
+    sys.exit(code)
 
 
 def _dispatch(words: list[str], commands: Mapping[str, Command]) -> int:
@@ -153,7 +192,8 @@ def _overview(commands: Mapping[str, Command]) -> str:
 
 
 def _run(name: str, command: Command, argv: Sequence[str]) -> int:
-    see_current_folder()
+    if not command.reads_run:
+        see_current_folder()
     parsed = parse(command.config, argv, prog=f"pellucid {name}")
     if parsed.dry_run:
         print(to_toml(parsed.config), end="", flush=True)
@@ -165,20 +205,21 @@ def _run(name: str, command: Command, argv: Sequence[str]) -> int:
         return _load(command.run)(parsed.config) or 0
     except OSError as error:
         if error.errno not in DiskError.REMEDIES:
+            if command.reads_run and error.filename is not None:
+                raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
             raise
-        raise DiskError(_explain_disk(error, can_resume="resume" in command.config.model_fields)) from error
-
-
-def _explain_disk(error: OSError, *, can_resume: bool) -> str:
-    assert error.errno is not None
-    what = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
-    again = "go on with --resume" if can_resume else "try again"
-    return f"{what} ({error.strerror}); {DiskError.REMEDIES[error.errno]} and {again}"
+        raise DiskError.of(error, can_resume="resume" in command.config.model_fields) from error
 
 
 def _load(import_path: str) -> Callable[[Any], int | None]:
+    """Imports a function, without the garbage collector: it would walk the new modules again and again."""
     module, _, attribute = import_path.partition(":")
-    return cast(Callable[[Any], int | None], getattr(importlib.import_module(module), attribute))
+    gc.disable()
+    try:
+        imported = importlib.import_module(module)
+    finally:
+        gc.enable()
+    return cast(Callable[[Any], int | None], getattr(imported, attribute))
 
 
 def _install_logging() -> None:
@@ -187,9 +228,16 @@ def _install_logging() -> None:
     known = logging.getLevelNamesMapping()
     if level.upper() not in known:
         raise ConfigError(f"PELLUCID_LOG_LEVEL = {level!r}: should be DEBUG, INFO, WARNING or ERROR")
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("pellucid").setLevel(known[level.upper()])
 
 
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit()

@@ -10,7 +10,6 @@ import re
 from argparse import Action
 from collections.abc import Iterator
 
-from pellucid.bench import BENCHMARKS
 from pellucid.cli import COMMANDS, Command
 from pellucid.config.base import Section
 from pellucid.config.commands import PARTS, RLConfig, RunConfig, SFTConfig
@@ -65,9 +64,6 @@ def _command(name: str, command: Command) -> Iterator[str]:
         actions = [action for action in actions if action.dest not in _DOCUMENTED]
     if actions:
         yield from ["", "| flag | default | meaning |", "|---|---|---|", *map(_row, actions)]
-    if name == "bench":
-        yield from ["", "| NAME | |", "|---|---|", "| `all` | all of the following |"]
-        yield from (f"| `{bench}` | {what} |" for bench, what in BENCHMARKS.items())
 
 
 def _argument(action: Action) -> str:

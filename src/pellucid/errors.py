@@ -19,8 +19,17 @@ PellucidError
 """
 
 import errno
+import re
 from collections.abc import Mapping
 from typing import ClassVar
+
+
+def printable(text: str) -> str:
+    """The text with control characters as `\\x1b`: a name that somebody chose must not steer a terminal."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class PellucidError(Exception):
@@ -108,6 +117,14 @@ class DiskError(PellucidError):
         errno.EROFS: "make it writable",
     }
     """The OSErrors, by number, that are nobody's mistake and become this, and what to do about them."""
+
+    @classmethod
+    def of(cls, error: OSError, *, can_resume: bool = True) -> "DiskError":
+        """The same error with its remedy; its number is one of `REMEDIES`."""
+        assert error.errno is not None
+        what = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
+        again = "go on with --resume" if can_resume else "try again"
+        return cls(f"{what} ({error.strerror}); {cls.REMEDIES[error.errno]} and {again}")
 
 
 class ProcessError(PellucidError):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,6 +35,8 @@ from pellucid.transport import Batch, MemoryChannel, encode_batch
 from token_exports import write_run
 from tolerance import bound
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 100
 LOSSES: dict[str, dict[str, Any]] = {
     "dppo": {"dppo_mask_low": 0.005, "dppo_mask_high": 0.005},
@@ -46,6 +49,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "tis": {"type": "tis", "max_ratio": 1.1},
     "custom": {"type": "custom", "import_path": "test_replay_loss:half", "kwargs": {"share": 0.5}},
 }
+
+
+UNASKED = "logprobs were not recomputed: --weights does, with the run's model and weights"
 
 
 def samples(seed: int) -> list[TrainingSample]:
@@ -158,7 +164,8 @@ def test_every_loss_is_what_was_recorded_and_adds_up_to_what_was_logged(
     monkeypatch.syspath_prepend(tmp_path)
     format = "parquet" if "by" in name else "jsonl"
     folder = train_run(tiny_model, tmp_path / "run", LOSSES[name], format=format)
-    code, report = replay(capsys, folder, *([] if name == "dppo" else ["--no-weights"]))
+    trusted = ["--trust-code"] if name == "custom" else []
+    code, report = replay(capsys, folder, *trusted, *(["--weights"] if name == "dppo" else []))
     assert code == 0 and report["agrees"], report["findings"]
     found = by_check(report)
     tokens = sum(sample.length for step in range(2) for sample in samples(step))
@@ -166,7 +173,10 @@ def test_every_loss_is_what_was_recorded_and_adds_up_to_what_was_logged(
     assert found["losses token_loss"]["what"] == f"token_loss of {tokens:,} tokens: those that differ"
     if name == "dppo":
         assert f"{tokens:,} tokens of steps with weights" in found["weights trainer_logprobs"]["what"]
-    assert report["notes"] == ["advantages were not recomputed: no rollouts were saved"]
+    assert report["notes"] == [
+        *([] if name == "dppo" else [UNASKED]),
+        "advantages were not recomputed: no rollouts were saved",
+    ]
 
 
 def spoil(folder: Path, copy: Path, column: str, token: int, value: Any) -> Path:
@@ -191,7 +201,7 @@ def spoil(folder: Path, copy: Path, column: str, token: int, value: Any) -> Path
     ],
 )
 def test_a_planted_difference_is_named(trained, tmp_path, capsys, column, value, caught) -> None:
-    code, report = replay(capsys, spoil(trained, tmp_path / "run", column, -2, value))
+    code, report = replay(capsys, spoil(trained, tmp_path / "run", column, -2, value), "--weights")
     assert code == 1 and not report["agrees"]
     found = by_check(report)
     failed = [check for check, finding in found.items() if not finding["passed"]]
@@ -211,17 +221,17 @@ def test_a_planted_difference_is_named(trained, tmp_path, capsys, column, value,
 
 def test_only_the_step_asked_for_and_without_weights(trained, tmp_path, capsys) -> None:
     spoiled = spoil(trained, tmp_path / "run", "token_loss", -1, 5.0)
-    code, report = replay(capsys, spoiled, "--step", "0", "--no-weights")
+    code, report = replay(capsys, spoiled, "--step", "0")
     assert (code, report["steps"]) == (0, [0])
     assert not any(check.startswith("weights") for check in by_check(report))
-    assert replay(capsys, spoiled, "--step", "1", "--no-weights")[0] == 1
+    assert replay(capsys, spoiled, "--step", "1")[0] == 1
 
 
 def test_weights_that_are_gone_are_not_missed(trained, tmp_path, capsys) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(run / "weights")
     shutil.rmtree(run / "checkpoints")
-    code, report = replay(capsys, run)
+    code, report = replay(capsys, run, "--weights")
     (tokens,) = {sum(sample.length for sample in samples(0))}
     assert code == 0
     assert f"of {tokens:,} tokens of steps with weights" in by_check(report)["weights entropy"]["what"]
@@ -229,7 +239,7 @@ def test_weights_that_are_gone_are_not_missed(trained, tmp_path, capsys) -> None
 
 def test_adapters_are_put_on_the_model_that_they_belong_to(tiny_model, tmp_path, capsys) -> None:
     folder = train_run(tiny_model, tmp_path / "run", {}, lora={"rank": 4})
-    code, report = replay(capsys, folder)
+    code, report = replay(capsys, folder, "--weights")
     tokens = sum(sample.length for step in range(2) for sample in samples(step))
     assert code == 0, report["findings"]
     assert f"of {tokens:,} tokens of steps" in by_check(report)["weights trainer_logprobs"]["what"]
@@ -240,7 +250,7 @@ def test_an_export_with_a_path_is_found_through_the_run(tiny_model, tmp_path, ca
     where = tmp_path / "far" / f"tokens.{format}"
     folder = train_run(tiny_model, tmp_path / "run", {}, format=format, path=where)
     assert len(list(where.parent.glob(f"tokens.*rank_0.{format}"))) == (1 if format == "jsonl" else 2)
-    code, report = replay(capsys, folder, "--no-weights")
+    code, report = replay(capsys, folder)
     assert (code, report["steps"]) == (0, [0, 1])
     assert main(["view", str(folder), "--terminal", "--step", "1"]) == 0
     assert "step 1  18 records" in capsys.readouterr().out
@@ -255,7 +265,7 @@ def trained_in_bfloat16(tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
 
 def test_bfloat16_is_replayed_in_bfloat16(trained_in_bfloat16, tmp_path, capsys) -> None:
     """In float32 the same record fails: almost no logprob is within the bound of that."""
-    code, report = replay(capsys, trained_in_bfloat16)
+    code, report = replay(capsys, trained_in_bfloat16, "--weights")
     tokens = sum(sample.length for step in range(2) for sample in samples(step))
     assert code == 0, report["findings"]
     assert f"of {tokens:,} tokens of steps" in by_check(report)["weights trainer_logprobs"]["what"]
@@ -263,14 +273,14 @@ def test_bfloat16_is_replayed_in_bfloat16(trained_in_bfloat16, tmp_path, capsys)
     run = shutil.copytree(trained_in_bfloat16, tmp_path / "run")
     for path in run.glob("token_exports/step_*/rank_0.jsonl"):
         path.write_text(path.read_text().replace('"precision":"bfloat16"', '"precision":"float32"'))
-    code, report = replay(capsys, run)
+    code, report = replay(capsys, run, "--weights")
     assert code == 1 and by_check(report)["weights trainer_logprobs"]["value"] > tokens / 2
 
 
 def test_adapters_are_replayed_in_bfloat16(tiny_model, tmp_path, capsys) -> None:
     with bfloat16(tmp_path / "store") as ranks:
         folder = train_run(tiny_model, tmp_path / "run", {}, lora={"rank": 4}, ranks=ranks)
-    code, report = replay(capsys, folder)
+    code, report = replay(capsys, folder, "--weights")
     assert code == 0 and "weights trainer_logprobs" in by_check(report), report["findings"]
 
 
@@ -282,7 +292,7 @@ def test_a_logprob_that_is_a_little_wrong_is_caught(
     run = trained if precision == "float32" else trained_in_bfloat16
     record = pellucid.export.open(run).step(1)[3]
     value = float(record["trainer_logprobs"][-2]) + gap
-    code, report = replay(capsys, spoil(run, tmp_path / "run", "trainer_logprobs", -2, value))
+    code, report = replay(capsys, spoil(run, tmp_path / "run", "trainer_logprobs", -2, value), "--weights")
     found = by_check(report)["weights trainer_logprobs"]
     assert code == 1 and found["value"] == 1 and "rounding explains" in found["meaning"]
 
@@ -324,7 +334,7 @@ def test_a_checkpoint_gives_the_weights_of_its_step(trained, tmp_path, capsys) -
     run = shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(run / "weights")
     (run / "checkpoints" / "step_2").rename(run / "checkpoints" / "step_1")
-    code, report = replay(capsys, run, "--step", "1")
+    code, report = replay(capsys, run, "--step", "1", "--weights")
     assert code == 1 and not by_check(report)["weights trainer_logprobs"]["passed"]
 
 
@@ -355,13 +365,13 @@ def test_advantages_of_a_penalty_for_tool_tokens_come_from_saved_rollouts(traine
     penalty = 'advantage = { type = "default", length_penalty = { type = "tokens" } }\n'
     saved = [rollout(90, 1.0, 1 / 8, num_tool_tokens=2), rollout(91, 1.0, -1 / 8, num_tool_tokens=6)]
     save_rollouts(run, saved, penalty)
-    code, report = replay(capsys, run, "--step", "0", "--no-weights")
+    code, report = replay(capsys, run, "--step", "0")
     assert code == 0 and report["notes"] == []
     assert "advantages advantage" in by_check(report)
 
     shutil.rmtree(run / "rollouts")
     save_rollouts(run, [{k: v for k, v in each.items() if k != "num_tool_tokens"} for each in saved], penalty)
-    code, report = replay(capsys, run, "--step", "0", "--no-weights")
+    code, report = replay(capsys, run, "--step", "0")
     assert "weighs tool tokens, which these rollouts do not have" in report["notes"][0]
 
 
@@ -377,8 +387,49 @@ def test_a_custom_advantage_is_replayed_on_whole_rollouts(trained, tmp_path, cap
     run = shutil.copytree(trained, tmp_path / "run")
     own = '[orchestrator.advantage]\ntype = "custom"\nimport_path = "by_text:shaped"\n'
     save_rollouts(run, [rollout(90, 1.0, -0.5), rollout(91, 1.0, 0.5)], own)
-    code, report = replay(capsys, run, "--step", "0", "--no-weights")
+    code, report = replay(capsys, run, "--step", "0", "--trust-code")
     assert code == 0 and "advantages advantage" in by_check(report)
+
+
+CUSTOM = {
+    "loss": '[trainer.loss]\ntype = "custom"\nimport_path = "hostile_code:loss"\n',
+    "advantage": '[orchestrator.advantage]\ntype = "custom"\nimport_path = "hostile_code:advantage"\n',
+}
+
+
+@pytest.mark.parametrize("part", CUSTOM)
+@pytest.mark.parametrize("words", [(), ("--set", "SECTION.kwargs={x=1}"), ("--set", "trainer.loss.type=tis")])
+def test_code_that_a_run_names_runs_only_if_it_is_trusted(
+    trained, tmp_path, capsys, monkeypatch, part, words
+) -> None:
+    """Nor a module that lies beside the run and is named like a library that is imported late."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    ran = tmp_path / "ran"
+    for name in ("hostile_code", "duckdb", "uvicorn", "track"):
+        (run / f"{name}.py").write_text(
+            f"import pathlib\npathlib.Path({str(ran)!r}).touch()\nloss = advantage = 1"
+        )
+    section = {"loss": "trainer.loss", "advantage": "orchestrator.advantage"}[part]
+    save_rollouts(run, [rollout(90, 1.0, -0.5), rollout(91, 1.0, 0.5)], CUSTOM["advantage"])
+    if part == "loss":
+        for path in run.glob("configs/**/trainer.toml"):
+            path.write_text(CUSTOM["loss"])
+    monkeypatch.chdir(run)
+    capsys.readouterr()
+    code = main(["replay", ".", "--json", *(word.replace("SECTION", section) for word in words)])
+    told = capsys.readouterr()
+    assert not ran.exists() and code == (2 if "SECTION.kwargs={x=1}" in words else 0)
+    if words != ("--set", "trainer.loss.type=tis"):
+        assert f"{section}.import_path = 'hostile_code:{part}' is code that the run's settings name" in (
+            told.err + told.out
+        )
+    assert main(["ledger", "."]) == 1 and not ran.exists()
+    assert str(run) not in sys.path
+    monkeypatch.delitem(sys.modules, "hostile_code", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if not words:
+        main(["replay", ".", "--trust-code"])
+        assert ran.exists()
 
 
 @pytest.mark.parametrize("reward", [1.0, 0.5])
@@ -387,7 +438,7 @@ def test_advantages_come_from_the_saved_rewards(trained, tmp_path, capsys, rewar
     run = shutil.copytree(trained, tmp_path / "run")
     saved = [rollout(90, reward, 2 / 3), rollout(91, 0, -1 / 3), rollout(92, 0, -1 / 3), rollout(93, 7, None)]
     save_rollouts(run, saved)
-    code, report = replay(capsys, run, "--step", "0", "--no-weights")
+    code, report = replay(capsys, run, "--step", "0")
     found = by_check(report)["advantages advantage"]
     assert code == (0 if reward == 1 else 1)
     if reward != 1:
@@ -509,7 +560,7 @@ def test_a_resumed_run_is_replayed_by_the_rule_that_trained_each_step(
     """Two steps by one loss, two more by another."""
     run = train_run(tiny_model, tmp_path / "run", LOSSES["dppo"])
     train_run(tiny_model, run, LOSSES["icepop"], resume=True, max_steps=4)
-    code, report = replay(capsys, run)
+    code, report = replay(capsys, run, "--weights")
     assert (code, report["steps"]) == (0, [0, 1, 2, 3])
     # The rule of the first steps, asked of all: it changes nothing in those that it trained.
     code, report = replay(capsys, run, "--set", "trainer.loss.type=dppo", *dppo_bounds())

@@ -1,6 +1,7 @@
 """`pellucid verify`: a sound trainer passes; each planted fault is caught, and named."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from pellucid.checks import verify
 from pellucid.checks.verify import agreement, gradients, record, subject
 from pellucid.config import VerifyConfig
+from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
 from pellucid.inference import engine
-from pellucid.model import attention, layout
+from pellucid.model import attention, layout, routing
 from pellucid.model.head import TokenOutput
 from pellucid.model.policy import Policy
 from pellucid.trainer.step import StepBatch
@@ -32,9 +34,13 @@ def config(tiny_model) -> VerifyConfig:
 
 
 def failures(config, check) -> dict[str, str]:
-    """What failed, and what it is said to mean."""
+    """The first failure of each check: what it is said to mean."""
+    found: dict[str, str] = {}
     with subject.opened(config) as opened:
-        return {finding.check: finding.meaning for finding in check(opened) if not finding.passed}
+        for finding in check(opened):
+            if not finding.passed:
+                found.setdefault(finding.check, finding.meaning)
+    return found
 
 
 def test_a_sound_trainer_passes_every_check(config) -> None:
@@ -48,6 +54,8 @@ def test_a_sound_trainer_passes_every_check(config) -> None:
         "leakage",
         "record",
         "agreement",
+        "sampling",
+        "oracle",
         "drift",
         "weights",
     }
@@ -74,6 +82,11 @@ def test_a_denominator_per_micro_batch(config, monkeypatch) -> None:
     assert "does not add up" in failures(config, record.check_record)["record"]
 
 
+def test_padding_that_trains(config, monkeypatch) -> None:
+    monkeypatch.setitem(COLUMNS, "loss_mask", replace(COLUMNS["loss_mask"], fill=True))
+    assert "its tokens count as trainable" in failures(config, gradients.check_packing)["packing"]
+
+
 def test_a_mask_that_leaks(config, monkeypatch) -> None:
     def one_sequence(families):
         total = sum(family.num_tokens for family in families)
@@ -92,6 +105,33 @@ def test_stale_weights(config, monkeypatch) -> None:
     found = failures(config, agreement.check_swaps)
     assert list(found) == ["weights"]
     assert "it serves stale ones" in found["weights"]
+
+
+def test_a_prompt_that_was_computed_before_the_swap(config, monkeypatch) -> None:
+    def whatever_the_version(self):
+        return {request.prompt: row for row, request in self._running.items()}
+
+    monkeypatch.setattr(engine.Engine, "_donors", whatever_the_version)
+    found = failures(config, agreement.check_swaps)
+    assert list(found) == ["weights"]
+    assert "computed before the swap" in found["weights"]
+
+
+def test_experts_that_are_not_replayed(config, tiny_moe, monkeypatch) -> None:
+    replayed = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"name": str(tiny_moe)}),
+            "trainer": config.trainer.model_copy(update={"enable_router_replay": True}),
+        }
+    )
+    assert failures(config, agreement.check_experts) == failures(replayed, agreement.check_experts) == {}
+    monkeypatch.setattr(routing.ReplayedExperts, "choose", lambda self, layer, own: own)
+    assert "choose for themselves" in failures(replayed, agreement.check_experts)["experts"]
+
+
+def test_one_check_alone(config) -> None:
+    findings = verify.verify(config.model_copy(update={"only": "tokenizer"}))
+    assert [finding.check for finding in findings] == ["tokenizer", "tokenizer"]
 
 
 def test_a_temperature_that_one_side_forgets(config, monkeypatch) -> None:
@@ -148,7 +188,7 @@ def test_a_tokenizer_of_another_model(config, monkeypatch) -> None:
 
 
 def test_the_command_prints_and_fails(config, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(verify, "CHECKS", [record.check_columns])
+    monkeypatch.setattr(verify, "CHECKS", {"columns": record.check_columns})
     assert verify.run_verify(config.model_copy(update={"as_json": True})) == 0
     line = json.loads(capsys.readouterr().out)
     assert (line["check"], line["value"], line["limit"], line["passed"]) == ("columns", 0, 0, True)

@@ -86,7 +86,7 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     assert cli_reference.reference() == PAGE, "run `python -m pellucid.cli_reference > docs/commands.md`"
 
 
-@pytest.mark.parametrize("command", ["view", "ledger", "replay", "env", "keys", "bench"])
+@pytest.mark.parametrize("command", ["view", "ledger", "replay", "env", "keys"])
 def test_the_page_of_commands_has_every_flag(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         parse(COMMANDS[command].config, ["--help"], prog=f"pellucid {command}")

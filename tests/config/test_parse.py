@@ -14,9 +14,10 @@ from pellucid.config import (
     SFTConfig,
     TokenExportConfig,
     TrainerRunConfig,
+    VerifyConfig,
 )
 from pellucid.config.parse import Parsed, parse
-from pellucid.config.tools import BenchSettings, LedgerSettings, ViewSettings
+from pellucid.config.tools import LedgerSettings, ViewSettings
 from pellucid.errors import ConfigError
 
 NAMED = ["--model.name", "m"]
@@ -49,6 +50,16 @@ def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 # Flags
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "two\nlines", "r" * 201])
+@pytest.mark.parametrize("flag", ["--run-id", "--output-dir"])
+def test_a_run_has_a_name_that_can_be_shown_and_be_a_folder(flag, name):
+    if flag == "--output-dir" and ("/" in name or name == ".."):
+        return  # the name of a folder that it leads to
+    [problem] = trainer_problems(flag, name)
+    assert f"{name[:200]!r} cannot name the run: give run_id at most 200 characters, without `/`" in problem
+    assert trainer(flag, "r" * 200).run_name == "r" * 200
 
 
 def test_a_flag_sets_a_nested_key():
@@ -451,8 +462,12 @@ def test_tools_take_positional_arguments():
     view = parse(ViewSettings, ["outputs/run", "-o", "page.html", "--tokenizer", "t"], prog="p").config
     assert view == ViewSettings(path=Path("outputs/run"), output=Path("page.html"), tokenizer="t")
     assert parse(LedgerSettings, ["outputs/run", "--json"], prog="p").config.as_json is True
-    assert parse(BenchSettings, [], prog="p").config == BenchSettings()
-    assert parse(BenchSettings, ["packing"], prog="p").config.name == "packing"
+
+
+def test_verify_keeps_the_environment_of_the_demo_beside_other_keys():
+    flags = ["--orchestrator.sampling.temperature", "0.7"]
+    own = parse(VerifyConfig, flags, prog="p").config.orchestrator
+    assert ([env.id for env in own.env], own.sampling.temperature) == (["reverse-text"], 0.7)
 
 
 def test_a_missing_positional_argument_is_named():

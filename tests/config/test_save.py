@@ -16,6 +16,8 @@ from pellucid.config.tools import LedgerSettings
 from pellucid.errors import ConfigError
 
 names = st.text(min_size=1)
+labels = names.filter(lambda name: name.isprintable() and "/" not in name)
+run_ids = labels.filter(lambda name: not name.startswith("."))
 values = st.recursive(
     st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.datetimes() | st.dates(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -27,9 +29,9 @@ fractions = st.floats(0, 1, exclude_min=True, exclude_max=True)
 losses = st.fixed_dictionaries({"type": st.just("dppo"), "kl_tau": fractions}) | st.fixed_dictionaries(
     {"type": st.just("custom"), "import_path": st.just("a:b"), "kwargs": tables}
 )
-exports = st.none() | st.fixed_dictionaries({}, optional={"path": paths})
+exports = st.none() | st.fixed_dictionaries({}, optional={"path": paths.map("{}.jsonl".format)})
 environments = st.lists(
-    st.fixed_dictionaries({"id": names, "args": tables, "weight": fractions}),
+    st.fixed_dictionaries({"id": labels, "args": tables, "weight": fractions}),
     min_size=1,
     max_size=3,
     unique_by=lambda env: env["id"],
@@ -42,7 +44,7 @@ def rl_configs(draw: st.DrawFn) -> RLConfig:
         {
             "output_dir": draw(paths),
             "clean_output_dir": draw(st.booleans()),
-            "run_id": draw(st.none() | names),
+            "run_id": draw(run_ids),
             "seq_len": draw(st.none() | st.integers(2, 4096)),
             "model": {"name": draw(names)},
             "trainer": {

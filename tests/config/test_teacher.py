@@ -25,6 +25,7 @@ def rl_config(teacher: Any, loss: Any = None, **own: Any) -> RLConfig:
         ({"port": 8001}, None, "has neither model nor servers"),
         ({"mode": "sft"}, None, "has neither model nor servers"),
         ({**TEACHER, "servers": ["http://t:1"]}, None, "has both model and servers"),
+        ({**TEACHER, "key_file": "k"}, None, "key_file = 'k' is for orchestrator.teacher.servers; a teacher"),
         ({"servers": ["t:1"]}, None, "is not the address of a server; write it as http://host:port"),
         ({"servers": ["http://t:1/v1"]}, None, "is not the address of a server"),
         ({**TEACHER, "mode": "rl"}, None, "teacher_tau = 0: the teacher would change nothing"),
@@ -43,8 +44,29 @@ def test_a_teacher_that_cannot_teach_is_refused(teacher: Any, loss: Any, reason:
         rl_config(teacher, loss)
 
 
+@pytest.mark.parametrize(
+    ("teacher", "complaint"),
+    [
+        (
+            {"servers": ["http://127.0.0.1:8000"]},
+            "orchestrator.teacher.servers has http://127.0.0.1:8000, and so has the policy (inference.host "
+            "and inference.port): a server of the policy is given new weights",
+        ),
+        ({**TEACHER, "port": 8000}, "orchestrator.teacher.port = 8000 is the port of the policy's server"),
+    ],
+)
+def test_a_teacher_at_the_address_of_the_only_policy_server_is_refused(teacher: Any, complaint: str) -> None:
+    config = {
+        "model": {"name": "some/model"},
+        "inference": {"port": 8000},
+        "orchestrator": {"env": [{"id": "reverse-text"}], "teacher": teacher},
+    }
+    with pytest.raises(ValidationError, match=re.escape(complaint)):
+        OrchestratorRunConfig.model_validate(config)
+
+
 def test_a_server_cannot_be_both_policy_and_teacher() -> None:
-    with pytest.raises(ValidationError, match="both have http://t:1: a server of the policy is given new"):
+    with pytest.raises(ValidationError, match="has http://t:1, and so has the policy"):
         OrchestratorRunConfig.model_validate(
             {
                 "model": {"name": "some/model"},

@@ -1,14 +1,18 @@
 import numpy as np
 
-from pellucid.data import PackedArray, join_experts
+from pellucid.data import PackedArray, RecordedExperts, join_experts
 
 
-def recorded(*experts: int) -> PackedArray:
+def packed(*experts: int) -> PackedArray:
     """One layer, one expert per token."""
     return PackedArray.pack(np.array(experts, np.uint8).reshape(-1, 1, 1))
 
 
-def experts_of(*turns: PackedArray | None) -> list[int]:
+def recorded(*experts: int) -> RecordedExperts:
+    return RecordedExperts(packed(*experts))
+
+
+def experts_of(*turns: RecordedExperts | None) -> list[int]:
     joined = join_experts(turns)
     assert joined is not None and joined.dtype == np.uint8
     return joined[:, 0, 0].tolist()
@@ -28,3 +32,12 @@ def test_a_token_has_the_experts_of_the_turn_that_computed_it_first() -> None:
 def test_a_turn_without_a_record_leaves_none() -> None:
     assert join_experts([None]) is None
     assert join_experts([recorded(3, 1), None]) is None
+
+
+def test_a_record_after_another_holds_what_it_adds_and_knows_where_the_rest_is() -> None:
+    first = recorded(3, 1, 4)
+    second = RecordedExperts.of(packed(9, 9, 9, 1, 5, 9), first)
+    assert second is not None and second.packed == packed(1, 5, 9) and (second.start, second.stop) == (3, 6)
+    assert experts_of(first, second) == [3, 1, 4, 1, 5, 9, 9]
+    assert experts_of(second) == [3, 1, 4, 1, 5, 9, 9]
+    assert experts_of(recorded(8, 8), second) == [8, 8, 4, 1, 5, 9, 9]

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pellucid.bench.transport import size_in_process
-from pellucid.bench.workload import long_sample
+from benchmarks.transport import size_in_process
+from benchmarks.workload import long_sample
 from pellucid.data import COLUMNS, PackedArray, TrainingSample
 from pellucid.data.columns import Encoding
 from pellucid.errors import DataError

@@ -277,8 +277,9 @@ def batches(draw) -> ColumnBatch:
         elif kind == "b" and draw(st.booleans()):
             columns[field.name] = np.full(size, np.nan, np.float32)
         else:
-            high = 1 if kind == "b" else 2**31 - 1
-            values = draw(st.lists(st.integers(0, high), min_size=size, max_size=size))
+            high = 1 if kind == "b" or field.name == "schema_version" else 2**31 - 1
+            low = 1 if field.name == "denominator" else 0
+            values = draw(st.lists(st.integers(low, high), min_size=size, max_size=size))
             columns[field.name] = np.array(values).astype(field.dtype)
     return ColumnBatch(lengths, columns)
 

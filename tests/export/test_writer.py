@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 import pellucid.export
+import warm
 from exported_steps import WHOLE_STEPS, exported, observed, samples, write_steps
 from pellucid.config import DppoLossConfig
 from pellucid.data import TokenTable, TrainingSample
@@ -153,8 +152,9 @@ def test_a_full_disk_ends_the_export_with_one_warning_and_a_count(tmp_path, capl
     assert (exporter.num_lost, exporter.num_skipped) == (3, 5)
     (warning,) = caplog.records
     assert warning.getMessage() == (
-        "the token export ends with step 2: [Errno 28] No space left on device; training goes on without it, "
-        "and export/lost_sequences counts what is left out"
+        f"the token export ends with step 2: {tmp_path}/token_exports/step_2/rank_0.jsonl cannot be written "
+        "(No space left on device); training goes on without it, and export/lost_sequences counts what is "
+        "left out. Once that is mended, --resume exports again"
     )
 
 
@@ -170,7 +170,11 @@ def test_a_folder_that_vanishes_ends_the_export(tmp_path, caplog) -> None:
     write_steps(exporter, [3])
     assert exporter.num_lost == 3 and exported(tmp_path) == []
     (warning,) = caplog.records
-    assert "the token export ends with step 2: [Errno 2] No such file or directory" in warning.getMessage()
+    assert re.match(
+        rf"the token export ends with step 2: {tmp_path}/token_exports/\S+ cannot be written "
+        r"\(No such file or directory\)",
+        warning.getMessage(),
+    )
 
 
 def test_a_full_disk_leaves_no_half_of_a_parquet_file(tmp_path, caplog) -> None:
@@ -351,8 +355,9 @@ print(exporter.num_lost)
 
 def test_one_file_for_all_steps_keeps_those_that_are_whole(tmp_path) -> None:
     """A limit on its size stands for a disk that fills up in the middle of a record."""
-    arguments = [sys.executable, "-c", FILLS_UP, str(tmp_path), str(Path(__file__).parents[1])]
-    done = subprocess.run(arguments, capture_output=True, text=True)
+    (tmp_path / "fills_up.py").write_text(FILLS_UP)
+    arguments = [str(tmp_path), str(Path(__file__).parents[1])]
+    done = warm.run(arguments, module="fills_up", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
     lines = (tmp_path / "all.rank_0.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1]

@@ -83,6 +83,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 8), st.just(0)),
         st.tuples(st.just("abandon"), st.integers(0, 10), st.just(0)),
         st.tuples(st.just("abort"), st.integers(0, 10), st.just(0)),
+        st.tuples(st.just("disown"), st.integers(0, 10), st.just(0)),
     ),
     max_size=30,
 )
@@ -98,7 +99,7 @@ def shared_policy(tiny_model):
 def test_any_schedule_balances_and_changes_nobodys_tokens(shared_policy, actions) -> None:
     """Requests that come, go and share prompts in any order get the tokens that they would get alone."""
     engine = Engine(shared_policy, num_slots=3, max_length=100)
-    finished, requests = {}, []
+    finished, requests, untaken = {}, [], set()
     for action, number, max_tokens in actions:
         if action == "submit":
             seed = len(requests)
@@ -112,11 +113,16 @@ def test_any_schedule_balances_and_changes_nobodys_tokens(shared_policy, actions
                 engine.step()
         elif action == "abandon" and number < len(requests):
             engine.abandon(requests[number])
+            untaken.add(number)
+        elif action == "disown":
+            engine.disown([f"r{number}"])  # maybe of a request that is still to come
+            untaken.add(number)
         elif action == "abort":
             engine.abort([f"r{number}"])
     run_to_end(engine, [])
     counts = engine.counts
-    assert counts.delivered[ENV] == sum(len(completion.token_ids) for completion in finished.values())
+    taken = [completion for seed, completion in finished.items() if seed not in untaken]
+    assert counts.delivered[ENV] == sum(len(completion.token_ids) for completion in taken)
     assert counts.sampled[ENV] == counts.delivered[ENV] + counts.cancelled[ENV]
     for seed, completion in finished.items():
         alone = []

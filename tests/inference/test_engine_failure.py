@@ -11,21 +11,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine_server import KEY, EngineServer
 from pellucid.cli import main
 from pellucid.config import ModelConfig
-from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import InferenceError
 from pellucid.inference.engine import Engine
-from pellucid.inference.engine_thread import EngineThread
 from pellucid.inference.http import HttpInferenceClient
-from pellucid.inference.server import Server
-from pellucid.ledger import Journal, Stage, read_journal
-from pellucid.metrics import JsonlSink
+from pellucid.ledger import read_journal
 from pellucid.model import load_policy
 from pellucid.orchestrator import weights
 from pellucid.transport.weights import publish_version, weights_folder, write_version
 
-MAX_LENGTH = 256
 ENV = {"run": "run", "env": "env"}
 
 
@@ -36,28 +32,6 @@ class Exhausted(Engine):
         if self.counts.decode_steps == 3:
             raise MemoryError("no more")
         super().step()
-
-
-class Served:
-    """A server without sockets, and what it says when it goes down."""
-
-    def __init__(self, model: Path, folder: Path, kind: type[Engine] = Engine) -> None:
-        self.failures: list[BaseException] = []
-        engine = kind(load_policy(ModelConfig(name=str(model))), num_slots=2, max_length=MAX_LENGTH)
-        journal = Journal(folder / "inference.jsonl", Stage.INFERENCE)
-        self.thread = EngineThread(engine, journal, JsonlSink(folder / "metrics.jsonl"), self.failures.append)
-        server = Server(engine, self.thread, load_tokenizer(str(model)), "m", MAX_LENGTH)
-        self._transport = httpx.ASGITransport(server.app(), raise_app_exceptions=False)
-
-    def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=self._transport, base_url="http://engine")
-
-    def counts(self, folder: Path) -> dict[str, int]:
-        totals: dict[str, int] = {}
-        for entry in read_journal(folder / "inference.jsonl"):
-            for name, tokens in entry.counts.items():
-                totals[name] = totals.get(name, 0) + tokens
-        return totals
 
 
 def asked(*request_ids: str) -> dict[str, object]:
@@ -77,12 +51,12 @@ def asked(*request_ids: str) -> dict[str, object]:
 
 
 def test_every_waiter_gets_what_it_has_and_whoever_asks_later_the_cause(tiny_model, tmp_path) -> None:
-    served = Served(tiny_model, tmp_path, Exhausted)
+    served = EngineServer(tiny_model, tmp_path, Exhausted, num_slots=2)
 
     async def run() -> tuple[httpx.Response, list[httpx.Response]]:
         async with served.client() as client:
             lines = await client.post("/inference/v1/generate_many", json=asked("r1", "r2", "waits"))
-            body = {"version": 1, "folder": str(tmp_path)}
+            body = {"version": 1, "folder": str(weights_folder(tmp_path, 1))}
             late = [
                 await client.post("/inference/v1/generate_many", json=asked("r4")),
                 await client.post("/v1/completions", json={"prompt": "abc"}),
@@ -103,7 +77,7 @@ def test_every_waiter_gets_what_it_has_and_whoever_asks_later_the_cause(tiny_mod
         assert response.status_code == 500
         assert response.json()["error"]["message"] == "the engine failed: MemoryError: no more"
     assert [str(failure) for failure in served.failures] == ["no more"]
-    assert served.counts(tmp_path) == {"sampled": 6, "delivered": 6}
+    assert served.counts() == {"sampled": 6, "delivered": 6}
     assert served.thread.stopped
 
 
@@ -111,7 +85,7 @@ def test_books_that_cannot_be_written_take_the_server_down(tiny_model, tmp_path)
     """The journal is on a disk that is full: the first flush fails, and the last one, too."""
     if not Path("/dev/full").is_char_device():
         pytest.skip("needs /dev/full")
-    served = Served(tiny_model, tmp_path)
+    served = EngineServer(tiny_model, tmp_path)
     (tmp_path / "inference.jsonl").unlink()
     (tmp_path / "inference.jsonl").symlink_to("/dev/full")
 
@@ -130,6 +104,44 @@ def test_books_that_cannot_be_written_take_the_server_down(tiny_model, tmp_path)
     assert isinstance(failure, OSError) and failure.errno == errno.ENOSPC
 
 
+class StuckSink:
+    """A tracker that does not let go."""
+
+    def __init__(self) -> None:
+        self.reached, self.may_go = threading.Event(), threading.Event()
+
+    def log(self, step: int, values: object) -> None:
+        self.reached.set()
+        self.may_go.wait()
+
+    def close(self) -> None:
+        self.reached.set()
+        self.may_go.wait()
+
+
+def test_the_books_are_closed_before_the_metrics_which_may_hang(tiny_model, tmp_path, launcher) -> None:
+    sink = StuckSink()
+    served = EngineServer(tiny_model, tmp_path, sink=sink)
+
+    async def run() -> None:
+        async with served.client() as client:
+            await client.post("/inference/v1/generate_many", json=asked("r1"))
+
+    served.thread.start()
+    asyncio.run(run())
+    stopping = threading.Thread(target=served.thread.stop)
+    stopping.start()
+    sink.reached.wait()
+    try:
+        entries = list(read_journal(tmp_path / "inference.jsonl"))
+        assert entries[-1].closed
+        assert served.counts() == {"sampled": 100, "delivered": 100}
+        assert launcher.doings() == ["closing its books", "closing its metrics"]
+    finally:
+        sink.may_go.set()
+        stopping.join()
+
+
 class Slow(Engine):
     """Its first step takes until it is told to end."""
 
@@ -142,7 +154,7 @@ class Slow(Engine):
 
 
 def test_a_client_that_goes_away_before_its_request_is_looked_at_harms_nobody(tiny_model, tmp_path) -> None:
-    served = Served(tiny_model, tmp_path, Slow)
+    served = EngineServer(tiny_model, tmp_path, Slow)
 
     async def run() -> httpx.Response:
         async with served.client() as client:
@@ -179,7 +191,7 @@ def test_weights_that_stay_damaged_end_the_run_with_the_reason(
     path.write_bytes(path.read_bytes()[:-100])
 
     async def run(url: str) -> int:
-        client = HttpInferenceClient(url)
+        client = HttpInferenceClient(url, KEY)
 
         async def never(version: int) -> None:
             pytest.fail(f"version {version} is served")

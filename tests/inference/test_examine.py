@@ -38,6 +38,20 @@ def test_vocabulary_and_length_are_those_of_the_run(expected: Expected) -> None:
     )
 
 
+def test_a_server_takes_the_key_that_the_run_shows() -> None:
+    scoring = replace(TEACHER, access="sampling", key_setting="orchestrator.teacher.key_file")
+    for expected, enough in ((POLICY, {"all"}), (TEACHER, {"all"}), (scoring, {"all", "sampling"})):
+        for access in ("all", "sampling", "none"):
+            if access in enough:
+                expected.check(URL, health(access=access))
+            else:
+                assert refusal(expected, access=access) == (
+                    f"the {expected.role} 'a/model' at {URL} was started with another key than this run "
+                    f"shows; start it with the run's output_dir, or set {expected.key_setting} to the file "
+                    "`key` in the folder that it was started with"
+                )
+
+
 def test_a_policy_server_was_started_with_the_model_of_the_run() -> None:
     POLICY.check(URL, health(model_fingerprint="f0"))
     POLICY.check(URL, health(model_fingerprint=""))  # neither side can tell: the vocabulary has to do

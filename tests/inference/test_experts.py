@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pellucid.config import ModelConfig
-from pellucid.data import join_experts
+from pellucid.data import RecordedExperts, join_experts
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.protocol import Choice, GenerateResponse
@@ -158,7 +158,7 @@ def test_a_following_turn_fills_what_the_last_one_could_not_know(policy) -> None
     run_to_end(engine, [request([5, 6, 7], finished, 0)])
     longer = [5, 6, 7, *finished[0].token_ids, 30, 31]
     run_to_end(engine, [request(longer, finished, 1)])
-    joined = join_experts([finished[0].routed_experts, finished[1].routed_experts])
+    joined = join_experts([RecordedExperts.of(each.routed_experts) for each in (finished[0], finished[1])])
     expected, _ = forward(policy, [*longer, *finished[1].token_ids])
     assert len(joined) == len(expected) == 15
     assert (joined[:-1] == expected[:-1]).all()

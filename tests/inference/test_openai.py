@@ -9,8 +9,9 @@ import openai
 import pytest
 import torch
 
+from engine_server import JSON
 from pellucid.data.tokenizer import load_tokenizer
-from pellucid.inference.server import MAX_BODY_BYTES
+from pellucid.inference.entrance import MAX_BODY_BYTES
 from pellucid.model import packed_layout
 from tolerance import near_logprobs
 
@@ -267,7 +268,7 @@ def test_errors_have_their_class_and_shape(client_of) -> None:
         with pytest.raises(openai.APIStatusError, match=f"exceeds {MAX_BODY_BYTES} bytes") as large:
             client.completions.create(model="tiny", prompt="a" * MAX_BODY_BYTES)
         assert (large.value.status_code, large.value.code) == (413, "request_too_large")
-        deep = httpx.post(f"{client.base_url}completions", content=b"[" * 100_000)
+        deep = httpx.post(f"{client.base_url}completions", content=b"[" * 100_000, headers=JSON)
         assert deep.status_code == 400
 
 

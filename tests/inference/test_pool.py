@@ -123,10 +123,12 @@ def test_a_dead_server_is_left_out_and_comes_back_with_the_current_weights(caplo
         pool = await ready(first, second)
         await pool.update_weights(1, Path("w1"))
         asking = [asyncio.create_task(ask(pool, f"g{n}-r0")) for n in range(4)]
-        await asyncio.sleep(0.005)
+        while len(first.asked) < 2:
+            await asyncio.sleep(0)
         first.switch_off()
-        answers = await asyncio.gather(*asking, return_exceptions=True)
-        assert [type(answer) for answer in answers].count(UnreachableError) == 2
+        answers = await asyncio.gather(*asking)
+        assert [len(answer.token_ids) for answer in answers] == [9] * 4  # two of them from the other server
+        assert (len(first.asked), len(second.asked)) == (2, 4)
 
         await pool.update_weights(2, Path("w2"))
         before = len(first.asked)
@@ -143,7 +145,7 @@ def test_a_dead_server_is_left_out_and_comes_back_with_the_current_weights(caplo
         await pool.close()
 
     asyncio.run(main())
-    assert "inference server s0 is left out: it went away" in caplog.text
+    assert "inference server s0 is left out: " in caplog.text
     assert "inference server s0 is back" in caplog.text
 
 
@@ -153,7 +155,10 @@ def test_without_any_server_the_reason_names_them_all() -> None:
         pool = await ready(*servers, patience_s=0.05)
         for server in servers:
             server.switch_off()
-        with pytest.raises(UnreachableError, match="none of the inference servers can be reached: s0, s1"):
+        with pytest.raises(
+            UnreachableError,
+            match="none of the inference servers can be reached, for 0.05 s: s0: nobody answers; s1",
+        ):
             await pool.update_weights(1, Path("w1"))
         await pool.close()
 
@@ -175,7 +180,7 @@ def test_aborts_reach_the_server_that_runs_the_request() -> None:
 def test_aborts_reach_a_server_that_is_left_out_and_still_works() -> None:
     class Deaf(Server):
         async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
-            raise UnreachableError("no answer to the update")
+            raise InferenceError("these weights cannot be loaded")
 
     async def main() -> Completion:
         first, second = Deaf(600.0), Server()
@@ -185,7 +190,7 @@ def test_aborts_reach_a_server_that_is_left_out_and_still_works() -> None:
             await asyncio.sleep(0)
         await pool.update_weights(1, Path("w1"))
         await pool.abort(["g0-r0"])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             completion = await asking
         await pool.close()
         return completion
@@ -202,17 +207,78 @@ def test_scoring_spreads_over_the_servers_and_leaves_out_one_that_is_gone() -> N
             assert [score[1] for score in scores] == [math.log(0.5)] * 4
             assert first.num_scored == second.num_scored == 2
             first.switch_off()
-            answers = await asyncio.gather(
-                *(pool.score([5, 6], 1.0, f"g{n}-r1") for n in range(4)), return_exceptions=True
-            )
-            assert sum(isinstance(answer, UnreachableError) for answer in answers) >= 1
-            num_scored = second.num_scored
-            await pool.score([5, 6], 1.0, "g0-r2")
-            assert second.num_scored == num_scored + 1
+            await asyncio.gather(*(pool.score([5, 6], 1.0, f"g{n}-r1") for n in range(4)))
+            assert (first.num_scored, second.num_scored) == (2, 6)
         finally:
             await pool.close()
 
     asyncio.run(run())
+
+
+def test_a_hung_teacher_is_not_waited_for() -> None:
+    async def main() -> None:
+        first, second = Server(), Server()
+        clients = {"s0": first, "s1": second}
+        expected = Expected("teacher", "m", "", 100)
+        pool = ServerPool(clients, group_of, expected, ask_again_s=0.01, hang_s=0.1)
+        await pool.wait_until_ready()
+        first.hang()
+        async with asyncio.timeout(30):
+            scores = await asyncio.gather(*(pool.score([5, 6], 1.0, f"g{n}-r0") for n in range(4)))
+        assert [score[1] for score in scores] == [math.log(0.5)] * 4 and second.num_scored == 4
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_new_groups_go_where_something_was_finished_and_the_rest_waits() -> None:
+    """Each server decodes two together: four requests are there at a time, whoever hangs keeps its own."""
+
+    async def main() -> None:
+        slow, quick = Server(600.0), Server(0.001)
+        slow.max_concurrent = quick.max_concurrent = 2
+        slow.max_queued = quick.max_queued = 100
+        pool = await ready(slow, quick)
+        asking = [asyncio.create_task(ask(pool, f"g{n}-r0")) for n in range(40)]
+        while quick.delivered.total() < 36 * 9:
+            await asyncio.sleep(0.001)
+        assert (len(slow.asked), slow.max_running) == (4, 4) and quick.max_running <= 4
+        await pool.abort([f"g{n}-r0" for n in range(40)])
+        assert [len((await each).token_ids) for each in asking].count(9) == 36
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_group_stays_together_even_if_it_is_larger_than_what_a_server_decodes() -> None:
+    async def main() -> None:
+        servers = Server(0.01), Server(0.01)
+        for server in servers:
+            server.max_concurrent, server.max_queued = 2, 100
+        pool = await ready(*servers)
+        await asyncio.gather(*(ask(pool, f"g{group}-r{n}") for group in range(4) for n in range(12)))
+        homes = [set(map(group_of, server.asked)) for server in servers]
+        assert not homes[0] & homes[1] and homes[0] | homes[1] == {"g0", "g1", "g2", "g3"}
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_that_takes_its_servers_down_is_given_up() -> None:
+    class Poisoned(Server):
+        async def generate(self, *arguments: Any) -> Completion:
+            self.asked.append(arguments[-1])
+            raise UnreachableError("it went away")
+
+    async def main() -> None:
+        server = Poisoned()
+        pool = await ready(server)
+        with pytest.raises(UnreachableError, match="given up after 3 tries, the last: it went away"):
+            await ask(pool, "g0-r0")
+        assert len(server.asked) == 3
+        await pool.close()
+
+    asyncio.run(main())
 
 
 def test_a_server_that_restarts_unseen_gets_its_weights_again_and_its_tokens_are_refused(caplog) -> None:
@@ -349,8 +415,6 @@ def test_a_request_that_waits_for_a_server_can_be_aborted() -> None:
         server = Server()
         pool = await ready(server)
         server.switch_off()
-        with pytest.raises(UnreachableError):
-            await ask(pool, "g0-r0")
         waiting = asyncio.create_task(ask(pool, "g0-r1"))
         await asyncio.sleep(0.01)
         await pool.abort(["g0-r1"])

@@ -1,19 +1,24 @@
 """Clients that leave, crowd or dawdle: their slots go to others, and the server never grows without bound."""
 
 import asyncio
+import json
 from contextlib import aclosing
 
 import httpx
 import pytest
 
+from engine_server import AUTHORIZED, JSON
 from pellucid.config import ModelConfig
+from pellucid.inference import entrance
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread
+from pellucid.inference.entrance import MAX_BODY_BYTES
+from pellucid.inference.http import HttpInferenceClient
 from pellucid.inference.protocol import GenerateRequest
-from pellucid.inference.server import MAX_BODY_BYTES
 from pellucid.inference.slots import QueueFullError
-from pellucid.ledger import Journal, Stage
+from pellucid.ledger import Journal, Stage, read_journal
+from pellucid.ledger.journal import sum_entries
 from pellucid.metrics import JsonlSink
 from pellucid.model import load_policy
 
@@ -145,9 +150,70 @@ def test_an_answer_takes_room_until_it_is_read(tiny_model, tmp_path) -> None:
 def test_every_route_refuses_what_it_cannot_read(serving, path) -> None:
     with serving() as (url, _):
         for body in (b"", b"not json", b"[]", b"{}", b'{"a": \xff}', b"[" * 100_000):
-            answer = httpx.post(url + path, content=body)
+            answer = httpx.post(url + path, content=body, headers=JSON | AUTHORIZED)
             assert answer.status_code == 400, body[:20]
             assert answer.json()["error"]["message"]
-        large = httpx.post(url + path, content=b" " * (MAX_BODY_BYTES + 1))
+        large = httpx.post(url + path, content=b" " * (MAX_BODY_BYTES + 1), headers=JSON | AUTHORIZED)
         assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
         assert httpx.get(f"{url}/health").json()["status"] == "ok"
+
+
+def test_a_completion_that_is_never_read_counts_as_cancelled(tiny_model, tmp_path) -> None:
+    """The engine is done with both when the reader leaves: one was delivered, the other to nobody."""
+    engine = Engine(load_policy(ModelConfig(name=str(tiny_model))), num_slots=2, max_length=64, max_queued=2)
+    books = tmp_path / "inference.jsonl"
+    thread = EngineThread(
+        engine,
+        Journal(books, Stage.INFERENCE),
+        JsonlSink(tmp_path / "metrics.jsonl"),
+        on_failure=lambda error: None,
+    )
+    asked = [GenerateRequest([5, 6], SamplingParams(max_tokens=2), Account("run", "env"))] * 2
+
+    async def run():
+        async with aclosing(thread.generate(asked)) as reader:
+            await anext(reader)
+            while not engine.is_idle:
+                await asyncio.sleep(0.001)
+
+    thread.start()
+    try:
+        asyncio.run(run())
+    finally:
+        thread.stop()
+    (total,) = sum_entries(read_journal(books))
+    assert total.counts == {"sampled": 4, "delivered": 2, "cancelled": 2}
+
+
+def test_a_long_prompt_of_a_large_group_fits_a_body(serving, monkeypatch) -> None:
+    """Sent once per member it would not: 64 times 20,000 bytes, and the limit is 100,000 here."""
+    monkeypatch.setattr(entrance, "MAX_BODY_BYTES", 100_000)
+
+    async def run(url):
+        client = HttpInferenceClient(url)
+        try:
+            params = [SamplingParams(max_tokens=2, seed=seed) for seed in range(64)]
+            prompt = [7, 8] * 5_000
+            calls = (client.generate(prompt, each, Account(), f"r{n}") for n, each in enumerate(params))
+            return await asyncio.gather(*calls)
+        finally:
+            await client.close()
+
+    with serving(max_length=10_240) as (url, _):
+        completions = asyncio.run(run(url))
+    assert [len(completion.token_ids) for completion in completions] == [2] * 64
+
+
+def test_a_member_may_bring_a_prompt_of_its_own_and_needs_one(serving) -> None:
+    short = {"sampling_params": {"max_tokens": 1, "temperature": 0}, "compact": True}
+    with serving() as (url, _), httpx.Client(base_url=url) as client:
+        body = {"token_ids": [5, 6], "requests": [short, {**short, "token_ids": [9, 9, 9]}]}
+        mixed = client.post("/inference/v1/generate_many", json=body)
+        alone = [
+            client.post("/inference/v1/generate", json={**short, "token_ids": prompt}).json()["choices"][0]
+            for prompt in ([5, 6], [9, 9, 9])
+        ]
+        without = client.post("/inference/v1/generate_many", json={"requests": [short]})
+    lines = sorted((json.loads(line) for line in mixed.text.splitlines()), key=lambda line: line["index"])
+    assert [line["choice"]["token_ids"] for line in lines] == [each["token_ids"] for each in alone]
+    assert json.loads(without.text)["error"] == "the prompt is empty; send at least one token"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_server import JSON, KEY, journal_counts
 from pellucid.config import ModelConfig
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.http import HttpInferenceClient
-from pellucid.ledger import read_journal
 from pellucid.metrics import read_metrics
 from pellucid.model import PackedAttention, load_policy, packed_layout
 from pellucid.transport.weights import publish_version, weights_folder, write_version
@@ -32,7 +33,7 @@ def connected(url):
     with asyncio.Runner() as runner:
 
         async def make():
-            return HttpInferenceClient(url)
+            return HttpInferenceClient(url, KEY)
 
         client = runner.run(make())
         try:
@@ -42,11 +43,7 @@ def connected(url):
 
 
 def ledger_of(tmp_path):
-    totals = {}
-    for entry in read_journal(tmp_path / "inference.jsonl"):
-        for name, tokens in entry.counts.items():
-            totals[name] = totals.get(name, 0) + tokens
-    return totals
+    return journal_counts(tmp_path / "inference.jsonl")
 
 
 def test_generate_gives_the_trainers_logprobs(serving, tmp_path) -> None:
@@ -102,7 +99,8 @@ def test_the_version_that_is_served_already_is_not_loaded_again(serving, tiny_mo
         folder, _ = published(tiny_model, tmp_path, 7)
         runner.run(client.update_weights(7, folder))
         runner.run(client.generate([5, 6], SamplingParams(max_tokens=3), ENV, "r1"))
-        runner.run(client.update_weights(7, tmp_path / "nowhere"))
+        shutil.rmtree(folder)
+        runner.run(client.update_weights(7, folder))
         assert runner.run(client.health()).policy_version == 7
         assert list(read_metrics(tmp_path / "metrics.jsonl")) == []
     (whole,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -216,9 +214,40 @@ def test_a_client_that_goes_away_frees_its_slot(serving, tmp_path) -> None:
     assert counts["sampled"] == counts["delivered"] + counts["cancelled"]
 
 
+def test_answers_that_reached_nobody_count_as_cancelled_once(serving, tmp_path) -> None:
+    """One that was delivered into the void, one that runs, and one that is still to come."""
+
+    async def run(client):
+        await client.generate([5, 6], SamplingParams(max_tokens=4), ENV, "kept")
+        await client.generate([5, 6], SamplingParams(max_tokens=5), ENV, "void")
+        runs = asyncio.ensure_future(client.generate([5, 6], SamplingParams(max_tokens=250), ENV, "runs"))
+        while (await client.health()).sampled_tokens < 4 + 5 + 3:
+            await asyncio.sleep(0.005)
+        for _ in range(2):
+            await client.disown(["void", "runs", "late"])
+        runs.cancel()
+        late = await client.generate([5, 6], SamplingParams(max_tokens=6), ENV, "late")
+        assert (late.finish_reason, late.token_ids) == ("abort", [])
+
+    with serving() as (url, _), connected(url) as (runner, client):
+        runner.run(run(client))
+    counts = ledger_of(tmp_path)
+    assert counts["delivered"] == 4
+    assert counts["cancelled"] == counts["sampled"] - 4 >= 5 + 3
+
+
+def test_health_tells_what_the_server_holds(serving) -> None:
+    with serving(num_slots=3, max_queued=5) as (url, _), connected(url) as (runner, client):
+        health = runner.run(client.health())
+    assert (health.max_concurrent, health.max_queued, health.updating) == (3, 5, False)
+
+
 def post(url, path, body):
     async def run():
-        async with aiohttp.ClientSession() as session, session.post(url + path, data=body) as response:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url + path, data=body, headers=JSON) as response,
+        ):
             return response.status, await response.json()
 
     return asyncio.run(run())

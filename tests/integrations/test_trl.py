@@ -77,7 +77,7 @@ def train(
 
 def replay(capsys: pytest.CaptureFixture[str], folder: Path) -> dict[str, Any]:
     capsys.readouterr()
-    main(["replay", str(folder), "--json"])
+    main(["replay", str(folder), "--weights", "--json"])
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
 

@@ -64,7 +64,7 @@ def submit(script: Path, folder: Path, **environment: str) -> tuple[int, set[str
             "HOST": "here",
             **environment,
         },
-        timeout=30,
+        timeout=300,
     )
     return ended.returncode, set(calls.read_text().splitlines())
 
@@ -143,6 +143,17 @@ def test_kubernetes_objects_fit_their_schema_and_each_other(tmp_path) -> None:
     assert trainer["template"]["spec"]["subdomain"] == "demo-trainer"
     (container,) = found["Job", "demo-orchestrator"]["spec"]["template"]["spec"]["containers"]
     assert '"http://demo-inference-2.demo-inference:8000"' in container["command"][2]
+
+
+def test_a_pod_that_is_started_again_resumes(tmp_path) -> None:
+    """Kubernetes starts it with the same command, in a folder that has books in it."""
+    _, path = write_files(config(tmp_path, "kubernetes"))
+    specs = [each["spec"] for each in objects(path).values() if each["kind"] in ("StatefulSet", "Job")]
+    commands = [spec["template"]["spec"]["containers"][0]["command"][2] for spec in specs]
+    assert len(commands) == 3 and all("--resume" in shlex.split(command) for command in commands)
+    jobs = [spec for spec in specs if "completions" in spec]
+    assert {job["template"]["spec"]["restartPolicy"] for job in jobs} == {"OnFailure"}
+    assert sorted(job["backoffLimit"] for job in jobs) == [6, 12]
 
 
 def test_what_is_written_is_the_run(tmp_path) -> None:

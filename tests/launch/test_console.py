@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pellucid
-from pellucid.checks.verify.finding import Finding, findings_table
+from pellucid.checks.finding import Finding, findings_table
 from pellucid.launch.console import (
     RL_COLUMNS,
     SFT_COLUMNS,

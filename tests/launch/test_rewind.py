@@ -8,11 +8,13 @@ import pytest
 from rich.console import Console
 
 from pellucid.config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, PayloadError, TransportError
 from pellucid.launch.resume import rewind_rl, take_over
 from pellucid.ledger import reconcile
 from pellucid.ledger.settings import record_settings
 from pellucid.orchestrator.snapshot import read_snapshot
+from pellucid.transport import FilesystemSender, limits_of
+from pellucid.transport.spool import Spool
 from small_run import RUN, Attempt, KilledError, Said, SmallRun, saved_tokens
 
 
@@ -114,6 +116,30 @@ def with_one_batch(folder: Path) -> SmallRun:
     record_settings(before.part(TrainerRunConfig), "trainer", 0)
     record_settings(before.part(OrchestratorRunConfig), "orchestrator", 0)
     return run
+
+
+def test_batches_are_kept_up_to_the_size_that_is_set(tmp_path: Path) -> None:
+    with_one_batch(tmp_path)
+    batch = tmp_path / "batches" / "step_0" / "batch.bin"
+    huge = rl_config(tmp_path, transport={"type": "filesystem", "max_batch_bytes": 3 << 30})
+    limits = limits_of(huge.transport)
+    assert (limits.max_bytes, limits.max_tokens) == (3 << 30, 3 << 30)
+    assert rewind_rl(huge).next_batch == 1 and batch.exists()
+    with batch.open("ab") as file:
+        file.truncate(5000)
+    small = rl_config(tmp_path, transport={"type": "filesystem", "max_batch_bytes": 4096})
+    assert rewind_rl(small).next_batch == 0 and not batch.exists()
+
+
+def test_refusals_are_forgotten_with_the_batches_that_are_sampled_anew(tmp_path: Path) -> None:
+    with_one_batch(tmp_path)
+    (tmp_path / "batches" / "step_0" / "batch.bin").write_bytes(b"noise")
+    with pytest.raises(PayloadError):
+        Spool(tmp_path).take(0)
+    with pytest.raises(TransportError, match="the trainer refused the batch of step 0"):
+        FilesystemSender(tmp_path).check()
+    assert rewind_rl(rl_config(tmp_path)).next_batch == 0
+    FilesystemSender(tmp_path).check()
 
 
 def test_changed_settings_are_told_with_the_step_they_hold_from(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pellucid.launch.console import RL_COLUMNS, PlainView
 from pellucid.launch.preflight import check_rl
 from pellucid.launch.rl import StepProgress, free_port, resolve, rl_children, run_processes, write_configs
 from pellucid.launch.supervisor import Child
+from pellucid.metrics.alarms import Alarm, Bell
 from pellucid.orchestrator.progress import Progress, progress_path, write_progress
 
 
@@ -155,6 +156,16 @@ def test_an_interpreter_that_cannot_serve_is_refused_before_anything_starts(tmp_
         check_rl(config(tmp_path, inference=inference))
 
 
+def test_servers_of_ones_own_are_not_for_the_launcher(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        check_rl(config(tmp_path, inference={"servers": ["http://a:8000"]}))
+    assert str(refused.value) == (
+        "inference.servers = ['http://a:8000']: `pellucid rl` starts the policy's server itself, and nobody "
+        "would use it; leave the key out, or start the parts on their own (`pellucid inference`, `pellucid "
+        f"orchestrator`, `pellucid trainer`), which share output_dir = {tmp_path}"
+    )
+
+
 INFERENCE = """
 import signal, sys
 from pathlib import Path
@@ -177,6 +188,7 @@ ORCHESTRATOR = """
 import sys, time
 from pathlib import Path
 from pellucid.ledger import Flow, Journal, Stage
+from pellucid.metrics.alarms import Alarm, Bell
 from pellucid.metrics import JsonlSink
 folder = Path(sys.argv[1])
 while not (folder / "serving").exists():
@@ -295,6 +307,40 @@ def test_the_steps_before_a_failure_are_shown(tmp_path):
     assert "trainer exited with code 1; stopping the others" in out.getvalue()
 
 
+STOPPED_TRAINER = """
+import os, signal, sys
+from pathlib import Path
+folder = Path(sys.argv[1]) / "metrics"
+
+def stop(*_):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("orchestrator", "trainer"):
+        record = '{"step": 0, "loss": 0.5, "tokens": 12, "padding_tokens": 2}\\n'
+        (folder / f"{name}.jsonl").write_text(record)
+    sys.exit(143)
+
+signal.signal(signal.SIGTERM, stop)
+os.kill(os.getppid(), signal.SIGINT)
+signal.pause()
+"""
+
+
+def test_the_last_line_of_a_run_that_is_stopped_says_how_to_go_on(tmp_path):
+    """The trainer finishes a step after Ctrl-C; that is shown before."""
+    out = io.StringIO()
+    trainer = Child(
+        "trainer", (sys.executable, "-c", STOPPED_TRAINER, str(tmp_path)), tmp_path / "logs" / "trainer.log"
+    )
+
+    with pytest.raises(SystemExit) as stopped:
+        run_processes(config(tmp_path), [trainer], Console(file=out, width=100))
+
+    assert stopped.value.code == 130
+    *_, step, last = out.getvalue().splitlines()
+    assert step.split()[0] == "0"
+    assert last == "stopped; go on with the same command and --resume"
+
+
 def test_the_launcher_starts_without_torch():
     code = "import sys, pellucid.launch, pellucid.checks.ledger; sys.exit('torch' in sys.modules)"
 
@@ -316,3 +362,17 @@ def test_the_status_goes_with_the_orchestrators_progress(tmp_path):
     progress_path(tmp_path).unlink()
     progress.update()
     assert view.lines == []
+
+
+def test_alarms_are_shown_as_they_ring_and_those_before_a_resume_are_not(tmp_path):
+    def ring(name, step):
+        alarm = Alarm(name=name, step=step, statistic="nats", value=0.5, threshold=0.05, causes="Top-k.")
+        Bell(tmp_path, (name,)).ring(alarm)
+
+    ring("update", 2)
+    lines = []
+    progress = StepProgress(tmp_path / "metrics", [PlainView(RL_COLUMNS, lines.append)])
+    ring("surprise", 7)
+    progress.update()
+    progress.update()
+    assert lines == ["ALARM surprise at step 7: nats: 0.5 (threshold 0.05). Top-k."]

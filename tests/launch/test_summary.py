@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pellucid.launch.summary import Summary, TokenUse, artefacts, curve, format_duration, progress
 from pellucid.ledger import Difference, Report, Stage
+from pellucid.metrics.alarms import Alarm
 
 ACCOUNT = ("demo", "reverse-text")
 
@@ -177,3 +178,10 @@ def test_waste_is_explained_by_reason_the_largest_first():
 )
 def test_the_beginning_and_the_end_of_a_short_run_do_not_overlap(values, text):
     assert progress(1.0, len(values), "loss", values)[-1] == ("loss", text)
+
+
+def test_alarms_are_in_the_summary(tmp_path):
+    alarm = Alarm(name="frozen", step=8, statistic="share", value=0.0, threshold=0.0, causes="A copy.")
+    console = Console(file=io.StringIO(), width=100)
+    console.print(Summary("demo", 1.0, 9, [], report(), tmp_path, alarms=[alarm]).panel(100))
+    assert "frozen at step 8: share: 0 (threshold 0). A copy." in console.file.getvalue()

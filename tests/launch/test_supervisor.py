@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.errors import ProcessError
-from pellucid.launch.supervisor import GRACE_S, Child, Exit, Outcome, decide, supervise
+from pellucid.ending import SILENCE_S
+from pellucid.errors import DiskError, ProcessError
+from pellucid.launch.supervisor import Child, Exit, Outcome, decide, supervise
 
 SLEEP = "import time; time.sleep(60)"
 READY = "print('ready', flush=True)"
@@ -286,8 +287,115 @@ def test_a_service_that_will_not_stop_fails_a_finished_run(crew):
         supervise([server, crew.child("trainer", crew.until_ready("server"))], grace_s=0.3)
 
     assert str(failure.value) == (
-        f"server did not stop within 0.3 s of SIGTERM and was killed\nlog: {server.log_path}"
+        f"server was killed after 0.3 s of silence; it had not said what it was doing\nlog: {server.log_path}"
     )
+    assert crew.running() == []
+
+
+SAY = "from pellucid.ending import PellucidError, say, say_failure"
+"""A line of Python; children that speak import nothing else of ours."""
+
+
+def speaks(doing: str, at_stake: str = "", silence_s: float = 60.0) -> str:
+    return f"say({doing!r}, at_stake={at_stake!r}, silence_s={silence_s})"
+
+
+def test_a_child_that_says_what_it_does_is_waited_for_and_shown(crew):
+    said: list[str] = []
+    stop = at_sigterm(speaks("writing a checkpoint", "it"), "time.sleep(1.5)", "print('written')")
+    trainer = crew.child("trainer", SAY, stop, READY, SLEEP)
+    failing = crew.child("failing", crew.until_ready("trainer"), "raise SystemExit(1)")
+
+    with pytest.raises(ProcessError, match=r"^failing exited with code 1\nlog: "):
+        supervise([trainer, failing], say=said.append, grace_s=0.3)
+
+    assert trainer.log_path.read_text().split() == ["ready", "written"]
+    assert said == ["failing exited with code 1; stopping the others", "trainer: writing a checkpoint"]
+
+
+def test_a_child_that_falls_silent_is_killed_with_what_it_said_last(crew):
+    said: list[str] = []
+    stop = at_sigterm(speaks("writing a checkpoint", "the steps since 30", 0.3), "time.sleep(60)")
+    server = crew.child("server", SAY, stop, READY, SLEEP, service=True)
+
+    with pytest.raises(ProcessError) as failure:
+        supervise([server, crew.child("trainer", crew.until_ready("server"))], say=said.append)
+
+    epitaph = (
+        "server was killed after 0.3 s of silence while writing a checkpoint; lost may be the steps since 30"
+    )
+    assert str(failure.value) == f"{epitaph}\nlog: {server.log_path}"
+    assert said == ["all steps done; stopping the services", epitaph]
+    assert crew.running() == []
+
+
+@pytest.mark.parametrize("service", [False, True])
+def test_a_child_that_only_does_not_exit_fails_no_run(crew, service):
+    """A worker that is done is not waited for either: it is never told to stop."""
+    said: list[str] = []
+    hangs = [SAY, speaks("exiting", silence_s=0.3), IGNORE_SIGTERM, READY, SLEEP]
+    done = crew.child("done", *hangs, service=service)
+
+    supervise([done, crew.child("worker", crew.until_ready("done"))], say=said.append)
+
+    assert "done was killed after 0.3 s of silence while exiting; nothing is lost" in said
+    assert said.count("all steps done; stopping the services") == 1
+    assert crew.running() == []
+
+
+def test_the_cause_is_who_knew_first_that_it_fails(crew):
+    """On a full disk the engine cannot keep its books; the orchestrator, left without one, ends sooner."""
+    engine = crew.child(
+        "engine",
+        SAY,
+        "say_failure(PellucidError('the disk is full'))",
+        EXIT_AT_SIGTERM.format(74),
+        READY,
+        SLEEP,
+        service=True,
+    )
+    orchestrator = crew.child(
+        "orchestrator",
+        SAY,
+        crew.until_ready("engine"),
+        "print('error: no weights could be served')",
+        "say_failure(PellucidError('no weights could be served'))",
+        "raise SystemExit(1)",
+    )
+
+    with pytest.raises(DiskError) as failure:
+        supervise([engine, orchestrator])
+
+    assert str(failure.value).splitlines() == [
+        "engine exited with code 74 (the disk is full, or cannot be written to)",
+        "  error: the disk is full",
+        f"log: {engine.log_path}",
+        "then orchestrator exited with code 1",
+        "  error: no weights could be served",
+        f"log: {orchestrator.log_path}",
+    ]
+
+
+def test_a_failure_counts_though_its_process_ends_by_our_signal(crew):
+    engine = crew.child(
+        "engine", SAY, "say_failure(PellucidError('out of memory'))", READY, SLEEP, service=True
+    )
+    orchestrator = crew.child("orchestrator", crew.until_ready("engine"), "raise SystemExit(1)")
+
+    with pytest.raises(ProcessError) as failure:
+        supervise([engine, orchestrator])
+
+    assert str(failure.value).splitlines()[:2] == ["engine failed", "  error: out of memory"]
+
+
+def test_a_terminal_that_is_gone_leaves_nobody_running(crew):
+    def fail(line: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    server = crew.child("server", READY, SLEEP, service=True)
+    with pytest.raises(ProcessError, match=r"^worker exited with code 1"):
+        supervise([server, crew.child("worker", crew.until_ready("server"), "raise SystemExit(1)")], say=fail)
+
     assert crew.running() == []
 
 
@@ -373,8 +481,22 @@ def test_a_second_signal_does_not_wait_for_the_grace_period(crew):
         launcher.send_signal(signal.SIGINT)
         launcher.stdout.readline()
         launcher.send_signal(signal.SIGINT)
-        launcher.communicate(timeout=GRACE_S / 2)
+        launcher.communicate(timeout=SILENCE_S / 2)
 
+    assert launcher.returncode == 130
+    assert crew.running() == []
+
+
+def test_a_second_signal_kills_one_that_is_waited_for(crew):
+    stop = at_sigterm(speaks("writing a checkpoint", "it", 600.0), "time.sleep(600)")
+    with launched(crew, crew.child("trainer", SAY, stop, READY, SLEEP)) as launcher:
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stdout.readline() == "SIGINT: stopping; once more to kill at once\n"
+        assert launcher.stdout.readline() == "child0: writing a checkpoint\n"
+        launcher.send_signal(signal.SIGINT)
+        said, _ = launcher.communicate(timeout=SILENCE_S)
+
+    assert said == "child0 was killed at the second SIGINT while writing a checkpoint; lost may be it\n"
     assert launcher.returncode == 130
     assert crew.running() == []
 

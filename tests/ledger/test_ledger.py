@@ -1,9 +1,22 @@
+import json
+import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pellucid.errors import LedgerError
-from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
+from pellucid.ledger import (
+    Flow,
+    Journal,
+    LedgerEntry,
+    Stage,
+    State,
+    end_of_mark,
+    link_of,
+    read_journal,
+    reconcile,
+)
 
 RUN, ENV = "run", "env"
 
@@ -151,3 +164,79 @@ def test_what_a_full_disk_refused_is_written_later(tmp_path) -> None:
     journal.count(RUN, ENV, State.TRAINED, 2)
     journal.flush(1)
     assert [entry.counts for entry in read_journal(path)] == [{"trained": 7}]
+
+
+# Journals of long runs
+
+
+def test_an_engines_journal_does_not_grow_with_time(tmp_path) -> None:
+    """Four flushes a second, of two environments; what it tells stays the same."""
+    path = tmp_path / "inference.jsonl"
+    journal, sizes = Journal(path, Stage.INFERENCE, sum_up_bytes=10_000), []
+    link = link_of(journal.process, "client")
+    for number in range(2_400):
+        for env in ("a", "b"):
+            journal.count(RUN, env, Flow.SAMPLED, 3, link)
+            journal.count(RUN, env, State.CANCELLED, 2, link)
+        journal.flush(number // 100)
+        sizes.append(path.stat().st_size)
+    assert max(sizes) < 12_000
+    report = reconcile(tmp_path)
+    assert report.sampled == {(RUN, "a"): 7_200, (RUN, "b"): 7_200}
+    assert report.states[RUN, "a"] == {"cancelled": 4_800, "in_flight": 2_400}
+    assert {entry.opened for entry in read_journal(path)} == {"", journal.process}
+
+
+def test_a_journal_that_is_summed_up_keeps_its_steps_and_the_marks_to_go_back_to(tmp_path) -> None:
+    """A step takes three lines until it is summed up; the last two snapshots still find what they know."""
+    summed_up, whole = (
+        tmp_path / "summed up" / "orchestrator.jsonl",
+        tmp_path / "whole" / "orchestrator.jsonl",
+    )
+    for path, settings in ((summed_up, {"sum_up_bytes": 2_000}), (whole, {})):
+        journal = Journal(path, Stage.ORCHESTRATOR, **settings)
+        for step in range(60):
+            for outcome in (State.STALE, State.ZERO_ADVANTAGE, Flow.SENT):
+                journal.count(RUN, ENV, Flow.RECEIVED, 4 + step)
+                journal.count(RUN, ENV, outcome, 4 + step)
+                journal.flush(step)
+            journal.mark(step + 1, step)
+    assert summed_up.stat().st_size < 0.7 * whole.stat().st_size
+    assert reconcile(summed_up.parent).steps == reconcile(whole.parent).steps
+    for mark in (58, 59, 60):
+        known = summed_up.read_bytes()[: end_of_mark(summed_up, mark)]
+        assert sum(json.loads(line).get("counts", {}).get("sent", 0) for line in known.splitlines()) == sum(
+            4 + step for step in range(mark)
+        )
+    assert end_of_mark(summed_up, 3) is None and end_of_mark(summed_up, 0) == 0
+
+
+def test_reading_a_big_journal_takes_little_memory(tmp_path) -> None:
+    """3 MB of lines about ten steps, which would take 20 MB as a list."""
+    path = tmp_path / "orchestrator.jsonl"
+    counts = {"received": 5, "stale": 2, "zero_advantage": 3}
+    lines = b"".join(
+        msgspec.json.encode(LedgerEntry(Stage.ORCHESTRATOR, step, RUN, ENV, counts)) + b"\n"
+        for step in range(10)
+    )
+    path.write_bytes(lines * 3_000)
+    tracemalloc.start()
+    report = reconcile(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.steps[7] == {"stale": 6_000, "zero_advantage": 9_000}
+    assert path.stat().st_size > 3e6 and peak < 0.3e6
+
+
+def test_a_torn_last_line_is_cut_off_before_the_next(tmp_path) -> None:
+    path = tmp_path / "trainer.jsonl"
+    journal = Journal(path, Stage.TRAINER)
+    journal.count(RUN, ENV, State.TRAINED, 5)
+    journal.flush(0)
+    for torn in (b'{"stage":"trainer","cou', bytes(200_000)):
+        with path.open("ab") as file:
+            file.write(torn)
+        journal = Journal(path, Stage.TRAINER, resume=True)
+    journal.count(RUN, ENV, State.TRAINED, 7)
+    journal.flush(1)
+    assert [entry.counts for entry in read_journal(path)] == [{"trained": 5}, {"trained": 7}]

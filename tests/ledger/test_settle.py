@@ -1,80 +1,138 @@
 """Books of runs that died: by hand, and whatever was lost where."""
 
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.ledger import LedgerEntry, Stage, State, settle
-from pellucid.ledger.reconcile import reconcile_journals
+from pellucid.ledger import (
+    LedgerEntry,
+    Stage,
+    append_entries,
+    discarded,
+    held_again,
+    read_journal,
+    settle_engines,
+    settle_trainer,
+    sum_entries,
+)
+from pellucid.ledger.reconcile import Report, reconcile_journals
 
 RUN = ("run", "env")
+LINK = "server:client"
 
 
-def entry(stage: Stage, step: int, **counts: int) -> LedgerEntry:
-    return LedgerEntry(stage, step, *RUN, counts)
+def entry(stage: Stage, step: int, link: str = "", **counts: int) -> LedgerEntry:
+    return LedgerEntry(stage, step, *RUN, counts, link=link)
 
 
-def after(entries: list[LedgerEntry], **settings) -> Counter[str]:
-    """The states of all tokens once the run was settled and its waiting batches were trained."""
-    held = settings.pop("held", 0)
-    settlement = settle(entries, held={RUN: held}, **settings)
-    books = [
-        *(each for each in entries if each.stage is not Stage.TRAINER),
-        *settlement.orchestrator,
-        *settlement.inference,
-        *settlement.trainer,
-    ]
-    report = reconcile_journals([[each for each in books if each.stage is stage] for stage in Stage])
-    assert report.balanced
-    assert sum(report.states[RUN].values()) == report.sampled[RUN]
-    return report.states[RUN]
+def opened(stage: Stage, process: str) -> LedgerEntry:
+    return LedgerEntry(stage, opened=process)
 
 
-def test_replayed_steps_are_neither_lost_nor_counted_twice() -> None:
-    entries = [
-        entry(Stage.INFERENCE, 0, sampled=30, delivered=30),
-        *(entry(Stage.ORCHESTRATOR, step, received=10, sent=10) for step in range(3)),
-        *(entry(Stage.TRAINER, step, received=10, trained=9, masked=1, computed=10) for step in range(3)),
-    ]
-    settlement = settle(entries, checkpoint=1, next_batch=3, held={})
-    assert settlement.trainer == entries[4:5] and not settlement.orchestrator and not settlement.inference
-    assert after(entries, checkpoint=1, next_batch=3) == {"trained": 9, "masked": 1, "in_flight": 20}
+def closed(stage: Stage) -> LedgerEntry:
+    return LedgerEntry(stage, closed=True)
+
+
+def report_of(*entries: LedgerEntry) -> Report:
+    report = reconcile_journals([[each for each in entries if each.stage is stage] for stage in Stage])
+    assert report.balanced, report.verdict()
+    return report
+
+
+# The trainer
+
+
+def test_the_trainer_forgets_what_it_trains_again(tmp_path: Path) -> None:
+    """Of both ranks; the next trainer may have one."""
+    booked = [entry(Stage.TRAINER, step, received=10, trained=9, masked=1, computed=10) for step in range(3)]
+    append_entries(tmp_path / "trainer.jsonl", booked)
+    append_entries(tmp_path / "trainer_1.jsonl", [*booked, closed(Stage.TRAINER)])
+    for _ in range(2):
+        settle_trainer(tmp_path, 2, sum_entries([*booked[:2], *booked[:2]]))
+        assert list(read_journal(tmp_path / "trainer.jsonl")) == [*booked[:2], *booked[:2]]
+    assert not (tmp_path / "trainer_1.jsonl").exists()
+    settle_trainer(tmp_path, 0, None)
+    assert list(read_journal(tmp_path / "trainer.jsonl")) == []
+
+
+# The orchestrator
 
 
 def test_discarded_steps_are_rolled_back_if_they_were_trained_and_lost_otherwise() -> None:
-    entries = [
-        entry(Stage.INFERENCE, 0, sampled=33, delivered=33),
-        *(entry(Stage.ORCHESTRATOR, step, received=11, sent=10, zero_advantage=1) for step in range(3)),
-        *(entry(Stage.TRAINER, step, received=10, trained=10, computed=10) for step in range(2)),
+    sent = [
+        entry(Stage.ORCHESTRATOR, step, received=11, sent=10, zero_advantage=1, link=LINK)
+        for step in range(3)
     ]
-    states = after(entries, checkpoint=1, next_batch=1)
-    assert states == {"trained": 10, "rolled_back": 10, "lost": 10, "zero_advantage": 3}
+    settled = discarded(sent, 1, trained={1})
+    report = report_of(
+        entry(Stage.INFERENCE, 0, sampled=33, delivered=33, link=LINK),
+        *sent,
+        *settled,
+        entry(Stage.TRAINER, 0, received=10, trained=10, computed=10),
+    )
+    assert report.states[RUN] == {"trained": 10, "rolled_back": 10, "lost": 10, "zero_advantage": 3}
+    assert discarded([*sent, *settled], 1, trained=set()) == []
 
 
-def test_settling_twice_changes_nothing_more() -> None:
-    entries = [
-        entry(Stage.INFERENCE, 0, sampled=50, delivered=40),
-        entry(Stage.ORCHESTRATOR, 0, received=10, sent=10),
-        entry(Stage.ORCHESTRATOR, 1, received=10, sent=10),
-    ]
-    settings = {"checkpoint": 0, "next_batch": 1, "held": {RUN: 5}}
-    first = settle(entries, **settings)
-    assert (first.total(State.LOST), first.total(State.ROLLED_BACK)) == (10 + 10 + 15, 0)
-    second = settle([*entries, *first.orchestrator, *first.inference], **settings)
-    assert second.orchestrator == second.inference == []
+def test_what_is_held_is_noted_once() -> None:
+    held = Counter({(*RUN, LINK): 8})
+    noted = held_again([], held, 3)
+    assert noted == [entry(Stage.ORCHESTRATOR, 3, held=8, link=LINK)]
+    assert held_again(noted, held, 3) == []
+    assert held_again(noted, Counter(), 4) == [entry(Stage.ORCHESTRATOR, 4, held=-8, link=LINK)]
+
+
+# Links: 20 tokens were sampled, 14 delivered, 2 given up; 11 arrived, 3 of them held by the next process.
+
+AT_ENGINE = entry(Stage.INFERENCE, 0, sampled=20, delivered=14, cancelled=2, link=LINK)
+ARRIVED = entry(Stage.ORCHESTRATOR, 0, received=8, stale=8, link=LINK)
+HELD = entry(Stage.ORCHESTRATOR, 0, held=3, link=LINK)
+
+
+def states(server: str, client: str, *others: LedgerEntry) -> Counter[str]:
+    """By who has the journals open."""
+    at_engine, at_client = opened(Stage.INFERENCE, server), opened(Stage.ORCHESTRATOR, client)
+    return report_of(at_engine, AT_ENGINE, at_client, ARRIVED, *others).states[RUN]
+
+
+def test_between_two_that_live_all_is_in_flight() -> None:
+    assert states("server", "client") == {"stale": 8, "cancelled": 2, "in_flight": 10}
+
+
+def test_an_orchestrator_that_died_took_along_what_was_delivered() -> None:
+    """What the engine is sampling for it, it will give up or deliver in vain."""
+    assert states("server", "next", HELD) == {"stale": 8, "cancelled": 2, "lost": 3, "in_flight": 4 + 3}
+    late = entry(Stage.INFERENCE, 0, delivered=4, link=LINK)
+    assert states("server", "next", HELD, late) == {"stale": 8, "cancelled": 2, "lost": 7, "in_flight": 3}
+
+
+def test_an_engine_that_died_took_along_what_it_was_sampling() -> None:
+    """What it delivered may not have arrived; that is known once the orchestrator is done."""
+    assert states("next", "client") == {"stale": 8, "cancelled": 2, "lost": 4, "in_flight": 6}
+    end = closed(Stage.ORCHESTRATOR)
+    assert states("next", "client", end) == {"stale": 8, "cancelled": 2, "lost": 10}
 
 
 def test_what_arrived_was_sampled_even_if_a_killed_engine_did_not_write_it_down() -> None:
-    """10 tokens are in the engine's journal, 3 of them still running; 12 arrived."""
-    entries = [
-        entry(Stage.INFERENCE, 0, sampled=10, delivered=7),
-        entry(Stage.ORCHESTRATOR, 0, received=12, sent=12),
-        entry(Stage.TRAINER, 0, received=12, trained=12, computed=12),
-    ]
-    settlement = settle(entries, checkpoint=1, next_batch=1, held={})
-    assert settlement.inference == [entry(Stage.INFERENCE, 0, sampled=2, delivered=5)]
-    assert after(entries, checkpoint=1, next_batch=1) == {"trained": 12}
+    """20 are in its journal; 25 came, and 2 were given up."""
+    more = entry(Stage.ORCHESTRATOR, 0, received=17, stale=17, link=LINK)
+    assert states("next", "client", more) == {"stale": 25, "cancelled": 2}
+    report = report_of(opened(Stage.INFERENCE, "next"), AT_ENGINE, ARRIVED, more)
+    assert report.sampled[RUN] == 27
+
+
+def test_engines_that_are_gone_are_closed_once(tmp_path: Path) -> None:
+    path = tmp_path / "inference_1.jsonl"
+    append_entries(path, [opened(Stage.INFERENCE, "server"), AT_ENGINE])
+    with path.open("ab") as file:
+        file.write(b'{"stage":"infer')
+    for _ in range(2):
+        settle_engines(tmp_path)
+        *_, last = entries = list(read_journal(path))
+        assert len(entries) == 3 and last.closed and last.opened != "server"
+    assert not (tmp_path / "inference.jsonl").exists()
 
 
 @given(
@@ -105,23 +163,29 @@ def test_whatever_died_the_books_balance(
     num_trained = min(num_trained, len(sent))
     checkpoint = min(checkpoint, num_trained)
     next_batch = min(max(next_batch, checkpoint), len(sent))
-    arrived = sum(sent) + held
-    known = max(0, arrived + vanished - unwritten)
-    entries = [
-        entry(
-            Stage.INFERENCE,
-            0,
-            sampled=known + running + cancelled + delivered,
-            delivered=known + delivered,
-            cancelled=cancelled,
-        ),
-        *(entry(Stage.ORCHESTRATOR, step, received=n, sent=n) for step, n in enumerate(sent)),
-        *(
-            entry(Stage.TRAINER, step, received=n, trained=n, computed=n)
-            for step, n in enumerate(sent[:num_trained])
-        ),
+    known = max(0, sum(sent) + held + vanished - unwritten)
+    booked = [entry(Stage.ORCHESTRATOR, step, received=n, sent=n, link=LINK) for step, n in enumerate(sent)]
+    trained = [
+        entry(Stage.TRAINER, step, received=n, trained=n, computed=n)
+        for step, n in enumerate(sent[:checkpoint])
     ]
-    states = after(entries, checkpoint=checkpoint, next_batch=next_batch, held=held)
+    engine = entry(
+        Stage.INFERENCE,
+        0,
+        sampled=known + running + cancelled + delivered,
+        delivered=known + delivered,
+        cancelled=cancelled,
+        link=LINK,
+    )
+    states = report_of(
+        opened(Stage.INFERENCE, "next"),
+        engine,
+        opened(Stage.ORCHESTRATOR, "next"),
+        *booked,
+        *discarded(booked, next_batch, range(num_trained)),
+        *held_again(booked, Counter({(*RUN, LINK): held}), next_batch),
+        *trained,
+    ).states[RUN]
     assert states["trained"] == sum(sent[:checkpoint])
     assert states["in_flight"] == held + sum(sent[checkpoint:next_batch])
     assert states["rolled_back"] == sum(sent[next_batch:num_trained])

@@ -3,11 +3,14 @@
 import json
 import math
 import socket
+import threading
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import pytest
 
+from pellucid.metrics import prometheus
 from pellucid.metrics.prometheus import PrometheusSink, exposition, gauge_name
 
 
@@ -21,7 +24,7 @@ def served():
 
 
 def get(url: str) -> tuple[str, str]:
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=120) as response:
         return response.headers["Content-Type"], response.read().decode()
 
 
@@ -104,6 +107,73 @@ def test_another_path_is_not_found(served):
     with pytest.raises(urllib.error.HTTPError, match="404") as error:
         get(f"{served[1]}/")
     error.value.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "localhost:9100"}, 200),
+    ],
+)
+def test_a_page_of_another_site_reads_nothing(served, headers, status):
+    request = urllib.request.Request(f"{served[1]}/metrics", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as response:
+            found = response.status
+    except urllib.error.HTTPError as error:
+        found = error.code
+        assert error.read() == b""
+        error.close()
+    assert found == status
+
+
+def exchange(port: int, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(data)
+        answer = b""
+        with suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                answer += part
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("data", "answer"),
+    [
+        (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 405 "),
+        (b"\r\n\r\n", b"HTTP/1.1 421 "),
+        (b"\xff\x00 \r\n:::\r\nhost: localhost\r\n\r\n", b"HTTP/1.1 405 "),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000, b""),
+    ],
+)
+def test_whatever_is_sent_gets_an_answer_or_is_cut_off(served, data, answer):
+    sink, url = served
+    sink.log(1, {"loss": 0.5})
+    assert exchange(int(url.rpartition(":")[2]), data).startswith(answer)
+    assert get(f"{url}/metrics")[1] == exposition(1, {"loss": 0.5})
+
+
+def test_connections_that_ask_nothing_cost_no_threads_and_are_closed(served, monkeypatch):
+    sink, url = served
+    monkeypatch.setattr(prometheus, "DEADLINE_S", 0.2)
+    sink.log(1, {"loss": 0.5})
+    num_threads = threading.active_count()
+    idle = [
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=20)
+        for _ in range(2 * prometheus.MAX_CONNECTIONS)
+    ]
+    try:
+        assert threading.active_count() == num_threads
+        for connection in idle:
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""  # closed by the other side
+        assert get(f"{url}/metrics")[1] == exposition(1, {"loss": 0.5})
+    finally:
+        for connection in idle:
+            connection.close()
 
 
 def test_a_closed_endpoint_gives_its_port_back():

@@ -1,11 +1,12 @@
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.bench.advantage import make_rollouts, per_group
+from benchmarks.advantage import make_rollouts, per_group
 from pellucid.config import (
     AdvantageConfig,
     CustomAdvantageConfig,
@@ -15,6 +16,7 @@ from pellucid.config import (
 from pellucid.config.orchestrator import LengthPenaltyConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.errors import ConfigError
+from pellucid.ledger import Flow, State
 from pellucid.orchestrator.advantage import (
     AdvantageInputs,
     AdvantageOutputs,
@@ -22,6 +24,7 @@ from pellucid.orchestrator.advantage import (
     ScoredRollout,
     load_advantage,
 )
+from pellucid.orchestrator.judge import Judge
 from tolerance import near
 
 PENALTIES = {
@@ -293,10 +296,43 @@ def test_wrong_answers_name_the_function_and_the_group(name: str, complaint: str
         load_advantage(custom(name))([rollout(0.0), rollout(1.0)])
 
 
-def test_rewards_that_overflow_name_the_group() -> None:
-    huge = [scored(1.0), scored(3e38, group_id="g1"), scored(-3e38, group_id="g1")]
-    with np.errstate(over="ignore"), pytest.raises(ConfigError, match="'rloo', group 'g1': advantage inf"):
-        load_advantage(GroupAdvantageConfig(type="rloo")).compute(huge)
+def test_rewards_that_overflow_do_not_end_the_run() -> None:
+    advantage = load_advantage(GroupAdvantageConfig(type="max_rl"))
+    assert (
+        advantage.compute([scored(1.0), scored(3e38, group_id="g1"), scored(-3e38, group_id="g1")])
+        == [0.0] * 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards", "sent", "reason"),
+    [
+        (
+            "none",
+            [3e38, 1.0, -2.0],
+            [False, True, True],
+            "advantage is 3e+38; the loss would overflow; scale it",
+        ),
+        ("rloo", [3e38, -3e38], [False, False], "advantage is inf; a number is needed"),
+    ],
+)
+def test_advantages_that_cannot_train_are_rejected_one_by_one(
+    kind: Any, rewards: list[float], sent: list[bool], reason: str
+) -> None:
+    judge = Judge("run", load_advantage(GroupAdvantageConfig(type=kind)), filter_zero_advantages=True)
+    verdicts = judge(
+        [
+            Rollout(f"g0-r{index}", "g0", Example("0", []), "env", 1.0, [Turn([5], COMPLETION, "")], reward)
+            for index, reward in enumerate(rewards)
+        ]
+    )
+    assert [verdict.outcome for verdict in verdicts] == [
+        Flow.SENT if each else State.REJECTED for each in sent
+    ]
+    assert verdicts[0].reason == f"sample: {reason}"
+
+
+COMPLETION = Completion([7], [-0.5], [(0, 1)], "stop")
 
 
 def test_missing_function_names_the_key() -> None:

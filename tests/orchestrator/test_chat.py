@@ -1,3 +1,4 @@
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -117,3 +118,17 @@ def test_a_system_message_of_the_template_is_a_block_of_its_own(template, roles,
     for start, (role, stop) in zip(starts, rendered.stops, strict=False):
         block = chat.tokenizer.decode(rendered.token_ids[start:stop])
         assert block.count(role) == 1 and ("be good" in block) == (role == "system" and roles[0] != "system")
+
+
+def test_tools_of_their_own_for_every_example_are_not_remembered_for_ever() -> None:
+    """Remembered for ever, the lists of 100,000 examples took 1.5 GB."""
+    chat = ChatTemplate(character_tokenizer())
+    user = [{"role": "user", "content": "hi"}]
+    tracemalloc.start()
+    try:
+        for number in range(300):
+            chat.prompt(user, [{"name": f"f{number}", "description": "x" * 20_000}])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 100 * 20_000

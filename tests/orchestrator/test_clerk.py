@@ -1,6 +1,7 @@
 """What is written when: books, then snapshot, then batch, beside the loop and in the order of the calls."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ import pytest
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
-from pellucid.ledger import Flow, State, read_journal
+from pellucid.errors import DataError
+from pellucid.ledger import Flow, State, end_of_mark, read_journal
 from pellucid.metrics import read_metrics
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.clerk import Clerk
@@ -39,7 +41,7 @@ def clerk_of(tmp_path: Path, sender: "Sender") -> Iterator[Clerk]:
     clerk = Clerk(config, books, sender)
     yield clerk
     clerk.close()
-    books.close(0, finished=False)
+    books.close()
 
 
 def group(name: str, num_tokens: int = 3) -> list[Verdict]:
@@ -70,7 +72,7 @@ class Sender:
 
     def send(self, step: int, payload: bytes) -> None:
         self.entered.set()
-        assert self.may_go_on.wait(10)
+        assert self.may_go_on.wait(120)
         snapshot = read_snapshot(self._run_dir)
         assert snapshot is not None
         journal = self._run_dir / "ledger" / "orchestrator.jsonl"
@@ -80,7 +82,7 @@ class Sender:
                 "thread": threading.current_thread() is not threading.main_thread(),
                 "tokens": decode_batch(payload, sender="test").table.num_tokens,
                 "batches_sent": snapshot.batches_sent,
-                "journal_is_whole": snapshot.journal_bytes == journal.stat().st_size,
+                "journal_is_whole": end_of_mark(journal, snapshot.mark) == journal.stat().st_size,
                 "sent": sum(entry.counts.get("sent", 0) for entry in read_journal(journal)),
                 "saved": saved(self._run_dir, step),
                 "metrics": [r["step"] for r in read_metrics(self._run_dir / "metrics/orchestrator.jsonl")],
@@ -125,6 +127,54 @@ def test_books_and_snapshot_are_on_disk_before_the_batch_is_handed_over(tmp_path
     assert snapshot is not None and snapshot.rollouts_bytes[1] > 0
 
 
+def test_books_and_snapshot_survive_a_power_failure_once_the_batch_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of each file has been synced by then, in the order in which they rely on each other."""
+    synced: dict[str, int] = {}
+    monkeypatch.setattr(os, "fsync", lambda file: synced.update({_name_of(file): os.fstat(file).st_size}))
+
+    class LateSender(Sender):
+        def send(self, step: int, payload: bytes) -> None:
+            files = [
+                tmp_path / "rollouts" / "step_0" / "train_rollouts.jsonl",
+                tmp_path / "ledger" / "orchestrator.jsonl",
+                tmp_path / "checkpoints" / "orchestrator.bin",
+            ]
+            names = ["train_rollouts.jsonl", "orchestrator.jsonl", ".orchestrator.bin.partial"]
+            assert list(synced) == [*names, "checkpoints"]
+            assert [synced[name] for name in names] == [path.stat().st_size for path in files]
+            super().send(step, payload)
+
+    sender = LateSender(tmp_path)
+    sender.may_go_on.set()
+    with clerk_of(tmp_path, sender) as clerk:
+        asyncio.run(clerk.send(group("g0"), [group("g0")], state(1), OWN))
+    assert len(sender.seen) == 1
+
+
+def _name_of(file: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{file}")).name
+
+
+def test_a_damaged_snapshot_is_passed_over_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with clerk_of(tmp_path, Sender(tmp_path)) as clerk:
+        for batches_sent in (3, 4):
+            asyncio.run(clerk.save([], state(batches_sent)))
+    newest = tmp_path / "checkpoints" / "orchestrator.bin"
+    content = bytearray(newest.read_bytes())
+    for damaged in (content[:-1], content[:20] + bytes([content[20] ^ 1]) + content[21:], b""):
+        newest.write_bytes(damaged)
+        snapshot = read_snapshot(tmp_path)
+        assert snapshot is not None and (snapshot.batches_sent, snapshot.is_fallback) == (3, True)
+    assert f"{newest} is damaged: its checksum is not what was written; the one before" in caplog.text
+    newest.with_name("orchestrator.before.bin").write_bytes(b"also damaged")
+    with pytest.raises(DataError, match="and there is none before it, so the run cannot be resumed"):
+        read_snapshot(tmp_path)
+
+
 def test_a_cancelled_caller_is_told_only_when_its_job_is_done(tmp_path: Path) -> None:
     sender = Sender(tmp_path)
 
@@ -163,7 +213,7 @@ def test_what_a_snapshot_holds_trains_as_it_would_have(tmp_path: Path) -> None:
         asyncio.run(clerk.save([], state(3, [sent, failed])))
 
     snapshot = read_snapshot(tmp_path)
-    assert snapshot is not None and snapshot.held() == {"env": 6}
+    assert snapshot is not None and snapshot.held() == {("env", ""): 6}
     restored = snapshot.scheduler_state("renamed")
     assert (restored.batches_sent, restored.unfinished) == (3, [("env", 4)])
     assert (restored.credits, restored.rollout_length) == ({"env": 0.5}, RolloutLength(7.5, 3))

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -608,6 +609,7 @@ def test_a_group_scored_group_survives_if_every_rollout_succeeds_in_the_end() ->
         assert (a.rollout_id, outcome) in outcomes(scheduler)[0]
 
 
+@cache
 def sample_of(length: int) -> TrainingSample:
     return TrainingSample.from_turn([5], [6] * (length - 1), [-1.0] * (length - 1), env_name="env")
 

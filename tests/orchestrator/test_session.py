@@ -1,8 +1,12 @@
 import asyncio
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pellucid.data import Completion, Example, Rollout
 from pellucid.data.tokenizer import CHATML
@@ -266,7 +270,7 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     async def time_out() -> None:
         client = Deaf(lambda prompt, generator: encode(LETTERS), delay_s=lambda generator: 60.0)
         session, rollout = open_session(client, patience_s=0.1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(session.respond(USER), 0.01)
         assert rollout.turns == [] and client.num_running == 0
@@ -405,3 +409,67 @@ def test_a_reply_may_be_kept_shorter_and_never_longer() -> None:
 
     asyncio.run(converse())
     assert [params.max_tokens for params in client.params] == [7, 20]
+
+
+@dataclass
+class Simple:
+    """What a session does, by lists: every conversation is kept whole, and compared with each question."""
+
+    chat: ChatTemplate
+    known: list[tuple[list[Any], list[int], list[tuple[str, int, int]]]] = field(default_factory=list)
+
+    def prompt(self, messages: list[Any]) -> tuple[list[int], list[tuple[str, int, int]]]:
+        found = [each for each in reversed(self.known) if messages[: len(each[0])] == each[0] != messages]
+        if found:
+            before, tokens, spans = max(found, key=lambda each: len(each[0]))
+            rendered = self.chat.continuation(messages, len(before) - 1)
+            assert rendered is not None
+            repeated = tokens[-1] in self.chat.end_of_turn_ids and rendered.token_ids[:1] == tokens[-1:]
+            offset = len(tokens) - repeated
+            (role, stop), *later = rendered.stops
+            blocks = [*spans[:-1], (role, spans[-1][1], max(len(tokens), offset + stop))]
+            token_ids = tokens[:offset] + rendered.token_ids
+        else:
+            rendered = self.chat.prompt(messages)
+            blocks, later, offset, token_ids = [], rendered.stops, 0, rendered.token_ids
+        for role, stop in later:
+            blocks.append((role, blocks[-1][2] if blocks else 0, offset + stop))
+        return token_ids, blocks
+
+    def record(self, messages: list[Any], reply: str, tokens: list[int], blocks: list[Any]) -> list[Any]:
+        """The blocks of the turn."""
+        spans = [*blocks, ("assistant", blocks[-1][2], len(tokens))]
+        self.known.append(([*messages, {"role": "assistant", "content": reply}], tokens, spans))
+        return spans
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-1, 12), st.sampled_from("ab"), st.sampled_from(["x<|im_end|>", "x", "y", ""])),
+        min_size=1,
+        max_size=10,
+    )
+)
+def test_conversations_that_branch_have_the_prompts_of_the_simple_way(
+    moves: list[tuple[int, str, str]],
+) -> None:
+    """Each move goes on from an earlier conversation, or starts anew, and the environment edits in place."""
+    client = RecordingClient(*(answer for _, _, answer in moves))
+    session, rollout = open_session(client, max_model_len=5000)
+    simple = Simple(session.chat)
+
+    async def converse() -> None:
+        for parent, said, answer in moves:
+            before = simple.known[parent][0] if 0 <= parent < len(simple.known) else []
+            messages = [*before, {"role": "user", "content": said}]
+            token_ids, blocks = simple.prompt(messages)
+            given = copy.deepcopy(messages)
+            text = await session.respond(given)
+            given[0]["content"] = "edited"
+            assert client.prompts[-1] == token_ids
+            tokens = [*token_ids, *encode(answer)]
+            spans = simple.record(messages, text, tokens, blocks)
+            turn = rollout.turns[-1]
+            assert [*turn.prompt_ids, *turn.completion.token_ids] == tokens and turn.role_spans == spans
+
+    asyncio.run(converse())

@@ -106,7 +106,7 @@ def run(
         channel = MemoryChannel()
         training = asyncio.create_task(train(channel))
         environments = {"guess": environment or Guess(seed=0)}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await Orchestrator(config, environments, TOKENIZER, policy, channel, evaluations, teacher).run()
             await training
 
@@ -183,7 +183,7 @@ def test_sequences_to_score_are_those_of_the_samples() -> None:
     rollout = Rollout("r", "g", Example("e", []), "env", 1.0, reward=0.0)
     rollout.turns = [turn([5, 6], [7]), turn([5, 8], [9, 9]), turn([5, 6, 7, 4], [3]), turn([5], [])]
     sequences = [[5, 6, 7, 4, 3], [5, 8, 9, 9]]
-    assert token_sequences(rollout) == sequences
+    assert [token_ids.tolist() for token_ids in token_sequences(rollout)] == sequences
     client = FakeInferenceClient(writes("x"), scores=by_id)
     asyncio.run(Scorer(client, "run").score(rollout))
     samples = build_samples(rollout, run_id="run", advantage=0.0)

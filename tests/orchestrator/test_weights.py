@@ -51,7 +51,7 @@ def follow(run_dir: Path, client: FakeInferenceClient, until: int, due: Collecti
 
         following = asyncio.create_task(follow_weights(run_dir, client, announce, due.__contains__))
         waiting = asyncio.create_task(done.wait())
-        await asyncio.wait({following, waiting}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({following, waiting}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         for task in (following, waiting):
             task.cancel()
         for failed in await asyncio.gather(following, waiting, return_exceptions=True):

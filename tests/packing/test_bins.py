@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.bench.packing import plain_first_fit_decreasing
+from benchmarks.packing import plain_first_fit_decreasing
 from pellucid.packing.arrange import deal, level
 from pellucid.packing.bins import Bins, Packer, first_fit_decreasing
 from pellucid.packing.cost import Cost

@@ -4,10 +4,7 @@ What the processes do is in tests/processes.py; here they are started, and what 
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +16,7 @@ from safetensors.torch import load_file
 
 import pellucid.export
 import processes
+import warm
 from pellucid.cli import main
 from pellucid.config import TrainerConfig
 from pellucid.errors import ConfigError
@@ -45,12 +43,7 @@ GOLDEN = WORKER.parent / "golden"
 
 def start(folder: Path, num_processes: int, jobs: dict) -> dict:
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    ended = subprocess.run(
-        [sys.executable, str(WORKER), str(folder), str(num_processes)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    ended = warm.run([str(folder), str(num_processes)], module="processes", cwd=WORKER.parent)
     assert ended.returncode == 0, ended.stderr[-5000:]
     return json.loads((folder / "results.json").read_text())
 

@@ -7,10 +7,13 @@ import torch
 
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.errors import PayloadError
 from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
+from pellucid.trainer.batches import share_table
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.ranks import Ranks
+from pellucid.transport import Batch, decode_batch, encode_batch
 from tolerance import gradient_chain, logprob_bound, near
 
 
@@ -222,3 +225,22 @@ def test_a_dummy_is_inert(tiny_model, tmp_path) -> None:
     observer.write_ledger(journal)
     (entry,) = journal.totals()
     assert (entry.run, entry.env, entry.counts) == ("one", "", {"padding": 1, "computed": 1})
+
+
+def test_what_the_main_process_judged_is_taken_by_the_others_whatever_its_size() -> None:
+    """Its limits may be wider than the defaults, which a text of 40,000 bytes exceeds as 2 GiB would."""
+    table = TokenTable.from_samples(
+        [TrainingSample.from_turn([1], [2], [-1.0], env_name="a", example_id="x" * 40_000)]
+    )
+    payload = encode_batch(Batch("", 0, table))
+    with pytest.raises(PayloadError, match="a text of 40000; at most 16384"):
+        decode_batch(payload, sender="test")
+
+    class Other(Ranks):
+        group = object()
+
+        def share(self, make):
+            return payload
+
+    received = share_table(Other(), lambda: pytest.fail("only the main process makes it"))
+    assert received["example_id"].tolist() == ["x" * 40_000]

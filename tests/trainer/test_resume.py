@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from dataclasses import fields
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from pellucid.checkpoint import newest_intact
 from pellucid.cli import main
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.ending import SILENCE_S
 from pellucid.errors import ConfigError, DataError, TransportError
 from pellucid.launch.resume import rewind_rl
 from pellucid.ledger import Journal, Stage, read_journal
@@ -30,9 +32,12 @@ from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import train
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.resume import restore
+from pellucid.trainer.run import say_finishing
 from pellucid.trainer.stop import Stopped, StopRequest
 from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, stable_steps
 from pellucid.transport.weights import weights_folder
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 7
 
@@ -245,7 +250,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     send(tmp_path, samples)
     with pytest.raises(Crash):
         run(settings(tiny_model, tmp_path), CrashAt(6))
-    damaged = next((tmp_path / "checkpoints" / "step_6" / "state").glob("*.distcp"))
+    damaged = next((tmp_path / "checkpoints" / "step_6" / "state").glob("*.safetensors"))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
@@ -359,6 +364,57 @@ def test_told_to_stop_it_finishes_the_step_and_saves(tiny_model, samples, tmp_pa
     assert progress is not None and progress.step == 4
 
 
+def test_books_are_closed_before_the_model_is_written_and_before_metrics(
+    tiny_model, samples, tmp_path, launcher
+) -> None:
+    found: dict[str, bool] = {}
+
+    def note(name: str) -> None:
+        found[name] = list(read_journal(tmp_path / "ledger" / "trainer.jsonl"))[-1].closed
+
+    class Tracker:
+        def log(self, step, values) -> None:
+            note(f"step {step}")
+
+        def close(self) -> None:
+            note("close")
+
+    send(tmp_path, samples)
+    journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER)
+    batches = OrchestratorBatches(FilesystemReceiver(tmp_path))
+    own = settings(tiny_model, tmp_path, asynchronous=True, max_steps=3)
+    built = build_run(own, batches, journal, [Tracker()], publishes=True)
+
+    class Noted(type(built.trained)):
+        def save(self, folder) -> None:
+            note("model")
+            super().save(folder)
+
+    built.trained = Noted(**{each.name: getattr(built.trained, each.name) for each in fields(built.trained)})
+    train(built)
+    built.close()
+
+    assert found == {"step 0": False, "step 1": False, "step 2": False, "model": True, "close": True}
+    checkpoint = "writing the checkpoint of step 3"
+    assert launcher.doings() == [
+        checkpoint,  # begun
+        checkpoint,  # waited for
+        "writing the model",
+        "closing its token export",
+        "closing its metrics",
+    ]
+    assert newest_intact(tmp_path).step == 3
+
+
+def test_a_trainer_says_that_it_finishes_its_step_and_how_long_that_may_take(launcher) -> None:
+    stop = StopRequest()
+    with stop.listening(lambda: say_finishing("step 7", 300.0)):
+        os.kill(os.getpid(), signal.SIGTERM)
+    word = launcher.hear()
+    assert word.doing == "finishing step 7"
+    assert word.silence_s == SILENCE_S + 600.0
+
+
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_damaged_batch_is_refused_and_a_good_one_waited_for(tiny_model, samples, tmp_path, damage) -> None:
     sender = FilesystemSender(tmp_path)
@@ -387,6 +443,24 @@ def test_a_damaged_batch_is_refused_and_a_good_one_waited_for(tiny_model, sample
     orchestrator.join()
     assert told[0].startswith("the trainer refused the batch of step 0: ") and str(path) in told[0]
     assert told[0].endswith("; go on with --resume, which gives it up and samples the step anew")
+
+
+def test_a_terminal_that_closes_stops_a_trainer_unless_that_is_ignored() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        stop = StopRequest()
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(Stopped):
+                stop.check()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stop = StopRequest()
+        with stop.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            stop.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_ends_a_wait_at_once_and_nothing_else() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from pellucid.checks.verify import gradients as verify
 from pellucid.config import ModelConfig, TrainerRunConfig
-from pellucid.data import TokenTable, TrainingSample, join_experts
+from pellucid.data import RecordedExperts, TokenTable, TrainingSample, join_experts
+from pellucid.data.rules import check_experts
 from pellucid.data.tensors import to_tensors
 from pellucid.errors import DataError, ModelError
 from pellucid.inference.client import Account, SamplingParams
@@ -17,7 +18,6 @@ from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.metrics import read_metrics
 from pellucid.model import RouterShape, load_policy
-from pellucid.trainer.acceptance import check_experts
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate, train
@@ -58,7 +58,7 @@ def samples(tiny_moe) -> list[TrainingSample]:
                 sample_id=f"s{index}",
                 group_id=f"g{index // 3}",
                 advantage=advantage,
-                routed_experts=join_experts([completion.routed_experts]),
+                routed_experts=join_experts([RecordedExperts.of(completion.routed_experts)]),
             )
 
         return on_finish
@@ -186,24 +186,22 @@ def without_experts(sample: TrainingSample) -> TrainingSample:
 
 def test_a_sample_without_experts_is_refused(build, samples) -> None:
     bare = [without_experts(sample) for sample in samples]
-    for chosen, name in ((bare, "s0 of a"), ([*samples[:4], bare[4], *samples[5:]], "s4 of b")):
+    for chosen, row in ((bare, 0), ([*samples[:4], bare[4], *samples[5:]], 4)):
         run = build(TokenTable.from_samples(chosen))
-        with pytest.raises(DataError, match=f"sample {name} has no routed_experts, and trainer.enable_rou"):
+        with pytest.raises(DataError, match=f"sequence {row}: routed_experts is missing, and trainer.en"):
             train(run)
 
 
 def test_experts_of_another_model_are_refused(table) -> None:
-    check_experts(table, SHAPE)
+    check_experts(table.columns, SHAPE.experts)
     with pytest.raises(
-        DataError, match=r"sample s0 of a: routed_experts has 2 layers × 2 .* the model has 3 × 2"
+        DataError, match=r"sequence 0: routed_experts has 2 layers × 2 .* the model has 3 × 2"
     ):
-        check_experts(table, replace(SHAPE, num_layers=3))
+        check_experts(table.columns, replace(SHAPE, num_layers=3).experts)
     with pytest.raises(DataError, match="2 layers × 2 experts per token; the model has 2 × 4"):
-        check_experts(table, replace(SHAPE, top_k=4))
-    with pytest.raises(
-        DataError, match=r"sample s\d+ of \w: routed_experts holds 7; the model has 7 experts"
-    ):
-        check_experts(table, replace(SHAPE, num_experts=7))
+        check_experts(table.columns, replace(SHAPE, top_k=4).experts)
+    with pytest.raises(DataError, match=r"sequence \d+: routed_experts holds 7; the model has 7 experts"):
+        check_experts(table.columns, replace(SHAPE, num_experts=7).experts)
 
 
 def test_a_model_without_routers_is_refused(tiny_model, tmp_path) -> None:

@@ -1,14 +1,16 @@
 """A checkpoint that is written beside the training has the state of its step, and is whole or not there."""
 
 import io
+import os
 import pickle
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
+import orjson
 import pytest
 import torch
+from safetensors import safe_open
 
 from pellucid.checkpoint import Progress
 from pellucid.checkpoint.files import STATE
@@ -48,6 +50,23 @@ def step(model, optimizer) -> None:
 
 def progress(number: int) -> Progress:
     return Progress(number, {}, b"", [])
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_stable(tmp_path, monkeypatch) -> None:
+    synced: list[tuple[str, bool]] = []
+
+    def note(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        synced.append((path.name, any(tmp_path.rglob("STABLE"))))
+
+    monkeypatch.setattr(os, "fsync", note)
+    saver = CheckpointSaver(tmp_path, CkptConfig(), Ranks())
+    saver.save(progress(1), *trained())
+    saver.settle(wait=True)
+    files = {path.name for path in (tmp_path / "checkpoints" / "step_1").rglob("*")} - {"STABLE"}
+    partial = f".step_1.partial-{os.getpid()}"
+    assert {name for name, has_marker in synced if not has_marker} == {*files, partial}
+    assert [name for name, has_marker in synced if has_marker] == [partial, "checkpoints"]
 
 
 def test_training_goes_on_meanwhile(tmp_path) -> None:
@@ -108,24 +127,47 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def hostile_metadata(state: Path, bomb: Bomb) -> None:
-    (state / ".metadata").write_bytes(pickle.dumps(bomb))
+def saved_state(folder: Path) -> Path:
+    model, optimizer = trained()
+    step(model, optimizer)
+    write_state(model, optimizer, folder / STATE)
+    return folder / STATE
 
 
-def hostile_value(state: Path, bomb: Bomb) -> None:
-    """Replaces the bytes of the learning rate, which is no tensor, by the bomb's."""
-    with (state / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    index = next(index for index in metadata.storage_data if index.fqn.endswith(".lr"))
-    (state / "value.distcp").write_bytes(zipped(bomb))
-    metadata.storage_data[index] = replace(
-        metadata.storage_data[index],
-        relative_path="value.distcp",
-        offset=0,
-        length=(state / "value.distcp").stat().st_size,
-    )
-    with (state / ".metadata").open("wb") as file:
-        pickle.dump(metadata, file)
+def change_index(state: Path, change) -> None:
+    index = orjson.loads((state / "tensors.json").read_bytes())
+    for tensor in index.values():
+        change(tensor)
+    (state / "tensors.json").write_bytes(orjson.dumps(index))
+
+
+def test_a_checkpoint_has_no_pickle_in_it(tmp_path) -> None:
+    state = saved_state(tmp_path)
+    assert sorted(path.name for path in state.iterdir()) == ["__0_0.safetensors", "tensors.json"]
+    index = orjson.loads((state / "tensors.json").read_bytes())
+    with safe_open(state / "__0_0.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert {piece["name"] for tensor in index.values() for piece in tensor["pieces"]} == names
+    assert index["model.weight"]["dtype"] == "float32"
+    assert {name.removeprefix("optimizer.state.weight.") for name in index if "optimizer" in name} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+
+
+@pytest.mark.parametrize("name", [".metadata", "tensors.json", "__0_0.safetensors"])
+def test_a_hostile_checkpoint_runs_no_code(tmp_path, name) -> None:
+    """Once the format was DCP's own: `.metadata` is not even looked at any more."""
+    state = saved_state(tmp_path)
+    for pickled in (pickle.dumps(Bomb(tmp_path / "ran")), zipped(Bomb(tmp_path / "ran"))):
+        (state / name).write_bytes(pickled)
+        if name == ".metadata":
+            read_state(*trained(), state)
+        else:
+            with pytest.raises(DataError, match="is not a checkpoint that this version wrote"):
+                read_state(*trained(), state)
+    assert not (tmp_path / "ran").exists()
 
 
 def zipped(value: object) -> bytes:
@@ -134,30 +176,32 @@ def zipped(value: object) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("plant", [hostile_metadata, hostile_value])
-def test_a_hostile_checkpoint_runs_no_code(tmp_path, plant) -> None:
-    model, optimizer = trained()
-    step(model, optimizer)
-    write_state(model, optimizer, tmp_path / STATE)
-    plant(tmp_path / STATE, Bomb(tmp_path / "ran"))
-    with pytest.raises(DataError, match="is not a checkpoint that pellucid wrote"):
-        read_state(*trained(), tmp_path / STATE)
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "link"])
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "link", "pipe", ".."])
 def test_a_checkpoint_reads_no_file_but_its_own(tmp_path, name) -> None:
-    model, optimizer = trained()
-    step(model, optimizer)
-    state = tmp_path / STATE
-    write_state(model, optimizer, state)
-    shutil.copy(state / "__0_0.distcp", tmp_path / "outside")
+    state = saved_state(tmp_path)
+    shutil.copy(state / "__0_0.safetensors", tmp_path / "outside")
     (state / "link").symlink_to(tmp_path / "outside")
-    with (state / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    metadata.storage_data = {
-        index: replace(info, relative_path=name) for index, info in metadata.storage_data.items()
-    }
-    (state / ".metadata").write_bytes(pickle.dumps(metadata))
+    os.mkfifo(state / "pipe")
+    change_index(state, lambda tensor: [piece.update(file=name) for piece in tensor["pieces"]])
     with pytest.raises(DataError, match="it has no file"):
+        read_state(*trained(), state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor.update(dtype="os"), "is of dtype 'os'"),
+        (lambda tensor: tensor.update(dtype="load"), "is of dtype 'load'"),
+        (lambda tensor: tensor.update(size=[2**62]), "do not make up a tensor"),
+        (lambda tensor: tensor.update(size=[-1]), "is damaged"),
+        (lambda tensor: [piece.update(name="gone") for piece in tensor["pieces"]], "is damaged"),
+        (lambda tensor: [piece.update(sizes=[9]) for piece in tensor["pieces"]], "do not make up a tensor"),
+        (lambda tensor: [piece.update(name="model.weight@0") for piece in tensor["pieces"]], "of shape"),
+        (lambda tensor: tensor.update(pieces=[]), "do not make up a tensor"),
+    ],
+)
+def test_an_index_that_is_wrong_is_refused(tmp_path, change, message) -> None:
+    state = saved_state(tmp_path)
+    change_index(state, change)
+    with pytest.raises(DataError, match=message):
         read_state(*trained(), state)

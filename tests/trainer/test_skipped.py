@@ -141,7 +141,8 @@ def booked(folder) -> list[Counter]:
     """States of sampled tokens by step."""
     found = [Counter() for _ in range(NUM_STEPS)]
     for entry in read_journal(folder / "ledger" / "trainer.jsonl"):
-        found[entry.step].update(entry.counts)
+        if entry.counts:  # others mark what a checkpoint covers
+            found[entry.step].update(entry.counts)
     return found
 
 

@@ -115,8 +115,8 @@ def test_the_gradient_does_not_depend_on_sharing_prompts(tiny_model, tmp_path) -
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"mm_tensors": b"pixels"}, r"sample s of b has multimodal tensors \(mm_tensors\)"),
-        ({"mm_token_types": [0, 1, 0]}, r"sample s of b has multimodal tokens \(mm_token_types\)"),
+        ({"mm_tensors": b"pixels"}, "sequence 2: mm_tensors holds multimodal tensors"),
+        ({"mm_token_types": [0, 1, 0]}, "sequence 2: mm_token_types holds multimodal tokens"),
     ],
 )
 def test_samples_that_are_not_text_alone_are_refused(tiny_model, tmp_path, columns, message) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pellucid.checks.fuzz_codec import differing_column
+from benchmarks.fuzz_codec import differing_column
 from pellucid.data import TokenTable, TrainingSample
-from pellucid.errors import TransportError
+from pellucid.errors import PayloadError, TransportError
 from pellucid.transport import (
     Batch,
     FilesystemReceiver,
@@ -324,6 +324,10 @@ def test_the_first_batch_that_cannot_be_received_again(tmp_path, caplog) -> None
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert first_missing_batch(tmp_path, 3, 8) == 4
     assert "the batch of step 4 cannot be trained again" in caplog.text
+    size = len(payload(3))
+    assert first_missing_batch(tmp_path, 3, 4, Limits(max_bytes=size)) == 4
+    assert first_missing_batch(tmp_path, 3, 4, Limits(max_bytes=size - 1)) == 3
+    assert f"{size} bytes; at most {size - 1} are taken (transport.max_batch_bytes)" in caplog.text
 
 
 def test_a_refused_batch_is_kept_aside_with_the_reason(tmp_path) -> None:
@@ -340,6 +344,40 @@ def test_a_refused_batch_is_kept_aside_with_the_reason(tmp_path) -> None:
     join(waiting)
     sender.check()  # what is sent again is judged anew
     assert not aside.exists()
+
+
+def test_a_batch_that_is_refused_again_for_the_same_reason_is_told_again(tmp_path) -> None:
+    """Whoever goes on with the run sends a step anew, and what comes of that may be just as bad."""
+    receiver = FilesystemReceiver(tmp_path)
+    for _ in range(3):
+        resumed = FilesystemSender(tmp_path)
+        resumed.check()
+        resumed.send(0, b"noise")
+        resumed.check()
+        with pytest.raises(PayloadError):
+            receiver.poll(0)
+        with pytest.raises(TransportError, match="the trainer refused the batch of step 0: .*byte 5: ends"):
+            resumed.check()
+        Spool(tmp_path).forget_refusals()  # as --resume does
+
+
+def test_a_batch_on_disk_that_is_refused_before_the_orchestrator_is_there_is_told(tmp_path) -> None:
+    """A resumed trainer may be faster than its orchestrator, which would not send that step again."""
+    FilesystemSender(tmp_path).send(0, b"noise")
+    with pytest.raises(PayloadError):
+        FilesystemReceiver(tmp_path).poll(0)
+    with pytest.raises(TransportError, match="the trainer refused the batch of step 0"):
+        FilesystemSender(tmp_path).check()
+
+
+def test_over_zmq_a_stored_batch_that_is_bad_ends_the_wait(tmp_path) -> None:
+    """Nobody would send it again: its sender was told that it is stored."""
+    Spool(tmp_path / "run").store(0, b"noise")
+    with ExitStack() as stack:
+        link = Zmq(tmp_path, stack)
+        stack.callback(link.stop_trainer)
+        with pytest.raises(TransportError, match=r"refused the batch of step 0: .*; go on with --resume"):
+            link.receiver().receive(0)
 
 
 def test_an_oversized_file_is_refused_without_being_read(tmp_path) -> None:

@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pellucid.bench.workload import long_sample
-from pellucid.checks.fuzz_codec import check_slowly, differing_column, fuzz, make_batches
+from benchmarks.fuzz_codec import check_slowly, differing_column, fuzz, make_batches
+from benchmarks.workload import long_sample
 from pellucid.data import COLUMNS, TokenTable, TrainingSample
 from pellucid.data.rows import BitRows, SpanRows
 from pellucid.errors import PayloadError
 from pellucid.transport import Batch, Limits, decode_batch, encode_batch
-from pellucid.transport.wire import ENTRY, HEADER_BYTES, PREAMBLE, checksum
+from pellucid.transport.encode import _assemble as assemble
+from pellucid.transport.encode import _Section as Section
+from pellucid.transport.encode import _sections as sections
+from pellucid.transport.encode import _squeezed as squeezed
+from pellucid.transport.wire import ENTRY, HEADER_BYTES, PREAMBLE, Form, checksum
 
 
 def batch(step=3) -> Batch:
@@ -28,7 +32,7 @@ def batch(step=3) -> Batch:
             role_spans=[("user", 0, 2)],
             policy_versions=[1, 1, 2],
         ),
-        TrainingSample.from_turn([5], [3], [-0.25], env_name="ü", teacher_logprobs=[-1.0, -2.0]),
+        TrainingSample.from_turn([5], [3], [-0.25], env_name="üü", teacher_logprobs=[-1.0, -2.0]),
     ]
     return Batch("run", step, TokenTable.from_samples(samples))
 
@@ -63,7 +67,7 @@ def assert_same(left: Batch, right: Batch) -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("index", range(6))
 def test_decoding_gives_back_every_column_to_the_bit(index, compression) -> None:
     sent = make_batches(np.random.default_rng(index))[index]
     received = decode_batch(encode_batch(sent, compression=compression), sender="test")
@@ -72,7 +76,7 @@ def test_decoding_gives_back_every_column_to_the_bit(index, compression) -> None
     assert received.table.num_trainable == sent.table.num_trainable
 
 
-legal = st.floats(-44, 44, width=32)
+legal = st.floats(-44, 0, width=32)
 
 
 @st.composite
@@ -266,6 +270,12 @@ SHARED = encode_batch(
 )
 
 
+def test_shared_prompts_have_two_numbers() -> None:
+    for dims in (0, 1, 3, 1 << 31):
+        with pytest.raises(PayloadError, match="section .shared: dimensions .* do not go with it"):
+            decode_batch(patched(SHARED, entry_of(SHARED, ".shared") + 28, "<I", dims), sender="somebody")
+
+
 @pytest.mark.parametrize(("owner", "length"), [(1, 3), (0, 0), (0, 5), (2, 3), (0, 1 << 31)])
 def test_prompts_that_nobody_has_are_refused(owner, length) -> None:
     position = offset_of(SHARED, ".shared") + 8
@@ -281,7 +291,7 @@ def test_prompts_that_nobody_has_are_refused(owner, length) -> None:
         (Limits(max_tokens=6), "byte 32: 7 tokens; at most 6 are taken"),
         (Limits(max_sequences=1), "byte 56: 2 sequences; 1 to 1 are taken"),
         (Limits(vocab_size=9), "token_ids: holds 9; the vocabulary has 9 tokens"),
-        (Limits(max_text_bytes=4), "bytes of text; at most 12 are taken"),
+        (Limits(max_text_bytes=1), "env_name: a text of 2; at most 1 are taken"),
     ],
 )
 def test_limits(limits, message) -> None:
@@ -363,8 +373,65 @@ def test_noise_is_refused(noise) -> None:
             decode_batch(payload, sender="test")
 
 
+def text_payload(name: str, value: bytes, num_rows: int = 2) -> bytes:
+    """A batch whose sequences all have this value, which is there once, as its sender packed it."""
+    table = TokenTable.from_samples([TrainingSample.from_turn([1], [2], [-1.0], env_name="a")] * num_rows)
+    section = Section(name, Form.TEXT, [np.zeros(num_rows, "<u4"), b"\x91" + value])
+    return assemble(
+        Batch("run", 0, table), [*(squeezed(each) for each in sections(table)), squeezed(section)]
+    )
+
+
+def test_many_role_spans_are_taken_and_too_many_are_counted_before_they_are_made() -> None:
+    spans = [("tool", start, start + 1) for start in range(3000)]
+    sample = TrainingSample.from_turn([1], np.arange(3000), -np.ones(3000), env_name="a", role_spans=spans)
+    sent = Batch("run", 0, TokenTable.from_samples([sample]))
+    assert_same(sent, decode_batch(encode_batch(sent), sender="test"))
+    bomb = text_payload("role_spans", b"\xdd" + struct.pack(">I", 5 << 20) + b"\x93\xa0\x00\x00" * (5 << 20))
+    assert len(bomb) < 30_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(PayloadError, match="10485760 spans; at most 4194304 are taken"):
+            decode_batch(bomb, sender="somebody")
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_text_that_every_sequence_has_counts_for_each_of_them() -> None:
+    text = b"\xda" + struct.pack(">H", 10_000) + b"x" * 10_000
+    payload = text_payload("example_id", text, num_rows=200)
+    assert decode_batch(payload, sender="test").table["example_id"][7] == "x" * 10_000
+    with pytest.raises(PayloadError, match="2000000 bytes; at most 1000000 are taken .* as the text of all"):
+        decode_batch(payload, sender="somebody", limits=Limits(max_bytes=1_000_000))
+
+
+def test_the_samples_of_a_batch_are_its_runs() -> None:
+    table = TokenTable.from_samples([member([1], [2], run_id="another")])
+    decode_batch(encode_batch(Batch("another", 0, table)), sender="test")
+    decode_batch(encode_batch(Batch("", 0, table)), sender="test")
+    with pytest.raises(
+        PayloadError, match="sequence 0: run_id is 'another', another run than the batch's, 'run'"
+    ):
+        decode_batch(encode_batch(Batch("run", 0, table)), sender="test")
+
+
+def test_what_the_model_cannot_train_on_is_refused_before_it_is_delivered() -> None:
+    rich = encode_batch(make_batches(np.random.default_rng(0))[2])
+    decode_batch(rich, sender="test", limits=Limits(experts=(2, 2, 4)))
+    for limits, message in (
+        (Limits(text_only=True), "mm_tensors holds multimodal tensors, and the trainer computes text alone"),
+        (Limits(experts=(2, 4, 4)), "routed_experts has 2 layers × 2 experts per token; the model has 2 × 4"),
+        (Limits(experts=(2, 2, 3)), "routed_experts holds 3; the model has 3 experts"),
+    ):
+        with pytest.raises(PayloadError, match=message):
+            decode_batch(rich, sender="test", limits=limits)
+    with pytest.raises(PayloadError, match="sequence 0: routed_experts is missing"):
+        decode_batch(PAYLOAD, sender="test", limits=Limits(experts=(2, 2, 4)))
+
+
 def test_mutated_payloads() -> None:
-    """What `python -m pellucid.checks.fuzz_codec` does, for two seconds."""
+    """What `python -m benchmarks.fuzz_codec` does, for two seconds."""
     outcomes = fuzz(3000, seed=1)
     assert outcomes["refused"] > 2000 and outcomes["taken"] > 100
 

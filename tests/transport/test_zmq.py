@@ -10,15 +10,15 @@ import zmq
 from pydantic import TypeAdapter, ValidationError
 
 from pellucid.config import TransportConfig, ZmqTransportConfig
-from pellucid.config.transport import is_loopback
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import ConfigError, TransportError
+from pellucid.guard import is_loopback
 from pellucid.transport import Batch, Limits, encode_batch, open_receiver, open_sender
 from pellucid.transport.keys import KeyPair, allowed_keys, make_keys, own_keys, trainer_key
 from pellucid.transport.spool import Spool
 from pellucid.transport.wire import PREAMBLE
 from pellucid.transport.zmq_messages import (
-    Delivery,
+    Chunk,
     Offer,
     Refused,
     Stored,
@@ -30,6 +30,7 @@ from pellucid.transport.zmq_messages import (
 )
 from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
+from pellucid.transport.zmq_transfer import Patience
 
 PATIENCE_MS = 20_000
 LIMITS = Limits(max_bytes=100_000)
@@ -62,6 +63,15 @@ def stranger(address: str, **keys):
         yield socket
 
 
+def wanted(data: bytes, step: int = 0) -> Want:
+    """All of a small batch."""
+    return Want("run", step, checksum_of(data), 0, len(data))
+
+
+def chunk_of(data: bytes, step: int = 0) -> list[bytes]:
+    return [encode(Chunk("run", step, checksum_of(data), 0)), data]
+
+
 def answer(socket, timeout_ms: int = PATIENCE_MS):
     assert socket.poll(timeout_ms), "no answer"
     return for_sender(socket.recv())
@@ -77,15 +87,15 @@ def wait_until(condition) -> None:
 
 def test_the_conversation(inbox, tmp_path) -> None:
     data = payload()
-    offer = Offer("run", 0, len(data), checksum_of(data), 0)
+    offer = Offer("run", 0, len(data), checksum_of(data))
     receiver = ZmqReceiver(inbox, "run", Spool(tmp_path, LIMITS))
     with stranger(inbox.address) as peer:
         peer.send(encode(offer))
         assert not peer.poll(100), "nobody waits for a step yet"
         inbox.expect("run", 0)
         peer.send(encode(offer))
-        assert [answer(peer), answer(peer)] == [Taken("run", 0), Want("run", 0, 1)]
-        peer.send_multipart([encode(Delivery("run", 0)), data])
+        assert [answer(peer), answer(peer)] == [Taken("run", 0), wanted(data)]
+        peer.send_multipart(chunk_of(data))
         assert answer(peer) == Stored("run", 0)
         peer.send(encode(offer))
         assert answer(peer) == Stored("run", 0)
@@ -95,13 +105,19 @@ def test_the_conversation(inbox, tmp_path) -> None:
         assert answer(peer) == Taken("run", 1)
 
 
-def test_a_batch_that_got_lost_is_asked_for_again(inbox) -> None:
+def test_a_chunk_that_got_lost_is_asked_for_again(tmp_path, caplog) -> None:
     data = payload()
-    inbox.expect("run", 0)
-    with stranger(inbox.address) as peer:
-        for num_sent in (0, 1):
-            peer.send(encode(Offer("run", 0, len(data), checksum_of(data), num_sent)))
-            assert answer(peer) == Want("run", 0, num_sent + 1)
+    patience = Patience(dead_after_s=0.3)
+    with closing(
+        Inbox("tcp://127.0.0.1:*", {"run": Spool(tmp_path)}, hwm=2, limits=LIMITS, patience=patience)
+    ) as inbox:
+        inbox.expect("run", 0)
+        with stranger(inbox.address) as peer:
+            peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+            assert [answer(peer) for _ in range(3)] == [wanted(data)] * 3
+            peer.send_multipart(chunk_of(data))
+            wait_until(lambda: answer(peer) == Stored("run", 0))
+    assert f"nothing of the batch of step 0 of run 'run' has come for 0.3 s (0 of {len(data)}" in caplog.text
 
 
 def test_another_batch_of_the_same_step_replaces_the_first(inbox, tmp_path) -> None:
@@ -112,9 +128,9 @@ def test_another_batch_of_the_same_step_replaces_the_first(inbox, tmp_path) -> N
     )
     with stranger(inbox.address) as peer:
         for data in (payload(), other):
-            peer.send(encode(Offer("run", 0, len(data), checksum_of(data), 0)))
-            assert answer(peer) == Want("run", 0, 1)
-            peer.send_multipart([encode(Delivery("run", 0)), data])
+            peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+            assert answer(peer) == wanted(data)
+            peer.send_multipart(chunk_of(data))
             assert answer(peer) == Stored("run", 0)
     assert Spool(tmp_path).read(0).table["token_ids"].tolist() == [1, 2]
 
@@ -124,14 +140,14 @@ def test_a_full_spool_takes_only_what_the_trainer_waits_for(inbox) -> None:
     with stranger(inbox.address) as peer:
         for step in (1, 2):
             data = payload(step)
-            peer.send(encode(Offer("run", step, len(data), checksum_of(data), 0)))
-            assert answer(peer) == Want("run", step, 1)
-            peer.send_multipart([encode(Delivery("run", step)), data])
+            peer.send(encode(Offer("run", step, len(data), checksum_of(data))))
+            assert answer(peer) == wanted(data, step)
+            peer.send_multipart(chunk_of(data, step))
             assert answer(peer) == Stored("run", step)
         for step in (3, 0):
             data = payload(step)
-            peer.send(encode(Offer("run", step, len(data), checksum_of(data), 0)))
-        assert answer(peer) == Want("run", 0, 1)
+            peer.send(encode(Offer("run", step, len(data), checksum_of(data))))
+        assert answer(peer) == wanted(data)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +157,14 @@ def test_a_full_spool_takes_only_what_the_trainer_waits_for(inbox) -> None:
         ([b""], "not a message of this protocol"),
         ([bytes(5000)], "too long"),
         ([encode(Stored("run", 0))], "not a message of this protocol"),
-        ([encode(Delivery("run", 0)), payload()], "nobody asked for"),
-        ([encode(Delivery("run", 0))], "1 frames"),
-        ([encode(Offer("run", 0, 100, 1, 0)), b"x"], "2 frames"),
-        ([encode(Offer("stray", 0, 100, 1, 0))], "run 'stray' is not trained here"),
-        ([encode(Offer("run", 0, 100_001, 1, 0))], "an offer of 100001 bytes; at most 100000 are taken"),
-        ([encode(Offer("run", 0, 1 << 60, 1, 0))], "at most 100000 are taken"),
-        ([encode(Offer("run", 0, 100, 1, 0, 99))], "protocol 99; this pellucid speaks 1"),
+        ([encode(Chunk("run", 0, 1, 0)), payload()], "nobody asked for"),
+        ([encode(Chunk("run", 0, 1, 0))], "1 frames"),
+        ([encode(Offer("run", 0, 100, 1)), b"x"], "2 frames"),
+        ([encode(Offer("stray", 0, 100, 1))], "run 'stray' is not trained here"),
+        ([encode(Offer("run", 0, 100_001, 1))], "an offer of 100001 bytes; at most 100000 are taken"),
+        ([encode(Offer("run", 0, 1 << 60, 1))], "at most 100000 are taken"),
+        ([encode(Offer("run", 0, -1, 1))], "an offer of -1 bytes"),
+        ([encode(Offer("run", 0, 100, 1, 99))], "protocol 99; this pellucid speaks 2"),
     ],
 )
 def test_whatever_a_stranger_says_is_refused_and_counted(inbox, frames, reason, caplog) -> None:
@@ -157,7 +174,7 @@ def test_whatever_a_stranger_says_is_refused_and_counted(inbox, frames, reason, 
         wait_until(lambda: inbox.num_rejected == 1)
         assert "payload from tcp://127.0.0.1" in caplog.text and reason in caplog.text
         data = payload()
-        peer.send(encode(Offer("run", 0, len(data), checksum_of(data), 0)))
+        peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
         wait_until(lambda: isinstance(answer(peer), Want))
 
 
@@ -166,14 +183,14 @@ def test_a_frame_beyond_the_limit_ends_the_connection_and_nothing_else(inbox) ->
     data = payload()
     with stranger(inbox.address) as peer, stranger(inbox.address) as other:
         peer.send(bytes(200_000))
-        other.send(encode(Offer("run", 0, len(data), checksum_of(data), 0)))
-        assert answer(other) == Want("run", 0, 1)
+        other.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+        assert answer(other) == wanted(data)
 
 
 def test_noise_does_not_stop_the_inbox(inbox) -> None:
     generator = np.random.default_rng(0)
     inbox.expect("run", 0)
-    good = [encode(Offer("run", 0, 500, 1, 0)), encode(Delivery("run", 0)), payload()]
+    good = [encode(Offer("run", 0, 500, 1)), encode(Chunk("run", 0, 1, 0)), payload()]
     with stranger(inbox.address) as peer:
         for _ in range(500):
             frames = [bytearray(good[index]) for index in generator.integers(0, 3, generator.integers(1, 4))]
@@ -183,8 +200,8 @@ def test_noise_does_not_stop_the_inbox(inbox) -> None:
             while peer.poll(0):
                 peer.recv()
         data = payload()
-        peer.send(encode(Offer("run", 0, len(data), checksum_of(data), 7)))
-        wait_until(lambda: answer(peer) == Want("run", 0, 8))
+        peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+        wait_until(lambda: answer(peer) == wanted(data))
     assert inbox.num_rejected > 300
 
 
@@ -210,19 +227,15 @@ def test_the_sender_repeats_until_it_is_heard() -> None:
         sender.send(0, data)
         _, first, _ = hear(trainer)
         peer, again, _ = hear(trainer)
-        assert first == again == Offer("run", 0, len(data), checksum_of(data), 0)
-        trainer.send_multipart([peer, encode(Want("run", 0, 1))])
-        while isinstance((said := hear(trainer))[1], Offer):
-            pass
-        assert said[1:] == (Delivery("run", 0), [data])
-        # It was lost, let us say. A late answer to the first offer changes nothing; one to the next does.
-        trainer.send_multipart([peer, encode(Want("run", 0, 1))])
-        _, offer, _ = hear(trainer)
-        assert offer == Offer("run", 0, len(data), checksum_of(data), 1)
-        trainer.send_multipart([peer, encode(Want("run", 0, 2))])
-        while isinstance((said := hear(trainer))[1], Offer):
-            pass
-        assert said[1:] == (Delivery("run", 0), [data])
+        assert first == again == Offer("run", 0, len(data), checksum_of(data))
+        for start, stop in ((0, 100), (100, 300), (100, len(data))):  # it may be asked for twice
+            want = Want("run", 0, checksum_of(data), start, stop - start)
+            trainer.send_multipart([peer, encode(Want("run", 0, 99, 0, 100))])  # of a batch that nobody sends
+            trainer.send_multipart([peer, encode(want)])
+            while isinstance((said := hear(trainer))[1], Offer):
+                pass
+            assert said[1:] == (Chunk("run", 0, checksum_of(data), start), [data[start:stop]])
+        assert not trainer.poll(500), "nothing is offered while a batch is fetched"
         trainer.send_multipart([peer, b"noise"])
         trainer.send_multipart([peer, encode(Stored("run", 0))])
         sender.close()
@@ -234,7 +247,7 @@ def test_a_batch_that_the_trainer_lost_after_storing_it_is_an_error() -> None:
         sender.send(0, payload())
         peer, _, _ = hear(trainer)
         trainer.send_multipart([peer, encode(Stored("run", 0))])
-        trainer.send_multipart([peer, encode(Want("run", 0, 1))])
+        trainer.send_multipart([peer, encode(wanted(payload()))])
         with pytest.raises(TransportError, match="lost the batch of step 0 after storing it"):
             while True:
                 sender.check()
@@ -262,7 +275,7 @@ def test_only_holders_of_a_known_key_are_let_in(tmp_path, caplog) -> None:
         allowed_keys=allowed_keys(tmp_path / "keys"),
     )
     data = payload()
-    offer = encode(Offer("run", 0, len(data), checksum_of(data), 0))
+    offer = encode(Offer("run", 0, len(data), checksum_of(data)))
     with closing(inbox):
         inbox.expect("run", 0)
         foreign = KeyPair(*zmq.curve_keypair())

@@ -1,7 +1,6 @@
 """Runs made on the spot with known numbers, a byte-level tokenizer, and a browser."""
 
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from browser import chromium
 from pellucid.viewer import access
 from pellucid.viewer.access import Exports
 from pellucid.viewer.page import write_page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-NO_BROWSER = "NO BROWSER TEST: install chromium to test the viewer for real"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 
@@ -237,21 +235,8 @@ def study(made_run: MadeRun, page_of: Callable[..., str]) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Of a module, not of the session: while it is open, no other test could run an event loop of its own."""
-    if CHROMIUM is None:
-        pytest.skip(NO_BROWSER)
-    from playwright.sync_api import sync_playwright
-
-    options = [
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--disable-component-update",
-    ]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -264,6 +249,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
         viewport = options.pop("viewport", {"width": 1300, "height": 850})
         context = browser.new_context(viewport=viewport, accept_downloads=True, **options)
         contexts.append(context)
+        context.set_default_timeout(120_000)  # milliseconds; Chromium is slow where the cores are busy
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 VIEWS = ("run", "step", "record", "group", "across", "worst", "whatif")
 

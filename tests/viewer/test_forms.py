@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 VIEWS = ("run", "step", "record", "group", "across", "worst", "whatif")
 BASE = (
     "step",

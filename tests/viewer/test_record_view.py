@@ -15,6 +15,8 @@ from rich.console import Console
 from pellucid.viewer.access import Exports
 from pellucid.viewer.terminal import show
 
+pytestmark = pytest.mark.slow
+
 
 def tokens(page: Any) -> list[str]:
     return page.locator(".token").evaluate_all("nodes => nodes.map((node) => node.textContent)")

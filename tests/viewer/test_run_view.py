@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+pytestmark = pytest.mark.slow
+
 VALUES = """(name) => { const view = $main.app.view;
     return view.drawn.flatMap(({ lines }) => lines).find((line) => line.name === name)?.values ?? null; }"""
 SCALES = "() => $main.app.view.charts.map(({ scales }) => [scales.x.min, scales.x.max])"

@@ -5,18 +5,25 @@ import hashlib
 import json
 import re
 import shutil
+import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
-from pellucid.bench.viewer_inputs import make_batch, write_file
+from benchmarks.viewer_inputs import make_batch, write_file
+from pellucid.data.tokenizer import byte_tokenizer
+from pellucid.viewer import server
 from pellucid.viewer.access import Exports
 from pellucid.viewer.rows import MEASURED_FIELDS, measure
-from pellucid.viewer.server import headers, make_app
+from pellucid.viewer.server import MAX_BODY_BYTES, PromptHttp, headers, make_app
 from pellucid.viewer.source import TOKENS_AT_A_TIME, ServedRun, Urgent
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def test_it_follows_a_run_and_keeps_its_place(served: Any, visit: Any, made_run:
     assert page.locator("select[aria-label=Step] option").evaluate_all(options) == ["0", "1"]
     before = page.evaluate("() => [document.querySelector('.tokens').scrollTop, location.hash]")
     (last / "STABLE").touch()
-    page.wait_for_selector('select[aria-label=Step] option[value="2"]', state="attached", timeout=15_000)
+    page.wait_for_selector('select[aria-label=Step] option[value="2"]', state="attached", timeout=120_000)
     assert page.evaluate("() => [document.querySelector('.tokens').scrollTop, location.hash]") == before
     page.keyboard.press("l")
     page.wait_for_selector("text=in step 2")
@@ -65,7 +72,7 @@ def test_it_is_back_when_its_server_is(browser: Any, client: TestClient) -> None
     page.wait_for_selector("text=Is `pellucid view` still running?")
     page.wait_for_selector(".live.gone")
     is_up = True
-    page.wait_for_selector(".record-view .token", timeout=10_000)
+    page.wait_for_selector(".record-view .token", timeout=120_000)
     assert "in step 2" in page.locator(".record-view h2").inner_text()
     page.close()
 
@@ -170,3 +177,115 @@ def test_what_can_wait_gives_way_until_nothing_is_urgent() -> None:
         assert not passed.wait(0.05)
     assert passed.wait(30)
     waiting.join()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("texts", b"not JSON", 400, "the body is not JSON"),
+        ("texts", b"", 400, "the body is not JSON"),
+        ("texts", b"[" * 100_000, 400, "the body is not JSON"),
+        ("texts", b"\xff\xfe", 400, "the body is not JSON"),
+        ("texts", b"[1, " + b" " * MAX_BODY_BYTES + b"2]", 413, "the body is larger than 4,194,304 bytes"),
+        ("texts", b'{"a": 1}', 400, "expected a list"),
+        ("query", b"5", 400, "expected a question"),
+        ("query", b'{"ask": "find", "ids": "all"}', 404, "expected a list of token ids"),
+    ],
+)
+def test_a_body_that_is_no_question_is_refused_in_a_line(
+    client: TestClient, path: str, body: bytes, status: int, reason: str
+) -> None:
+    answer = client.post(f"/api/{path}", content=body)
+    assert answer.status_code == status or (path, status) == ("query", 404)  # without DuckDB: no answer
+    assert reason in answer.text or answer.json() == {"answer": None}
+    assert client.get("/api/pulse").status_code == 200
+
+
+def test_a_filter_of_any_depth_gets_an_answer(tmp_path: Path) -> None:
+    write_file(tmp_path / "rank_0.parquet", make_batch(4, 64))
+    client = TestClient(
+        make_app(ServedRun(Exports(tmp_path / "rank_0.parquet"))), base_url="http://127.0.0.1"
+    )
+    tree: Any = {"field": "kl"}
+    for _ in range(300):
+        tree = {"not": tree}
+    answer = client.post("/api/query", json={"ask": "worst", "metric": "kl", "kind": "all", "filter": tree})
+    assert answer.status_code in (200, 404)
+
+
+def test_no_path_is_worth_a_traceback(client: TestClient) -> None:
+    for path in (
+        "/api/step/" + "9" * 5000,
+        "/api/step/99999999999999999999",
+        "/api/step/-1",
+        "/api/chunk/1/x",
+    ):
+        assert client.get(path).status_code == 404
+
+
+@pytest.fixture
+def impatient(made_run: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """The address of a server that waits for a tenth of a second."""
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.1)
+    app = make_app(ServedRun(Exports(made_run.folder)))
+    running = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", http=PromptHttp))
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    while not running.started:
+        thread.join(0.01)
+    yield running.servers[0].sockets[0].getsockname()
+    running.should_exit = True
+    thread.join(30)
+
+
+HEAD = b"POST /api/texts HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"GET / HT", b""),
+        (HEAD, b""),
+        (HEAD + b"Content-Length: 9\r\n\r\n[1,", b"HTTP/1.1 408 "),
+        (b"GET /api/pulse HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HT", b"HTTP/1.1 200 "),
+    ],
+    ids=["nothing", "half a line", "half a head", "half a body", "half a second request"],
+)
+def test_half_a_request_does_not_hold_a_connection(
+    impatient: tuple[str, int], sent: bytes, answer: bytes
+) -> None:
+    with socket.create_connection(impatient, timeout=30) as connection:
+        connection.sendall(sent)
+        received = b""
+        while part := connection.recv(65536):  # until the server hangs up
+            received += part
+    assert received.startswith(answer) and bool(received) == bool(answer)
+
+
+def test_an_unreadable_step_is_named_and_the_others_are_shown(
+    made_run: Any, tmp_path: Path, served: Any, visit: Any
+) -> None:
+    run = tmp_path / "damaged"
+    shutil.copytree(made_run.folder, run)
+    damaged = run / "token_exports" / "step_2" / "rank_0.jsonl"
+    damaged.write_bytes(b"\xff\xfe\n")
+    page = visit(f"{served(run)}#record?step=1&record=3", ".record-view .token")
+    page.wait_for_selector(f"text=Step 2 cannot be read: {damaged}:1 is not JSON")
+    assert "in step 1" in page.locator(".record-view h2").inner_text()
+
+
+def test_a_token_of_ten_megabytes_is_shortened(tmp_path: Path, visit: Any, page_of: Any) -> None:
+    text = "x" * 10_000_000
+    tokenizer = tmp_path / "model"
+    made = byte_tokenizer()
+    made.add_tokens([text])
+    made.save_pretrained(tokenizer)
+    record = {"step": 0, "token_ids": [made.convert_tokens_to_ids(text)] * 40, "loss_mask": [True] * 40}
+    record |= {"env_name": text, "group_id": text, "role_spans": [[text, 0, 40]]}
+    (tmp_path / "rank_0.jsonl").write_text(json.dumps(record) + "\n")
+    address = page_of(tmp_path / "rank_0.jsonl", tokenizer=str(tokenizer))
+    page = visit(f"{address}#record?step=0&record=0", ".record-view .token")
+    shown = page.locator(".record-view .token").first.inner_text()
+    assert shown == "x" * 2000 + "…·(10,000,000·characters)"
+    assert Path(address.removeprefix("file://")).stat().st_size < 5_000_000

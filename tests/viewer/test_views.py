@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def trainable(run: Any, step: int) -> np.ndarray[Any, Any]:
     return run.column(step, "loss_mask") == 1

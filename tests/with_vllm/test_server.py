@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,20 +13,21 @@ import torch
 from pellucid.config import ModelConfig
 from pellucid.config.model import LoraConfig
 from pellucid.errors import InferenceError
+from pellucid.guard import server_key
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.ledger import read_journal
 from pellucid.model import Adapters, load_policy, packed_layout
 from pellucid.transport.adapter import ServedWeights, write_adapter
-from pellucid.transport.weights import write_version
+from pellucid.transport.weights import weights_folder, write_version
 from tolerance import logprob_bound, near_logprobs
 
 ENV = Account("run", "env")
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[HttpInferenceClient]:
-    client = HttpInferenceClient(url)
+async def connected(url: str, run_dir: Path) -> AsyncIterator[HttpInferenceClient]:
+    client = HttpInferenceClient(url, server_key(run_dir, None))
     try:
         await client.wait_until_ready()
         yield client
@@ -84,8 +86,8 @@ async def weights_change(client, model, tmp_path) -> None:
     before, after = load_policy(ModelConfig(name=str(model))), changed(model, 0.05)
     for temperature in (1.0, 0.6, 0.0):
         assert await worst_difference(client, before, temperature, 0) <= rounding(before)
-    folder = tmp_path / "step_3"
-    folder.mkdir()
+    folder = weights_folder(tmp_path, 3)
+    folder.mkdir(parents=True)
     write_version(after.hf, folder)
     await client.update_weights(3, folder)
     for temperature in (1.0, 0.6):
@@ -96,7 +98,7 @@ async def weights_change(client, model, tmp_path) -> None:
 
 
 async def bad_weights_change_nothing(client, model, tmp_path) -> None:
-    folder = tmp_path / "bad"
+    folder = weights_folder(tmp_path, 9)
     folder.mkdir()
     policy = changed(model, 0.0)
     del policy.hf.model.layers[1]
@@ -108,7 +110,7 @@ async def bad_weights_change_nothing(client, model, tmp_path) -> None:
 
 
 async def running_requests_go_on(client, model, tmp_path) -> None:
-    folder = tmp_path / "step_4"
+    folder = weights_folder(tmp_path, 4)
     folder.mkdir()
     write_version(changed(model, 0.02).hf, folder)
     running = asyncio.create_task(client.generate([7] * 5, SamplingParams(max_tokens=250), ENV, "long"))
@@ -146,7 +148,7 @@ def test_serves_what_the_trainer_publishes(vllm_server, vllm_model, tmp_path, nu
     """One server for all of it: starting one takes ten seconds."""
 
     async def ask(url: str) -> None:
-        async with connected(url) as client:
+        async with connected(url, tmp_path) as client:
             await weights_change(client, vllm_model, tmp_path)
             await bad_weights_change_nothing(client, vllm_model, tmp_path)
             await running_requests_go_on(client, vllm_model, tmp_path)
@@ -170,8 +172,8 @@ def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_pat
 
     def publish(version: int):
         """A policy with an adapter of its own, as the trainer publishes it."""
-        folder = tmp_path / f"step_{version}"
-        folder.mkdir()
+        folder = weights_folder(tmp_path, version)
+        folder.mkdir(parents=True)
         torch.manual_seed(version)
         trained = load_policy(ModelConfig(name=str(vllm_model)), trainable=True)
         adapter = Adapters(trained, lora, num_slots=1)[0]
@@ -184,7 +186,7 @@ def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_pat
         return served, folder
 
     async def ask(url: str) -> None:
-        async with connected(url) as client:
+        async with connected(url, tmp_path) as client:
             base = load_policy(ModelConfig(name=str(vllm_model)))
             assert await worst_difference(client, base, 0.8, 0) <= rounding(base)
             for version in (1, 2):

@@ -1,5 +1,11 @@
 """Checkpoints of the trainer. `checkpoint.files` does without torch: the launcher looks at them, too."""
 
-from pellucid.checkpoint.files import Progress, newest_intact, publish_checkpoint, read_progress
+from pellucid.checkpoint.files import (
+    Progress,
+    newest_intact,
+    publish_checkpoint,
+    read_progress,
+    take_back,
+)
 
-__all__ = ["Progress", "newest_intact", "publish_checkpoint", "read_progress"]
+__all__ = ["Progress", "newest_intact", "publish_checkpoint", "read_progress", "take_back"]

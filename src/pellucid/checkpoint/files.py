@@ -4,8 +4,8 @@
     progress.json    counters, random state, the ledger so far, and the checksum of every file in state/
     STABLE
 
-A checkpoint is whole or it does not exist. One that was damaged later is noticed by its checksums and
-passed over for the one before.
+A checkpoint is whole or it does not exist, also after a power failure. One that was damaged later is noticed
+by its checksums and passed over for the one before.
 """
 
 import logging
@@ -15,9 +15,18 @@ from pathlib import Path
 
 import msgspec
 
-from pellucid.errors import DataError
-from pellucid.ledger import LedgerEntry
-from pellucid.transport import MARKER, publish_folder, retract_folder, stable_steps
+from pellucid.data.files import read_whole, require_file
+from pellucid.data.model_folder import check_safetensors
+from pellucid.errors import DataError, ModelError
+from pellucid.ledger import LedgerEntry, settle_trainer
+from pellucid.transport import (
+    MARKER,
+    publish_folder,
+    retract_folder,
+    retract_steps,
+    stable_steps,
+    step_folders,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +72,7 @@ def publish_checkpoint(
         (folder / _PROGRESS).write_bytes(msgspec.json.encode(msgspec.structs.replace(progress, files=files)))
 
     parent = run_dir / "checkpoints"
-    publish_folder(parent / f"step_{progress.step}", write)
+    publish_folder(parent / f"step_{progress.step}", write, durable=True)
     steps = stable_steps(parent)
     for step in steps[:-keep_last]:
         retract_folder(parent / f"step_{step}")
@@ -86,18 +95,40 @@ def newest_intact(run_dir: Path) -> Progress | None:
     return None
 
 
+def take_back(run_dir: Path, progress: Progress | None) -> None:
+    """Takes books and weights of a trainer that is gone back to a checkpoint, or to the start of the run.
+
+    Newer policy versions go: the trainer makes them again, and they may turn out otherwise (changed
+    settings, another number of processes, a GPU), so nobody may serve or evaluate the old ones. So do damaged
+    ones, which nobody could serve; what the trainer does not find there, it publishes again.
+    """
+    step, known = (0, None) if progress is None else (progress.step, progress.ledger)
+    settle_trainer(run_dir / "ledger", step, known)
+    retract_steps(run_dir / "weights", step + 1)
+    for folder in step_folders(run_dir / "weights").values():
+        try:
+            for path in list(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
+                check_safetensors(path)
+        except ModelError as error:
+            logger.warning("%s is given up: %s", folder, error)
+            retract_folder(folder)
+
+
 def read_progress(folder: Path) -> Progress:
     path = folder / _PROGRESS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Progress)
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(read_whole(path), type=Progress)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
 
 
 def _verify(folder: Path, progress: Progress) -> None:
     for name, expected in progress.files.items():
         path = folder / STATE / name
-        if _checksum(path) != expected:
+        if path.parent != folder / STATE:
+            raise DataError(f"{folder / _PROGRESS} names {name!r}, which is no file of the checkpoint")
+        require_file(path)
+        if path.stat().st_size != expected.num_bytes or _checksum(path) != expected:
             raise DataError(f"{path} is damaged: its size or checksum is not what was written")
 
 

@@ -1,26 +1,35 @@
 """Model and optimizer to disk and back, bit by bit, with `torch.distributed.checkpoint` (DCP).
 
-Reading a checkpoint never runs code from it. DCP pickles its metadata and every value that is not a tensor;
-`_SafeReader` and `_SafePlanner` unpickle nothing but the classes that DCP itself writes.
+    __0_0.safetensors   tensors, or pieces of them, that the first process holds; __1_0 of the second, …
+    tensors.json        dtype and size of every tensor, and in which file each piece of it lies
+
+DCP plans who writes and reads which piece. What it would pickle, its metadata and tensors, is JSON and
+safetensors here instead, so that reading a checkpoint cannot run code from it.
 """
 
-import io
-import pickle
+import math
+import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
+import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,9 +39,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.optim import Optimizer
 
+from pellucid.data.files import read_whole
 from pellucid.errors import DataError
+from pellucid.transport.weights import write_tensors
 
 State = dict[str, Any]
 
@@ -54,7 +67,7 @@ def write_staged(state: State, folder: Path, group: ProcessGroup | None = None) 
     failures: list[BaseException] = []
     try:
         with _quiet():
-            save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+            save(state, storage_writer=_TensorWriter(folder), process_group=group, no_dist=group is None)
     except CheckpointException as error:  # not even an Exception
         failures = [failure for failure, _ in error.failures.values()]
     if failures:
@@ -69,12 +82,9 @@ def read_state(
     Moments and step counts come from the checkpoint; learning rate, betas and weight decay stay those of
     `optimizer`, because the configuration that resumes a run decides them.
     """
-    own = [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
-    state = _state(model, optimizer)
-    _load(state, folder, group)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for parameters, settings in zip(optimizer.param_groups, own, strict=True):
-        parameters.update(settings)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    _load(_tensors(model_state, optimizer_state), folder, group)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
@@ -85,90 +95,150 @@ def read_model(model: nn.Module, folder: Path) -> None:
 
 
 def _load(state: State, folder: Path, group: ProcessGroup | None = None) -> None:
+    reader = _TensorReader(folder)
     try:
         with _quiet():
-            load(
-                state,
-                storage_reader=_SafeReader(folder),
-                planner=_SafePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
+            load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         failure, _ = next(iter(error.failures.values()))
-        if isinstance(failure, pickle.UnpicklingError):
-            raise _not_ours(folder, str(failure)) from failure
+        if isinstance(failure, DataError):
+            raise failure from error
         raise DataError(
             f"{folder} does not fit the model: {failure}; resume with the model.name that the run began with"
         ) from failure
 
 
-class _SafeReader(FileSystemReader):
-    """Reads DCP's metadata without running code from it, and only files that lie in the folder itself.
+_INDEX = "tensors.json"
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
-    The metadata is read here and not when `load` asks for it: DCP would hide the reason of a refusal.
+
+class _Piece(msgspec.Struct, frozen=True):
+    file: str
+    name: str
+    """Of the piece in that file."""
+
+    offsets: list[_Count]
+    sizes: list[_Count]
+
+
+class _SavedTensor(msgspec.Struct, frozen=True):
+    dtype: str
+    size: list[_Count]
+    pieces: list[_Piece]
+
+
+class _TensorWriter(FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        path = Path(self.path) / f"{plan.storage_data.prefix}0.safetensors"
+        pieces = {f"{item.index.fqn}@{number}": item for number, item in enumerate(plan.items)}
+        tensors = {name: cast(Tensor, planner.resolve_data(item)) for name, item in pieces.items()}
+        write_tensors(path, tensors, lambda tensor: tensor.detach().cpu().contiguous())
+        _synchronise(path)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(
+            [
+                WriteResult(item.index, tensors[name].nbytes, (path.name, name))
+                for name, item in pieces.items()
+            ]
+        )
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for each in results for result in each}
+        saved = {}
+        for fqn, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)  # see `_tensors`
+            pieces = []
+            for chunk in tensor.chunks:
+                file, name = places[MetadataIndex(fqn, chunk.offsets)]
+                pieces.append(_Piece(file, name, list(chunk.offsets), list(chunk.sizes)))
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            saved[fqn] = _SavedTensor(dtype, list(tensor.size), pieces)
+        path = Path(self.path) / _INDEX
+        path.write_bytes(msgspec.json.encode(saved))
+        _synchronise(path)
+
+
+def _synchronise(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+class _TensorReader(FileSystemReader):
+    """Reads files that lie in the folder itself, and no others.
+
+    The index is read here and not when `load` asks for it: DCP would hide the reason of a refusal.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self._folder = folder
         try:
-            with (folder / ".metadata").open("rb") as file:
-                self._metadata: Metadata = _MetadataUnpickler(file).load()
-        except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError, ValueError) as error:
-            raise _not_ours(folder, f"its .metadata is damaged: {error}") from error
-        if not isinstance(self._metadata, Metadata) or not isinstance(self._metadata.storage_data, dict):
-            raise _not_ours(folder, "its .metadata describes something else")
-        for name in sorted({info.relative_path for info in self._metadata.storage_data.values()}):
+            self._saved = msgspec.json.decode(read_whole(folder / _INDEX), type=dict[str, _SavedTensor])
+        except FileNotFoundError as error:
+            raise _not_ours(folder, f"it has no {_INDEX}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _not_ours(folder, f"its {_INDEX} is damaged: {error}") from error
+        for name in sorted({piece.file for each in self._saved.values() for piece in each.pieces}):
             path = folder / name
             if path.parent != folder or not path.is_file() or path.is_symlink():
-                raise _not_ours(folder, f"it has no file {name!r}, which its .metadata names")
+                raise _not_ours(folder, f"it has no file {name!r}, which its {_INDEX} names")
+        for fqn, each in self._saved.items():
+            if sum(math.prod(piece.sizes) for piece in each.pieces) != math.prod(each.size):
+                raise _not_ours(folder, f"the pieces of {fqn} do not make up a tensor of size {each.size}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
+        return Metadata(
+            {
+                fqn: TensorStorageMetadata(
+                    TensorProperties(self._dtype(fqn)),
+                    torch.Size(each.size),
+                    [
+                        ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+                        for piece in each.pieces
+                    ],
+                )
+                for fqn, each in self._saved.items()
+            },
+            storage_data={
+                MetadataIndex(fqn, piece.offsets): piece
+                for fqn, each in self._saved.items()
+                for piece in each.pieces
+            },
+        )
+
+    def _dtype(self, fqn: str) -> torch.dtype:
+        dtype = getattr(torch, self._saved[fqn].dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise _not_ours(self._folder, f"{fqn} is of dtype {self._saved[fqn].dtype!r}")
+        return dtype
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with ExitStack() as opened:
+            files: dict[str, Any] = {}
+            for item in plan.items:
+                piece: _Piece = self.storage_data[item.storage_index]
+                path = self._folder / piece.file
+                try:
+                    if piece.file not in files:
+                        files[piece.file] = opened.enter_context(safe_open(path, framework="pt"))
+                    tensor: Tensor = files[piece.file].get_tensor(piece.name)
+                except (OSError, SafetensorError) as error:
+                    raise _not_ours(self._folder, f"{piece.file} is damaged: {error}") from error
+                if list(tensor.shape) != piece.sizes:
+                    raise _not_ours(self._folder, f"{piece.name} is of shape {list(tensor.shape)}")
+                for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    tensor = tensor.narrow(axis, start, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(tensor)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def _not_ours(folder: Path, reason: str) -> DataError:
-    return DataError(f"{folder} is not a checkpoint that pellucid wrote: {reason}")
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
-
-
-_METADATA_CLASSES = {
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "torch": ("Size",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.serialization": ("_get_layout",),
-}
-
-
-class _SafePlanner(DefaultLoadPlanner):
-    """Loads values that are not tensors (an optimizer's settings) with torch's `weights_only` unpickler."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        set_element(
-            self.original_state_dict,
-            self.mappings[read_item.dest_index.fqn],
-            torch.load(value, weights_only=True),
-        )
+    return DataError(f"{folder} is not a checkpoint that this version wrote: {reason}")
 
 
 def _copied(value: Any) -> Any:
@@ -180,8 +250,12 @@ def _copied(value: Any) -> Any:
 
 
 def _state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> State:
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    return {"model": model_state, "optimizer": optimizer_state}
+    return _tensors(*get_state_dict(model, optimizer, options=options))
+
+
+def _tensors(model_state: State, optimizer_state: Any) -> State:
+    """The part that is saved; what else an optimizer has are its settings."""
+    return {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
 
 
 @contextmanager

@@ -26,9 +26,11 @@ from rich.text import Text
 from pellucid.config import EnvConfig, InferenceConfig, InferenceRunConfig, ModelConfig
 from pellucid.config.tools import EnvSettings
 from pellucid.data import Completion, Rollout, Turn
+from pellucid.data.plain import printable, to_json
 from pellucid.data.tokenizer import byte_tokenizer, load_tokenizer
 from pellucid.data.vocabulary import fingerprint
 from pellucid.errors import ConfigError, ModelError
+from pellucid.guard import read_key
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
 from pellucid.inference.examine import other_vocabulary
 from pellucid.inference.fake import FakeInferenceClient
@@ -55,7 +57,7 @@ def run_env(settings: EnvSettings) -> int:
         rollouts.extend(group)
         for rollout in group:
             if settings.as_json:
-                print(orjson.dumps(_as_dict(rollout, tokenizer)).decode(), flush=True)
+                print(to_json(_as_dict(rollout, tokenizer)).decode(), flush=True)
             else:
                 console.print(rollout_panel(rollout, tokenizer))
 
@@ -167,9 +169,12 @@ def _canned(settings: EnvSettings, replies: Sequence[str]) -> _Answers:
 async def _served(settings: EnvSettings, url: str) -> AsyncIterator[_Answers]:
     from pellucid.inference.http import HttpInferenceClient
 
-    client = HttpInferenceClient(url.rstrip("/"))
+    key = None if settings.key_file is None else read_key(settings.key_file, "--key-file")
+    client = HttpInferenceClient(url.rstrip("/"), key)
     try:
         health = await client.health()
+        if health.access == "none":
+            raise ConfigError(f"{url} needs its key; name `key` of its run folder with --key-file")
         name = settings.model or health.model
         try:
             tokenizer = load_tokenizer(name)
@@ -276,7 +281,7 @@ def rollout_panel(rollout: Rollout, tokenizer: Any) -> RenderableType:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for block in blocks_of(rollout.turns, tokenizer):
-        said = Text.assemble((_printable(block.text), "dim"), (_printable(block.sampled), "bold"))
+        said = Text.assemble((printable(block.text), "dim"), (printable(block.sampled), "bold"))
         said.rstrip()
         table.add_row(block.role, said)
     for name, value in rollout.metrics.items():
@@ -289,11 +294,6 @@ def rollout_panel(rollout: Rollout, tokenizer: Any) -> RenderableType:
     why = "failed" if rollout.error is not None else "no reward: its group was not scored"
     panel = Panel(table, title=Text(f"{name} · {why}"), border_style="red")
     return Group(panel, Text(rollout.traceback, style="dim")) if rollout.traceback else panel
-
-
-def _printable(text: str) -> str:
-    """`text` without control characters, which could redraw the terminal."""
-    return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def _has_failed(rollout: Rollout) -> bool:

@@ -14,6 +14,14 @@ class Section(BaseModel):
     )
 
 
+MAX_NAME = 200
+
+
+def is_name(text: str) -> bool:
+    """Whether it can be a part of a metric's name, a column of a table and a line of the console."""
+    return "/" not in text and text.isprintable() and len(text) <= MAX_NAME
+
+
 def _check_import_path(value: str) -> str:
     module, _, attribute = value.partition(":")
     if not module or not attribute:

@@ -6,19 +6,21 @@ that says something else is a conflict and an error, never a silent choice.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from pellucid.config.base import Section
+from pellucid.config.base import MAX_NAME, Section, is_name
 from pellucid.config.data import DataConfig
-from pellucid.config.inference import InferenceConfig
+from pellucid.config.inference import InferenceConfig, base_url
 from pellucid.config.loss import DppoLossConfig
 from pellucid.config.model import ModelConfig
 from pellucid.config.monitors import MonitorsConfig
 from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig
 from pellucid.config.trainer import TrainerConfig
 from pellucid.config.transport import FilesystemTransportConfig, TransportConfig
+
+_ROLLOUTS_PER_SLOT = 4  # some of them wait for their environment, or for a slot
 
 
 class RunConfig(Section):
@@ -39,7 +41,8 @@ class RunConfig(Section):
     over `clean_output_dir`: nothing is deleted."""
 
     run_id: str | None = None
-    """Name of the run in ledger and exports; default: the name of `output_dir`."""
+    """Name of the run in ledger and exports; default: the name of `output_dir`. It has at most 200
+    characters, no `/` and nothing that cannot be printed, and begins with no dot."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of data order, sampling and initialisation."""
@@ -68,6 +71,18 @@ class RunConfig(Section):
                 for part in parts:
                     filled = _fill(filled, part.split("."), value, shared=shared)
         return filled
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> "RunConfig":
+        """A trainer of many runs makes a folder by it."""
+        name = self.run_name
+        if is_name(name) and not name.startswith("."):
+            return self
+        said = "run_id =" if self.run_id else "run_id is not set, and the name of output_dir,"
+        raise ValueError(
+            f"{said} {name[:MAX_NAME]!r} cannot name the run: give run_id at most {MAX_NAME} characters, "
+            "without `/`, line breaks and whatever else cannot be printed, and without a dot at its beginning"
+        )
 
 
 def _fill(
@@ -140,6 +155,15 @@ class OrchestratorRunConfig(RunConfig):
     transport: TransportConfig = FilesystemTransportConfig()
     """How batches leave."""
 
+    @property
+    def max_inflight_rollouts(self) -> int:
+        """`orchestrator.max_inflight_rollouts`, or what follows from the servers."""
+        own = self.orchestrator
+        if own.max_inflight_rollouts is not None:
+            return own.max_inflight_rollouts
+        num_slots = self.inference.max_concurrent * len(self.inference.urls)
+        return max(_ROLLOUTS_PER_SLOT * num_slots, own.rollouts_per_example)
+
     @model_validator(mode="after")
     def _has_an_environment(self) -> "OrchestratorRunConfig":
         if not self.orchestrator.env:
@@ -170,13 +194,21 @@ class OrchestratorRunConfig(RunConfig):
 
     @model_validator(mode="after")
     def _teacher_is_not_the_policy(self) -> "OrchestratorRunConfig":
-        teacher = self.orchestrator.teacher
-        for url in teacher.servers if teacher is not None else ():
-            if url in self.inference.servers:
+        own, teacher = self.inference, self.orchestrator.teacher
+        if teacher is None:
+            return self
+        policy = "inference.servers" if own.servers else "inference.host and inference.port"
+        for url in teacher.servers:
+            if url in own.urls:
                 raise ValueError(
-                    f"orchestrator.teacher.servers and inference.servers both have {url}: a server of the "
-                    "policy is given new weights, which a teacher must not be; start a server for each"
+                    f"orchestrator.teacher.servers has {url}, and so has the policy ({policy}): a server of "
+                    "the policy is given new weights, which a teacher must not be; start a server for each"
                 )
+        if teacher.port and not teacher.servers and base_url(own.host, teacher.port) in own.urls:
+            raise ValueError(
+                f"orchestrator.teacher.port = {teacher.port} is the port of the policy's server ({policy}), "
+                "which is given new weights; give the teacher another one"
+            )
         return self
 
     @model_validator(mode="after")
@@ -291,14 +323,38 @@ class VerifyModelConfig(ModelConfig):
     made on the spot."""
 
 
+class VerifyOrchestratorConfig(OrchestratorConfig):
+    env: tuple[EnvConfig, ...] = (EnvConfig(id="reverse-text"),)
+    """Environments; in TOML one `[[orchestrator.env]]` table each. By default the demo's."""
+
+
+VerifyCheck = Literal[
+    "tokenizer",
+    "columns",
+    "packing",
+    "ranks",
+    "processes",
+    "leakage",
+    "record",
+    "agreement",
+    "experts",
+    "sampling",
+    "oracle",
+    "weights",
+]
+
+
 class VerifyConfig(RLConfig):
     """`pellucid verify`: check the trainer's promises on a run's own configuration and model."""
 
     model: VerifyModelConfig = VerifyModelConfig()
     """The model."""
 
-    orchestrator: OrchestratorConfig = OrchestratorConfig(env=(EnvConfig(id="reverse-text"),))
+    orchestrator: VerifyOrchestratorConfig = VerifyOrchestratorConfig()
     """Its environments give the prompts, and `sampling` the temperature."""
+
+    only: VerifyCheck | None = None
+    """Make this check alone; by default all of them."""
 
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object per line instead of a table."""

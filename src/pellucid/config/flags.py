@@ -117,7 +117,9 @@ def _with_section(kind: type[Section], word: str) -> str:
 
 
 def _flag_source(kind: type[Section], words: list[str] | Literal[False], prog: str) -> _FlagSource:
-    settings = create_model(kind.__name__, __base__=(_CommandLine, kind))
+    # Its fields come with their docstrings; pydantic would look for more in the source of every caller.
+    own: dict[str, Any] = {"use_attribute_docstrings": False}
+    settings = create_model(kind.__name__, __base__=(_CommandLine, kind), __cls_kwargs__=own)
     return _FlagSource(
         cast(type[BaseSettings], settings),
         root_parser=_parser(kind, prog),

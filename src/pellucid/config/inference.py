@@ -15,6 +15,11 @@ def _check_address(value: str) -> str:
     return value
 
 
+def base_url(host: str, port: int) -> str:
+    """`http://127.0.0.1:8000`, `http://[::1]:8000`."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 ServerAddress = Annotated[str, AfterValidator(_check_address)]
 
 
@@ -53,6 +58,11 @@ class InferenceConfig(Section):
 
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the server; 0 lets `pellucid rl` pick a free one. The parts on their own need a number."""
+
+    key_file: Path | None = None
+    """File with the key that the server demands and the orchestrator shows: for all that changes the server
+    or a run's books, and beyond loopback for every request but `/health`. Default: `key` in `output_dir`,
+    which the run makes."""
 
     servers: tuple[ServerAddress, ...] = ()
     """Addresses of several servers (`http://host:port`) for the orchestrator; default: the one at `host` and
@@ -94,6 +104,11 @@ class InferenceConfig(Section):
                 "records them; leave one of them out"
             )
         return self
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Addresses of the policy's servers, as the orchestrator calls them."""
+        return self.servers or (base_url(self.host, self.port),)
 
     @property
     def label(self) -> str | int:

@@ -1,11 +1,12 @@
 """`[orchestrator]`: rollouts, groups, advantages, batches."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from pellucid.config.base import ImportPath, Section
+from pellucid.config.base import MAX_NAME, ImportPath, Section, is_name
 from pellucid.config.inference import ServerAddress
 
 OWN_DISTRIBUTION = (
@@ -47,8 +48,9 @@ class EnvironmentConfig(Section):
     """A built-in environment (`arithmetic`, `calculator`, `reverse-text`), an import path
     `package.module:Class`, or `verifiers:TASKSET`, a taskset of the verifiers library."""
 
-    name: str | None = None
-    """Name in metrics, ledger and exports; default: `id`."""
+    name: str | None = Field(default=None, min_length=1)
+    """Name in metrics, ledger and exports; default: `id`. It has no `/`, which separates the parts of a
+    metric's name, and nothing that cannot be printed."""
 
     args: dict[str, Any] = Field(default={})
     """Keyword arguments for the environment."""
@@ -62,7 +64,21 @@ class EnvironmentConfig(Section):
     def _name_is_free(cls, value: str | None) -> str | None:
         if value == "all":
             raise ValueError("is reserved for metrics over all environments; choose another name")
+        if value is not None and not is_name(value):
+            raise ValueError(
+                f"is {value[:MAX_NAME]!r}; give at most {MAX_NAME} characters, without `/`, line breaks "
+                "and whatever else cannot be printed"
+            )
         return value
+
+    @model_validator(mode="after")
+    def _id_can_be_the_name(self) -> "EnvironmentConfig":
+        if self.name is None and not is_name(self.id):
+            raise ValueError(
+                f"{self.KEY}.id = {self.id[:MAX_NAME]!r} cannot be the name in metrics as well: that has no "
+                f"`/`, nothing that cannot be printed and at most {MAX_NAME} characters; set {self.KEY}.name"
+            )
+        return self
 
 
 class EnvSamplingConfig(Section):
@@ -235,6 +251,10 @@ class TeacherConfig(Section):
     """Instead of `model`: addresses of running servers (`http://host:port`). Each is a `pellucid inference`
     of the teacher, with an `output_dir` of its own."""
 
+    key_file: Path | None = None
+    """File with the key of those `servers`: `key` in their run folder. Servers beyond loopback need it, and
+    so does mode `sft`, which samples in the name of this run."""
+
     @model_validator(mode="after")
     def _is_somewhere(self) -> "TeacherConfig":
         if (self.model is None) == (not self.servers):
@@ -243,6 +263,12 @@ class TeacherConfig(Section):
                 f"orchestrator.teacher has {'both' if both else 'neither'} model {'and' if both else 'nor'} "
                 "servers; give one of them: a model that `pellucid rl` serves, or the addresses of servers "
                 "that are running"
+            )
+        if self.key_file is not None and not self.servers:
+            raise ValueError(
+                f"orchestrator.teacher.key_file = {str(self.key_file)!r} is for "
+                "orchestrator.teacher.servers; a teacher that `pellucid rl` serves has the run's own key: "
+                "leave it out"
             )
         return self
 
@@ -265,8 +291,10 @@ class OrchestratorConfig(Section):
     rollouts_per_example: int = Field(default=8, ge=1)
     """Rollouts in a group."""
 
-    max_inflight_rollouts: int = Field(default=256, ge=1)
-    """Rollouts running at once."""
+    max_inflight_rollouts: int | None = Field(default=None, ge=1)
+    """Rollouts running at once; default: four for each sequence that the servers decode together
+    (`inference.max_concurrent` × servers), and at least a group. Requests beyond what the servers hold wait
+    in the orchestrator."""
 
     tasks_per_minute: float | None = Field(default=None, gt=0)
     """Rollouts started per minute at most; default: no limit."""
@@ -274,6 +302,11 @@ class OrchestratorConfig(Section):
     rollout_timeout_s: float = Field(default=3600.0, gt=0)
     """A rollout that takes longer, its scoring included, has failed, so that a hung environment cannot hold a
     batch for ever. The scoring of a group counts into the time of the rollout that completes the group."""
+
+    server_timeout_s: float = Field(default=120.0, gt=0)
+    """A server whose `/health` does not answer for this long, or that has requests and samples, prefills and
+    scores nothing for this long, is hung: it is left out, its requests go to the others, and it comes back
+    with the current weights. However long a completion takes, a server that gets on with it is not."""
 
     max_retries: int = Field(default=0, ge=0)
     """How often a rollout that failed is attempted again before its group goes on without it."""
@@ -349,7 +382,7 @@ class OrchestratorConfig(Section):
     def _names_differ(self) -> "OrchestratorConfig":
         _require_different_names(self.env)
         _require_different_names(self.eval)
-        if self.rollouts_per_example > self.max_inflight_rollouts:
+        if self.max_inflight_rollouts is not None and self.rollouts_per_example > self.max_inflight_rollouts:
             raise ValueError(
                 f"orchestrator.rollouts_per_example = {self.rollouts_per_example} exceeds "
                 f"orchestrator.max_inflight_rollouts = {self.max_inflight_rollouts}; raise the latter"

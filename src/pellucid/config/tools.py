@@ -1,4 +1,4 @@
-"""Settings of the commands that read what a run left behind, and of `env`, `bench` and `keys`."""
+"""Settings of the commands that read what a run left behind, and of `env` and `keys`."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -96,8 +96,12 @@ class ReplaySettings(Section):
     """What if: `trainer.loss.KEY=VALUE` or `orchestrator.advantage.KEY=VALUE`, repeated for several. Masks
     and losses under it are put beside the recorded ones; logprobs stay as they were."""
 
-    weights: bool = True
-    """Recompute the trainer's logprobs, too, of steps whose weights are still there."""
+    weights: bool = False
+    """Recompute the trainer's logprobs, too, of steps whose weights are still there. It loads the model that
+    the run's settings name, and the run's weights and checkpoints; no code that they bring is run."""
+
+    trust_code: bool = False
+    """Import and run the Python code that the run's settings name: a custom loss, a custom advantage."""
 
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of tables."""
@@ -150,6 +154,9 @@ class EnvSettings(Section):
     server: str | None = None
     """Address of an inference server that replies, such as http://127.0.0.1:8000."""
 
+    key_file: Path | None = None
+    """File with the key of that server, `key` in its run folder; needed beyond loopback."""
+
     model: str | None = None
     """Hub name or folder of a model that is loaded and replies; with `--server` or replies of your own, only
     its tokenizer and chat template are used."""
@@ -174,14 +181,6 @@ class EnvSettings(Section):
         given = [name for name in ("reply", "replies", "server") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} cannot both answer the environment; leave one out")
+        if self.key_file is not None and self.server is None:
+            raise ValueError(f"key_file = {str(self.key_file)!r} is that of a server; name it with --server")
         return self
-
-
-class BenchSettings(Section):
-    """`pellucid bench`: run a side-by-side benchmark."""
-
-    name: CliPositionalArg[str | None] = None
-    """Benchmark to run; without it their names are listed."""
-
-    as_json: bool = Field(default=False, alias="json")
-    """Print one JSON object per line instead of a table."""

@@ -1,12 +1,12 @@
 """`[transport]`: how batches travel from the orchestrator to the trainer."""
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from pellucid.config.base import Section
+from pellucid.guard import is_loopback
 
 
 class BaseTransportConfig(Section):
@@ -46,14 +46,6 @@ class ZmqTransportConfig(BaseTransportConfig):
                 "set; make keys with `pellucid keys DIR`, or use 127.0.0.1"
             )
         return self
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it; a name other than `localhost` may be anywhere."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 # The default comes last: `--help` describes `type` as the last variant does.

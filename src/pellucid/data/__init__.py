@@ -1,7 +1,8 @@
 """The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts."""
 
 from pellucid.data.columns import COLUMNS, Column, Stored, TrainingMode
-from pellucid.data.experts import join_experts
+from pellucid.data.conversation import RoleSpan
+from pellucid.data.experts import RecordedExperts, join_experts
 from pellucid.data.list_payload import read_list_payload
 from pellucid.data.packed import PackedArray
 from pellucid.data.rollout import NOT_OURS, Completion, Example, Rollout, Turn
@@ -15,6 +16,8 @@ __all__ = [
     "Completion",
     "Example",
     "PackedArray",
+    "RecordedExperts",
+    "RoleSpan",
     "Rollout",
     "Stored",
     "TokenTable",

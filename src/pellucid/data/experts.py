@@ -12,7 +12,7 @@ token and no other token sees it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,45 @@ from numpy.typing import NDArray
 from pellucid.data.packed import PackedArray
 
 
-def join_experts(turns: Sequence[PackedArray | None]) -> NDArray[np.integer[Any]] | None:
+class RecordedExperts(NamedTuple):
+    """The record of a turn, from one of its tokens on; earlier ones are in that of the turn before."""
+
+    packed: PackedArray
+    """[tokens, layers, top_k]."""
+
+    start: int = 0
+    before: "RecordedExperts | None" = None
+
+    @classmethod
+    def of(
+        cls, recorded: PackedArray | None, before: "RecordedExperts | None" = None
+    ) -> "RecordedExperts | None":
+        """A whole record, as a server gives it; what is in `before` is not kept twice."""
+        if recorded is None or before is None:
+            return None if recorded is None else cls(recorded)
+        return cls(PackedArray.pack(recorded.array()[before.stop :]), before.stop, before)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.packed)
+
+    def rows(self, first: int) -> list[NDArray[np.integer[Any]]]:
+        """The experts of the tokens from `first` on, in pieces."""
+        pieces = [self.packed.array()[max(first - self.start, 0) :]]
+        record = self
+        while first < record.start and record.before is not None:
+            known, record = record.start, record.before
+            pieces.append(record.packed.array()[max(first - record.start, 0) : known - record.start])
+        return pieces[::-1]
+
+
+def join_experts(turns: Sequence[RecordedExperts | None]) -> NDArray[np.integer[Any]] | None:
     """[tokens, layers, top_k] of the sequence that these turns make up; None where one has no record."""
     parts: list[NDArray[np.integer[Any]]] = []
     num_known = 0
     for recorded in turns:
         if recorded is None:
             return None
-        parts.append(recorded.array()[num_known:])
-        num_known = max(num_known, len(recorded))
+        parts += recorded.rows(num_known)
+        num_known = max(num_known, recorded.stop)
     return np.concatenate([*parts, parts[-1][-1:]])

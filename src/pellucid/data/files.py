@@ -1,30 +1,122 @@
-"""Files that are whole or not there, also on a disk that is full."""
+"""Files that are whole or not there, also on a disk that is full or after a power failure.
 
+What was written survives the end of its process at once, and that of its machine once it is synced: `sync`
+for content, `replace_file(…, durable=True)` for a name. Whoever writes two things in an order that matters
+syncs the first before the second becomes visible.
+"""
+
+import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from pellucid.errors import DiskError
+from pellucid.errors import DataError, DiskError
 
 _PART_BYTES = 1 << 24
 
+MAX_WHOLE_BYTES = 1 << 28
+"""Files that are read whole (settings, indices, links) are smaller by orders of magnitude."""
 
-def replace_file(path: Path, content: bytes) -> None:
-    """A reader sees the file as it was or as it shall be; a killed writer leaves it as it was."""
+MAX_LINE_BYTES = 1 << 26
+"""Lines of journals, metrics and saved rollouts are shorter by orders of magnitude."""
+
+
+def read_whole(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
+    """The content of a file that is small by its nature; anything else under its name is a DataError."""
+    require_file(path)
+    if (num_bytes := path.stat().st_size) > max_bytes:
+        raise DataError(f"{path} has {num_bytes:,} bytes; such a file has at most {max_bytes:,}")
+    return path.read_bytes()
+
+
+def require_file(path: Path) -> None:
+    """Refuses what is there and is no file: to open a pipe would wait for somebody who writes into it."""
+    try:
+        is_other = path.exists() and not path.is_file()
+    except OSError as error:  # links that lead to each other
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if is_other:
+        kind = "a folder" if path.is_dir() else "a pipe, socket or device"
+        raise DataError(f"{path} is {kind}, where a file is expected; was the folder copied whole?")
+
+
+def require_own(path: Path) -> None:
+    """Refuses to change a file that a link leads to: it may be anybody's."""
+    require_file(path)
+    for each in (path.parent, path):
+        if each.is_symlink():
+            raise DataError(
+                f"{each} is a link, and a run changes only files of its own; put a copy in its place"
+            )
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of a JSONL file; nothing if it does not exist.
+
+    Only the last line may lack its end: it is being written, or its writer died.
+    """
+    require_file(path)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES):
+            number += 1
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise DataError(f"{path}:{number} has more than {MAX_LINE_BYTES:,} bytes, which no line has")
+            yield number, line
+
+
+def replace_file(
+    path: Path, content: bytes | Iterable[bytes], *, durable: bool = False, keep_as: Path | None = None
+) -> None:
+    """A reader sees the file as it was or as it shall be; a killed writer leaves it as it was.
+
+    `durable`: also a machine that loses power leaves one of the two, and the new one once this returns.
+    `keep_as`: what the file was is there from then on; killed in between, it is there only.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
         try:
-            partial.write_bytes(content)
+            with partial.open("wb") as file:
+                file.writelines([content] if isinstance(content, bytes) else content)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if keep_as is not None and path.exists():
+                path.replace(keep_as)
             partial.replace(path)
-        except OSError:
+            if durable:
+                sync(path.parent)
+        except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def sync(path: Path) -> None:
+    """Returns once the content of a file, or the names in a folder, would survive a power failure."""
+    with writing(path):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # what some network file systems say to a folder
+                raise
+        finally:
+            os.close(opened)
+
+
+def sync_tree(folder: Path) -> None:
+    """Syncs every file below the folder, and the folders."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        sync(path)
+    sync(folder)
 
 
 def append_whole(file: FileIO, data: bytes) -> None:
@@ -94,10 +186,15 @@ def _disk_error(error: BaseException) -> int | None:
 
 
 def step_folders(parent: Path) -> dict[int, Path]:
-    """Every `step_N` below `parent` by its N, finished or not."""
+    """Every folder `step_N` below `parent` by its N, finished or not."""
     found = {}
-    for folder in parent.glob("step_*"):
-        number = folder.name.removeprefix("step_")
-        if number.isdigit():
-            found[int(number)] = folder
+    for folder in parent.glob("step_*") if parent.is_dir() else ():
+        if (step := step_number(folder.name)) is not None and folder.is_dir():
+            found[step] = folder
     return found
+
+
+def step_number(name: str) -> int | None:
+    """The N of a name `step_N`, None of any other: what a run writes has no leading zeros, for instance."""
+    match = re.fullmatch(r"step_(0|[1-9][0-9]{0,14})", name, re.ASCII)
+    return None if match is None else int(match[1])

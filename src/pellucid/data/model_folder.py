@@ -12,8 +12,9 @@ import orjson
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+from pellucid.data.files import require_file
 from pellucid.data.tokenizer import check_vocabulary, first_line, no_chat_template, require_folder
-from pellucid.errors import ModelError
+from pellucid.errors import DataError, ModelError
 
 
 def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
@@ -121,9 +122,10 @@ def _check_weights(name: str) -> None:
 def check_safetensors(path: Path) -> None:
     """Raises if it is no whole safetensors file; the values in it are not looked at."""
     try:
+        require_file(path)
         with safe_open(path, framework="numpy"):
             pass
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, DataError) as error:
         raise ModelError(f"{path} is damaged or cut short ({error})") from error
 
 

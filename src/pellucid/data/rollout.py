@@ -10,12 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.data.columns import TrainingMode
+from pellucid.data.conversation import BlockLine, RoleSpan, TokenLine
+from pellucid.data.experts import RecordedExperts
 from pellucid.data.packed import PackedArray
+from pellucid.data.plain import clip_middle, encodable
 from pellucid.errors import DataError
 
 NOT_OURS = -1
 """The policy version of tokens that no version of the policy sampled: a teacher's."""
 
+_MAX_REASON = 100  # characters of a finish reason
 _LONG_TEXT = 4096  # characters; below that, a turn's text is not worth compressing
 
 
@@ -36,6 +40,9 @@ class Completion(msgspec.Struct, frozen=True):
     """[tokens, layers, top_k], where the server records them: of the prompt and the completion without its
     last token, which was sampled and never computed."""
 
+    link: str = ""
+    """The server's process and ours, by which the ledger knows whose tokens these are; see `ledger.links`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -49,11 +56,10 @@ class Example:
 class TurnTokens(NamedTuple):
     prompt_ids: NDArray[np.integer[Any]]
     token_ids: NDArray[np.integer[Any]]
-    """What was sampled."""
+    """Those sampled."""
 
     logprobs: NDArray[np.float32]
-    routed_experts: PackedArray | None
-    """See `Completion`."""
+    routed_experts: RecordedExperts | None
 
 
 class Turn:
@@ -64,17 +70,24 @@ class Turn:
         turn.completion           Completion([9], …)        made anew each time
 
     A finished rollout waits for its group, then for its batch. As lists, 15,000 sampled tokens take a
-    megabyte meanwhile; as arrays, 120 kB; and none once their samples are built (`forget_tokens`).
+    megabyte meanwhile; as arrays, 120 kB; and none once their samples are built (`forget_tokens`). A turn
+    that goes on from another one stores what it adds to it, so that 200 turns take what their tokens do.
     """
 
     __slots__ = (
+        "_blocks",
+        "_experts",
+        "_first_logprob",
+        "_line",
+        "_num_blocks",
+        "_num_logprobs",
+        "_reply",
         "_text",
-        "_tokens",
         "finish_reason",
+        "link",
         "num_prompt_tokens",
         "num_tokens",
         "policy_versions",
-        "role_spans",
         "trainable",
     )
 
@@ -83,24 +96,34 @@ class Turn:
         prompt_ids: Sequence[int],
         completion: Completion,
         text: str,
-        role_spans: Sequence[tuple[str, int, int]] = (),
+        role_spans: Sequence[RoleSpan] = (),
         trainable: bool = True,
+        goes_on_from: "Turn | None" = None,
     ) -> None:
-        """`role_spans`: (role, start, stop) of each block of prompt and completion, in tokens."""
-        self._tokens: TurnTokens | None = TurnTokens(
-            _as_ids(prompt_ids),
-            _as_ids(completion.token_ids),
-            np.array(completion.logprobs, np.float32),
-            completion.routed_experts,
-        )
+        """`role_spans`: (role, start, stop) of each block of prompt and completion, in tokens.
+
+        `prompt_ids` starts with all tokens of `goes_on_from`, and `role_spans` with all its blocks but the
+        last, which is the reply.
+        """
+        text = encodable(text)
         self._text = text if len(text) < _LONG_TEXT else zlib.compress(text.encode(), level=1)
         self.num_prompt_tokens = len(prompt_ids)
         self.num_tokens = len(completion.token_ids)
         self.policy_versions = completion.policy_versions
-        self.finish_reason = completion.finish_reason
-        self.role_spans = role_spans
+        self.finish_reason = clip_middle(encodable(completion.finish_reason), _MAX_REASON)
+        self.link = completion.link
         self.trainable = trainable
         """Whether the completion may train; if not, its tokens are `untrainable` in the ledger."""
+        last = goes_on_from if goes_on_from is not None and goes_on_from._is_end_of_line else None
+        self._line: TokenLine | None = TokenLine() if last is None or last._line is None else last._line
+        self._line.extend(prompt_ids[self._line.num_ids :])
+        self._first_logprob, self._num_logprobs = self._line.num_logprobs, len(completion.logprobs)
+        self._line.extend(completion.token_ids, completion.logprobs)
+        self._blocks: BlockLine = BlockLine() if last is None else last._blocks
+        self._reply = role_spans[-1] if role_spans else None
+        self._blocks.extend(role_spans[len(self._blocks) : -1])
+        self._num_blocks = len(self._blocks)
+        self._experts = _added_experts(completion.routed_experts, last)
 
     @classmethod
     def without_tokens(
@@ -111,10 +134,11 @@ class Turn:
         num_tokens: int,
         policy_versions: list[tuple[int, int]],
         finish_reason: str,
-        role_spans: Sequence[tuple[str, int, int]] = (),
+        link: str = "",
+        role_spans: Sequence[RoleSpan] = (),
     ) -> "Turn":
         """What `forget_tokens` leaves of a turn."""
-        turn = cls([], Completion([], [], policy_versions, finish_reason), text, role_spans)
+        turn = cls([], Completion([], [], policy_versions, finish_reason, link=link), text, role_spans)
         turn.num_prompt_tokens = num_prompt_tokens
         turn.num_tokens = num_tokens
         turn.forget_tokens()
@@ -125,10 +149,25 @@ class Turn:
         return self._text if isinstance(self._text, str) else zlib.decompress(self._text).decode()
 
     @property
+    def num_known(self) -> int:
+        """Tokens of prompt and completion."""
+        return self.num_prompt_tokens + self.num_tokens
+
+    @property
     def tokens(self) -> TurnTokens:
-        if self._tokens is None:
-            raise DataError("the tokens of this turn are in the samples of its rollout, and nowhere else")
-        return self._tokens
+        """Views of what is kept."""
+        line = self._kept_line
+        return TurnTokens(
+            line.ids(0, self.num_prompt_tokens),
+            line.ids(self.num_prompt_tokens, self.num_known),
+            line.logprobs(self._first_logprob, self._first_logprob + self._num_logprobs),
+            self._experts,
+        )
+
+    @property
+    def known_ids(self) -> NDArray[np.integer[Any]]:
+        """Prompt and completion; a view."""
+        return self._kept_line.ids(0, self.num_known)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -137,22 +176,52 @@ class Turn:
 
     @property
     def completion(self) -> Completion:
+        """Without the experts of a turn that goes on from another one: they are in the sample of both."""
         _, token_ids, logprobs, experts = self.tokens
         return Completion(
-            token_ids.tolist(), logprobs.tolist(), self.policy_versions, self.finish_reason, experts
+            token_ids.tolist(),
+            logprobs.tolist(),
+            self.policy_versions,
+            self.finish_reason,
+            None if experts is None or experts.start else experts.packed,
+            self.link,
         )
+
+    @property
+    def role_spans(self) -> list[RoleSpan]:
+        return [] if self._reply is None else [*self._blocks.spans(self._num_blocks), self._reply]
+
+    def extends(self, last: "Turn") -> bool:
+        """Whether the prompt starts with all tokens of `last`."""
+        if last.num_known > self.num_prompt_tokens:
+            return False
+        if self._line is last._line:
+            return True
+        own, known = self._kept_line.ids(0, last.num_known), last.known_ids
+        return bool(own[-1:] == known[-1:]) and np.array_equal(own, known)  # the end first: it differs most
 
     def forget_tokens(self) -> None:
         """What is counted, and the text, stay."""
-        self._tokens = None
+        self._line = self._experts = None
+
+    @property
+    def _kept_line(self) -> TokenLine:
+        if self._line is None:
+            raise DataError("the tokens of this turn are in the samples of its rollout, and nowhere else")
+        return self._line
+
+    @property
+    def _is_end_of_line(self) -> bool:
+        has_gone_on = self._line is None or self._line.num_ids > self.num_known
+        return not has_gone_on and len(self._blocks) == self._num_blocks
 
 
-def _as_ids(values: Sequence[int]) -> NDArray[np.integer[Any]]:
-    """What does not fit is kept as it is, to be rejected as a sample with its tokens in the books."""
+def _added_experts(recorded: PackedArray | None, last: Turn | None) -> RecordedExperts | None:
+    """What the record of a turn adds to that of `last`. A damaged one is kept, to be rejected as a sample."""
     try:
-        return np.array(values, np.uint32)
-    except OverflowError:
-        return np.array(values, np.int64)
+        return RecordedExperts.of(recorded, None if last is None else last._experts)
+    except (DataError, IndexError):
+        return RecordedExperts.of(recorded)
 
 
 @dataclass(slots=True)

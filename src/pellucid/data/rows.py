@@ -202,7 +202,14 @@ class SpanRows(MaskRows):
         return starts, starts + self.spans[:, 1]
 
     def _inflate(self) -> NDArray[np.bool_]:
-        mask = np.zeros(int(self.lengths.sum()), np.bool_)
+        size = int(self.lengths.sum())
+        if len(self.lengths) > _MAX_SLICES and len(self.spans) * _MIN_TOKENS_PER_SPAN > size:
+            starts, stops = self.bounds()
+            edges = np.zeros(size + 1, np.int8)
+            edges[starts] += 1
+            edges[stops] -= 1
+            return edges[:-1].cumsum(dtype=np.int8).view(np.bool_)
+        mask = np.zeros(size, np.bool_)
         for start, stop in self._stretches:
             mask[start:stop] = True
         return mask
@@ -345,18 +352,24 @@ class RunRows(Rows):
 
 
 class CellRows(Rows):
-    def __init__(self, cells: NDArray[Any]) -> None:
-        self._cells = cells
+    def __init__(self, cells: NDArray[Any], codes: Integers | None = None) -> None:
+        """`codes`: which of the cells each row has; without them each has its own."""
+        self.cells = cells
+        self._codes = codes
 
     @property
     def lengths(self) -> Integers:  # type: ignore[override]
-        return np.ones(len(self._cells), np.int64)
+        return np.ones(len(self.cells if self._codes is None else self._codes), np.int64)
+
+    def of_rows(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Of each row what `values` says of its cell."""
+        return values if self._codes is None else values[self._codes]
 
     def _inflate(self) -> NDArray[Any]:
-        return self._cells
+        return self.of_rows(self.cells)
 
     def select(self, rows: Integers, lengths: Integers | None = None) -> "CellRows":
-        return CellRows(self._cells[rows])
+        return CellRows(self.cells[rows]) if self._codes is None else CellRows(self.cells, self._codes[rows])
 
 
 def offsets_of(lengths: Integers) -> Integers:

@@ -1,32 +1,52 @@
 """What every sample has to obey, checked on the stored form: nothing is inflated to look at it.
 
-- an environment's name, which is not the one that stands for all of them, and a known training mode
+- an environment's name that can be printed and is not the one that stands for all; a known training mode
+- a sample's id is its own, and a rollout is of one group
+- who speaks where: in order and inside
 - nothing predicts the first token of a sequence, so it is never trainable
 - outside of sft a trainable token was sampled, and its inference logprob is a number
+- in opd a trainable token has the teacher's logprob, too
 - a temperature is above 0; advantages are numbers; a reward is a number, or NaN: nobody scored the sample
+- a policy version is -1 at the least: nobody knows it
 - what a loss multiplies on a trainable token stays within float32: see `_RANGES`
 
-The same function judges a sample when it is built and a batch when it arrives.
+The same function judges a sample when it is built and a batch when it arrives. A trainer asks two things
+more of a batch: that it is text alone (the model's forward has no way in for pixels or sound, and would train
+their places as words), and with router replay that every token has experts, and that they are the model's.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.data.columns import COLUMNS, Stored, TrainingMode
-from pellucid.data.rows import BitRows, MaskRows, Rows, SpanRows, ValueRows
+from pellucid.data.labels import check_ids, check_names, check_roles, first_row
+from pellucid.data.rows import (
+    BitRows,
+    CellRows,
+    Integers,
+    MaskRows,
+    Rows,
+    RunRows,
+    SpanRows,
+    ValueRows,
+    offsets_of,
+)
 from pellucid.errors import ColumnError
 
 JUDGED = (
     *("env_name", "training_mode", "loss_mask", "sampled", "inference_logprobs"),
     *("teacher_logprobs", "advantages", "advantage", "reward", "temperatures", "temperature"),
+    *("policy_versions", "role_spans", "group_id", "rollout_id", "sample_id"),
 )
-_ALL = "all"
-"""Stands for all environments together in metrics, views and reports."""
+_NO_TEACHER = "opd needs teacher_logprobs on every trainable token: set orchestrator.teacher"
+_BLOCK_TOKENS = 1 << 20
+"""Tokens whose masks are spread out at a time, where one has to look at which of them train."""
 
-_MODES = frozenset(mode.value for mode in TrainingMode)
+Experts = tuple[int, int, int]
+"""Layers with a router, experts per token, experts of a layer."""
 
 
 class _Range(NamedTuple):
@@ -37,11 +57,14 @@ class _Range(NamedTuple):
     highest: float
     why: str
     may_lack: bool = False
-    """Whether NaN stands for a token that has none."""
+    """Whether NaN stands for a token that has none; never in opd."""
 
 
 _ANY = float(np.finfo(np.float32).max)
 _MAX_ADVANTAGE = 1e19
+_MAX_LOGPROB = 0.01
+"""A probability is at most 1. Rounding lifts its log above 0, by 0.01 if logits are as large as 1e5."""
+
 _MIN_LOGPROB = -44.0
 """An importance ratio of at most e⁴⁴ = 1.3e19, times an advantage of at most 1e19, is a float32, and so is
 the square of either, which a gradient's norm is made of. A token of probability e⁻⁴⁴ is never sampled:
@@ -51,15 +74,16 @@ _RANGES = {
     "inference_logprobs": _Range(
         "logprob",
         _MIN_LOGPROB,
-        -_MIN_LOGPROB,
-        "a logprob beyond -44 or 44 overflows the importance ratio, and no engine samples such a token; "
-        "unset loss_mask where the engine did not choose the token",
+        _MAX_LOGPROB,
+        "a logprob is 0 at most, and one below -44 overflows the importance ratio: no engine samples such a "
+        "token; unset loss_mask where the engine did not choose the token",
     ),
     "teacher_logprobs": _Range(
         "teacher logprob",
         np.nextafter(np.float32(-9999), np.float32(0)),
-        _ANY,
-        "-9999 is how engines write -inf; unset loss_mask where the teacher rules a token out",
+        _MAX_LOGPROB,
+        "a logprob is 0 at most, and -9999 is how engines write -inf; unset loss_mask where the teacher "
+        "rules a token out",
         may_lack=True,
     ),
     "advantages": _Range("advantage", -_MAX_ADVANTAGE, _MAX_ADVANTAGE, "the loss would overflow; scale it"),
@@ -71,17 +95,21 @@ def check_rules(columns: Mapping[str, Rows], *, is_trained: bool = False) -> Non
 
     `is_trained`: another trainer has trained on them; numbers have to be finite, but may be of any size.
     """
-    _check_names(columns)
+    check_names(columns)
+    if not is_trained:
+        check_ids(columns)
+    if "role_spans" in columns:
+        check_roles(columns["role_spans"], columns["loss_mask"].lengths)
     loss_mask, sampled = columns["loss_mask"], columns["sampled"]
     assert isinstance(loss_mask, MaskRows) and isinstance(sampled, MaskRows)
-    if (first := _first(loss_mask.leads)) is not None:
+    if (first := first_row(loss_mask.leads)) is not None:
         raise ColumnError(
             "loss_mask",
             first,
             "marks the first token trainable; nothing predicts that token: unset loss_mask[0]",
         )
-    needs_sampled = ~_is_sft(columns, len(loss_mask.lengths))
-    if (first := _first(_strays(loss_mask, sampled) & needs_sampled)) is not None:
+    needs_sampled = ~_has_mode(columns, TrainingMode.SFT)
+    if (first := first_row(_strays(loss_mask, sampled) & needs_sampled)) is not None:
         trained, was_sampled = _row(loss_mask, first), _row(sampled, first)
         token = np.flatnonzero(trained & ~was_sampled)[0]
         raise ColumnError(
@@ -89,25 +117,76 @@ def check_rules(columns: Mapping[str, Rows], *, is_trained: bool = False) -> Non
             first,
             f"marks token {token} trainable, but it was not sampled; its logprob is needed",
         )
+    needs_teacher = _has_mode(columns, TrainingMode.OPD) & (not is_trained)
     for name, allowed in _RANGES.items():
         if name in columns:
             any_size = allowed._replace(lowest=-_ANY, highest=_ANY)
-            _check_range(name, any_size if is_trained else allowed, columns[name], loss_mask, sampled)
+            may_lack = allowed.may_lack & ~needs_teacher
+            _check_range(name, any_size if is_trained else allowed, may_lack, columns, loss_mask, sampled)
+    has_none = needs_teacher & (loss_mask.counts > 0)
+    if "teacher_logprobs" not in columns and (first := first_row(has_none)) is not None:
+        raise ColumnError("training_mode", first, f"is opd; {_NO_TEACHER}")
     _check_numbers(columns, _ANY if is_trained else _MAX_ADVANTAGE)
+    _check_versions(columns["policy_versions"])
 
 
-def _check_names(columns: Mapping[str, Rows]) -> None:
-    names = columns["env_name"].array
-    if (first := _first(names == "")) is not None:
-        raise ColumnError("env_name", first, "is empty; name the environment")
-    if (first := _first(names == _ALL)) is not None:
+def check_text(columns: Mapping[str, Rows]) -> None:
+    """Raises ColumnError with the first sequence that is not text alone."""
+    for name, what in (("mm_tensors", "multimodal tensors"), ("mm_token_types", "multimodal tokens")):
+        if name in columns and any(piece.any() for piece in columns[name].all_pieces()):
+            rows = columns[name]
+            owner = np.repeat(np.arange(len(rows.lengths)), rows.lengths)
+            raise ColumnError(
+                name,
+                int(owner[rows.array.astype(np.bool_)][0]),
+                f"holds {what}, and the trainer computes text alone: it would train on their places as if "
+                "they were words; leave such samples out",
+            )
+
+
+_COLUMN = "routed_experts"
+_OTHER_MODEL = "the engine served another model than the trainer's; start both with the same model.name"
+
+
+def check_experts(columns: Mapping[str, Rows], experts: Experts) -> None:
+    """Raises ColumnError with the first sequence whose experts cannot be replayed."""
+    num_layers, top_k, num_experts = experts
+    if _COLUMN not in columns:
+        _refuse_missing(0)
+    rows = columns[_COLUMN]
+    assert isinstance(rows, ValueRows)
+    if rows.dims != (num_layers, top_k):
+        found = " layers × ".join(map(str, rows.dims))
         raise ColumnError(
-            "env_name", first, f"is {_ALL!r}, which stands for all environments; choose another name"
+            _COLUMN, 0, f"has {found} experts per token; the model has {num_layers} × {top_k}: {_OTHER_MODEL}"
         )
-    if "training_mode" in columns:
-        for index, mode in enumerate(columns["training_mode"].array):
-            if mode not in _MODES:
-                raise ColumnError("training_mode", index, f"is {mode!r}; known: {', '.join(TrainingMode)}")
+    for row, pieces in enumerate(rows.pieces()):
+        for piece in pieces:
+            if piece.size and piece.min() < 0:
+                _refuse_missing(row)
+            if piece.size and piece.max() >= num_experts:
+                raise ColumnError(
+                    _COLUMN, row, f"holds {piece.max()}; the model has {num_experts} experts: {_OTHER_MODEL}"
+                )
+
+
+def _refuse_missing(row: int) -> NoReturn:
+    raise ColumnError(
+        _COLUMN,
+        row,
+        "is missing, and trainer.enable_router_replay = true replays it; start the inference server with "
+        "inference.record_experts = true, or leave out the replay",
+    )
+
+
+def _check_versions(rows: Rows) -> None:
+    values = rows.runs[:, :1] if isinstance(rows, RunRows) else rows.array
+    if values.size and values.min() < -1:
+        owner = np.repeat(np.arange(len(rows.lengths)), rows.lengths)
+        row = int(owner[rows.array < -1][0])
+        raise ColumnError(
+            "policy_versions", row, f"holds {values.min()}; a version is 0 or more, or -1: unknown"
+        )
 
 
 def _check_numbers(columns: Mapping[str, Rows], max_advantage: float) -> None:
@@ -115,9 +194,9 @@ def _check_numbers(columns: Mapping[str, Rows], max_advantage: float) -> None:
         if name not in columns:
             continue
         values = columns[name].array
-        if (first := _first(np.isinf(values) if may_lack else ~np.isfinite(values))) is not None:
+        if (first := first_row(np.isinf(values) if may_lack else ~np.isfinite(values))) is not None:
             raise ColumnError(name, first, f"is {values[first]}; a number is needed")
-        if (first := _first(np.abs(values) > highest)) is not None:
+        if (first := first_row(np.abs(values) > highest)) is not None:
             raise ColumnError(name, first, f"is {values[first]:g}; {_RANGES['advantages'].why}")
     for name in ("temperature", "temperatures"):
         if name in columns and (first := _first_cold(columns[name])) is not None:
@@ -126,32 +205,62 @@ def _check_numbers(columns: Mapping[str, Rows], max_advantage: float) -> None:
             raise ColumnError(name, first, f"is {found:g}; training needs numbers above 0")
 
 
-def _check_range(name: str, allowed: _Range, rows: Rows, loss_mask: MaskRows, sampled: MaskRows) -> None:
-    if _is_within(rows, allowed):
+def _check_range(
+    name: str,
+    allowed: _Range,
+    may_lack: NDArray[np.bool_],
+    columns: Mapping[str, Rows],
+    loss_mask: MaskRows,
+    sampled: MaskRows,
+) -> None:
+    """`may_lack`: the sequences in which NaN stands for a token that has no value."""
+    rows = columns[name]
+    if _is_within(rows, allowed, bool(may_lack.all())):
         return
     is_per_token = COLUMNS[name].stored is Stored.TOKENS
-    for row in range(len(rows.lengths)):
-        values, trained, was_sampled = _row(rows, row), _row(loss_mask, row), _row(sampled, row)
-        has_value = np.ones_like(trained) if is_per_token else was_sampled
-        is_bad = ~((values >= allowed.lowest) & (values <= allowed.highest)) & trained[has_value]
-        if allowed.may_lack:
-            is_bad &= ~np.isnan(values)
-        if is_bad.any():
-            token, found = np.flatnonzero(has_value)[is_bad][0], values[is_bad][0]
+    for block in _blocks(loss_mask.lengths):
+        values, trained, was_sampled = (_part(each, block) for each in (rows, loss_mask, sampled))
+        lengths = loss_mask.lengths[block]
+        tokens = np.arange(len(trained)) if is_per_token else np.flatnonzero(was_sampled)
+        is_bad = ~((values >= allowed.lowest) & (values <= allowed.highest)) & trained[tokens]
+        if is_bad.any() and may_lack.any():
+            is_bad &= ~(np.isnan(values) & np.repeat(may_lack[block], lengths)[tokens])
+        if (first := first_row(is_bad)) is not None:
+            offsets = offsets_of(lengths)
+            row = int(np.searchsorted(offsets, tokens[first], side="right")) - 1
             rule = f"a token whose {allowed.noun} is not finite cannot train"
+            if np.isnan(values[first]) and name == "teacher_logprobs":
+                rule = _NO_TEACHER
+            elif np.isfinite(values[first]):
+                rule = allowed.why
             raise ColumnError(
-                name, row, f"of token {token} is {found:g}; {allowed.why if np.isfinite(found) else rule}"
+                name, int(block[row]), f"of token {tokens[first] - offsets[row]} is {values[first]:g}; {rule}"
             )
 
 
-def _is_within(rows: Rows, allowed: _Range) -> bool:
+def _blocks(lengths: Integers) -> Iterator[Integers]:
+    """Rows by rows, a million tokens or one row at a time."""
+    ends = np.cumsum(lengths)
+    start = 0
+    while start < len(lengths):
+        reached = ends[start] - lengths[start] + _BLOCK_TOKENS
+        stop = max(start + 1, int(np.searchsorted(ends, reached, side="right")))
+        yield np.arange(start, stop)
+        start = stop
+
+
+def _part(rows: Rows, block: Integers) -> NDArray[Any]:
+    return rows.array if len(block) == len(rows.lengths) else rows.select(block).array
+
+
+def _is_within(rows: Rows, allowed: _Range, may_lack: bool) -> bool:
     """Whether all values of all tokens are, so that nobody has to look at which of them train."""
     assert isinstance(rows, ValueRows)
-    least, most = (np.fmin, np.fmax) if allowed.may_lack else (np.minimum, np.maximum)
+    least, most = (np.fmin, np.fmax) if may_lack else (np.minimum, np.maximum)
     for piece in rows.all_pieces():
         if piece.size:
             low, high = least.reduce(piece), most.reduce(piece)
-            is_empty = allowed.may_lack and np.isnan(low)  # then all are
+            is_empty = may_lack and np.isnan(low)  # then all are
             if not is_empty and not (low >= allowed.lowest and high <= allowed.highest):
                 return False
     return True
@@ -165,11 +274,12 @@ def _first_cold(rows: Rows) -> int | None:
     return int(owner[~((rows.array > 0) & (rows.array < np.inf))][0])
 
 
-def _is_sft(columns: Mapping[str, Rows], num_sequences: int) -> NDArray[np.bool_]:
+def _has_mode(columns: Mapping[str, Rows], mode: TrainingMode) -> NDArray[np.bool_]:
     if "training_mode" not in columns:
-        return np.zeros(num_sequences, np.bool_)
-    is_sft: NDArray[np.bool_] = columns["training_mode"].array == TrainingMode.SFT.value
-    return is_sft
+        return np.full(len(columns["loss_mask"].lengths), mode is TrainingMode.RL)
+    rows = columns["training_mode"]
+    assert isinstance(rows, CellRows)
+    return rows.of_rows(rows.cells == mode.value)
 
 
 def _strays(loss_mask: MaskRows, sampled: MaskRows) -> NDArray[np.bool_]:
@@ -197,8 +307,3 @@ def _is_outside(inner: SpanRows, outer: SpanRows) -> NDArray[np.bool_]:
 
 def _row(rows: Rows, index: int) -> NDArray[Any]:
     return rows.select(np.array([index])).array
-
-
-def _first(flags: NDArray[np.bool_]) -> int | None:
-    found = np.flatnonzero(flags)
-    return int(found[0]) if found.size else None

@@ -5,6 +5,7 @@ their mantissas do not), what is constant per sequence as a dictionary.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from pellucid.errors import DataError
 from pellucid.export.batch import ColumnBatch, Values
 from pellucid.export.optional import require
-from pellucid.export.schema import BY_NAME, Field
+from pellucid.export.schema import BY_NAME, NAMES, Field
 
 _REPEATED = ("advantages", "rewards", "temperatures", "policy_versions")
 """Per-token columns of few values."""
@@ -27,6 +28,30 @@ def arrow_type(field: Field) -> Any:
         return pa.list_(span)
     value = pa.string() if field.dtype is str else pa.from_numpy_dtype(np.dtype(field.dtype))
     return pa.list_(value) if field.per_token else value
+
+
+def check_schema(path: Path, schema: Any) -> None:
+    """Raises DataError unless the columns that readers know are of the kinds that they know."""
+    pa = require("pyarrow", "Parquet")
+
+    def is_number(kind: Any) -> bool:
+        return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+    for name, kind in zip(schema.names, schema.types, strict=True):
+        field = BY_NAME.get(name)
+        if field is None or field.dtype is object or pa.types.is_null(kind):
+            continue
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if field.per_token:
+            fits = is_list and (is_number(kind.value_type) or pa.types.is_null(kind.value_type))
+        elif field.dtype is str:
+            plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+            is_text = pa.types.is_string(plain) or pa.types.is_large_string(plain)
+            fits = is_text or (name not in NAMES and is_number(plain))
+        else:
+            fits = is_number(kind)
+        if not fits:
+            raise DataError(f"{path}: expected {name} to be of type {arrow_type(field)}, got {kind}")
 
 
 def to_arrow(batch: ColumnBatch, fields: Sequence[Field]) -> Any:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import orjson
 
+from pellucid.data.files import read_lines
 from pellucid.errors import DataError
 from pellucid.export.batch import ColumnBatch, Values
 from pellucid.export.schema import BY_NAME, KEY
-from pellucid.export.shapes import as_record, key_of, token_values
+from pellucid.export.shapes import as_record, check_values, key_of, token_values
 from pellucid.export.source import Key, Report
 
 log = logging.getLogger(__name__)
@@ -22,18 +23,18 @@ log = logging.getLogger(__name__)
 _HEAD_BYTES = 4096
 """The fields before `token_ids` fit into this; where they do not, the whole line is parsed."""
 
+_JSON_STARTS = (b"", *(bytes([byte]) for byte in b'{["-0123456789tfn'))
 _KEPT_LINES = 4
 _BLOCK = 1 << 20
 
 
 def read_json_lines(path: Path, report: Report = log.warning) -> Iterator[tuple[int, Any]]:
     """(line number, value) of every line; a torn last line is reported and left out."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                value = parse_line(line, partial(_place, path, number), report)
-                if value is not _TORN:
-                    yield number, value
+    for number, line in read_lines(path):
+        if line.strip():
+            value = parse_line(line, partial(_place, path, number), report)
+            if value is not _TORN:
+                yield number, value
 
 
 _TORN = object()
@@ -74,11 +75,18 @@ class JsonlSource:
             start, end = (0, len(text)) if self._span is None else self._span
             end, number = min(end, len(text)), 1
             while start < end:
+                self._check_beginning(text, number, start)
                 stop = text.find(b"\n", start, end) + 1 or end
                 if text[start : start + 1] != b"\n" and (key := self._key(text, number, start, stop)):
                     self._spans.append((number, start, stop))
                     self.keys.append(key)
                 start, number = stop, number + 1
+
+    def _check_beginning(self, text: mmap.mmap, number: int, start: int) -> None:
+        """Refuses what is no record before it is searched for an end: it may be very long."""
+        first = text[start : start + _HEAD_BYTES].lstrip()[:1]
+        if first not in _JSON_STARTS:
+            raise DataError(f"{self._place(number)} is not JSON: a record begins with a brace")
 
     def _key(self, text: mmap.mmap, number: int, start: int, stop: int) -> Key | None:
         """From the head of the record, if it has one; None for a line without a record."""
@@ -148,6 +156,7 @@ class JsonlSource:
                         columns[name] = token_values(record, name)
                 elif name in record:
                     columns[name] = _one(name, record[name])
+            check_values(columns)
         return ColumnBatch(np.array([num_tokens], np.int64), columns)
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 
 from pellucid.errors import DataError
-from pellucid.export.arrow import from_arrow
+from pellucid.export.arrow import check_schema, from_arrow
 from pellucid.export.batch import ColumnBatch, Values
 from pellucid.export.optional import require
 from pellucid.export.schema import BY_NAME, KEY
+from pellucid.export.shapes import check_values
 from pellucid.export.source import Key, Report
+
+MAX_VALUES = 1 << 27
+"""Of a column in a row group, which is one micro batch where pellucid wrote it."""
 
 
 class ParquetSource:
@@ -44,10 +48,11 @@ class ParquetSource:
                         f"{path}: expected one row per sequence with a list column token_ids, got the "
                         f"columns {sorted(self.columns)[:8]}"
                     )
+                check_schema(path, file.schema_arrow)
                 self._find_rows(file, report)
-        except require("pyarrow", "a .parquet export").ArrowInvalid as error:
+        except require("pyarrow", "a .parquet export").ArrowException as error:
             if self._metadata is not None:
-                raise
+                raise DataError(f"{path} is damaged: {error}; copy it again") from error
             report(f"{path} is cut short (still being written, or its writer died); skipped: {error}")
 
     @contextmanager
@@ -63,9 +68,12 @@ class ParquetSource:
             yield file
 
     def _find_rows(self, file: Any, report: Report) -> None:
-        metadata = file.metadata
-        groups = range(metadata.num_row_groups)
-        self._num_rows = {group: metadata.row_group(group).num_rows for group in groups}
+        groups = range(file.metadata.num_row_groups)
+        self._num_rows = {group: file.metadata.row_group(group).num_rows for group in groups}
+        for group in groups:
+            self._check_counts(group, file.metadata.row_group(group), file.schema)
+        if file.metadata.num_rows != sum(self._num_rows.values()):
+            raise self._contradiction(f"{file.metadata.num_rows:,} rows", f"{sum(self._num_rows.values()):,}")
         if not groups:
             return
         try:
@@ -78,13 +86,43 @@ class ParquetSource:
                     self.num_damaged += 1
                     report(f"{self.path}, row group {group} is damaged; skipped: {error}")
 
+    def _check_counts(self, group: int, about: Any, schema: Any) -> None:
+        """Raises DataError if the footer contradicts itself, or tells of more than can be read."""
+        for index in range(about.num_columns):
+            num_values = about.column(index).num_values
+            if num_values > MAX_VALUES:  # they may be packed into a few bytes
+                raise DataError(
+                    f"{self.path}, row group {group} unpacks to columns of {num_values:,} values; at most "
+                    f"{MAX_VALUES:,} are read at once: write it with smaller row groups"
+                )
+            is_list = schema.column(index).max_repetition_level > 0  # an empty one counts as a value
+            if not (0 <= about.num_rows <= num_values if is_list else about.num_rows == num_values):
+                name = about.column(index).path_in_schema
+                claim = f"{about.num_rows:,} rows in row group {group}"
+                raise self._contradiction(claim, f"{num_values:,} values of {name}")
+
+    def _contradiction(self, claim: str, found: str) -> DataError:
+        return DataError(
+            f"{self.path} is damaged: its footer tells of {claim}, and of {found}; copy it again"
+        )
+
     def _add_rows(self, file: Any, groups: Sequence[int]) -> None:
         named = [name for name in KEY if name in self.columns]
-        table = file.read_row_groups(groups, columns=named, use_threads=False)
-        num_rows = sum(self._num_rows[group] for group in groups)
+        table = file.read_row_groups(groups, columns=named or ["token_ids"], use_threads=False)
+        num_rows = self._check_rows(groups, table)
         columns = [table.column(name).to_pylist() if name in named else [0] * num_rows for name in KEY]
         self.keys += zip(*columns, strict=True)
         self._places += [(group, row) for group in groups for row in range(self._num_rows[group])]
+
+    def _check_rows(self, groups: Sequence[int], table: Any) -> int:
+        """The rows that these row groups have by the footer, and in fact."""
+        num_rows = sum(self._num_rows[group] for group in groups)
+        if table.num_rows != num_rows:
+            raise DataError(
+                f"{self.path} is damaged: its footer tells of {num_rows:,} rows, but it has "
+                f"{table.num_rows:,}; copy it again"
+            )
+        return num_rows
 
     def names(self, row: int) -> Sequence[str]:
         return self.columns
@@ -102,9 +140,18 @@ class ParquetSource:
         return batch if wanted == list(range(batch.num_sequences)) else batch.take(wanted)
 
     def _read_all(self, groups: Sequence[int], names: Sequence[str]) -> ColumnBatch:
-        with self._file() as file:
-            table = file.read_row_groups(groups, columns=names, use_threads=False)
+        table = self._table(groups, names)
         return self._columns_of(table, "row groups", groups)
+
+    def _table(self, groups: Sequence[int], names: Sequence[str]) -> Any:
+        try:
+            with self._file() as file:
+                table = file.read_row_groups(groups, columns=names, use_threads=False)
+        except (OSError, require("pyarrow", "a .parquet export").ArrowException) as error:
+            where = ", ".join(map(str, groups))
+            raise DataError(f"{self.path}, row group {where} is damaged: {error}; copy it again") from error
+        self._check_rows(groups, table)
+        return table
 
     def _read(self, group: int, names: Sequence[str]) -> ColumnBatch:
         """Columns of a row group; they stay until another one is read."""
@@ -112,9 +159,7 @@ class ParquetSource:
             if self._group != group:
                 self._group, self._lengths, self._found = group, None, {}
             if missing := [name for name in names if name not in self._found]:
-                with self._file() as file:
-                    table = file.read_row_group(group, columns=missing, use_threads=False)
-                part = self._columns_of(table, "row group", group, self._lengths)
+                part = self._columns_of(self._table([group], missing), "row group", group, self._lengths)
                 self._lengths = part.lengths
                 self._found |= part.columns
             assert self._lengths is not None
@@ -122,6 +167,8 @@ class ParquetSource:
 
     def _columns_of(self, table: Any, what: str, where: object, lengths: Values | None = None) -> ColumnBatch:
         try:
-            return from_arrow(table, lengths)
-        except DataError as error:
+            batch = from_arrow(table, lengths)
+            check_values(batch.columns)
+            return batch
+        except (DataError, ValueError) as error:
             raise DataError(f"{self.path}, {what} {where}: {error}") from error

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
-from pellucid.data.files import replace_file, try_lock
+from pellucid.data.files import read_whole, replace_file, try_lock
 from pellucid.errors import ConfigError, DataError, DiskError
 
 if TYPE_CHECKING:
@@ -201,9 +201,11 @@ class RankFile:
         if not path.name.endswith(LINK):
             return cls(path, path.with_name(f"summary.{path.stem}.json"))
         try:
-            link = orjson.loads(path.read_bytes())
+            link = orjson.loads(read_whole(path))
             target, span = path.parent / link["path"], (int(link["start"]), int(link["stop"]))
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            if not 0 <= span[0] <= span[1]:
+                raise ValueError(f"from byte {span[0]} to {span[1]}")
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{path} does not say where the records are: {error}") from error
         if not target.exists():
             raise DataError(f"{path} says that the records are in {target}, which is gone; put it back there")

@@ -19,8 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from pellucid.data.files import read_whole, require_file, step_number
 from pellucid.errors import DataError
 from pellucid.export.jsonl_source import JsonlSource
 from pellucid.export.parquet_source import ParquetSource
@@ -86,14 +85,22 @@ class Export:
         total = StepSummary()
         folder = None if self._folders is None else self._folders.get(step)
         paths = [] if folder is None else [file.summary for file in _rank_files(folder)]
-        written = [orjson.loads(path.read_bytes()) for path in paths if path.exists()]
-        if paths and len(written) == len(paths) and all(map(StepSummary.is_current, written)):
-            for value in written:
-                total.merge(StepSummary.from_dict(value))
+        written = [summary for path in paths if (summary := self._written_summary(path)) is not None]
+        if paths and len(written) == len(paths):
+            for summary in written:
+                total.merge(summary)
         else:
             for source, rows in self.step(step).files():
                 total.add(read_columns(source, rows, NEEDED))
         return total
+
+    def _written_summary(self, path: Path) -> StepSummary | None:
+        """None where there is none, or an older one; one that is damaged is reported, too."""
+        try:
+            return StepSummary.from_json(read_whole(path)) if path.exists() else None
+        except (DataError, OSError) as error:
+            self._note(f"{path} is damaged ({error}); its numbers are counted anew from the records")
+            return None
 
     def _open_step(self, step: int | None) -> list[Source]:
         if step is None:
@@ -125,6 +132,7 @@ def read_records(
 
 
 def _open_source(file: RankFile, report: Callable[[str], object]) -> Source:
+    require_file(file.path)
     if file.path.suffix == ".parquet":
         return ParquetSource(file.path, report)
     return JsonlSource(file.path, report, file.span)
@@ -161,9 +169,8 @@ def _step_folders(path: Path) -> dict[int, Path] | None:
 def _step_numbers(exports: Path) -> Iterator[int]:
     with os.scandir(exports) as entries:
         for entry in entries:
-            kind, _, number = entry.name.partition("_")
-            if kind == "step" and number.isdecimal() and entry.is_dir():
-                yield int(number)
+            if (number := step_number(entry.name)) is not None and entry.is_dir():
+                yield number
 
 
 def _rank_files(folder: Path) -> list[RankFile]:

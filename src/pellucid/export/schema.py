@@ -9,6 +9,9 @@ import numpy as np
 
 SCHEMA_VERSION = 1
 
+NAMES = ("env_name", "training_mode")
+"""Fields that are text in whatever trainer's export: records are told apart by them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:

@@ -12,7 +12,7 @@ import orjson
 
 from pellucid.errors import DataError
 from pellucid.export.batch import Values
-from pellucid.export.schema import BY_NAME, FIELDS, KEY
+from pellucid.export.schema import BY_NAME, FIELDS, KEY, NAMES, SCHEMA_VERSION
 
 TOKEN_COLUMNS = tuple(field.name for field in FIELDS if field.per_token)
 """A record may lack any of them but `token_ids`."""
@@ -45,7 +45,22 @@ def as_record(value: Any) -> dict[str, Any]:
             got = f"{len(column)} entries" if isinstance(column, list) else type(column).__name__
             raise DataError(f"expected {name} to be a list of {len(ids)} entries, one per token, got {got}")
     key_of(record)
+    if isinstance(version := record.get("schema_version"), int):
+        _check_version(version)
+    for name, rule in _RULES.items():
+        if not isinstance(record.get(name), rule):
+            raise DataError(f"expected {name} to be {_KINDS[rule]} or null, got {_preview(record[name])}")
     return record
+
+
+_NUMBER, _TEXT, _ID = (int, float, type(None)), (str, type(None)), (int, float, str, type(None))
+_KINDS = {_NUMBER: "a number", _TEXT: "text", _ID: "text, a number"}
+_RULES = {
+    field.name: _NUMBER if field.dtype is not str else _TEXT if field.name in NAMES else _ID
+    for field in FIELDS
+    if not field.per_token and field.dtype is not object
+}
+"""Other trainers number their examples and groups."""
 
 
 def key_of(record: Mapping[str, Any]) -> tuple[int, ...]:
@@ -56,13 +71,33 @@ def key_of(record: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(record.get(name, 0) for name in KEY)
 
 
+def _check_version(version: int) -> None:
+    if version > SCHEMA_VERSION:
+        raise DataError(
+            f"schema_version = {version} is of a newer pellucid; this one reads up to {SCHEMA_VERSION}; "
+            "upgrade it"
+        )
+
+
+def check_values(columns: Mapping[str, Values]) -> None:
+    """Raises DataError for a newer schema, and for a number that no record has and that would be taken for an
+    index or a divisor."""
+    for version in columns.get("schema_version", ()):
+        _check_version(version)
+    for name, least in (("position_ids", 0), ("denominator", 1)):
+        values = columns.get(name)
+        if values is not None and (wrong := values < least).any():  # null is NaN, which is not less
+            raise DataError(f"expected {name} to be at least {least}, got {values[wrong][0]}")
+
+
 def token_values(record: Mapping[str, Any], name: str) -> Values:
     """A per-token column as an array; null is NaN, and a mask with nulls is float32."""
     values = record[name]
     dtype = np.dtype(BY_NAME[name].dtype) if name in BY_NAME else np.dtype(np.float64)
     try:
         if dtype.kind == "f":
-            return np.array(values, dtype)
+            with np.errstate(over="ignore"):  # beyond float32 is infinite, which is null
+                return np.array(values, dtype)
         if None in values:
             return np.array(values, np.float32 if dtype.kind == "b" else np.float64)
         return np.array(values).astype(dtype, casting="same_kind" if dtype.kind == "b" else "unsafe")

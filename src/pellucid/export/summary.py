@@ -20,6 +20,7 @@ from operator import neg, pos
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from pellucid.errors import DataError
@@ -254,11 +255,12 @@ class StepSummary:
             return
         modes = batch.columns.get("training_mode", np.full(batch.num_sequences, "rl", object))
         envs = batch.columns.get("env_name", np.full(batch.num_sequences, "", object))
-        owners = np.array([f"{env}\0{mode}" for env, mode in zip(envs, modes, strict=True)], object)
-        for owner in sorted(set(owners)):
-            env, mode = owner.split("\0")
+        rows: dict[tuple[str, str], list[int]] = {}
+        for row, owner in enumerate(zip(envs, modes, strict=True)):
+            rows.setdefault(owner, []).append(row)
+        for (env, mode), own in sorted(rows.items()):
             part = self._parts.setdefault((env, mode), Part(env, mode))
-            part.add(batch.take(np.flatnonzero(owners == owner)))
+            part.add(batch.take(np.array(own)))
 
     def merge(self, other: "StepSummary") -> None:
         for part in other.parts:
@@ -274,6 +276,15 @@ class StepSummary:
     def is_current(value: Mapping[str, Any]) -> bool:
         """Whether a written summary has all that this version writes."""
         return value.get("version") == VERSION
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "StepSummary | None":
+        """None for a summary of another version, which has less, or what this one does not know."""
+        try:
+            value = orjson.loads(text)
+            return cls.from_dict(value) if cls.is_current(value) else None
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise DataError(f"not a summary: {error!r}") from error
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "StepSummary":

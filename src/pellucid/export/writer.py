@@ -192,11 +192,12 @@ class TokenExporter:
         except OSError as error:
             self._failed = True
             self._writer.abandon()
+            path = error.filename or self.paths.file(step, self._rank)
+            reason = error if error.errno is None else f"{path} cannot be written ({error.strerror})"
             logger.warning(
                 "the token export ends with step %d: %s; training goes on without it, and "
-                "export/lost_sequences counts what is left out",
-                step,
-                error,
+                "export/lost_sequences counts what is left out. Once that is mended, --resume exports again",
+                *(step, reason),
             )
         return self._failed
 

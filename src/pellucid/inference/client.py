@@ -23,6 +23,14 @@ class UnreachableError(InferenceError):
     """The server cannot be reached, or went away; a refusal is an InferenceError only."""
 
 
+class BusyError(InferenceError):
+    """The server is full, which is no failure: it takes the request later."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     temperature: float = 1.0
     """Above 0; 0 is greedy and only for evaluation."""
@@ -43,6 +51,8 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run: str = ""
     env: str = ""
+    client: str = ""
+    """The process that asks, which may be gone before it is answered; see `ledger.links`."""
 
 
 class InferenceClient(Protocol):
@@ -87,6 +97,13 @@ class ServerClient(InferenceClient, Protocol):
         """`Health.server_id` of the process that answered last."""
 
     async def health(self) -> "Health": ...
+
+    async def disown(self, request_ids: Sequence[str]) -> None:
+        """Tells the server that no answer of these requests was, or will be, taken.
+
+        Their tokens then count as cancelled, whether they run, were delivered, or have not arrived yet. Ids
+        are unique for good. Returns once the engine has heard of it.
+        """
 
     async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
         """See above; `run` is the identity of the run that published the weights."""

@@ -103,7 +103,7 @@ class Engine(SlottedEngine[Row]):
         """Gives waiting requests free slots; their rows, by prompt."""
         admitted: dict[bytes, list[Row]] = {}
         budget = MAX_PREFILL_TOKENS
-        while self._waiting and len(self._running) < self._num_slots and budget > 0:
+        while self._waiting and len(self._running) < self.num_slots and budget > 0:
             request = next(iter(self._waiting))
             row = self._cache.add(len(request.prompt_ids))
             request.prompt = np.asarray(request.prompt_ids, np.int64).tobytes()

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pellucid.data import Completion
+from pellucid.ending import DISK_SILENCE_S, SINK_SILENCE_S, say
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account
 from pellucid.inference.protocol import GenerateRequest
 from pellucid.inference.scoring import Scoring
 from pellucid.inference.slots import QueueFullError, Request, SlottedEngine
-from pellucid.ledger import Flow, Journal, State
+from pellucid.ledger import Flow, Journal, State, link_of
 from pellucid.metrics import Sink
 from pellucid.transport import MARKER
 
@@ -98,8 +99,12 @@ class EngineThread:
         self._num_open = 0
         self._published: int | None = None
         """When what is served was published; see `_published_at`."""
+        self.server_id = journal.process
+        """Random, new at every start."""
         self.run = ""
         """Identity of the run whose weights are served; "" for those that the engine began with."""
+        self.updating = False
+        """Weights are being loaded, so that nothing is sampled."""
         self.busy_s = 0.0
         self.failure: BaseException | None = None
         self.stopped = False
@@ -117,7 +122,8 @@ class EngineThread:
     ) -> AsyncGenerator[StreamEvent, None]:
         """One completion each, as it ends; all of them are queued or none.
 
-        With `tokens`, each token comes as it is sampled. Closing frees the slots of what is still running.
+        With `tokens`, each token comes as it is sampled. Closing frees the slots of what is still running;
+        completions that nobody asked for until then count as cancelled.
         """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[StreamEvent] = asyncio.Queue()
@@ -130,7 +136,7 @@ class EngineThread:
             Request(
                 each.token_ids,
                 each.sampling_params,
-                each.account,
+                each.account if each.account.run else Account(),  # whoever has no books has one account
                 teller,
                 each.request_id,
                 teller if tokens else None,
@@ -138,8 +144,10 @@ class EngineThread:
             for each, teller in zip(asked, tellers, strict=True)
         ]
 
+        unread = dict(enumerate(requests))
+
         def abandon() -> None:
-            for request in requests:
+            for request in unread.values():
                 self._engine.abandon(request)
 
         def submit() -> None:
@@ -153,10 +161,10 @@ class EngineThread:
         with self._opening(len(requests)):
             try:
                 await self._call(submit)
-                num_running = len(requests)
-                while num_running:
+                while unread:
                     index, event = await events.get()
-                    num_running -= isinstance(event, Completion)
+                    if isinstance(event, Completion):
+                        del unread[index]
                     yield index, event
             finally:
                 self._commands.put(abandon)
@@ -196,8 +204,13 @@ class EngineThread:
         """`run`: identity of the run that published `folder`."""
         await self._call(lambda: self._swap(version, folder, run))
 
-    async def abort(self, request_ids: Collection[str]) -> None:
-        await self._call(lambda: self._engine.abort(request_ids))
+    async def abort(self, request_ids: Collection[str], *, booked: bool = True) -> None:
+        """See `SlottedEngine.abort`."""
+        await self._call(lambda: self._engine.abort(request_ids, booked=booked))
+
+    async def disown(self, request_ids: Collection[str]) -> None:
+        """See `SlottedEngine.disown`."""
+        await self._call(lambda: self._engine.disown(request_ids))
 
     async def _call(self, command: Callable[[], T]) -> T:
         """Runs a command on the engine thread and gives back its result or its error."""
@@ -224,7 +237,11 @@ class EngineThread:
         """
         outgoing, published = self._engine.version, _published_at(folder)
         if (version, run) != (outgoing, self.run) or published not in (None, self._published):
-            self._engine.update_weights(version, folder)
+            self.updating = True
+            try:
+                self._engine.update_weights(version, folder)
+            finally:
+                self.updating = False
             self.run, self._published = run, published
             self._report(outgoing)
 
@@ -239,7 +256,8 @@ class EngineThread:
         self._attempt(self._serve)
         if self.failure is not None:
             self._attempt(self._engine.abort_all)
-        for last in (self._engine.abandon_all, self._report_last, self._sink.close, self._close_journal):
+        # The books first: a sink may be slow, or hang.
+        for last in (self._engine.abandon_all, self._close_journal, self._close_sink):
             self._attempt(last)
         self._refuse_commands()
         self.stopped = True
@@ -263,12 +281,17 @@ class EngineThread:
             else:
                 self._attempt(command)
 
-    def _report_last(self) -> None:
-        self._report(self._engine.version)
-
     def _close_journal(self) -> None:
+        say("closing its books", at_stake="the last tokens in them", silence_s=DISK_SILENCE_S)
         self._flush()
         self._journal.close(self._engine.version)
+
+    def _close_sink(self) -> None:
+        say("closing its metrics", silence_s=SINK_SILENCE_S)
+        try:
+            self._report(self._engine.version)
+        finally:
+            self._sink.close()
 
     def _serve(self) -> None:
         flushed = time.monotonic()
@@ -304,7 +327,8 @@ class EngineThread:
             written = self._written.setdefault(what, Counter())
             for account, tokens in counter.items():
                 if account.run:
-                    self._journal.count(account.run, account.env, what, tokens - written[account])
+                    link = link_of(self.server_id, account.client)
+                    self._journal.count(account.run, account.env, what, tokens - written[account], link)
             self._written[what] = Counter(counter)
         self._journal.flush(self._engine.version)
 

@@ -1,6 +1,7 @@
-"""Whether a server is the one that a run may use. Pure.
+"""Whether a server is the one that a run may use, and whether it gets on with its work. Pure.
 
 what differs             policy                                      teacher
+key                      refused                                     refused where it is needed
 vocabulary               refused                                     refused
 max_model_len            refused if it is less than the run's        the same
 the model that it loaded refused, where both sides can tell          anything goes
@@ -8,10 +9,12 @@ the weights that it has  those it loaded, or this run's; any         anything go
                          other run's are refused
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pellucid.errors import ConfigError
-from pellucid.inference.protocol import Health
+from pellucid.inference.protocol import Access, Health
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,12 @@ class Expected:
     """Fingerprint of the tokenizer that the run uses."""
 
     max_model_len: int
+    access: Access = "all"
+    """What the run has to be allowed: `sampling` is enough for a teacher that only scores."""
+
+    key_setting: str = "inference.key_file"
+    """Which setting names the server's key, for messages."""
+
     run: str | None = None
     """Identity of the run; None for a teacher, which serves whatever it likes."""
 
@@ -40,6 +49,12 @@ class Expected:
     def check(self, url: str, health: Health) -> None:
         """Raises ConfigError with both values and the remedy if the server at `url` is not the run's."""
         who = f"the {self.role} {health.model!r} at {url}"
+        if health.access not in ("all", self.access):
+            raise ConfigError(
+                f"{who} was started with another key than this run shows; start it with the run's "
+                f"output_dir, or set {self.key_setting} to the file `key` in the folder that it was started "
+                "with"
+            )
         if health.vocabulary != self.vocabulary:
             raise ConfigError(other_vocabulary(who, f"model.name = {self.model!r}"))
         if health.max_model_len < self.max_model_len:
@@ -78,3 +93,32 @@ class Expected:
 
 def other_vocabulary(who: str, model: str, remedy: str = "take one with the same tokenizer") -> str:
     return f"{who} has another vocabulary than {model}: a token id would not mean the same to both; {remedy}"
+
+
+class Pulse:
+    """How long a server has stood still: it has work, it answers, and nothing that it counts moves.
+
+    A generation may take hours: as long as tokens are sampled, prefilled or scored, the server gets on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: tuple[object, ...] = ()
+        self._moved_at = clock()
+
+    def still_s(self, health: Health, *, has_work: bool) -> float:
+        """Seconds since a count moved, or since the server was last seen without work."""
+        counts = (
+            health.server_id,
+            health.policy_version,
+            health.sampled_tokens,
+            health.delivered_tokens,
+            health.cancelled_tokens,
+            health.prefill_tokens,
+            health.scored_tokens,
+            health.busy_s,
+        )
+        if counts != self._counts or not has_work:
+            self._counts = counts
+            self._moved_at = self._clock()
+        return self._clock() - self._moved_at

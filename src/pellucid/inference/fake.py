@@ -6,12 +6,14 @@ Tokens are sampled one at a time, so that weight updates and aborts fall between
 engine. Every sampled token is delivered, or was sampled for a request that failed or was cancelled:
 `sampled` and `delivered` are this server's side of the ledger. As over a network, requests and answers
 take their time: an abort may overtake its request, and what is delivered is lost if nobody waits for it.
+One that hangs answers nobody; when it recovers it goes on with all it was given, whoever still waits for it.
 """
 
 import asyncio
 import contextlib
 import math
 import random
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,10 +65,18 @@ class FakeInferenceClient:
         self.model = "fake"
         self.vocabulary = ""
         self.max_model_len = 1 << 20
-        self.server_id = "fake-0"
+        self.server_id = uuid.uuid4().hex
         self.run = ""
         """Whose weights it serves."""
         self.policy_version = 0
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._serving: set[asyncio.Task[Completion]] = set()
+        self._deliveries: dict[str, tuple[Account, int]] = {}
+        self._disowned: set[str] = set()
+        self.max_concurrent = 0
+        """What it says that it decodes together; 0: it does not tell."""
+        self.max_queued = 0
         self.updates: list[tuple[int, Path]] = []
         """Every weight update, in order."""
         self.sampled: Counter[Account] = Counter()
@@ -88,25 +98,53 @@ class FakeInferenceClient:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
+        serving = asyncio.create_task(self._serve(prompt_ids, params, account, request_id))
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
+        try:
+            return await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            if self._awake.is_set():
+                serving.cancel()  # it notices that the client has gone
+            raise
+
+    async def _serve(
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
+    ) -> Completion:
         await asyncio.sleep(self._transit_s)
+        await self._awake.wait()
         if request_id in self._aborted:
             raise InferenceError(f"request {request_id!r} is running already; give each an id of its own")
         aborted = self._aborted[request_id] = asyncio.Event()
+        if request_id in self._disowned:
+            aborted.set()
         self.max_running = max(self.max_running, self.num_running)
         try:
             completion = await self._sample(prompt_ids, params, account, aborted)
         finally:
             del self._aborted[request_id]
-        self.delivered[account] += len(completion.token_ids)
+        await self._awake.wait()
+        if request_id not in self._disowned:
+            self.delivered[account] += len(completion.token_ids)
+            self._deliveries[request_id] = account, len(completion.token_ids)
         await asyncio.sleep(self._transit_s)
         return completion
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
         await asyncio.sleep(2 * self._transit_s)
+        await self._awake.wait()
         self.num_scored += 1
         return list(self._scores(token_ids, temperature))
 
+    def hang(self) -> None:
+        """Answers nobody, and samples nothing, until it recovers."""
+        self._awake.clear()
+
+    def recover(self) -> None:
+        self._awake.set()
+
     async def health(self) -> Health:
+        await self._awake.wait()
         return Health(
             model=self.model,
             vocabulary=self.vocabulary,
@@ -114,17 +152,31 @@ class FakeInferenceClient:
             policy_version=self.policy_version,
             run=self.run,
             server_id=self.server_id,
+            max_concurrent=self.max_concurrent,
+            max_queued=self.max_queued,
             running=self.num_running,
+            sampled_tokens=self.sampled.total(),
+            delivered_tokens=self.delivered.total(),
+            scored_tokens=self.num_scored,
         )
 
     async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
+        await self._awake.wait()
         self.policy_version = version
         self.run = run
         self.updates.append((version, folder))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._awake.wait()
         for request_id in self._aborted.keys() & set(request_ids):
             self._aborted[request_id].set()
+
+    async def disown(self, request_ids: Sequence[str]) -> None:
+        await self.abort(request_ids)
+        self._disowned |= set(request_ids)
+        for request_id in self._deliveries.keys() & set(request_ids):
+            account, num_tokens = self._deliveries.pop(request_id)
+            self.delivered[account] -= num_tokens
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -142,6 +194,7 @@ class FakeInferenceClient:
         for _ in range(num_tokens):
             if await _happens_within(aborted, pause_s):
                 break
+            await self._awake.wait()
             versions.append(self.policy_version)
             self.sampled[account] += 1
         if fails:

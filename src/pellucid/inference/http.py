@@ -12,19 +12,20 @@ import msgspec
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, SamplingParams, UnreachableError
+from pellucid.inference.client import Account, BusyError, SamplingParams, UnreachableError
 from pellucid.inference.protocol import (
     SERVER_ID_HEADER,
     AbortRequest,
     ErrorResponse,
     GenerateManyLine,
     GenerateManyRequest,
-    GenerateRequest,
+    GroupMember,
     Health,
     ScoreRequest,
     ScoreResponse,
     UpdateWeightsRequest,
 )
+from pellucid.ledger import link_of
 
 _READY_TIMEOUT_S = 600.0
 _MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -32,11 +33,12 @@ _MAX_LINE_BYTES = 64 * 1024 * 1024
 
 @dataclass(slots=True)
 class _Call:
-    body: GenerateRequest
+    prompt: tuple[int, ...]
+    member: GroupMember
     answer: "asyncio.Future[Completion]"
     post: "_Post | None" = None
 
-    def take(self, line: GenerateManyLine) -> None:
+    def take(self, line: GenerateManyLine, server_id: str) -> None:
         if self.answer.done():
             return
         if line.choice is None:
@@ -50,6 +52,7 @@ class _Call:
                 choice.policy_versions,
                 choice.finish_reason,
                 choice.routed_experts,
+                link_of(server_id, self.member.account.client),
             )
         )
 
@@ -65,11 +68,18 @@ class _Post:
 class HttpInferenceClient:
     """Must be made inside a running event loop."""
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, key: str | None = None, process: str = "") -> None:
+        """`key`: what the server was started with; without it, see `protocol.Access`.
+
+        `process`: the name of ours in the ledger.
+        """
         self._base_url = base_url
+        self._process = process
         self.server_id = ""
         """`Health.server_id` of the process that answered last."""
         self._session = aiohttp.ClientSession(
+            headers={"content-type": "application/json"}
+            | ({} if key is None else {"authorization": f"Bearer {key}"}),
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
             read_bufsize=_MAX_LINE_BYTES,
@@ -96,16 +106,21 @@ class HttpInferenceClient:
         await asyncio.Event().wait()
 
     async def health(self) -> Health:
-        return msgspec.json.decode(await self._request("GET", "/health"), type=Health)
+        answer = await self._request("GET", "/health")
+        try:
+            return msgspec.json.decode(answer, type=Health)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UnreachableError(f"{self._base_url} is no inference server of ours: {error}") from error
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        body = GenerateRequest(list(prompt_ids), params, account, request_id, compact=True)
+        account = msgspec.structs.replace(account, client=self._process)
+        member = GroupMember(params, account, request_id, compact=True)
         loop = asyncio.get_running_loop()
         if not self._gathering:
             loop.call_soon(self._post_gathered)
-        call = _Call(body, loop.create_future())
+        call = _Call(tuple(prompt_ids), member, loop.create_future())
         self._gathering.append(call)
         try:
             return await call.answer
@@ -115,10 +130,13 @@ class HttpInferenceClient:
             raise
 
     def _post_gathered(self) -> None:
-        """One HTTP request for the calls of a turn of the event loop that have the same prompt: a group's."""
+        """One HTTP request for the calls of a turn of the event loop that have the same prompt: a group's.
+
+        The prompt is sent once, so that a body does not grow with prompt × group.
+        """
         by_prompt: dict[tuple[int, ...], list[_Call]] = {}
         for call in self._gathering:
-            by_prompt.setdefault(tuple(call.body.token_ids), []).append(call)
+            by_prompt.setdefault(call.prompt, []).append(call)
         self._gathering = []
         for calls in by_prompt.values():
             task = asyncio.get_running_loop().create_task(self._post(calls))
@@ -132,17 +150,22 @@ class HttpInferenceClient:
         reason: Exception = UnreachableError(f"{self._base_url} ended the answer too early")
         try:
             url = f"{self._base_url}/inference/v1/generate_many"
-            body = msgspec.json.encode(GenerateManyRequest([call.body for call in calls]))
+            body = msgspec.json.encode(
+                GenerateManyRequest([call.member for call in calls], list(calls[0].prompt))
+            )
             async with self._session.post(url, data=body) as response:
-                self._note_server(response)
+                server_id = self._note_server(response)
                 if response.status != 200:
-                    reason = InferenceError(
-                        f"{url} answered {response.status}: {_reason(await response.read())}"
-                    )
+                    reason = _refusal(response, await response.read())
+                if isinstance(reason, BusyError) and len(calls) > 1:
+                    # A server takes all of a post or nothing; maybe there is room for a part of it.
+                    middle = len(calls) // 2
+                    await asyncio.gather(self._post(calls[:middle]), self._post(calls[middle:]))
+                if response.status != 200:
                     return
                 async for line in response.content:
                     answer = self._lines.decode(line)
-                    calls[answer.index].take(answer)
+                    calls[answer.index].take(answer, server_id)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             reason = UnreachableError(f"{self._base_url} cannot be reached: {error}")
         finally:
@@ -163,6 +186,9 @@ class HttpInferenceClient:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._request("POST", "/abort", AbortRequest(list(request_ids)))
 
+    async def disown(self, request_ids: Sequence[str]) -> None:
+        await self._request("POST", "/abort", AbortRequest(list(request_ids), disown=True))
+
     async def close(self) -> None:
         await self._session.close()
 
@@ -174,13 +200,22 @@ class HttpInferenceClient:
                 self._note_server(response)
                 answer = await response.read()
                 if response.status != 200:
-                    raise InferenceError(f"{url} answered {response.status}: {_reason(answer)}")
+                    raise _refusal(response, answer)
                 return answer
         except (aiohttp.ClientError, OSError) as error:
             raise UnreachableError(f"{url} cannot be reached: {error}") from error
 
-    def _note_server(self, response: aiohttp.ClientResponse) -> None:
+    def _note_server(self, response: aiohttp.ClientResponse) -> str:
         self.server_id = response.headers.get(SERVER_ID_HEADER, self.server_id)
+        return self.server_id
+
+
+def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> InferenceError:
+    reason = f"{response.url} answered {response.status}: {_reason(answer)}"
+    wait_s = response.headers.get("retry-after", "")
+    if response.status in (429, 503) and wait_s.isdecimal():
+        return BusyError(reason, float(wait_s))
+    return InferenceError(reason)
 
 
 def _reason(answer: bytes) -> str:

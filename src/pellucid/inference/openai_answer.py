@@ -10,7 +10,7 @@ import msgspec
 from pellucid.data import Completion
 from pellucid.inference.client import SamplingParams
 from pellucid.inference.engine_thread import StreamEvent
-from pellucid.inference.openai_request import chat_prompt, check_model
+from pellucid.inference.openai_request import chat_prompt, check_model, text_prompt
 from pellucid.inference.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from pellucid.inference.text import TextStream, cut_at_stop
 
@@ -254,8 +254,9 @@ def answer_to(
 ) -> ChatAnswer | CompletionAnswer:
     check_model(request.model, served.model)
     if isinstance(request, ChatRequest):
-        prompt_ids = chat_prompt(served.tokenizer, request.messages)
+        prompt_ids = chat_prompt(served.tokenizer, request.messages, served.max_model_len)
         return ChatAnswer(request, prompt_ids, served, number=number, created=created)
     prompt = request.prompt
-    prompt_ids = served.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    return CompletionAnswer(request, prompt_ids, served, number=number, created=created)
+    if isinstance(prompt, str):
+        prompt = text_prompt(served.tokenizer, prompt, served.max_model_len)
+    return CompletionAnswer(request, prompt, served, number=number, created=created)

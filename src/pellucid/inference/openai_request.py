@@ -19,6 +19,18 @@ R = TypeVar("R", bound=OpenAIRequest)
 
 _ABSENT = "the embedded engine does not offer it"
 
+_FIRST_CHARACTERS_PER_TOKEN = 4
+_MARGIN_TOKENS = 64
+_CHARACTERS_PER_TOKEN = 1000
+_LEAST_CHARACTERS = 1 << 20
+"""Some tokenizers make one token of a word of any length, or none of spaces: this bounds their texts."""
+_OBJECTS_PER_TOKEN = 16
+_LEAST_OBJECTS = 1 << 16
+"""Messages and their parts are at most so many, and so many for each token that the model takes: an object of
+three bytes takes 100 in memory. Braces in texts count, too, which makes counting cheap."""
+_MAX_FIELD_BYTES = 1 << 17
+"""Fields other than the prompt: 16 stop strings of 1,000 characters, each written as `\\u…`, are 96 kB."""
+
 NEUTRAL: Mapping[str, tuple[Sequence[Any], str]] = {
     "top_p": ([1], OWN_DISTRIBUTION),
     "top_k": ([-1, 0], OWN_DISTRIBUTION),
@@ -73,11 +85,14 @@ class RequestError(InferenceError):
         self.param = param
 
 
-def decode_request(raw: bytes, kind: type[R]) -> R:
-    """A checked request; null means that a parameter was left out."""
+def decode_request(raw: bytes, kind: type[R], max_tokens: int) -> R:
+    """A checked request; null means that a parameter was left out.
+
+    Fields that do not bear on the answer are never decoded, and others only once they are known to be small.
+    """
     try:
-        fields = _without_nulls(msgspec.json.decode(raw, type=dict[str, Any]))
-        request = msgspec.convert(_without_unserved(fields, kind), type=kind)
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        request = msgspec.convert(_served_fields(fields, kind, max_tokens), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(str(error)) from error
     if request.stream_options is not None and not request.stream:
@@ -91,24 +106,58 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _without_unserved(fields: dict[str, Any], kind: type[OpenAIRequest]) -> dict[str, Any]:
+def _served_fields(
+    fields: Mapping[str, msgspec.Raw], kind: type[OpenAIRequest], max_tokens: int
+) -> dict[str, Any]:
     """The fields of the request type; raises if another one asks for something that is not served."""
-    for name, value in fields.items():
-        if name in kind.__struct_fields__ or name in HARMLESS:
+    served = {}
+    for name, raw in fields.items():
+        if name in HARMLESS:
             continue
-        if name not in NEUTRAL:
+        if name not in kind.__struct_fields__ and name not in NEUTRAL:
             raise RequestError(
-                f"unknown field `{name}`; it may ask for something that is not served, so leave it out",
+                f"unknown field `{name[:100]}`; it may ask for something that is not served, so leave it out",
                 code="unknown_parameter",
-                param=name,
+                param=name[:100],
             )
-        served, reason = NEUTRAL[name]
-        if value not in served:
+        _check_size(name, bytes(raw), max_tokens)
+        value = _without_nulls(msgspec.json.decode(raw))
+        if value is None:
+            continue
+        if name in kind.__struct_fields__:
+            served[name] = value
+        elif value not in NEUTRAL[name][0]:
             shown = msgspec.json.encode(value)[:100].decode(errors="replace")
             raise RequestError(
-                f"{name} = {shown} is not supported: {reason}", code="unsupported_parameter", param=name
+                f"{name} = {shown} is not supported: {NEUTRAL[name][1]}",
+                code="unsupported_parameter",
+                param=name,
             )
-    return {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    return served
+
+
+def _check_size(name: str, raw: bytes, max_tokens: int) -> None:
+    """Raises RequestError if a field would take much more memory than its bytes, or than it can need."""
+    if name == "prompt" and raw.startswith(b"["):
+        num_tokens = raw.count(b",") + 1
+        if num_tokens > max_tokens:
+            raise _too_long(f"it has {num_tokens} tokens", max_tokens)
+    elif name == "messages":
+        num_objects = num_opened(raw)
+        most = max(_LEAST_OBJECTS, _OBJECTS_PER_TOKEN * max_tokens)
+        if num_objects > most:
+            reason = f"it has {num_objects} objects, and no more than {most} are looked at"
+            raise _too_long(reason, max_tokens)
+    elif name != "prompt" and len(raw) > _MAX_FIELD_BYTES:
+        raise RequestError(
+            f"{name} has {len(raw)} bytes; no more than {_MAX_FIELD_BYTES} are looked at, so shorten it",
+            param=name,
+        )
+
+
+def num_opened(raw: bytes) -> int:
+    """Objects and lists in a JSON text, at most: braces and brackets of its strings count, too."""
+    return raw.count(b"{") + raw.count(b"[")
 
 
 def check_model(asked: str, served: str) -> None:
@@ -122,14 +171,52 @@ def check_model(asked: str, served: str) -> None:
         )
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage]) -> list[int]:
+def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
     """The conversation in the tokenizer's template, up to where the reply begins."""
     plain = [{"role": message.role, "content": message.text()} for message in messages]
+    _check_characters(sum(len(message["content"]) for message in plain), max_tokens)
     if tokenizer.chat_template is None:
         raise RequestError("the model's tokenizer has no chat template; use /v1/completions")
     try:
         text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as error:
         raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return token_ids
+    return text_prompt(tokenizer, text, max_tokens, add_special_tokens=False)
+
+
+def text_prompt(tokenizer: Any, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+    """The token ids of a text. One that is much too long is refused by its beginning, whatever its length.
+
+    Beginnings of the text are tokenized, each twice as long as the last, until one has more than twice the
+    tokens that the model takes: a tokenizer looks only so far ahead, so that what follows may merge with the
+    last tokens of a beginning, not with half of them. Time and memory are those of a few times the longest
+    prompt that is served.
+    """
+
+    def encode(part: str) -> list[int]:
+        token_ids: list[int] = tokenizer.encode(part, add_special_tokens=add_special_tokens)
+        return token_ids
+
+    _check_characters(len(text), max_tokens)
+    num_characters = _FIRST_CHARACTERS_PER_TOKEN * max_tokens
+    while num_characters < len(text):
+        num_tokens = len(encode(text[:num_characters]))
+        if num_tokens > 2 * max_tokens + _MARGIN_TOKENS:
+            raise _too_long(f"its first {num_characters} characters have {num_tokens} tokens", max_tokens)
+        num_characters *= 2
+    return encode(text)
+
+
+def _check_characters(num_characters: int, max_tokens: int) -> None:
+    most = max(_LEAST_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
+    if num_characters > most:
+        raise _too_long(
+            f"it has {num_characters} characters, and no more than {most} are looked at", max_tokens
+        )
+
+
+def _too_long(reason: str, max_tokens: int) -> RequestError:
+    return RequestError(
+        f"the prompt exceeds inference.max_model_len = {max_tokens}: {reason}; shorten it",
+        code="context_length_exceeded",
+    )

@@ -1,60 +1,73 @@
 """The inference servers of a run, one or several, as one client.
 
 - A server is examined before it gets any work: at the start, at every weight update and whenever it comes
-  back; see `examine`. One that fails is refused; the run ends once every server is.
-- A group stays on the server that its first request went to: the one with the fewest requests running.
-- A server that cannot be reached, was restarted or lost its weights is left out. It is asked again now and
-  then, and comes back once it passes the examination and serves the current weights. While all are left out,
-  requests wait.
-- A weight update goes to all servers that are not left out, and is done when each of them serves it.
+  back; see `examine`. One that fails is refused; the run ends once every server is. A pool is ready once one
+  server has passed; the others join when they come.
+- Who gets which request, and when: see `placement`. Only servers with the current weights get any.
+- A server is alive as long as it gets on: its `/health` answers, and while it has work, what it counts there
+  moves. However long a generation takes, nobody interrupts it. A server that does not answer, or stands
+  still, for `hang_s` is hung.
+- A server that is hung, cannot be reached, was restarted or lost its weights is left out. It is asked again
+  now and then, and comes back once it passes the examination and serves the current weights. While all are
+  left out, requests wait.
+- The requests of a server that was left out move to the others. Where there are none they stay: if it comes
+  back, it may answer them yet.
+- An answer is taken once or not at all. A request that was moved or given up is disowned: the server is told
+  as soon as it can be reached, and counts its tokens as cancelled, whatever it made of them meanwhile.
+- A weight update is done when one server serves it. The others follow, each at its own pace, and get no work
+  until they have.
 - Tokens that come from another process than the one that was examined, or are not of a version that this
   server can have served meanwhile, are refused: received and accounted for, never trained on.
 
-    examined ──> serving ──unreachable, restarted, other weights──> left out ──examined, updated──> serving
-       └───────────── refused: ends the run, unless another server goes on ──────┘
+    examined ──> serving ──hung, unreachable, restarted, other weights──> left out
+       │            ^───────────────examined, updated──────────────────────────│
+       └─────────── refused: ends the run, unless another server goes on ──────┘
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from pellucid.data import Completion
-from pellucid.errors import ConfigError, InferenceError
-from pellucid.inference.client import REFUSED, Account, SamplingParams, ServerClient, UnreachableError
+from pellucid.errors import ConfigError, InferenceError, PellucidError
+from pellucid.inference.client import (
+    REFUSED,
+    Account,
+    BusyError,
+    SamplingParams,
+    ServerClient,
+    UnreachableError,
+)
 from pellucid.inference.examine import Expected
+from pellucid.inference.placement import Line, PlacedRequest, PooledServer
+from pellucid.inference.protocol import Health
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
+HANG_S = 120.0
 _ASK_AGAIN_S = 2.0
+_ASK_AT_START_S = 0.1
 _PATIENCE_S = 600.0
-_MAX_HOMES = 100_000  # groups whose server is remembered
+_HEAD_START_S = 10.0  # for servers that come later than the first
+_LAST_WORD_S = 1.0
+_MAX_TRIES = 3  # a request that takes its server down must not take all of them
 
 
-@dataclass(slots=True)
-class _Server:
-    name: str
-    client: ServerClient
-    running: set[str] = field(default_factory=set)
-    is_out: bool = False
-    server_id: str = ""
-    """Of the process that was examined."""
+class HungError(UnreachableError):
+    """The server does not answer, or stands still."""
 
-    version: int | None = None
-    """Policy version that it is known to serve; None until it has been examined, or given weights."""
 
-    refusal: ConfigError | None = None
-    """Why it failed the last examination."""
-
-    num_examined: int = 0
-
-    @property
-    def serves(self) -> bool:
-        return not self.is_out and self.version is not None
+class _MovedError(UnreachableError):
+    """Another server shall have the request."""
 
 
 class ServerPool:
@@ -64,50 +77,94 @@ class ServerPool:
         group_of: Callable[[str], str],
         expected: Expected,
         *,
+        claims: dict[str, str] | None = None,
+        hang_s: float = HANG_S,
         ask_again_s: float = _ASK_AGAIN_S,
         patience_s: float = _PATIENCE_S,
     ) -> None:
         """`clients` by address; `group_of` a request id: requests with the same answer stay together.
 
-        `patience_s`: how long requests wait for a server while there is none.
+        `claims`: who uses a server, by its id; pools that share it refuse each other's servers. `hang_s`:
+        see `orchestrator.server_timeout_s`. `patience_s`: how long requests wait while there is no server.
         """
-        self._servers = [_Server(name, client) for name, client in clients.items()]
-        self._group_of = group_of
+        self._servers = [PooledServer(name, client) for name, client in clients.items()]
         self._expected = expected
+        self._claims = {} if claims is None else claims
+        self._hang_s = hang_s
         self._ask_again_s = ask_again_s
         self._patience_s = patience_s
-        self._homes: dict[str, _Server] = {}
+        self._names = uuid.uuid4().hex[:8], itertools.count()
+        self._line = Line(self._servers, group_of, self._serves, self._name_request)
         self._weights: tuple[int, Path] | None = None
-        self._revivals: set[asyncio.Task[None]] = set()
-        self._waiting: set[str] = set()
-        """Requests that no server has taken yet."""
+        self._keepers: list[asyncio.Task[None]] = []
+        self._is_started = False
         self._changed = asyncio.Event()
+        self._deserted_at: float | None = None
+        """Since when no server serves, or loads weights: a time of the event loop."""
 
     async def wait_until_ready(self) -> None:
-        """Returns once every server answers and has passed its examination; raises if one fails it."""
-        await asyncio.gather(*(self._welcome(server) for server in self._servers))
+        """Returns once a server has passed its examination; raises if one fails it, or none comes.
+
+        Those that are there at the same time are examined, too; the others are named in the log.
+        """
+        self._keepers = [asyncio.create_task(self._keep(server)) for server in self._servers]
+        for keeper in self._keepers:
+            keeper.add_done_callback(lambda _: self._note_change())
+        self._note_change()
+        started = asyncio.get_running_loop().time()
+        while not self._may_start(asyncio.get_running_loop().time() - started):
+            self._check_keepers()
+            await self._change(_ASK_AT_START_S)
+        self._is_started = True
+        for server in self._servers:
+            if not server.num_examined:
+                log.warning(
+                    "inference server %s is not there yet, so the run starts without it: %s",
+                    server.name,
+                    server.problem or "no answer",
+                )
+
+    def _may_start(self, waited_s: float) -> bool:
+        for server in self._servers:
+            if server.refusal is not None:
+                raise server.refusal
+        num_examined = sum(server.num_examined > 0 for server in self._servers)
+        if not num_examined and waited_s > self._patience_s:
+            raise InferenceError(f"no inference server after {self._patience_s:.0f} s: {self._reasons()}")
+        tried = all(server.num_examined or server.problem for server in self._servers)
+        return bool(num_examined) and (tried or waited_s > _HEAD_START_S)
 
     async def watch(self) -> None:
         """Never returns; raises once every server is refused."""
         while not all(server.refusal for server in self._servers):
+            self._check_keepers()
             await self._change()
         raise next(server.refusal for server in self._servers if server.refusal)
+
+    def _check_keepers(self) -> None:
+        for keeper in self._keepers:
+            if keeper.done():
+                keeper.result()
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        server = await self._home(request_id)
-        oldest, num_examined = server.version or 0, server.num_examined
-        with self._serving(server, request_id):
-            completion = await server.client.generate(prompt_ids, params, account, request_id)
+        oldest = num_examined = 0
+
+        async def ask(server: PooledServer, wire_id: str) -> Completion:
+            nonlocal oldest, num_examined
+            oldest, num_examined = server.version or 0, server.num_examined
+            return await server.client.generate(prompt_ids, params, account, wire_id)
+
+        server, completion = await self._ask(request_id, ask, in_books=True)
         doubt = self._doubt(server, oldest, completion)
         if doubt is None:
             return completion
         if num_examined == server.num_examined:  # otherwise it has been set right since
-            self._leave_out(server, doubt)
+            self._doubt_server(server, doubt)
         return msgspec.structs.replace(completion, finish_reason=REFUSED)
 
-    def _doubt(self, server: _Server, oldest: int, completion: Completion) -> str | None:
+    def _doubt(self, server: PooledServer, oldest: int, completion: Completion) -> str | None:
         """Why these tokens are not what they say, if so; `oldest` is what the server served when asked."""
         if server.client.server_id != server.server_id:
             return "it was restarted"
@@ -123,112 +180,204 @@ class ServerPool:
         )
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
-        server = await self._home(request_id)
-        with self._serving(server, request_id):
-            scores = await server.client.score(token_ids, temperature, request_id)
+        async def ask(server: PooledServer, wire_id: str) -> list[float]:
+            return await server.client.score(token_ids, temperature, wire_id)
+
+        server, scores = await self._ask(request_id, ask, in_books=False)
         if server.client.server_id != server.server_id:
-            self._leave_out(server, "it was restarted")
+            self._doubt_server(server, "it was restarted")
             raise InferenceError(f"{server.name} was restarted; its scores count once it has been examined")
         return scores
 
-    @contextmanager
-    def _serving(self, server: _Server, request_id: str) -> Iterator[None]:
-        """While a request runs on the server; one that goes away meanwhile is left out."""
-        server.running.add(request_id)
+    async def _ask(
+        self,
+        request_id: str,
+        ask: Callable[[PooledServer, str], Coroutine[Any, Any, T]],
+        *,
+        in_books: bool,
+    ) -> tuple[PooledServer, T]:
+        """The answer, and whose it is. A request that its server loses is asked again of another.
+
+        `in_books`: tokens are sampled for it.
+        """
+        num_tries = 0
+        while True:
+            server = await self._wait_for_place(request_id)
+            try:
+                return server, await self._ask_there(server, request_id, ask, in_books=in_books)
+            except BusyError as error:
+                self._come_back_later(server, error)
+            except UnreachableError as error:
+                if not isinstance(error, _MovedError):
+                    self._doubt_server(server, str(error))
+                num_tries += 1
+                if num_tries == _MAX_TRIES:
+                    raise UnreachableError(f"given up after {num_tries} tries, the last: {error}") from error
+
+    async def _ask_there(
+        self,
+        server: PooledServer,
+        request_id: str,
+        ask: Callable[[PooledServer, str], Coroutine[Any, Any, T]],
+        *,
+        in_books: bool,
+    ) -> T:
+        placed = server.placed[request_id]
+        asking = asyncio.create_task(ask(server, placed.wire_id))
+        asking.add_done_callback(lambda asking: _pass_on(asking, placed.outcome))
+        is_answered = False
         try:
-            yield
-        except UnreachableError as error:
-            self._leave_out(server, str(error))
+            answer: T = await placed.outcome
+            is_answered = True
+            return answer
+        except UnreachableError:
+            raise
+        except InferenceError:
+            is_answered = asking.done()  # otherwise it was aborted here
             raise
         finally:
-            server.running.discard(request_id)
+            asking.cancel()
+            del server.placed[request_id]
+            if in_books and not is_answered:
+                server.disowned.add(placed.wire_id)
+                server.due.set()
+            self._line.advance()
+
+    def _come_back_later(self, server: PooledServer, error: BusyError) -> None:
+        loop = asyncio.get_running_loop()
+        server.busy_until = loop.time() + error.retry_after_s
+        loop.call_at(server.busy_until, self._line.advance)
+
+    async def _wait_for_place(self, request_id: str) -> PooledServer:
+        placing = self._line.place(request_id)
+        try:
+            while not placing.done():
+                await asyncio.wait({placing}, timeout=self._patience_s)
+                if not placing.done():
+                    self._require_some_server()
+            return placing.result()
+        except BaseException:
+            self._line.leave(request_id, placing)
+            raise
+
+    def _require_some_server(self) -> None:
+        if self._deserted_at is None:
+            return
+        if asyncio.get_running_loop().time() - self._deserted_at >= self._patience_s:
+            raise UnreachableError(
+                f"none of the inference servers can be reached, for {self._patience_s:g} s: {self._reasons()}"
+            )
+
+    def _reasons(self) -> str:
+        return "; ".join(
+            f"{server.name}: {server.problem or server.refusal or 'no answer'}" for server in self._servers
+        )
 
     async def update_weights(self, version: int, folder: Path) -> None:
         """Returns once no server with older weights gets work any more, and one has these."""
         self._weights = version, folder
-        await asyncio.gather(*(self._update(server) for server in self._servers if not server.is_out))
-        await self._some_server()
+        for server in self._servers:
+            server.problem = None
+            server.due.set()
+        self._note_change()
+        while not any(map(self._serves, self._servers)):
+            self._require_some_server()
+            problems = [server.problem for server in self._servers]
+            refused = [
+                each for each in problems if not isinstance(each, UnreachableError | ConfigError | None)
+            ]
+            if refused and all(problems):
+                raise refused[0]
+            await self._change(self._patience_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
-        if wanted & self._waiting:
-            self._waiting -= wanted
-            self._note_change()
-        await asyncio.gather(*(self._abort(server, wanted & server.running) for server in self._servers))
+        self._line.abort(wanted)
+        await asyncio.gather(*(self._abort(server, wanted) for server in self._servers))
 
-    async def _abort(self, server: _Server, request_ids: set[str]) -> None:
-        """Asks the server, in or out: one that is left out may still work on what it has."""
-        if request_ids:
+    async def _abort(self, server: PooledServer, request_ids: set[str]) -> None:
+        """Asks the server, in or out, unless it would not hear: what it has is given up then."""
+        placed = [each for request_id, each in server.placed.items() if request_id in request_ids]
+        if server.is_out and not server.keeps_requests:
+            for each in placed:
+                _fail(each, InferenceError(f"the request was aborted, and {server.name} does not answer"))
+        elif placed:
             with suppress(UnreachableError):  # its requests are failing by themselves
-                await server.client.abort(sorted(request_ids))
+                await server.client.abort(sorted(each.wire_id for each in placed))
 
     async def close(self) -> None:
-        for revival in self._revivals:
-            revival.cancel()
-        await asyncio.gather(*self._revivals, return_exceptions=True)
+        """Tells every server that can still be reached which answers nobody took."""
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+        untold = [server for server in self._servers if server.disowned]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                await asyncio.gather(*map(self._disown, untold), return_exceptions=True)
         for server in self._servers:
             await server.client.close()
 
-    async def _home(self, request_id: str) -> _Server:
-        """The server of the request's group; waits while there is none."""
-        group_id = self._group_of(request_id)
-        home = self._homes.get(group_id)
-        if home is None or not home.serves:
-            home = min(await self._some_server(request_id), key=lambda server: len(server.running))
-            self._homes[group_id] = home
-            if len(self._homes) > _MAX_HOMES:
-                del self._homes[next(iter(self._homes))]
-        return home
+    def _serves(self, server: PooledServer) -> bool:
+        if server.is_out or server.version is None:
+            return False
+        return self._weights is None or server.version == self._weights[0]
 
-    async def _some_server(self, request_id: str = "") -> list[_Server]:
-        """The servers that can be given work; waits until there is one, or the request is aborted."""
-        self._waiting.add(request_id)
-        try:
-            async with asyncio.timeout(self._patience_s):
-                while not (serving := [server for server in self._servers if server.serves]):
-                    await self._change()
-                    if request_id not in self._waiting:
-                        raise InferenceError("the request was aborted before a server took it")
-        except TimeoutError as error:
-            names = ", ".join(server.name for server in self._servers)
-            raise UnreachableError(
-                f"none of the inference servers can be reached: {names}, for {self._patience_s:g} s"
-            ) from error
-        finally:
-            self._waiting.discard(request_id)
-        return serving
+    def _name_request(self, request_id: str) -> str:
+        nonce, numbers = self._names
+        return f"{request_id}~{nonce}{next(numbers)}"
 
-    async def _change(self) -> None:
-        """Returns when a server, or a request that waits, has changed."""
-        await self._changed.wait()
+    async def _change(self, timeout_s: float | None = None) -> None:
+        """Returns when a server has changed, or after a while."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def _note_change(self) -> None:
+        if any(map(self._serves, self._servers)):
+            self._deserted_at = None
+            for server in self._servers:
+                if server.is_out and not server.keeps_requests:
+                    for placed in server.placed.values():
+                        _fail(placed, _MovedError(f"{server.name} is left out"))
+        elif self._deserted_at is None:
+            self._deserted_at = asyncio.get_running_loop().time()
         self._changed.set()
         self._changed = asyncio.Event()
+        self._line.advance()
 
-    async def _welcome(self, server: _Server) -> None:
-        await server.client.wait_until_ready()
-        await self._bring_up(server)
-        log.info("inference server %s is ready", server.name)
+    async def _keep(self, server: PooledServer) -> None:
+        """Never returns: brings the server up, looks after it, and brings it up again when need be."""
+        while True:
+            server.due.clear()
+            try:
+                if self._serves(server):
+                    await self._look_after(server)
+                    await self._disown(server)
+                else:
+                    await self._bring_up(server)
+            except ConfigError as error:
+                self._refuse(server, error)
+            except InferenceError as error:
+                self._leave_out(server, error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._ask_again_s if self._is_started else _ASK_AT_START_S):
+                    await server.due.wait()
 
-    async def _update(self, server: _Server) -> None:
-        try:
-            await self._bring_up(server)
-        except UnreachableError as error:
-            self._leave_out(server, str(error))
-        except ConfigError as error:
-            self._refuse(server, error)
-
-    async def _bring_up(self, server: _Server) -> None:
+    async def _bring_up(self, server: PooledServer) -> None:
         """Examines the server and has it serve the current weights, if there are any yet."""
         weights, expected = self._weights, self._expected
         if weights is not None:
             expected = replace(expected, has_weights=True)
-        health = await server.client.health()
+        health = await self._health(server)
         expected.check(server.name, health)
+        self._claim(server, health)
+        if server.is_out and server.num_examined:
+            await self._while_alive(server, server.client.abort(()))  # does the engine hear anything?
+        await self._while_alive(server, self._disown(server))
         if weights is not None:
-            await server.client.update_weights(*weights, expected.run or "")
-            health = await server.client.health()
+            await self._while_alive(server, server.client.update_weights(*weights, expected.run or ""))
+            health = await self._health(server)
             expected.check(server.name, health)
             if health.policy_version != weights[0]:
                 raise UnreachableError(
@@ -236,40 +385,110 @@ class ServerPool:
                     f"{weights[0]}"
                 )
         has_older = weights is None and expected.run is not None and bool(health.run)
+        if not server.num_examined:
+            log.info("inference server %s is ready", server.name)
+        elif server.is_out:
+            log.warning("inference server %s is back, with the current weights", server.name)
         server.version = None if has_older else health.policy_version
         server.server_id = health.server_id
-        server.refusal = None
+        server.refusal = server.problem = None
+        server.is_out, server.keeps_requests = False, True
         server.num_examined += 1
+        server.note_limits(health)
+        if weights != self._weights:
+            server.due.set()  # newer ones came meanwhile: once more
         self._note_change()
 
-    def _refuse(self, server: _Server, error: ConfigError) -> None:
+    def _claim(self, server: PooledServer, health: Health) -> None:
+        """Two addresses may lead to one process: `localhost` and `127.0.0.1`, or a name of the machine."""
+        who = f"the {self._expected.role} at {server.name}"
+        owner = self._claims.setdefault(health.server_id or who, who)
+        if owner != who:
+            raise ConfigError(
+                f"{owner} and {who} are the same process (server_id = {health.server_id!r}); start a server "
+                "for each, or leave one of the addresses out"
+            )
+
+    async def _health(self, server: PooledServer) -> Health:
+        try:
+            async with asyncio.timeout(self._hang_s):
+                return await server.client.health()
+        except TimeoutError:
+            raise HungError(
+                f"its /health has not answered for {self._hang_s:g} s (orchestrator.server_timeout_s)"
+            ) from None
+
+    async def _look_after(self, server: PooledServer) -> None:
+        """Raises UnreachableError if the server is hung, or was restarted."""
+        health = await self._require_progress(server, has_work=bool(server.placed))
+        if health.server_id != server.server_id:
+            raise UnreachableError("it was restarted")
+
+    async def _require_progress(self, server: PooledServer, *, has_work: bool) -> Health:
+        health = await self._health(server)
+        still_s = server.pulse.still_s(health, has_work=has_work)
+        if health.updating and self._deserted_at is not None:
+            self._deserted_at = asyncio.get_running_loop().time()
+        if still_s >= (self._patience_s if health.updating else self._hang_s):
+            raise HungError(
+                f"it answers, but has stood still for {still_s:.0f} s with {len(server.placed)} requests "
+                f"(orchestrator.server_timeout_s = {self._hang_s:g})"
+            )
+        return health
+
+    async def _while_alive(self, server: PooledServer, work: Awaitable[None]) -> None:
+        """Waits for `work` on the server for as long as the server gets on."""
+        working = asyncio.ensure_future(work)
+        try:
+            while not working.done():
+                await asyncio.wait({working}, timeout=self._ask_again_s)
+                if not working.done():
+                    await self._require_progress(server, has_work=True)
+            working.result()
+        finally:
+            working.cancel()
+
+    async def _disown(self, server: PooledServer) -> None:
+        if told := sorted(server.disowned):
+            await server.client.disown(told)
+            server.disowned.difference_update(told)
+
+    def _refuse(self, server: PooledServer, error: ConfigError) -> None:
         if str(error) != str(server.refusal):
             log.error("%s", error)
         server.refusal = error
-        self._leave_out(server, "it is refused")
-        self._note_change()
+        self._leave_out(server, error)
 
-    def _leave_out(self, server: _Server, reason: str) -> None:
+    def _doubt_server(self, server: PooledServer, reason: str) -> None:
+        """What it answers, or that it does not, says that it is not what it was: it is looked at now."""
         if not server.is_out:
-            server.is_out = True
-            log.warning("inference server %s is left out: %s", server.name, reason)
-            revival = asyncio.create_task(self._revive(server))
-            self._revivals.add(revival)
-            revival.add_done_callback(self._revivals.discard)
+            self._leave_out(server, UnreachableError(reason))
+            server.due.set()
 
-    async def _revive(self, server: _Server) -> None:
-        while server.is_out:
-            await asyncio.sleep(self._ask_again_s)
-            try:
-                await server.client.wait_until_ready()
-                weights = self._weights
-                await self._bring_up(server)
-            except ConfigError as error:
-                self._refuse(server, error)
-            except InferenceError as error:
-                log.debug("inference server %s is still left out: %s", server.name, error)
-            else:
-                # Otherwise newer ones came meanwhile: once more.
-                server.is_out = weights != self._weights
-        log.warning("inference server %s is back, with the current weights", server.name)
+    def _leave_out(self, server: PooledServer, problem: PellucidError) -> None:
+        """Servers that only refuse new weights go on with what they were given."""
+        if not server.is_out and server.num_examined:
+            reason = "it is refused" if isinstance(problem, ConfigError) else problem
+            log.warning("inference server %s is left out: %s", server.name, reason)
+        server.problem = problem
+        server.is_out = True
+        server.keeps_requests &= not isinstance(problem, UnreachableError | ConfigError)
         self._note_change()
+
+
+def _pass_on(asking: "asyncio.Task[Any]", outcome: "asyncio.Future[Any]") -> None:
+    """Makes the end of `asking` the outcome, unless there is one already."""
+    error = None if asking.cancelled() else asking.exception()
+    if outcome.done():
+        return
+    if asking.cancelled():
+        outcome.cancel()
+    elif error is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(asking.result())
+
+
+def _fail(placed: PlacedRequest, error: InferenceError) -> None:
+    if not placed.outcome.done():
+        placed.outcome.set_exception(error)

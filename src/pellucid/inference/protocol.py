@@ -90,8 +90,11 @@ class ChatRequest(OpenAIRequest, frozen=True, kw_only=True):
 class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /update_weights`: serve policy version `version` from the published folder."""
 
-    version: Annotated[int, msgspec.Meta(ge=0)]
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     folder: str
+    """`weights/step_VERSION` of the run folder that the server was started with, links resolved: an
+    orchestrator of another run is noticed by it."""
+
     run: str = ""
     """Identity of the run that published them; `/health` tells it from then on."""
 
@@ -100,6 +103,9 @@ class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /abort`: end these requests now; each answers with what it has."""
 
     request_ids: list[str]
+    disown: bool = False
+    """Nobody takes their answers: what they sampled counts as cancelled, though it was delivered already, and
+    those that have not arrived yet are never started."""
 
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -113,10 +119,36 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """[base64 of the bytes, shape, dtype]; see `Completion`."""
 
 
-class GenerateManyRequest(msgspec.Struct, frozen=True):
+class GroupMember(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of the requests of a `GenerateManyRequest`; fields as in `GenerateRequest`."""
+
+    sampling_params: SamplingParams = SamplingParams()
+    account: Account = Account()
+    request_id: str = ""
+    compact: bool = False
+    token_ids: list[int] = []
+    """A prompt of its own; default: the common one."""
+
+
+class GenerateManyRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """`POST /inference/v1/generate_many`: answered with one line of JSON per request, as each ends."""
 
-    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
+    requests: Annotated[list[GroupMember], msgspec.Meta(min_length=1)]
+    token_ids: list[int] = []
+    """The common prompt, sent once: a group with a long one would exceed the limit of a body otherwise."""
+
+    def members(self) -> list[GenerateRequest]:
+        """Each request with its prompt; those with the common one share it in memory, too."""
+        return [
+            GenerateRequest(
+                each.token_ids or self.token_ids,
+                each.sampling_params,
+                each.account,
+                each.request_id,
+                each.compact,
+            )
+            for each in self.requests
+        ]
 
 
 class GenerateManyLine(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -145,6 +177,10 @@ class ScoreResponse(msgspec.Struct, frozen=True):
     """One per token; null for the first, which nothing predicts."""
 
 
+Access = Literal["all", "sampling", "none"]
+"""What a request may do: everything, with the server's key; without it, sampling and scoring outside of any
+run's books on this machine, and beyond loopback nothing but `/health`."""
+
 SERVER_ID_HEADER = "x-pellucid-server-id"
 """Header of every answer: `Health.server_id` of the process that gave it."""
 
@@ -165,6 +201,18 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     server_id: str = ""
     """Random, new at every start of the process: a server that has another one was restarted."""
+
+    max_concurrent: int = 0
+    """Sequences that it decodes together; 0: it does not tell."""
+
+    max_queued: int = 0
+    """Requests that may wait beside them."""
+
+    updating: bool = False
+    """It is loading weights, and samples nothing meanwhile."""
+
+    access: Access = "all"
+    """What whoever asked may do here."""
 
     running: int = 0
     waiting: int = 0

@@ -11,7 +11,7 @@
     POST /abort                   end some running requests; each answers with what it has
 
 A bad request is answered with 4xx and the reason; a full queue with 503 and Retry-After. A client that
-goes away frees its slots, and its tokens are counted as cancelled.
+goes away frees its slots, and its tokens are counted as cancelled. Who may ask for what: see `entrance`.
 """
 
 import asyncio
@@ -19,47 +19,58 @@ import itertools
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pellucid.config import InferenceRunConfig
 from pellucid.data import Completion
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import end_of_turn_ids, load_tokenizer
 from pellucid.data.vocabulary import fingerprint
+from pellucid.ending import SILENCE_S, say, say_failure, working
 from pellucid.errors import ConfigError, InferenceError, TransportError
+from pellucid.guard import server_key
 from pellucid.inference.client import Account
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineDownError, EngineThread, StreamEvent, name_error
-from pellucid.inference.openai_answer import Served, answer_to, model_card
-from pellucid.inference.openai_request import RequestError, check_model, decode_request
+from pellucid.inference.entrance import (
+    LAST_ANSWERS_S,
+    Door,
+    Entrance,
+    Intake,
+    access_of,
+    bind,
+    error_response,
+    refusal,
+    require_key,
+    web_config,
+)
+from pellucid.inference.openai_answer import ChatAnswer, CompletionAnswer, Served, answer_to, model_card
+from pellucid.inference.openai_request import RequestError, check_model, decode_request, num_opened
 from pellucid.inference.protocol import (
-    SERVER_ID_HEADER,
     AbortRequest,
     ChatRequest,
     Choice,
     CompletionRequest,
     ErrorBody,
-    ErrorResponse,
     GenerateManyLine,
     GenerateManyRequest,
     GenerateRequest,
@@ -74,10 +85,15 @@ from pellucid.ledger import Journal, Stage
 from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
+from pellucid.transport.weights import weights_folder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_BODY_BYTES = 32 * 1024 * 1024
+LONG_BODY_BYTES = 64 * 1024
+"""Requests beyond this are made into prompts by a thread of their own: short ones never wait for them."""
+_OBJECTS_PER_REQUEST = 8
+_SPARE_VALUES = 1 << 16
+"""Beside prompts and requests: ids to abort, token ids that stop, and the commas and braces of strings."""
 
 
 class Server:
@@ -90,18 +106,30 @@ class Server:
         tokenizer: Any,
         model: str,
         max_model_len: int,
+        *,
+        run_dir: Path,
+        door: Door,
     ) -> None:
+        """`run_dir`: the folder of the run, whose weights are the only ones that can be loaded."""
         self._engine = engine
+        self._run_dir = run_dir.resolve()
+        self._door = door
         self._thread = thread
         self._served = Served(model, tokenizer, end_of_turn_ids(tokenizer), max_model_len)
         self._vocabulary = fingerprint(tokenizer)
         self._model_fingerprint = model_fingerprint(model)
-        self._server_id = uuid.uuid4().hex
+        self._server_id = thread.server_id
         self._started = int(time.time())
         self._ids = itertools.count()
+        self._intake = Intake()
+        self._short_prompts, self._long_prompts = (
+            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("short-prompts", "long-prompts")
+        )
+        # From here on nothing changes in the tokenizer, which several threads use.
+        tokenizer.encode("")
 
     def app(self) -> ASGIApp:
-        return SignedAnswers(self._routes(), self._server_id)
+        return Entrance(self._routes(), self._door, self._server_id)
 
     def _routes(self) -> Starlette:
         return Starlette(
@@ -125,15 +153,21 @@ class Server:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._thread.start()
         yield
-        await asyncio.to_thread(self._thread.stop)
+        with working("finishing the step that it is at", at_stake="the tokens of that step"):
+            await asyncio.to_thread(self._thread.stop)
+        for prompts in (self._short_prompts, self._long_prompts):
+            prompts.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, http: HttpRequest) -> Response:
-        body = await _body(http, GenerateRequest)
+        body = await self._body(http, GenerateRequest)
+        _require_key_for_books(http, [body])
         (completion,) = await _unless_gone(http, _completions(self._thread.generate([body])))
         return _json(GenerateResponse(f"generate-{next(self._ids)}", [_choice(0, completion, body.compact)]))
 
     async def generate_many(self, http: HttpRequest) -> Response:
-        lines = self._lines((await _body(http, GenerateManyRequest)).requests)
+        requests = (await self._body(http, GenerateManyRequest)).members()
+        _require_key_for_books(http, requests)
+        lines = self._lines(requests)
         return LineStream(await _unless_gone(http, anext(lines)), lines, "application/x-ndjson")
 
     async def _lines(self, requests: list[GenerateRequest]) -> AsyncGenerator[bytes, None]:
@@ -150,7 +184,7 @@ class Server:
                     yield _line(GenerateManyLine(index, _choice(0, event, requests[index].compact)))
 
     async def score(self, http: HttpRequest) -> Response:
-        body = await _body(http, ScoreRequest)
+        body = await self._body(http, ScoreRequest)
         logprobs = await _unless_gone(http, self._thread.score(body.token_ids, body.temperature))
         return _json(ScoreResponse([None, *logprobs[1:]]))
 
@@ -162,13 +196,49 @@ class Server:
         return None
 
     async def chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, decode_request(await _raw_body(http), ChatRequest))
+        return await self._answer(http, ChatRequest)
 
     async def completions(self, http: HttpRequest) -> Response:
-        return await self._answer(http, decode_request(await _raw_body(http), CompletionRequest))
+        return await self._answer(http, CompletionRequest)
 
-    async def _answer(self, http: HttpRequest, request: ChatRequest | CompletionRequest) -> Response:
-        answer = answer_to(request, self._served, number=next(self._ids), created=int(time.time()))
+    async def _body(self, http: HttpRequest, kind: type[T]) -> T:
+        async with self._intake.body(http) as raw:
+            self._check_counts(raw, self._engine.capacity if kind is GenerateManyRequest else 1)
+            try:
+                return msgspec.json.decode(raw, type=kind)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise RequestError(str(error)) from error
+
+    def _check_counts(self, raw: bytes, num_requests: int) -> None:
+        """Refuses a body of more objects or values than so many requests can have, before any is made."""
+        most_objects = _OBJECTS_PER_REQUEST * num_requests + _SPARE_VALUES
+        most_values = (self._served.max_model_len + _SPARE_VALUES) * num_requests
+        for what, num, most in (
+            ("objects and lists", num_opened(raw), most_objects),
+            ("values", raw.count(b",") + 1, most_values),
+        ):
+            if num > most:
+                raise RequestError(
+                    f"the body has {num} {what}; no more than {most} are looked at for {num_requests} "
+                    f"requests of inference.max_model_len = {self._served.max_model_len}; send less at a time"
+                )
+
+    async def _answer(self, http: HttpRequest, kind: type[ChatRequest | CompletionRequest]) -> Response:
+        number, created = next(self._ids), int(time.time())
+
+        def prepare(raw: bytes) -> ChatAnswer | CompletionAnswer:
+            return answer_to(
+                decode_request(raw, kind, self._served.max_model_len),
+                self._served,
+                number=number,
+                created=created,
+            )
+
+        async with self._intake.body(http) as raw:
+            prompts = self._short_prompts if len(raw) <= LONG_BODY_BYTES else self._long_prompts
+            preparing = asyncio.get_running_loop().run_in_executor(prompts, prepare, raw)
+            answer = await _unless_gone(http, preparing)
+        request = answer.request
         asked = [GenerateRequest(answer.prompt_ids, params) for params in answer.params()]
         events = self._thread.generate(asked, tokens=request.stream)
         if not request.stream:
@@ -188,13 +258,30 @@ class Server:
         return model_card(self._served.model, self._started, self._served.max_model_len)
 
     async def update_weights(self, http: HttpRequest) -> Response:
-        body = await _body(http, UpdateWeightsRequest)
-        await self._thread.update_weights(body.version, Path(body.folder), body.run)
+        require_key(http)
+        body = await self._body(http, UpdateWeightsRequest)
+        await self._thread.update_weights(body.version, self._own_weights(body), body.run)
         return await self.health(http)
 
+    def _own_weights(self, asked: UpdateWeightsRequest) -> Path:
+        """The folder of a policy version of the server's own run; any other is refused unopened."""
+        folder = weights_folder(self._run_dir, asked.version)
+        folder = folder.parent.resolve() / folder.name
+        if Path(asked.folder) != folder or folder.is_symlink():
+            raise RequestError(
+                f"folder = {asked.folder!r} is not {str(folder)!r}, where this server's run keeps policy "
+                f"version {asked.version}; start the server with the output_dir of the run that publishes it",
+                param="folder",
+            )
+        return folder
+
     async def abort(self, http: HttpRequest) -> Response:
-        body = await _body(http, AbortRequest)
-        await self._thread.abort(set(body.request_ids))
+        body = await self._body(http, AbortRequest)
+        if body.disown:
+            require_key(http)
+            await self._thread.disown(set(body.request_ids))
+        else:
+            await self._thread.abort(set(body.request_ids), booked=access_of(http) == "all")
         return await self.health(http)
 
     async def health(self, http: HttpRequest) -> Response:
@@ -209,6 +296,10 @@ class Server:
                 policy_version=self._engine.version,
                 run=self._thread.run,
                 server_id=self._server_id,
+                max_concurrent=self._engine.num_slots,
+                max_queued=self._engine.capacity - self._engine.num_slots,
+                updating=self._thread.updating,
+                access=access_of(http),
                 running=self._engine.num_running,
                 waiting=self._engine.num_waiting,
                 sampled_tokens=_total(counts.sampled),
@@ -232,22 +323,6 @@ async def _chain(first: T | None, rest: AsyncGenerator[T, None]) -> AsyncGenerat
         yield first
     async for each in rest:
         yield each
-
-
-class SignedAnswers:
-    """An application whose answers all say which process gave them."""
-
-    def __init__(self, app: ASGIApp, server_id: str) -> None:
-        self._app = app
-        self._server_id = server_id
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def signed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[SERVER_ID_HEADER] = self._server_id
-            await send(message)
-
-        await self._app(scope, receive, signed)
 
 
 class LineStream(StreamingResponse):
@@ -289,24 +364,9 @@ async def _disconnected(http: HttpRequest) -> None:
         pass
 
 
-async def _body(http: HttpRequest, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(await _raw_body(http), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(str(error)) from error
-
-
-async def _raw_body(http: HttpRequest) -> bytes:
-    raw = bytearray()
-    async for chunk in http.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise RequestError(
-                f"the body exceeds {MAX_BODY_BYTES} bytes; send a shorter prompt",
-                status=413,
-                code="request_too_large",
-            )
-    return bytes(raw)
+def _require_key_for_books(http: HttpRequest, requests: Sequence[GenerateRequest]) -> None:
+    if any(request.account.run for request in requests):
+        require_key(http)
 
 
 def _line(body: GenerateManyLine) -> bytes:
@@ -317,37 +377,32 @@ def _json(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-def _error(status: int, error: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(ErrorResponse(error))
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
-
-
 async def _refused(http: HttpRequest, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        return _error(error.status, ErrorBody(str(error), code=error.code, param=error.param))
-    return _error(400, ErrorBody(str(error)))
+        return refusal(error)
+    return error_response(400, ErrorBody(str(error)))
 
 
 async def _busy(http: HttpRequest, error: Exception) -> Response:
-    return _error(503, ErrorBody(str(error), "server_error", "queue_full"), {"retry-after": "1"})
+    return error_response(503, ErrorBody(str(error), "server_error", "queue_full"), {"retry-after": "1"})
 
 
 async def _nobody_listens(http: HttpRequest, error: Exception) -> Response:
-    return _error(503, ErrorBody(str(error), "server_error"))
+    return error_response(503, ErrorBody(str(error), "server_error"))
 
 
 async def _no_route(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path}: {error.detail}"
-    return _error(error.status_code, ErrorBody(message), error.headers)
+    return error_response(error.status_code, ErrorBody(message), error.headers)
 
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
-    return _error(500, ErrorBody(name_error(error), "server_error"))
+    return error_response(500, ErrorBody(name_error(error), "server_error"))
 
 
 async def _engine_down(http: HttpRequest, error: Exception) -> Response:
-    return _error(500, ErrorBody(str(error), "server_error", "engine_down"))
+    return error_response(500, ErrorBody(str(error), "server_error", "engine_down"))
 
 
 EXCEPTION_HANDLERS: Mapping[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
@@ -402,7 +457,8 @@ def run_inference(config: InferenceRunConfig) -> None:
         from pellucid.inference.vllm_core import restart_with_threads
 
         restart_with_threads(num_threads)
-    door = _bind(settings.host, settings.port)
+    listener = bind(settings.host, settings.port)
+    key = server_key(config.output_dir, settings.key_file)
     torch.set_num_threads(num_threads)
     tokenizer = load_tokenizer(config.model.name)
     engine = open_engine(config, tokenizer)
@@ -413,18 +469,33 @@ def run_inference(config: InferenceRunConfig) -> None:
 
     def go_down(error: BaseException) -> None:
         failures.append(error)
+        say_failure(error)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = EngineThread(engine, journal, sink, go_down)
-    app = Server(engine, thread, tokenizer, config.model.name, settings.max_model_len).app()
+    server = Server(
+        engine,
+        thread,
+        tokenizer,
+        config.model.name,
+        settings.max_model_len,
+        run_dir=config.output_dir,
+        door=Door(settings.host, key),
+    )
     logger.info("serving %s on http://%s:%d", config.model.name, settings.host, settings.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: None if thread.stopped else sys.exit(128 + number))
-    uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
-    ).run(sockets=[door])
+    _EndingServer(web_config(server.app())).run(sockets=[listener])
     if failures:
         _raise(failures[0])
+
+
+class _EndingServer(uvicorn.Server):
+    """Says that it ends as soon as it is told to."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        say("ending its requests", at_stake="the tokens of these", silence_s=LAST_ANSWERS_S + SILENCE_S)
+        super().handle_exit(sig, frame)
 
 
 def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any]:
@@ -443,21 +514,6 @@ def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any
         decode_text=tokenizer.decode,
         record_experts=bool(settings.record_experts),
     )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Takes the port before the model is loaded, which may take minutes; nobody is answered until then."""
-    door = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        door.bind((host, port))
-    except OSError as error:
-        door.close()
-        raise ConfigError(
-            f"inference.port = {port} cannot be used on inference.host = {host} ({error.strerror}); "
-            "choose another port"
-        ) from error
-    return door
 
 
 def _raise(failure: BaseException) -> NoReturn:

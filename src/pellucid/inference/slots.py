@@ -2,7 +2,8 @@
 
 Invariants:
 - Every sampled token is counted once when it is sampled, and once more when its request ends: delivered,
-  or cancelled if nobody waits for it any more.
+  or cancelled if nobody waits for it any more. An answer that turns out to have reached nobody is moved from
+  delivered to cancelled, once; see `abandon` and `disown`.
 - A request holds one slot from its first step to its end; requests beyond the slots wait in order.
 - Each token carries the policy version that sampled it.
 """
@@ -22,6 +23,8 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.scoring import Scoring
 
 Slot = TypeVar("Slot")
+T = TypeVar("T")
+_REMEMBERED_REQUESTS = 16_384
 
 
 class QueueFullError(InferenceError):
@@ -46,6 +49,9 @@ class Request:
 
     generator: random.Random = field(init=False)
     abandoned: bool = False
+    delivery: "Delivery | None" = None
+    """Set once its tokens count as delivered."""
+
     slot: Any = None
     """What it holds, once it runs."""
 
@@ -78,6 +84,14 @@ class Request:
 
 
 @dataclass(slots=True)
+class Delivery:
+    """Tokens of one answer that count as delivered; 0 once they were taken back."""
+
+    account: Account
+    num_tokens: int
+
+
+@dataclass(slots=True)
 class EngineCounts:
     """Tokens per account, for the ledger, and work done, for metrics."""
 
@@ -107,7 +121,8 @@ class SlottedEngine(ABC, Generic[Slot]):
     ) -> None:
         self.counts = EngineCounts()
         self.version = 0
-        self._num_slots = num_slots
+        self.num_slots = num_slots
+        """Sequences that are decoded together."""
         self._max_length = max_length
         self._max_queued = max_queued
         self._vocab_size = vocab_size
@@ -116,6 +131,10 @@ class SlottedEngine(ABC, Generic[Slot]):
         self._waiting: dict[Request, None] = {}
         """In order of arrival; a dict, so that one that leaves does not have to be looked for."""
         self._scorings: dict[Scoring, None] = {}
+        self._deliveries: dict[str, Delivery] = {}
+        """The latest answers by request id, for clients that tell later that one never reached them."""
+        self._disowned: dict[str, None] = {}
+        """Requests that were given up before they arrived."""
 
     @abstractmethod
     def step(self) -> None:
@@ -147,7 +166,7 @@ class SlottedEngine(ABC, Generic[Slot]):
     @property
     def capacity(self) -> int:
         """Requests that it holds at a time, running or waiting."""
-        return self._num_slots + self._max_queued
+        return self.num_slots + self._max_queued
 
     @property
     def is_idle(self) -> bool:
@@ -155,7 +174,6 @@ class SlottedEngine(ABC, Generic[Slot]):
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InferenceError with the reason why a request cannot be served."""
-        self._check_ids(prompt_ids)
         if params.temperature != 0 and not _is_temperature(params.temperature):
             raise InferenceError(
                 f"temperature = {params.temperature}; must be 0 (greedy) or between 0.001 and 1000"
@@ -167,13 +185,13 @@ class SlottedEngine(ABC, Generic[Slot]):
                 f"prompt of {len(prompt_ids)} + max_tokens of {params.max_tokens} exceeds "
                 f"inference.max_model_len = {self._max_length}; shorten one of them or raise it"
             )
+        self._check_ids(prompt_ids)
         if "" in params.stop:
             raise InferenceError("stop has an empty string; every text contains it, so leave it out")
         if params.stop and self._decode_text is None:
             raise InferenceError("stop strings need a tokenizer; use stop_token_ids")
 
     def check_scoring(self, token_ids: Sequence[int], temperature: float) -> None:
-        self._check_ids(token_ids)
         if not _is_temperature(temperature):
             raise InferenceError(f"temperature = {temperature}; must be between 0.001 and 1000")
         if len(token_ids) > self._max_length:
@@ -181,6 +199,7 @@ class SlottedEngine(ABC, Generic[Slot]):
                 f"a sequence of {len(token_ids)} tokens exceeds inference.max_model_len = "
                 f"{self._max_length}; shorten it or raise the limit"
             )
+        self._check_ids(token_ids)
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
@@ -190,6 +209,9 @@ class SlottedEngine(ABC, Generic[Slot]):
 
     def submit(self, request: Request) -> None:
         self.check(request.prompt_ids, request.params)
+        if request.request_id in self._disowned:
+            request.on_finish(request.completion("abort", None))
+            return
         self._require_room()
         self._waiting[request] = None
 
@@ -207,14 +229,34 @@ class SlottedEngine(ABC, Generic[Slot]):
             raise QueueFullError(f"{self._max_queued} requests are waiting already; try again later")
 
     def abandon(self, request: Request) -> None:
-        """Nobody waits for this request any more: free its slot and count its tokens as cancelled."""
+        """Nobody takes its answer: frees its slot and counts its tokens as cancelled, delivered ones too."""
         request.abandoned = True
         self._end(request, "abort")
+        self._take_back(request.delivery)
 
-    def abort(self, request_ids: Collection[str]) -> None:
-        """End these requests now; each delivers what it has."""
+    def _take_back(self, delivery: Delivery | None) -> None:
+        if delivery is not None:
+            self.counts.delivered[delivery.account] -= delivery.num_tokens
+            self.counts.cancelled[delivery.account] += delivery.num_tokens
+            delivery.num_tokens = 0
+
+    def disown(self, request_ids: Collection[str]) -> None:
+        """Abandons the requests whose client got no answer, wherever they are by now.
+
+        A client that lost its connection cannot tell whether a request runs, was answered into the void, or
+        is still to arrive; one that arrives later is never started.
+        """
         for request in self._requests():
             if request.request_id in request_ids:
+                self.abandon(request)
+        for request_id in request_ids:
+            self._take_back(self._deliveries.pop(request_id, None))
+            _remember(self._disowned, request_id, None)
+
+    def abort(self, request_ids: Collection[str], *, booked: bool = True) -> None:
+        """End these requests now; each delivers what it has. If not `booked`, a run's own go on."""
+        for request in self._requests():
+            if request.request_id in request_ids and (booked or not request.account.run):
                 self._end(request, "abort")
 
     def abort_all(self) -> None:
@@ -280,7 +322,16 @@ class SlottedEngine(ABC, Generic[Slot]):
             self.counts.cancelled[request.account] += len(request.token_ids)
         else:
             self.counts.delivered[request.account] += len(request.token_ids)
+            request.delivery = Delivery(request.account, len(request.token_ids))
+            if request.request_id:
+                _remember(self._deliveries, request.request_id, request.delivery)
             request.on_finish(request.completion(reason, self._experts_of(request)))
+
+
+def _remember(memory: dict[str, T], key: str, value: T) -> None:
+    memory[key] = value
+    if len(memory) > _REMEMBERED_REQUESTS:
+        del memory[next(iter(memory))]
 
 
 def _is_temperature(value: float) -> bool:

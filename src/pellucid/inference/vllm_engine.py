@@ -134,7 +134,7 @@ class VllmEngine(SlottedEngine[str]):
             scoring.finish(logprobs, self.version)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._num_slots:
+        while self._waiting and len(self._running) < self.num_slots:
             request = next(iter(self._waiting))
             key = next(self._keys)
             self._start(request, key)

@@ -7,12 +7,12 @@ they are shown records, and know nothing about where those come from.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -23,9 +23,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from pellucid.errors import printable
 from pellucid.launch.follow import Record
 
 WIDTH = 100
@@ -33,6 +35,7 @@ WIDTH = 100
 
 LINES_PER_HEADER = 25
 NUM_LIVE_ROWS = 12
+STOPPED = "stopped; go on with the same command and --resume"
 RATE_WINDOW_S = 600.0
 STATUS_EVERY_S = 20.0
 """Seconds without a step after which a plain view tells the status, and until it does so again."""
@@ -227,13 +230,24 @@ class LiveView:
         return Group(table, self._progress.get_renderable(), status)
 
 
+class PlainConsole(Console):
+    """A console on which only rich's own styles have control characters; those in a text are spelled out."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control is None:
+                yield Segment(printable(segment.text), segment.style)
+            else:
+                yield segment
+
+
 def make_console(width: int | None = None) -> Console:
     """Standard output: `width` columns wide; by default as the terminal, or `WIDTH` where there is none.
 
     Everything that is printed may hold a name, a path or a text of the user's, so `[…]` and `:…:` stand for
     themselves: styles are given as `Text` or in columns, never as markup.
     """
-    console = Console(width=width, markup=False, emoji=False)
+    console = PlainConsole(width=width, markup=False, emoji=False)
     if width is None and not has_terminal(console):
         return make_console(WIDTH)
     return console

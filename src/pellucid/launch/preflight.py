@@ -51,7 +51,8 @@ def rehearse_rl(config: RLConfig) -> None:
 
 def rehearse_verify(config: VerifyConfig) -> None:
     if config.model.name != config.model.DEMO:
-        rehearse_rl(config)
+        no_servers = config.inference.model_copy(update={"servers": ()})  # verify asks none
+        rehearse_rl(config.model_copy(update={"inference": no_servers}))
 
 
 def rehearse_orchestrator(config: OrchestratorRunConfig) -> None:
@@ -87,6 +88,13 @@ def rehearse_env(settings: EnvSettings) -> None:
 
 def check_rl(config: RLConfig) -> None:
     own, loss = config.orchestrator, config.trainer.loss
+    if config.inference.servers:
+        raise ConfigError(
+            f"inference.servers = {list(config.inference.servers)}: `pellucid rl` starts the policy's server "
+            "itself, and nobody would use it; leave the key out, or start the parts on their own (`pellucid "
+            "inference`, `pellucid orchestrator`, `pellucid trainer`), which share output_dir = "
+            f"{config.output_dir}"
+        )
     for environment in (*own.env, *own.eval):
         check_environment(environment)
     for each in own.filter:

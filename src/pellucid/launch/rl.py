@@ -28,9 +28,10 @@ from pellucid.config import (
 )
 from pellucid.config.save import save
 from pellucid.data.files import append_whole
-from pellucid.errors import ConfigError, LedgerError, ProcessError
+from pellucid.errors import ConfigError, DiskError, LedgerError, ProcessError
 from pellucid.launch.console import (
     RL_COLUMNS,
+    STOPPED,
     TEACHER_COLUMN,
     Column,
     PlainView,
@@ -45,6 +46,7 @@ from pellucid.launch.run_folder import claimed, has_begun, settle_export
 from pellucid.launch.summary import Summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
+from pellucid.metrics.alarms import alarms_path, as_alarm, read_alarms
 from pellucid.metrics.evaluation import evaluation_line, evaluations_in
 from pellucid.orchestrator.progress import progress_path, read_progress
 
@@ -224,7 +226,11 @@ def run_processes(config: RLConfig, children: Sequence[Child], console: Console,
     started = time.monotonic()
     folder = config.output_dir
     console.out(f"{config.run_name}: {config.max_steps:,} steps; logs in {folder / 'logs'}", highlight=False)
-    progress = _supervise(config, children, console, start)
+    try:
+        progress = _supervise(config, children, console, start)
+    except SystemExit:  # told to stop
+        console.out(STOPPED)
+        raise
     report = reconcile(folder / "ledger")
     duration_s = time.monotonic() - started
     summary = Summary(
@@ -237,6 +243,7 @@ def run_processes(config: RLConfig, children: Sequence[Child], console: Console,
         progress.evaluations,
         num_packed=progress.num_packed,
         is_resumed=start > 0,
+        alarms=read_alarms(folder),
     )
     console.print(summary.panel(console.width))
     _require_balance(report, folder)
@@ -255,16 +262,13 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
         stack.callback(progress.update)
         try:
             supervise(children, on_tick=progress.update, say=console.out)
-        except SystemExit:  # told to stop
-            stack.callback(console.out, "stopped; go on with the same command and --resume")
-            raise
-        except ProcessError as error:
+        except (DiskError, ProcessError) as error:
             again = (
                 "go on with the same command and --resume"
                 if has_begun(config.output_dir)
                 else "start again with the same command"
             )
-            raise ProcessError(f"{error}\nonce that is mended, {again}") from error
+            raise type(error)(f"{error}\nonce that is mended, {again}") from error
     return progress
 
 
@@ -291,6 +295,8 @@ class StepProgress:
         self._followers = [JsonlFollower(metrics_dir / f"{name}.jsonl") for name in REPORTERS]
         self._join = StepJoin(len(self._followers))
         self._evaluated = JsonlFollower(metrics_dir / "eval.jsonl")
+        self._alarms = JsonlFollower(alarms_path(metrics_dir.parent))
+        self._alarms.read()  # those of the run that is resumed
         self._progress = progress_path(metrics_dir.parent)
         self._progress.unlink(missing_ok=True)  # of the run that is resumed
         self._views = views
@@ -314,6 +320,9 @@ class StepProgress:
         for record in self._evaluated.read():
             self.evaluations.append(record)
             self._note(record)
+        for record in self._alarms.read():
+            for view in self._views:
+                view.note(as_alarm(record).line())
         progress = read_progress(self._progress)
         for view in self._views:
             view.status([] if progress is None else progress.lines())

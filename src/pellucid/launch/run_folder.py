@@ -18,6 +18,7 @@ from pellucid.config import RLConfig, RunConfig, TrainerRunConfig
 from pellucid.data.files import step_folders, try_lock
 from pellucid.errors import ConfigError
 from pellucid.export.paths import ExportPaths
+from pellucid.guard import KEY_NAME
 from pellucid.ledger import read_journal
 from pellucid.orchestrator.progress import PROGRESS_FILE
 
@@ -43,6 +44,7 @@ WRITTEN_BY_A_RUN = (
     "profiles",
     "model",
     "page.html",
+    KEY_NAME,
 )
 
 _RESULTS = ("metrics", "rollouts", "batches", "weights", "token_exports", "profiles", "model", "page.html")
@@ -166,7 +168,11 @@ def _exists(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
+    """A folder that is a disk of its own stays, and is emptied."""
+    if path.is_mount():
+        for each in path.iterdir():
+            _delete(each)
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()

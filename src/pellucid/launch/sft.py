@@ -18,18 +18,20 @@ from pellucid.config import SFTConfig
 from pellucid.config.save import save
 from pellucid.launch.console import (
     SFT_COLUMNS,
+    STOPPED,
     VALIDATED_SFT_COLUMNS,
     View,
     has_terminal,
     make_console,
     open_view,
 )
-from pellucid.launch.follow import Record
+from pellucid.launch.follow import JsonlFollower, Record
 from pellucid.launch.preflight import check_sft, is_torchrun
 from pellucid.launch.resume import rewind_sft, take_over
 from pellucid.launch.run_folder import claimed, settle_export
-from pellucid.launch.summary import Fact, artefacts, progress, summary_panel
+from pellucid.launch.summary import Fact, artefacts, progress, rung, summary_panel
 from pellucid.metrics import read_metrics
+from pellucid.metrics.alarms import alarms_path, as_alarm, read_alarms
 
 if TYPE_CHECKING:
     from pellucid.trainer.ranks import Ranks
@@ -40,13 +42,17 @@ VALIDATION_LOSS = "validation/loss"
 
 
 class ViewSink:
-    """Shows each step as it is logged."""
+    """Shows each step as it is logged, and the alarms that ring."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, output_dir: Path) -> None:
         self._view = view
+        self._alarms = JsonlFollower(alarms_path(output_dir))
+        self._alarms.read()  # those of the run that is resumed
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._view.show({"step": step, **values})
+        for record in self._alarms.read():
+            self._view.note(as_alarm(record).line())
         self._view.refresh()
 
     def close(self) -> None:
@@ -95,8 +101,12 @@ def _train(config: SFTConfig, console: Console, start: int, data: "SFTData", ran
 
     console.out(f"{config.run_name}: {config.max_steps:,} steps", highlight=False)
     columns = SFT_COLUMNS if config.data.validation is None else VALIDATED_SFT_COLUMNS
-    with closing(open_view(columns, config.max_steps - start, console)) as view:
-        train_on_dataset(config, data, [ViewSink(view)], ranks)
+    try:
+        with closing(open_view(columns, config.max_steps - start, console)) as view:
+            train_on_dataset(config, data, [ViewSink(view, config.output_dir)], ranks)
+    except SystemExit:  # told to stop
+        console.out(STOPPED)
+        raise
 
 
 def _load(config: SFTConfig, console: Console) -> "SFTData":
@@ -151,6 +161,7 @@ class SFTSummary:
             *self._skipped(),
             *self._validation(),
             *self._tokens(),
+            *rung(read_alarms(self.output_dir)),
             *artefacts(self.output_dir),
         ]
         return summary_panel(self.run_name, losses, facts, width)

@@ -13,6 +13,7 @@ from rich.text import Text
 from pellucid.launch.console import WIDTH
 from pellucid.launch.follow import Record
 from pellucid.ledger import MEANING, Flow, Report, State
+from pellucid.metrics.alarms import Alarm
 from pellucid.metrics.evaluation import average_in, evaluations_in
 from pellucid.transport.stable import stable_steps
 
@@ -141,6 +142,7 @@ class Summary:
     """Tokens that went through the trainer, prompts included, while this process watched."""
 
     is_resumed: bool = False
+    alarms: Sequence[Alarm] = ()
 
     def panel(self, width: int) -> Panel:
         facts = [
@@ -149,6 +151,7 @@ class Summary:
             *TokenUse.of(self.ledger).lines(),
             *self._speed(),
             *(("ledger", line) for line in self.ledger.verdict()),
+            *rung(self.alarms),
             *artefacts(self.output_dir),
         ]
         return summary_panel(self.run_name, self.rewards, facts, width)
@@ -196,6 +199,11 @@ def evaluated(records: Sequence[Record]) -> list[Fact]:
         ("eval", f"{what} {' → '.join(dict.fromkeys([found[0], found[-1]]))}")
         for what, found in averages.items()
     ]
+
+
+def rung(alarms: Sequence[Alarm]) -> list[Fact]:
+    """What rang in the run, from its beginning on."""
+    return [("alarm", alarm.line().removeprefix("ALARM ")) for alarm in alarms]
 
 
 def artefacts(output_dir: Path) -> list[Fact]:

@@ -5,9 +5,12 @@
                       └─ SIGINT, SIGTERM, SIGHUP ───────────────────> stop all, SystemExit(128 + signal)
 
 No child outlives `supervise`. Each leads a session of its own, so that Ctrl-C in the terminal reaches the
-launcher alone, which then stops workers before services: winding down may need the server. What a child
-leaves behind in its process group goes with it. If the launcher itself is killed outright, Linux kills the
-children (PR_SET_PDEATHSIG); other systems have no such call, and there they are left running.
+launcher alone, which then stops workers before services: winding down may need the server. A child is killed
+only once it is silent for too long, or at another signal; what it says of itself comes through a pipe (see
+`pellucid.ending`) and is shown. So is a child that has nothing left to do but does not exit.
+
+What a child leaves behind in its process group goes with it. If the launcher itself is killed outright, Linux
+kills the children (PR_SET_PDEATHSIG); other systems have no such call, and there they are left running.
 """
 
 import ctypes
@@ -18,17 +21,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from signal import Signals
 from threading import Thread
 
+import msgspec
+
+from pellucid.ending import LAUNCHER_PIPE, SILENCE_S, Word, describe_pipe
 from pellucid.errors import DiskError, ProcessError
+from pellucid.launch.last_words import LastWords
 from pellucid.launch.log_tail import read_cause
 
-GRACE_S = 10.0
 TICK_S = 0.25
+_READ_OUT_S = 1.0
+"""For the last words of a child that has exited; something that it started may hold its pipe open."""
+
 PR_SET_PDEATHSIG = 1
 GOOD_ENDS = {0, -signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 """Exit codes of a child that was told to stop: it may end by the signal, or handle it and say so."""
@@ -88,28 +97,37 @@ def decide(
     return None if workers else Outcome()
 
 
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    name: str
+    word: Word
+
+
+_Event = Exit | Signals | _Heard
+
+
 def supervise(
     children: Sequence[Child],
     *,
     on_tick: Callable[[], None] = lambda: None,
     say: Callable[[str], object] = lambda line: None,
-    grace_s: float = GRACE_S,
+    grace_s: float = SILENCE_S,
 ) -> None:
     """Runs `children` until they are done; `on_tick` is called a few times a second meanwhile.
 
     Call it from the main thread: signals arrive there, and Linux ties children to the thread that made them.
     """
-    events: SimpleQueue[Exit | Signals] = SimpleQueue()
-    fleet = _Fleet(children, events)
+    events: SimpleQueue[_Event] = SimpleQueue()
+    fleet = _Fleet(children, events, say, grace_s)
     with _signals_into(events):
         try:
             fleet.start()
             outcome = fleet.watch(on_tick)
-            say(_announce(outcome))
+            fleet.say(_announce(outcome))
             num_exits = len(fleet.exits)
         finally:
-            fleet.stop(grace_s)
-    _raise(outcome, fleet, fleet.exits[num_exits:], grace_s)
+            fleet.stop()
+    _raise(outcome, fleet, fleet.exits[num_exits:])
 
 
 def _announce(outcome: Outcome) -> str:
@@ -120,48 +138,57 @@ def _announce(outcome: Outcome) -> str:
     return "all steps done; stopping the services"
 
 
-def _raise(outcome: Outcome, fleet: "_Fleet", late: Sequence[Exit], grace_s: float) -> None:
+def _raise(outcome: Outcome, fleet: "_Fleet", late: Sequence[Exit]) -> None:
     """The error of a run that did not finish; `late` are the exits after it was told to stop."""
-    late = [end for end in late if end.code not in GOOD_ENDS]
     if outcome.failure:
-        # The first to notice a failure is not always the one that failed.
-        also = [f"then {_explain(end, fleet.log_path(end))}" for end in late if end.code > 0]
-        raise ProcessError("\n".join([_explain(outcome.failure, fleet.log_path(outcome.failure)), *also]))
+        # Who notices a failure may be quicker to end than who failed.
+        late = [end for end in late if fleet.has_failed(end)]
+        first, *then = sorted([outcome.failure, *late], key=fleet.known_at)
+        kind = DiskError if DiskError.exit_code in {end.code for end in (first, *then)} else ProcessError
+        raise kind("\n".join([fleet.explain(first), *(f"then {fleet.explain(end)}" for end in then)]))
     if interrupt := outcome.interrupt or fleet.interrupt:
         raise SystemExit(128 + interrupt)
-    if late:
-        end, log = late[0], fleet.log_path(late[0])
-        if end.code != -signal.SIGKILL:
-            raise ProcessError(_explain(end, log))
-        raise ProcessError(
-            f"{end.name} did not stop within {grace_s:g} s of SIGTERM and was killed\nlog: {log}"
-        )
-
-
-def _explain(end: Exit, log_path: Path) -> str:
-    return "\n".join([str(end), *(f"  {line}" for line in read_cause(log_path)), f"log: {log_path}"])
+    if late := [end for end in late if end.code not in GOOD_ENDS]:
+        raise ProcessError(fleet.explain(late[0]))
 
 
 class _Fleet:
     """The running children: the one place that starts, signals and reaps them.
 
-    Exits and the launcher's own signals arrive in one queue, in the order in which they happened.
+    Exits, what children say, and the launcher's own signals arrive in one queue, in the order in which they
+    happened.
     """
 
-    def __init__(self, children: Sequence[Child], events: "SimpleQueue[Exit | Signals]") -> None:
+    def __init__(
+        self,
+        children: Sequence[Child],
+        events: "SimpleQueue[_Event]",
+        say: Callable[[str], object],
+        grace_s: float,
+    ) -> None:
         self._children = {child.name: child for child in children}
         self._events = events
+        self._say = say
+        self._words = LastWords(self._children, grace_s)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._pipes: dict[str, int] = {}
+        self._ended_at: dict[str, float] = {}
+        self._killed: dict[str, str] = {}
+        """How, by name."""
+        self._spared: set[str] = set()
+        """Those that were killed and had nothing left to do."""
         self.exits: list[Exit] = []
         self.interrupt: Signals | None = None
 
-    def log_path(self, end: Exit) -> Path:
-        return self._children[end.name].log_path
+    def say(self, line: str) -> None:
+        """A terminal that is gone must not keep the children running."""
+        with suppress(OSError):
+            self._say(line)
 
     def start(self) -> None:
         try:
             for name, child in self._children.items():
-                self._processes[name] = _start(child)
+                self._processes[name], self._pipes[name] = _start(child)
         finally:
             # After the last fork: a child must not be forked from a process with threads.
             for name, process in self._processes.items():
@@ -170,57 +197,128 @@ class _Fleet:
     def watch(self, on_tick: Callable[[], None]) -> Outcome:
         while (outcome := decide(list(self._children.values()), self.exits, self.interrupt)) is None:
             on_tick()
+            workers = self._running(services=False)
+            for name in workers:
+                if self._words.is_spare(name) and self._words.is_silent(name):
+                    self._kill(name)
+            if self.exits:
+                self._show(workers)
             self._receive(TICK_S)
         return outcome
 
-    def stop(self, grace_s: float) -> None:
-        """SIGTERM; after the grace period, or at another signal to the launcher, SIGKILL. Workers first."""
+    def stop(self) -> None:
+        """SIGTERM; SIGKILL for those that fall silent, or for all at another signal. Workers first."""
         self.interrupt = None
         for services in (False, True):
-            names = {name for name in self._processes if self._children[name].service is services}
-            self._signal(names, signal.SIGTERM)
-            deadline = time.monotonic() + grace_s
-            while self._alive(names) and self.interrupt is None and (left := deadline - time.monotonic()) > 0:
-                self._receive(min(left, TICK_S))
-            self._signal(names, signal.SIGKILL)
-            while self._alive(names):
-                self._receive(None)
+            names = self._running(services=services)
+            for name in names:
+                self._signal(name, signal.SIGTERM)
+            self._words.tell_to_stop(names)
+            while names := self._running(services=services):
+                for name in names - self._killed.keys():
+                    if self.interrupt is not None:
+                        self._kill(name, f"at the second {self.interrupt.name}")
+                    elif self._words.is_silent(name):
+                        self._kill(name)
+                self._show(names - self._killed.keys())
+                self._receive(TICK_S)
 
-    def _alive(self, names: Set[str]) -> bool:
-        return not names <= {end.name for end in self.exits}
+    def known_at(self, end: Exit) -> float:
+        """When a child knew that it fails, or else ended."""
+        failed_at = self._words.failed_at(end.name)
+        return self._ended_at[end.name] if failed_at is None else failed_at
 
-    def _receive(self, timeout_s: float | None) -> None:
+    def has_failed(self, end: Exit) -> bool:
+        """Whether a child that was told to stop ended for a reason of its own."""
+        return bool(self._words.reason(end.name)) or (end.code > 0 and end.code not in GOOD_ENDS)
+
+    def explain(self, end: Exit) -> str:
+        """How a child ended, why, and where its log is; what it told stands in for a log on a full disk."""
+        log_path, reason = self._children[end.name].log_path, self._words.reason(end.name)
+        how = self._killed.get(end.name, str(end))
+        if reason and end.code in GOOD_ENDS:
+            how = f"{end.name} failed"
+        told = [f"error: {reason}"] if reason and (end.code == DiskError.exit_code or end.code < 0) else []
+        causes = told or ([] if end.name in self._killed else read_cause(log_path))
+        lines = [line for cause in causes for line in cause.splitlines()]
+        return "\n".join([how, *(f"  {line}" for line in lines), f"log: {log_path}"])
+
+    def _running(self, *, services: bool) -> set[str]:
+        ended = {end.name for end in self.exits}
+        return {name for name in self._processes if self._children[name].service is services} - ended
+
+    def _show(self, names: Set[str]) -> None:
+        for line in self._words.lines(names):
+            self.say(line)
+
+    def _kill(self, name: str, when: str = "") -> None:
+        if name in self._killed:
+            return
+        self._killed[name] = self._words.epitaph(name, when)
+        if self._words.is_spare(name):
+            self._spared.add(name)
+        self._signal(name, signal.SIGKILL)
+        self.say(self._killed[name])
+
+    def _signal(self, name: str, number: Signals) -> None:
+        if self._processes[name].returncode is None:
+            _signal_group(self._processes[name].pid, number)
+
+    def _receive(self, timeout_s: float) -> None:
         """Takes an event. A signal that arrives just before the wait is seen only after it: keep it short."""
         with suppress(Empty):
             match self._events.get(timeout=timeout_s):
                 case Exit() as end:
-                    self.exits.append(end)
+                    self._ended_at[end.name] = time.monotonic()
+                    self.exits.append(replace(end, code=0) if end.name in self._spared else end)
                 case Signals() as interrupt:
                     self.interrupt = interrupt
+                case _Heard(name, word):
+                    self._words.hear(name, word)
 
     def _await_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        reader = Thread(target=self._listen, args=(name,), daemon=True)
+        reader.start()
         code = process.wait()
         _signal_group(process.pid, signal.SIGKILL)
+        reader.join(_READ_OUT_S)
         self._events.put(Exit(name, code))
 
-    def _signal(self, names: Set[str], number: Signals) -> None:
-        for name in names:
-            if self._processes[name].returncode is None:
-                _signal_group(self._processes[name].pid, number)
+    def _listen(self, name: str) -> None:
+        with open(self._pipes[name], "rb") as pipe:
+            for line in pipe:
+                with suppress(msgspec.DecodeError):  # of somebody who writes to any descriptor it finds
+                    self._events.put(_Heard(name, msgspec.json.decode(line, type=Word)))
 
 
-def _start(child: Child) -> subprocess.Popen[bytes]:
+def _start(child: Child) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and the end of the pipe from which its words are read."""
     child.log_path.parent.mkdir(parents=True, exist_ok=True)
-    with child.log_path.open("wb") as log:
-        return subprocess.Popen(
-            child.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **child.env},
-            start_new_session=True,
-            preexec_fn=_die_with_launcher(),
-        )
+    words, theirs = os.pipe()
+    os.set_blocking(theirs, False)  # a child never waits for its launcher
+    try:
+        with child.log_path.open("wb") as log:
+            process = subprocess.Popen(
+                child.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    LAUNCHER_PIPE: describe_pipe(theirs),
+                    **child.env,
+                },
+                pass_fds=[theirs],
+                start_new_session=True,
+                preexec_fn=_die_with_launcher(),
+            )
+    except BaseException:
+        os.close(words)
+        raise
+    finally:
+        os.close(theirs)
+    return process, words
 
 
 def _die_with_launcher() -> Callable[[], None] | None:
@@ -245,7 +343,7 @@ def _signal_group(group: int, number: Signals) -> None:
 
 
 @contextmanager
-def _signals_into(events: "SimpleQueue[Exit | Signals]") -> Iterator[None]:
+def _signals_into(events: "SimpleQueue[_Event]") -> Iterator[None]:
     """The launcher's own signals become events: an exception could strike in the midst of stopping."""
 
     def put(number: int, frame: object) -> None:

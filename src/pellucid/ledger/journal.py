@@ -1,20 +1,43 @@
-"""The journal of one process: append-only JSONL, each line the change since the last one.
+"""The journal of one process: JSONL, each line the change since the last one.
 
     {"stage":"trainer","step":3,"run":"demo","env":"reverse-text","counts":{"received":812,"trained":810,"masked":2}}
 
 A line is written whole or not at all; `close` appends a line that says the process ended in good order,
-so that a reader can tell "still running or killed" from "done".
+so that a reader can tell "still running or killed" from "done". Lines that are not counts:
+
+    {"stage":"inference","opened":"5d0c…"}      this process writes from here on; earlier ones are gone
+    {"stage":"orchestrator","step":7,"mark":8}  all that snapshot 8 of the orchestrator knows is above
+
+What passes from engine to orchestrator is counted per `link`, the pair of processes that it passed between,
+so that a reader knows which tokens a process that is gone took along; see `links`.
+
+A journal grows with the steps of a run, never with its duration: now and then its lines are summed up, per
+step where steps matter, and the file is replaced. A reader that has it open goes on with what it was.
 """
 
-from collections import Counter, deque
+import os
+import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from pellucid.data.files import append_whole, replace_file
+from pellucid.data.files import append_whole, read_lines, replace_file, require_file, require_own, sync
 from pellucid.errors import LedgerError
 from pellucid.ledger.states import Flow, Stage, State
+
+NOBODY = "nobody"
+"""Who has a journal open that a resume has settled, until a process opens it again."""
+
+_SUM_UP_BYTES = 1 << 18
+_TAIL_BYTES = 1 << 16
+_OPEN_STEPS = 64
+
+Tokens = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]
+"""A number of tokens that a run could have; sums of them fit into what JSON's readers take."""
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -22,14 +45,38 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int = 0
     run: str = ""
     env: str = ""
-    counts: dict[str, int] = {}
+    counts: dict[str, Tokens] = {}
     closed: bool = False
+    link: str = ""
+    """`SERVER:ORCHESTRATOR`, the processes that the tokens passed between; "" where nobody told."""
+
+    opened: str = ""
+    """The process that writes from here on."""
+
+    mark: int = 0
+    """Number of the orchestrator's snapshot that knows what is above."""
+
+
+_Key = tuple[str, str, str]
+"""(run, environment, link)."""
 
 
 class Journal:
-    """Counts tokens in memory and appends them to the stage's file at `flush`."""
+    """Counts tokens in memory and appends them to the stage's file at `flush`.
 
-    def __init__(self, path: Path, stage: Stage, *, resume: bool = False) -> None:
+    The process that opens it has a name of its own, `process`, new at every start.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        stage: Stage,
+        *,
+        resume: bool = False,
+        process: str = "",
+        sum_up_bytes: int = _SUM_UP_BYTES,
+    ) -> None:
+        """`sum_up_bytes`: what the journal may grow by before its lines are summed up."""
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             path.touch(exist_ok=resume)
@@ -37,40 +84,79 @@ class Journal:
             raise LedgerError(
                 f"{path} is the ledger of an earlier run; use another output_dir, or clear or resume this one"
             ) from None
+        self.process = process or new_process()
         self._path = path
         self._stage = stage
-        self._pending: dict[tuple[str, str], Counter[str]] = {}
-        if any(entry.closed for entry in deque(read_journal(path), maxlen=1)):
+        self._pending: dict[_Key, Counter[str]] = {}
+        self._totals: dict[_Key, Counter[str]] | None = None
+        self._last_step = 0
+        self._sum_up_bytes = sum_up_bytes
+        self._sum_up_at = sum_up_bytes
+        last = mend(path)
+        if stage is not Stage.TRAINER:
+            append_entries(path, [LedgerEntry(stage, opened=self.process)])
+        elif last is not None and last.closed:
             append_entries(path, [LedgerEntry(stage)])  # open again
 
-    def count(self, run: str, env: str, what: State | Flow, tokens: int) -> None:
+    def count(self, run: str, env: str, what: State | Flow, tokens: int, link: str = "") -> None:
         if tokens:
-            self._pending.setdefault((run, env), Counter())[what.value] += int(tokens)
-
-    @property
-    def num_bytes(self) -> int:
-        """What is written so far: cut back to this length, the journal tells what it tells now."""
-        return self._path.stat().st_size
+            self._pending.setdefault((run, env, link), Counter())[what.value] += int(tokens)
 
     def totals(self) -> list[LedgerEntry]:
-        """What is written so far, one entry per run and environment."""
-        return sum_entries(read_journal(self._path))
+        """Sums up what is written so far, one entry per run and environment."""
+        if self._totals is None:
+            self._totals = {}
+            for entry in read_journal(self._path):
+                self._note(entry)
+        return [
+            LedgerEntry(self._stage, self._last_step, run, env, dict(counts))
+            for (run, env, _), counts in sorted(self._totals.items())
+        ]
 
     def flush(self, step: int) -> None:
-        self._append(
-            [
-                LedgerEntry(self._stage, step, run, env, dict(counts))
-                for (run, env), counts in self._pending.items()
-            ]
-        )
+        entries = [
+            LedgerEntry(self._stage, step, run, env, dict(counts), link=link)
+            for (run, env, link), counts in self._pending.items()
+        ]
+        append_entries(self._path, entries)
         self._pending.clear()
+        if self._totals is not None:
+            for entry in entries:
+                self._note(entry)
+        if self._stage is Stage.INFERENCE:
+            self._sum_up()
+
+    def mark(self, number: int, step: int) -> None:
+        """What is above is on the disk when this returns, and stays apart from what comes after."""
+        append_entries(self._path, [LedgerEntry(self._stage, step, mark=number)])
+        sync(self._path)
+        # The snapshot of this mark is yet to be written: a resume may have to go back to the one before last.
+        if number > 2:
+            self._sum_up(number - 2)
+
+    def sync(self) -> None:
+        """Returns once what is written would survive a power failure."""
+        sync(self._path)
 
     def close(self, step: int) -> None:
         self.flush(step)
-        self._append([LedgerEntry(self._stage, step, closed=True)])
+        append_entries(self._path, [LedgerEntry(self._stage, step, closed=True)])
 
-    def _append(self, entries: list[LedgerEntry]) -> None:
-        append_entries(self._path, entries)
+    def _note(self, entry: LedgerEntry) -> None:
+        assert self._totals is not None
+        self._last_step = max(self._last_step, entry.step)
+        if entry.counts:
+            self._totals.setdefault((entry.run, entry.env, ""), Counter()).update(entry.counts)
+
+    def _sum_up(self, mark: int = 0) -> None:
+        """Once it pays: what is written costs one more writing of it at most, over the life of the run."""
+        if self._path.stat().st_size >= self._sum_up_at:
+            replace_file(self._path, _summed_up(self._path, self._stage, mark), durable=True)
+            self._sum_up_at = 2 * self._path.stat().st_size + self._sum_up_bytes
+
+
+def new_process() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def journals_of(ledger_dir: Path, stage: Stage) -> list[Path]:
@@ -96,27 +182,99 @@ def sum_entries(entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
 def append_entries(path: Path, entries: Sequence[LedgerEntry]) -> None:
     if entries:
         with path.open("ab", buffering=0) as file:
-            append_whole(file, _encode(entries))
+            append_whole(file, b"".join(map(_encode, entries)))
 
 
-def replace_entries(path: Path, entries: Sequence[LedgerEntry]) -> None:
-    replace_file(path, _encode(entries))
+def replace_entries(path: Path, entries: Iterable[LedgerEntry]) -> None:
+    """One at a time, so that a journal can be written from itself; the new one is on the disk after this."""
+    replace_file(path, map(_encode, entries), durable=True)
 
 
-def _encode(entries: Sequence[LedgerEntry]) -> bytes:
-    return b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries)
+def _encode(entry: LedgerEntry) -> bytes:
+    return msgspec.json.encode(entry) + b"\n"
 
 
-def read_journal(path: Path, num_bytes: int | None = None) -> Iterator[LedgerEntry]:
-    """The entries of a journal, or of its first `num_bytes`.
+def read_journal(path: Path) -> Iterator[LedgerEntry]:
+    """The entries of a journal, one at a time.
 
     A torn last line (the process was killed while writing) is left out.
     """
-    if not path.exists():
-        return
-    lines = path.read_bytes()[:num_bytes].split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):
+    return (entry for entry, _ in _read(path))
+
+
+def _read(path: Path) -> Iterator[tuple[LedgerEntry, int]]:
+    """Entries, each with where it ends."""
+    end = 0
+    for number, line in read_lines(path):
+        if not line.endswith(b"\n"):
+            return
+        end += len(line)
         try:
-            yield msgspec.json.decode(line, type=LedgerEntry)
-        except msgspec.DecodeError as error:
-            raise LedgerError(f"{path}:{number} is not a ledger entry: {error}") from error
+            yield msgspec.json.decode(line, type=LedgerEntry), end
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise LedgerError(
+                f"{path}:{number} is not a ledger entry: {error}; copy the file again"
+            ) from error
+
+
+def end_of_mark(path: Path, mark: int) -> int | None:
+    """Where the journal stood when snapshot `mark` was taken, in bytes; 0 for mark 0, before the first.
+
+    None if the journal is not what it was: it lacks the mark.
+    """
+    if mark == 0:
+        return 0
+    return next((end for entry, end in _read(path) if entry.mark == mark), None)
+
+
+def mend(path: Path) -> LedgerEntry | None:
+    """Cuts off a torn last line, so that the next one is not glued to it; returns the last whole one."""
+    require_file(path)
+    if not path.exists():
+        return None
+    with path.open("r+b", buffering=0) as file:
+        start = size = file.seek(0, os.SEEK_END)
+        tail = b""
+        while tail.count(b"\n") < 2 and start > 0:
+            start = max(0, start - _TAIL_BYTES)
+            file.seek(start)
+            tail = file.read(size - start)
+        whole = tail[: tail.rfind(b"\n") + 1]
+        if whole != tail:
+            require_own(path)
+            file.truncate(start + len(whole))
+    lines = whole.splitlines()
+    try:
+        return msgspec.json.decode(lines[-1], type=LedgerEntry) if lines else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LedgerError(f"{path} ends with a line that is not a ledger entry: {error}") from error
+
+
+def _summed_up(path: Path, stage: Stage, mark: int) -> Iterator[bytes]:
+    """The journal with the same sums in fewer lines; from `mark` on, if any, the lines as they are."""
+    entries, opened = read_journal(path), ""
+    last: list[LedgerEntry] = []
+    open_steps: dict[int, dict[_Key, Counter[str]]] = {}
+    """The latest ones; steps of evaluations and of batches alternate."""
+    for entry in entries:
+        opened = entry.opened or opened
+        if mark and entry.mark >= mark:
+            last = [entry]
+            break
+        if entry.counts:
+            step = entry.step if stage is not Stage.INFERENCE else 0  # an engine knows of no steps
+            counts = open_steps.setdefault(step, {})
+            counts.setdefault((entry.run, entry.env, entry.link), Counter()).update(entry.counts)
+            if len(open_steps) > _OPEN_STEPS:
+                first = next(iter(open_steps))
+                yield from _step_lines(stage, first, open_steps.pop(first))
+    for step, counts in open_steps.items():
+        yield from _step_lines(stage, step, counts)
+    if opened:
+        yield _encode(LedgerEntry(stage, opened=opened))
+    yield from map(_encode, chain(last, entries))
+
+
+def _step_lines(stage: Stage, step: int, counts: dict[_Key, Counter[str]]) -> Iterator[bytes]:
+    for (run, env, link), own in counts.items():
+        yield _encode(LedgerEntry(stage, step, run, env, dict(own), link=link))

@@ -4,17 +4,19 @@ While a process has not closed its journal, what it took in and has not yet hand
 `in_flight`. Once all have closed, a difference of one token is an error that names the stage. Between
 orchestrator and trainer it names the step as well, and as soon as both are past it: what was sent up to a
 step is what was received up to it, so that two mistakes of different steps cannot make up for each other.
+What a process that was killed took along is lost, by what its `links` tell.
 """
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from pellucid.errors import LedgerError
 from pellucid.ledger.journal import LedgerEntry, journals_of, read_journal
+from pellucid.ledger.links import Links
 from pellucid.ledger.states import BESIDE, HANDS_ON, TAKES_IN, Flow, Stage, State
 
 Account = tuple[str, str]
@@ -75,69 +77,118 @@ class Report:
 
 
 def reconcile(ledger_dir: Path) -> Report:
-    journals = [list(read_journal(path)) for stage in Stage for path in journals_of(ledger_dir, stage)]
-    if not any(journals):
+    paths = [path for stage in Stage for path in journals_of(ledger_dir, stage)]
+    if not any(path.exists() and path.stat().st_size for path in paths):
         raise LedgerError(
             f"{ledger_dir} holds no ledger; give the folder of a run (the one with ledger/ in it)"
         )
-    return reconcile_journals(journals)
+    return reconcile_journals(map(read_journal, paths))
 
 
-def reconcile_journals(journals: Sequence[Sequence[LedgerEntry]]) -> Report:
-    """One journal per process; of a stage that runs in several, each has to be closed."""
+def reconcile_journals(journals: Iterable[Iterable[LedgerEntry]]) -> Report:
+    """One journal per process; of a stage that runs in several, each has to be closed.
+
+    Entries are read one at a time: what is kept grows with the steps of the run, not with its lines.
+    """
     books: dict[Account, _Books] = defaultdict(_Books)
-    closed: dict[Stage, bool] = {}
+    report = Report({}, {}, {}, [], [], {stage: Counter() for stage in Stage})
+    links = Links()
+
+    def book(entry: LedgerEntry) -> None:
+        if entry.counts:
+            books[entry.run, entry.env].add(entry, report.steps)
+
+    ends: list[_JournalEnd] = []
     for journal in journals:
+        end = _JournalEnd()
         for entry in journal:
-            if entry.counts:
-                books[entry.run, entry.env].add(entry)
-        if journal:
-            closed[journal[-1].stage] = closed.get(journal[-1].stage, True) and journal[-1].closed
-    running = [stage for stage in Stage if not closed.get(stage, False)]
-    report = Report({}, {}, {}, [], running, {stage: Counter() for stage in Stage})
-    past = _steps_past(journals, running)
+            end.note(entry)
+            links.add(entry)
+            book(entry)
+        ends.append(end)
+    is_closed = {stage: [end.is_closed for end in ends if end.stage is stage] for stage in Stage}
+    report.running.extend(stage for stage, closed in is_closed.items() if not closed or not all(closed))
+    is_over = Stage.ORCHESTRATOR not in report.running
+    for entry in links.losses({end.opened for end in ends}, is_over=is_over):
+        book(entry)
+    past = _steps_past(ends, report.running)
     for account, own in sorted(books.items()):
         _settle(account, own, past, report)
     return report
 
 
+@dataclass(slots=True)
+class _JournalEnd:
+    """How far a process got."""
+
+    stage: Stage | None = None
+    is_closed: bool = False
+    opened: str = ""
+    """The last process that wrote to the journal."""
+
+    last_step: int | None = None
+    booked: set[int] = field(default_factory=set)
+    """Steps of the trainer."""
+
+    def note(self, entry: LedgerEntry) -> None:
+        self.stage, self.is_closed = entry.stage, entry.closed
+        self.opened = entry.opened or self.opened
+        if entry.counts:
+            self.last_step = entry.step if self.last_step is None else max(self.last_step, entry.step)
+            if entry.stage is Stage.TRAINER:
+                self.booked.add(entry.step)
+
+
+_STATES = frozenset(state.value for state in State)
+
+
 class _Books:
-    """What the stages counted of one account, step by step."""
+    """What the stages counted of one account."""
 
     def __init__(self) -> None:
-        self._counts: dict[Stage, dict[int, Counter[str]]] = {stage: defaultdict(Counter) for stage in Stage}
+        self.totals: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
+        self.unsettled: dict[Stage, Counter[int]] = {Stage.ORCHESTRATOR: Counter(), Stage.TRAINER: Counter()}
+        """By step, of what the stage took in: neither in a state nor handed on; left out where none is."""
+        self._on_the_way: Counter[int] = Counter()
+        """By step, sent to the trainer and not received; left out where none is."""
 
-    def add(self, entry: LedgerEntry) -> None:
-        self._counts[entry.stage][entry.step].update(entry.counts)
-
-    def steps(self, stage: Stage) -> dict[int, Counter[str]]:
-        return dict(sorted(self._counts[stage].items()))
-
-    def total(self, stage: Stage) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for counts in self._counts[stage].values():
-            total.update(counts)  # not `+`, which drops what is negative
-        return total
+    def add(self, entry: LedgerEntry, steps: dict[int, Counter[str]]) -> None:
+        """Also adds the states of its tokens to those of its step."""
+        total, stage, step = self.totals[entry.stage], entry.stage, entry.step
+        for what, tokens in entry.counts.items():
+            total[what] += tokens
+        if stage is Stage.INFERENCE:
+            return
+        states = steps.setdefault(step, Counter())
+        for what, tokens in entry.counts.items():
+            if what in _STATES:
+                states[what] += tokens
+        _change(self.unsettled[stage], step, unsettled(stage, entry.counts))
+        if stage is Stage.ORCHESTRATOR:
+            _change(self._on_the_way, step, entry.counts.get(Flow.SENT.value, 0))
+        else:
+            _change(self._on_the_way, step, -entry.counts.get(Flow.RECEIVED.value, 0))
 
     def on_the_way(self, past: Sequence[int]) -> Iterator[int]:
         """Sent to the trainer and not received, up to each of these steps, which ascend."""
-        changes = Counter[int]()
-        for step, counts in self._counts[Stage.ORCHESTRATOR].items():
-            changes[step] += counts[Flow.SENT.value]
-        for step, counts in self._counts[Stage.TRAINER].items():
-            changes[step] -= counts[Flow.RECEIVED.value]
-        waiting = deque(sorted(changes.items()))
+        waiting = deque(sorted(self._on_the_way.items()))
         gap = 0
         for step in past:
             while waiting and waiting[0][0] <= step:
                 gap += waiting.popleft()[1]
             yield gap
 
-    def unsettled(self, stage: Stage, counts: Counter[str]) -> int:
-        """Of what the stage took in: neither in a state nor handed on."""
-        settled = sum(counts[state.value] for state in State)
-        handed_on = counts[HANDS_ON[stage].value] if stage in HANDS_ON else 0
-        return counts[TAKES_IN[stage].value] - settled - handed_on
+
+def _change(tokens: dict[int, int], step: int, by: int) -> None:
+    if by and (changed := tokens.pop(step, 0) + by):
+        tokens[step] = changed
+
+
+def unsettled(stage: Stage, counts: Mapping[str, int]) -> int:
+    """Of what the stage took in: neither in a state nor handed on."""
+    settled = sum(tokens for what, tokens in counts.items() if what in _STATES)
+    handed_on = counts.get(HANDS_ON[stage].value, 0) if stage in HANDS_ON else 0
+    return counts.get(TAKES_IN[stage].value, 0) - settled - handed_on
 
 
 class _Gap(NamedTuple):
@@ -155,13 +206,9 @@ class _Gap(NamedTuple):
 
 def _settle(account: Account, books: _Books, past: Sequence[int], report: Report) -> None:
     states: Counter[str] = Counter()
-    for stage in Stage:
-        report.stages[stage].update(books.total(stage))
-        for step, counts in books.steps(stage).items():
-            found = Counter({state.value: counts[state.value] for state in State if counts[state.value]})
-            states.update(found)
-            if stage is not Stage.INFERENCE:
-                report.steps.setdefault(step, Counter()).update(found)
+    for stage, total in books.totals.items():
+        report.stages[stage].update(total)
+        states.update({what: tokens for what, tokens in total.items() if what in _STATES})
     for gap in _gaps(books, past):
         # A surplus is legitimate while its sender may still have to write down that it sent it.
         waits = (gap.receiver if gap.tokens > 0 else gap.sender) in report.running
@@ -169,46 +216,47 @@ def _settle(account: Account, books: _Books, past: Sequence[int], report: Report
             states[State.IN_FLIGHT.value] += gap.tokens
         elif gap.tokens:
             report.differences.append(Difference(account, gap.where, gap.tokens))
-    trainer = books.total(Stage.TRAINER)
+    trainer = books.totals[Stage.TRAINER]
     beside = Counter({flow.value: trainer[flow.value] for flow in BESIDE})
     packed_states = (State.TRAINED, State.MASKED, State.SKIPPED, State.UNTRAINABLE)
     packed = sum(trainer[state.value] for state in packed_states) + beside["context"] + beside["padding"]
     if unpacked := beside["computed"] + beside["saved"] - packed:
         report.differences.append(Difference(account, "trainer, computed tokens", unpacked))
     report.states[account] = +states
-    report.sampled[account] = books.total(Stage.INFERENCE)[Flow.SAMPLED.value]
+    report.sampled[account] = books.totals[Stage.INFERENCE][Flow.SAMPLED.value]
     report.beside[account] = +beside
 
 
 def _gaps(books: _Books, past: Sequence[int]) -> Iterator[_Gap]:
     inference, orchestrator, trainer = Stage
-    yield _Gap(inference.value, books.unsettled(inference, books.total(inference)), inference, inference)
-    delivered = books.total(inference)[Flow.DELIVERED.value]
-    received = books.total(orchestrator)[Flow.RECEIVED.value]
+    totals = books.totals
+    yield _Gap(inference.value, unsettled(inference, totals[inference]), inference, inference)
+    delivered = totals[inference][Flow.DELIVERED.value]
+    received = totals[orchestrator][Flow.RECEIVED.value]
     yield _Gap("inference to orchestrator", delivered - received, inference, orchestrator)
     for stage in (orchestrator, trainer):
-        for step, counts in books.steps(stage).items():
-            yield _Gap(f"{stage.value}, step {step}", books.unsettled(stage, counts), stage, stage)
+        for step, tokens in sorted(books.unsettled[stage].items()):
+            yield _Gap(f"{stage.value}, step {step}", tokens, stage, stage)
     known = 0
     for step, gap in zip(past, books.on_the_way(past), strict=True):
         if gap != known:
             yield _Gap(f"orchestrator to trainer, step {step}", gap - known, orchestrator, trainer, True)
             known = gap
-    sent, taken = books.total(orchestrator)[Flow.SENT.value], books.total(trainer)[Flow.RECEIVED.value]
+    sent, taken = totals[orchestrator][Flow.SENT.value], totals[trainer][Flow.RECEIVED.value]
     yield _Gap("orchestrator to trainer", sent - taken - known, orchestrator, trainer)
 
 
-def _steps_past(journals: Sequence[Sequence[LedgerEntry]], running: Sequence[Stage]) -> list[int]:
+def _steps_past(ends: Sequence[_JournalEnd], running: Sequence[Stage]) -> list[int]:
     """Steps that the trainer booked, as far as neither it nor the orchestrator will write more about them.
 
     They begin a step only after all processes of the trainer have booked the one before. What a checkpoint
     knew of earlier steps may be one entry: then only the last of them is among these.
     """
-    booked, past = set(), math.inf
-    for journal in journals:
-        steps = [entry.step for entry in journal if entry.counts]
-        if steps and journal[0].stage is Stage.TRAINER:
-            booked |= set(steps)
-        if steps and journal[0].stage is not Stage.INFERENCE and journal[0].stage in running:
-            past = min(past, max(steps))
+    booked: set[int] = set().union(*(end.booked for end in ends))
+    last_steps = [
+        end.last_step
+        for end in ends
+        if end.last_step is not None and end.stage is not Stage.INFERENCE and end.stage in running
+    ]
+    past = min(last_steps, default=math.inf)
     return sorted(step for step in booked if step < past)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pellucid.config import RunConfig
 from pellucid.config.save import save, to_toml
-from pellucid.data.files import step_folders
+from pellucid.data.files import read_whole, step_folders
 from pellucid.errors import ConfigError
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def changed_settings(config: RunConfig, part: str) -> list[Change]:
     if not known:
         return []
     before, after = known[-1], tomllib.loads(to_toml(config))
-    if (name := _run_name(before)) != config.run_name:
+    if (name := _run_name(before)) not in (None, config.run_name):
         raise ConfigError(
             f"the run's name in ledger and batches is {name!r} and would become {config.run_name!r}; resume "
             f"with run_id = {name!r}"
@@ -105,7 +105,7 @@ def changed_settings(config: RunConfig, part: str) -> list[Change]:
 
 def read_settings(run_dir: Path, part: str) -> dict[int, Settings]:
     """Settings by the first step that they shaped, ascending; see `settings_files`."""
-    return {step: _read(path) for step, path in settings_files(run_dir, part).items()}
+    return {step: read_settings_file(path) for step, path in settings_files(run_dir, part).items()}
 
 
 def settings_files(run_dir: Path, part: str) -> dict[int, Path]:
@@ -131,15 +131,18 @@ def settings_at(history: Mapping[int, T], step: int) -> T | None:
     return history[max((start for start in history if start <= step), default=min(history))]
 
 
-def _read(path: Path) -> Settings:
+def read_settings_file(path: Path) -> Settings:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
+        return tomllib.loads(read_whole(path).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}; copy it again") from error
 
 
-def _run_name(settings: Settings) -> str:
-    name: str = settings.get("run_id") or Path(settings["output_dir"]).resolve().name
+def _run_name(settings: Settings) -> str | None:
+    """None where the file does not say."""
+    name: str | None = settings.get("run_id")
+    if name is None and isinstance(output_dir := settings.get("output_dir"), str):
+        name = Path(output_dir).resolve().name
     return name
 
 

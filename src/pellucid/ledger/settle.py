@@ -1,7 +1,7 @@
-"""What a resume has to write into the books, so that they balance again once the run is over. Pure.
+"""What each part of a run that died, or was stopped, writes into its own books before it goes on.
 
-A run died, or was stopped. Its trainer goes on at the step of a checkpoint, its orchestrator after the last
-batch that still exists:
+The trainer goes on at the step of a checkpoint, the orchestrator after the last batch that still exists;
+either may have died alone:
 
     step            0 ... 49   50 ... 56   57        checkpoint = 50, next_batch = 57
     batches         covered    on disk     missing
@@ -10,58 +10,80 @@ batch that still exists:
 
 - The trainer forgets the steps from the checkpoint on: it trains them again and books them then.
 - A discarded batch was sent, but will never train: `rolled_back` if it had been trained, else `lost`.
-- What the engine delivered and nobody holds any more is `lost`; so is what it had sampled but not delivered.
-- An engine that was killed may not have written down its last tokens. That they arrived is evidence that
-  they were sampled and delivered.
+- An engine has nothing to settle. What it, or an orchestrator, took along follows from the `links`.
+
+Each can be done again, and interrupted.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 
-from pellucid.ledger.journal import LedgerEntry
-from pellucid.ledger.reconcile import Account
+from pellucid.ledger.journal import (
+    NOBODY,
+    LedgerEntry,
+    append_entries,
+    journals_of,
+    mend,
+    read_journal,
+    replace_entries,
+    sum_entries,
+)
 from pellucid.ledger.states import Flow, Stage, State
 
-
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    trainer: list[LedgerEntry]
-    """The whole journal of the trainer."""
-
-    orchestrator: list[LedgerEntry]
-    """To be appended to its journal."""
-
-    inference: list[LedgerEntry]
-    """To be appended to its journal."""
-
-    def total(self, state: State) -> int:
-        return sum(entry.counts.get(state.value, 0) for entry in (*self.orchestrator, *self.inference))
+logger = logging.getLogger(__name__)
 
 
-def settle(
-    entries: Sequence[LedgerEntry],
-    *,
-    checkpoint: int,
-    next_batch: int,
-    held: Mapping[Account, int],
-) -> Settlement:
-    """`held`: tokens that the orchestrator received and keeps for a coming batch, not yet in its journal."""
-    trainer = [entry for entry in entries if entry.stage is Stage.TRAINER and not entry.closed]
-    trained_steps = {entry.step for entry in trainer}
-    discarded = _discarded(entries, next_batch, trained_steps)
-    lost, at_engine = _lost(entries, next_batch, held)
-    return Settlement(
-        trainer=[entry for entry in trainer if entry.step < checkpoint],
-        orchestrator=[*discarded, *lost],
-        inference=at_engine,
-    )
+def settle_trainer(ledger_dir: Path, checkpoint: int, known: Sequence[LedgerEntry] | None) -> None:
+    """Leaves the steps before the checkpoint in the journals of the trainer.
+
+    `known`: what the checkpoint knows of them, summed up; None if there is none. It is believed where the
+    journals tell otherwise. The first journal gets the books of all ranks: the next may be fewer, or more.
+    """
+    first, *others = journals_of(ledger_dir, Stage.TRAINER)
+    if not ledger_dir.exists():
+        return
+
+    def kept() -> Iterator[LedgerEntry]:
+        for path in (first, *others):
+            for entry in read_journal(path):
+                if entry.step < checkpoint and not entry.closed:
+                    yield entry
+
+    if known is not None and _counts(kept()) != _counts(known):
+        logger.warning(
+            "%s does not tell what the checkpoint of step %d knows; the checkpoint is believed",
+            first,
+            checkpoint,
+        )
+        replace_entries(first, known)
+    else:
+        replace_entries(first, kept())
+    # Killed before this, they would be counted twice; the checkpoint knows better the next time.
+    for path in others:
+        path.unlink()
 
 
-def _discarded(entries: Sequence[LedgerEntry], next_batch: int, trained_steps: set[int]) -> list[LedgerEntry]:
+def _counts(entries: Iterable[LedgerEntry]) -> dict[tuple[str, str], dict[str, int]]:
+    return {(entry.run, entry.env): entry.counts for entry in sum_entries(entries)}
+
+
+def trained_steps(ledger_dir: Path, start: int) -> set[int]:
+    """Steps from `start` on that the trainer has booked."""
+    return {
+        entry.step
+        for path in journals_of(ledger_dir, Stage.TRAINER)
+        for entry in read_journal(path)
+        if entry.counts and entry.step >= start
+    }
+
+
+def discarded(entries: Iterable[LedgerEntry], next_batch: int, trained: Collection[int]) -> list[LedgerEntry]:
+    """What the orchestrator adds to its journal for batches from `next_batch` on, which do not exist."""
     sent: Counter[tuple[int, str, str]] = Counter()
     for entry in entries:
-        if entry.stage is Stage.ORCHESTRATOR and entry.step >= next_batch:
+        if entry.step >= next_batch:
             sent[entry.step, entry.run, entry.env] += entry.counts.get(Flow.SENT.value, 0)
     return [
         LedgerEntry(
@@ -71,7 +93,7 @@ def _discarded(entries: Sequence[LedgerEntry], next_batch: int, trained_steps: s
             env,
             {
                 Flow.SENT.value: -tokens,
-                (State.ROLLED_BACK if step in trained_steps else State.LOST).value: tokens,
+                (State.ROLLED_BACK if step in trained else State.LOST).value: tokens,
             },
         )
         for (step, run, env), tokens in sorted(sent.items())
@@ -79,42 +101,24 @@ def _discarded(entries: Sequence[LedgerEntry], next_batch: int, trained_steps: s
     ]
 
 
-def _lost(
-    entries: Sequence[LedgerEntry], next_batch: int, held: Mapping[Account, int]
-) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
-    """What the orchestrator and the engine have to add for tokens that are gone."""
-    at_engine, received = _totals(entries, Stage.INFERENCE), _totals(entries, Stage.ORCHESTRATOR)
-    last_version = max((entry.step for entry in entries if entry.stage is Stage.INFERENCE), default=0)
-    orchestrator, inference = [], []
-    for account in sorted({*at_engine, *received, *held}):
-        counts = at_engine[account]
-        arrived = received[account][Flow.RECEIVED.value] + held.get(account, 0)
-        unwritten = max(0, arrived - counts[Flow.DELIVERED.value])
-        gone = max(0, counts[Flow.DELIVERED.value] - arrived)
-        ended = sum(counts[what.value] for what in (Flow.DELIVERED, State.CANCELLED, State.LOST)) + unwritten
-        running = counts[Flow.SAMPLED.value] - ended
-        orchestrator.append(_entry(Stage.ORCHESTRATOR, next_batch, account, received=gone, lost=gone))
-        inference.append(
-            _entry(
-                Stage.INFERENCE,
-                last_version,
-                account,
-                sampled=max(0, -running),
-                delivered=unwritten,
-                lost=max(0, running),
-            )
-        )
-    return [entry for entry in orchestrator if entry.counts], [entry for entry in inference if entry.counts]
-
-
-def _totals(entries: Sequence[LedgerEntry], stage: Stage) -> dict[Account, Counter[str]]:
-    totals: dict[Account, Counter[str]] = defaultdict(Counter)
+def held_again(
+    entries: Iterable[LedgerEntry], held: Counter[tuple[str, str, str]], step: int
+) -> list[LedgerEntry]:
+    """What the orchestrator adds so that its journal tells what it holds, by run, environment and link."""
+    missing = Counter(held)
     for entry in entries:
-        if entry.stage is stage and entry.counts:
-            totals[entry.run, entry.env].update(entry.counts)
-    return totals
+        if tokens := entry.counts.get(Flow.HELD.value, 0):
+            missing[entry.run, entry.env, entry.link] -= tokens
+    return [
+        LedgerEntry(Stage.ORCHESTRATOR, step, run, env, {Flow.HELD.value: tokens}, link=link)
+        for (run, env, link), tokens in sorted(missing.items())
+        if tokens
+    ]
 
 
-def _entry(stage: Stage, step: int, account: Account, **counts: int) -> LedgerEntry:
-    run, env = account
-    return LedgerEntry(stage, step, run, env, {what: tokens for what, tokens in counts.items() if tokens})
+def settle_engines(ledger_dir: Path) -> None:
+    """Closes the journals of the engines, which are all gone; one that comes back opens its own again."""
+    for path in journals_of(ledger_dir, Stage.INFERENCE):
+        last = mend(path)
+        if last is not None and last.opened != NOBODY:
+            append_entries(path, [LedgerEntry(Stage.INFERENCE, opened=NOBODY, closed=True)])

@@ -66,6 +66,8 @@ class Flow(StrEnum):
     SAMPLED = "sampled"
     DELIVERED = "delivered"
     RECEIVED = "received"
+    HELD = "held"
+    """Received by an earlier process of the orchestrator and kept for a coming batch; booked when it goes."""
     SENT = "sent"
     CONTEXT = "context"
     """Prompt and tool tokens computed by the trainer, beside the sampled ones."""

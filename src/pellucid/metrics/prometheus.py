@@ -8,26 +8,29 @@
 A name's second part is an environment if the first is `eval`, or if the same name is also reported for `all`.
 """
 
+import asyncio
 import logging
 import math
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
 from threading import Thread
 
 import orjson
 
+from pellucid.guard import answers_to, is_foreign
 from pellucid.metrics.evaluation import EVAL
 
 logger = logging.getLogger(__name__)
 
 ALL = "all"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_CONNECTIONS = 64
+MAX_HEAD_BYTES = 16 * 1024
+DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,17 @@ class PrometheusSink:
     def __init__(self, process: str, host: str, port: int) -> None:
         self._process = process
         self._snapshot = Snapshot(time.monotonic(), {})
-        self._server = _Server(host, port, self)
-        Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+        self._listener = _Listener(
+            host,
+            port,
+            {"/metrics": (METRICS_TYPE, self.metrics), "/health": ("application/json", self.health)},
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._snapshot = Snapshot(time.monotonic(), dict(values), step)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._listener.close()
 
     def metrics(self) -> bytes:
         snapshot = self._snapshot
@@ -68,42 +73,81 @@ class PrometheusSink:
         )
 
 
-class _Server(ThreadingTCPServer):
-    # Not http.server.HTTPServer: it looks up the host's full name, which can hang on a cluster's DNS.
-    allow_reuse_address = True
-    daemon_threads = True
+class _Listener:
+    """A small HTTP server in one thread: however many connect, and whatever they send, it answers others.
 
-    def __init__(self, host: str, port: int, sink: PrometheusSink) -> None:
-        self.sink = sink
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+    A request is a head of at most `MAX_HEAD_BYTES`; each connection gets one answer, within `DEADLINE_S`.
+    """
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A reader that left early is no news; the default prints a traceback."""
-        logger.debug("a request from %s failed", client_address, exc_info=True)
+    def __init__(self, host: str, port: int, pages: Mapping[str, tuple[str, Callable[[], bytes]]]) -> None:
+        """`pages`: content type and content by path."""
+        self._host = host
+        self._pages = pages
+        self._num_open = 0
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen()
+        except OSError:
+            listener.close()
+            self._loop.close()
+            raise
+        self._thread = Thread(target=self._run, args=(listener,), name="prometheus", daemon=True)
+        self._thread.start()
 
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    def _run(self, listener: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels what is still open
+            runner.run(self._serve(listener))
 
-    def do_GET(self) -> None:
-        match self.path.partition("?")[0]:
-            case "/metrics":
-                self._answer(HTTPStatus.OK, METRICS_TYPE, self.server.sink.metrics())
-            case "/health":
-                self._answer(HTTPStatus.OK, "application/json", self.server.sink.health())
-            case _:
-                self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"this is /metrics and /health\n")
+    async def _serve(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(self._converse, sock=listener, limit=MAX_HEAD_BYTES)
+        await self._closing.wait()
+        server.close()
 
-    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_open >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._num_open += 1
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head.decode("latin-1")))
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            logger.debug("a reader of metrics left, or took too long: %s", error)
+            writer.transport.abort()
+        finally:
+            self._num_open -= 1
 
-    def log_message(self, format: str, *args: object) -> None:
-        logger.debug(format, *args)
+    def _answer(self, head: str) -> bytes:
+        request, *lines = head.split("\r\n")
+        method, _, path = request.rpartition(" ")[0].partition(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        host = headers.get("host", "")
+        content_type, content = "text/plain", b""
+        if not answers_to(self._host, host):
+            status = HTTPStatus.MISDIRECTED_REQUEST
+        elif is_foreign(headers.get("origin"), host):
+            status = HTTPStatus.FORBIDDEN
+        elif method != "GET":
+            status = HTTPStatus.METHOD_NOT_ALLOWED
+        elif (page := self._pages.get(path.partition("?")[0])) is None:
+            status, content = HTTPStatus.NOT_FOUND, f"this is {' and '.join(self._pages)}\n".encode()
+        else:
+            status, content_type, content = HTTPStatus.OK, page[0], page[1]()
+        return (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+            f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        ).encode() + content
 
 
 def exposition(step: int, values: Mapping[str, float]) -> str:

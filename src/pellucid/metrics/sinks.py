@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from pellucid.data.files import append_whole, replace_file
+from pellucid.data.files import append_whole, read_lines, replace_file
 from pellucid.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -98,12 +98,16 @@ class Tee:
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file; a torn last line is left out."""
-    if path.exists():
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-            try:
-                yield orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise DataError(f"{path}:{number} is damaged: {error}; delete that line") from error
+    for number, line in read_lines(path):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"{path}:{number} is damaged: {error}; delete that line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise DataError(f"{path}:{number} is no object with a step; delete that line")
+        yield record
 
 
 def drop_metrics(path: Path, start: int) -> None:

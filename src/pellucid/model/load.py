@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from pellucid.config import ModelConfig
+from pellucid.data.rules import Experts
 from pellucid.data.tokenizer import check_vocabulary, first_line, quiet_transformers, require_folder
 from pellucid.errors import ModelError
 from pellucid.model.attention import ATTENTION, register_attention
 from pellucid.model.policy import NOT_YET, Policy
 from pellucid.model.proof import prove_attention
+from pellucid.model.routing import router_shape, routers_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -37,6 +39,7 @@ def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int
             attn_implementation=ATTENTION,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            trust_remote_code=False,  # without it, transformers asks whoever sits at the terminal
         )
     except Exception as error:  # of all kinds: OSError, ValueError, SafetensorError, of strict dataclasses
         raise ModelError(_not_loadable(config.name, error)) from error
@@ -55,6 +58,11 @@ def vocab_size(config: ModelConfig) -> int:
     return int(_read_config(config).get_text_config().vocab_size)
 
 
+def experts_of(config: ModelConfig) -> Experts:
+    """Without loading the weights; for trainer.enable_router_replay."""
+    return router_shape(routers_of(empty_model(config), "trainer.enable_router_replay")).experts
+
+
 def context_length(config: ModelConfig) -> int | None:
     """Reads the longest sequence that the model is made for, in tokens, without loading the weights; None:
     its config.json does not say."""
@@ -66,17 +74,17 @@ def _read_config(config: ModelConfig) -> Any:
 
     require_folder(config.name)
     try:
-        return AutoConfig.from_pretrained(config.name)
+        return AutoConfig.from_pretrained(config.name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(_not_loadable(config.name, error)) from error
 
 
 def empty_model(config: ModelConfig) -> torch.nn.Module:
     """Makes the model on torch's meta device, with names and shapes alone; loads no weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.name))
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(_read_config(config))
     return model
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pellucid.data import COLUMNS, PackedArray
+from pellucid.data.rules import Experts
 from pellucid.errors import ModelError
 
 _KNOWN = ("OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
@@ -48,6 +49,10 @@ class RouterShape:
         return np.dtype(column.narrow if fits else column.dtype)
 
     @property
+    def experts(self) -> Experts:
+        return self.num_layers, self.top_k, self.num_experts
+
+    @property
     def num_bytes(self) -> int:
         """Of a token's experts."""
         return self.num_layers * self.top_k * self.dtype.itemsize
@@ -64,7 +69,7 @@ def routers_of(hf: nn.Module, key: str) -> list[Any]:
     return routers
 
 
-def _shape(routers: list[Any]) -> RouterShape:
+def router_shape(routers: list[Any]) -> RouterShape:
     return RouterShape(len(routers), routers[0].top_k, routers[0].num_experts)
 
 
@@ -73,7 +78,7 @@ class ExpertRecorder:
 
     def __init__(self, hf: nn.Module) -> None:
         routers = routers_of(hf, "inference.record_experts")
-        self.shape = _shape(routers)
+        self.shape = router_shape(routers)
         self._chosen: list[Tensor] = [torch.empty(0)] * len(routers)
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._keep, layer))
@@ -119,7 +124,7 @@ class ExpertReplay:
 
     def __init__(self, hf: nn.Module) -> None:
         routers = routers_of(hf, "trainer.enable_router_replay")
-        self.shape = _shape(routers)
+        self.shape = router_shape(routers)
         self._now: ReplayedExperts | None = None
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._replay, layer))

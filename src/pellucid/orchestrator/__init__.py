@@ -1,18 +1,18 @@
 """The orchestrator: rollouts, groups, advantages, batches. Its process does without torch."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import ConfigError
+from pellucid.ledger import new_process
 from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, ScoredRollout
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
 from pellucid.orchestrator.evaluation import Evaluation, load_evaluation
 from pellucid.orchestrator.filters import FilterInputs
 from pellucid.orchestrator.loop import Orchestrator
-from pellucid.orchestrator.servers import connect_policy, connect_teacher
+from pellucid.orchestrator.servers import Claims, connect_policy, connect_teacher
 from pellucid.orchestrator.session import Session
 from pellucid.orchestrator.signals import run_until_signalled
 from pellucid.transport import open_sender
@@ -60,17 +60,19 @@ async def _orchestrate(
     evaluations: Sequence[Evaluation],
     tokenizer: Any,
 ) -> None:
-    client = connect_policy(config, tokenizer)
-    teacher = connect_teacher(config, tokenizer)
+    process, claims = new_process(), Claims()
+    client = connect_policy(config, tokenizer, claims, process)
+    teacher = connect_teacher(config, tokenizer, claims, process)
     try:
         sender = open_sender(config.transport, config.output_dir, config.run_name)
         # Before the wait: what cannot work is refused at once, not when a server is there.
-        orchestrator = Orchestrator(config, environments, tokenizer, client, sender, evaluations, teacher)
+        orchestrator = Orchestrator(
+            config, environments, tokenizer, client, sender, evaluations, teacher, process
+        )
         if teacher is not None:
             await teacher.wait_until_ready()
         await client.wait_until_ready()
         await orchestrator.run()
-        await asyncio.to_thread(sender.close)
     finally:
         await client.close()
         if teacher is not None:

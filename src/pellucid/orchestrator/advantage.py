@@ -127,9 +127,7 @@ class Advantage:
         numbers: dict[object, int] = {}
         places = [numbers.setdefault(_group_of(rollout), len(numbers)) for rollout in rollouts]
         if self.columnar is not None:
-            advantages: list[float] = self.columnar(rollouts, _rewards(rollouts), Groups(places)).tolist()
-            _check(self.name, rollouts, advantages)
-            return advantages
+            return _of_columns(self.columnar, rollouts, Groups(places))
         members: list[list[int]] = [[] for _ in numbers]
         for index, place in enumerate(places):
             members[place].append(index)
@@ -149,9 +147,9 @@ class Advantage:
             shaped = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
         except Exception as error:
             raise UserCodeError(f"{_where(self.name, rollouts[0])}: {describe(error)}") from error
-        _check(self.name, rollouts, advantages)
         if self.columnar is not None:
             return advantages  # exact already
+        _check(self.name, rollouts, advantages)
         if shaped is not None and len(shaped) != len(rollouts):
             raise ConfigError(
                 f"{_where(self.name, rollouts[0])}: {len(shaped)} shaped rewards for {len(rollouts)} "
@@ -207,11 +205,15 @@ def load_advantage(config: AdvantageConfig) -> Advantage:
 
 def _one_group(columnar: Columnar, inputs: AdvantageInputs) -> AdvantageOutputs:
     one = Groups(np.zeros(len(inputs.rollouts), np.intp))
-    return AdvantageOutputs(columnar(inputs.rollouts, _rewards(inputs.rollouts), one).tolist())
+    return AdvantageOutputs(_of_columns(columnar, inputs.rollouts, one))
 
 
-def _rewards(rollouts: Sequence[ScoredRollout]) -> Floats:
-    return np.array([rollout.reward for rollout in rollouts], np.float32)
+def _of_columns(columnar: Columnar, rollouts: Sequence[ScoredRollout], groups: Groups) -> list[float]:
+    """Rewards near the ends of float32 give advantages beyond it: their samples are rejected, each alone."""
+    rewards = np.array([rollout.reward for rollout in rollouts], np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        advantages: list[float] = columnar(rollouts, rewards, groups).tolist()
+    return advantages
 
 
 def default_advantages(

@@ -13,20 +13,26 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import orjson
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 from pellucid.config.imports import describe
 from pellucid.data import Example, Rollout, TrainingMode
-from pellucid.errors import PellucidError, RolloutError
+from pellucid.data.plain import clip_middle, encodable, printable, to_json, to_plain
+from pellucid.errors import PellucidError, RolloutError, UserCodeError
 from pellucid.inference.client import REFUSED
-from pellucid.orchestrator.environment import Environment, Score, checked_score, checked_scores
+from pellucid.orchestrator.chat import copy_nested
+from pellucid.orchestrator.environment import Environment, Score, ask, checked_score, checked_scores
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
 from pellucid.orchestrator.tasks import Deadline
 from pellucid.orchestrator.teacher import Scorer
 
 log = logging.getLogger(__name__)
+
+_MAX_ERROR = 10_000  # characters that are kept of an error, and ten times as many of its traceback
+_MAX_LABEL = 1_000  # characters of an example's id: batches carry it with every sample
+
+_CANCELLED = "CancelledError: the attempt was cancelled"
 
 EMPTY = "EmptyRollout"
 """Error type of a rollout in which nothing was sampled."""
@@ -52,14 +58,26 @@ class GroupRun:
     on_request: Callable[[str], None] | None = None
     """Is told the id of a rollout before each of its requests to the policy."""
 
+    unusable: PellucidError | None = None
+    """Why the example cannot be attempted; all its rollouts fail for that."""
+
     _unscored: list[Rollout] = field(default_factory=list)
     """Members that are done and wait for `score_group`; a rollout that failed is none."""
+
+    _kept: Example = field(init=False)
+    """The example as it is written down; the environment's own may hold anything."""
+
+    def __post_init__(self) -> None:
+        example = self.example
+        self._kept = replace(
+            example, example_id=_label(example.example_id), messages=to_plain(list(example.messages))
+        )
 
     def open_rollout(self, rollout_id: str) -> Rollout:
         return Rollout(
             rollout_id,
             self.group_id,
-            self.example,
+            self._kept,
             self.env_name,
             self.sampler.temperature,
             state=dict.fromkeys(self.state_columns, "null"),
@@ -70,8 +88,10 @@ class GroupRun:
         """Leaves the rollout scored, waiting for its group's scores, or with the reason why it failed."""
         deadline = Deadline(self.timeout_s)
         try:
+            if self.unusable is not None:
+                raise self.unusable
             score = checked_score(await self._converse(rollout, deadline), self.environment.rollout)
-            if any(turn.completion.finish_reason == REFUSED for turn in rollout.turns):
+            if any(turn.finish_reason == REFUSED for turn in rollout.turns):
                 raise RolloutError(
                     "tokens of this rollout were refused; the environment went on without them"
                 )
@@ -87,17 +107,23 @@ class GroupRun:
                 rollout.reward = score.reward
         except PellucidError as error:
             _fail(rollout, type(error).__name__, f"{type(error).__name__}: {error}")
+            if isinstance(error, UserCodeError):
+                rollout.traceback = _traceback(error.__cause__)
         except Exception as error:
             _fail(rollout, type(error).__name__, describe(error))
-            rollout.traceback = _encodable("".join(traceback.format_exception(error)))
-        except asyncio.CancelledError:
-            _fail(rollout, "CancelledError", "CancelledError: the attempt was cancelled")
-            raise
+            rollout.traceback = _traceback(error)
+        except asyncio.CancelledError as error:
+            is_ours = _is_being_cancelled()
+            _fail(rollout, "CancelledError", _CANCELLED if is_ours else describe(error))
+            if is_ours:
+                raise
 
     async def _converse(self, rollout: Rollout, deadline: Deadline) -> Score:
         session = Session(rollout, self.sampler, self.prompts, self.on_request)
+        # A copy: an environment that appends to its messages must not append to those of the whole group.
+        own = replace(self.example, messages=copy_nested(list(self.example.messages)))
         try:
-            return await deadline.bound(self.environment.rollout(self.example, session))
+            return await deadline.bound(ask(self.environment.rollout, own, session))
         finally:
             await session.close()
 
@@ -110,7 +136,7 @@ class GroupRun:
         if len(members) == self.size:
             score_group = self.environment.score_group
             scores = checked_scores(
-                await deadline.bound(score_group(members), "score_group: "), len(members), score_group
+                await deadline.bound(ask(score_group, members), "score_group: "), len(members), score_group
             )
             for member, score in zip(members, scores, strict=True):
                 _note(member, score)
@@ -136,25 +162,35 @@ class FailureLog:
         )
 
 
+def _label(example_id: object) -> str:
+    """An example's id as text. A long one (some give the prompt) is cut, and told apart by a digest."""
+    text = str(to_plain(example_id))
+    if len(text) <= _MAX_LABEL:
+        return text
+    return f"{text[:_MAX_LABEL]}…{sha256(text.encode()).hexdigest()[:16]}"
+
+
 def _fail(rollout: Rollout, error_type: str, error: str) -> None:
-    rollout.error_type = error_type
-    rollout.error = _encodable(error)
+    rollout.error_type = encodable(error_type)
+    rollout.error = _to_be_shown(error, _MAX_ERROR)
 
 
-def _encodable(text: str) -> str:
-    """Spells out surrogates (`\\ud83d`), which no file and no message between processes can hold."""
-    return text.encode(errors="backslashreplace").decode()
+def _traceback(error: BaseException | None) -> str:
+    return _to_be_shown("".join(traceback.format_exception(error)), 10 * _MAX_ERROR)
+
+
+def _to_be_shown(text: str, width: int) -> str:
+    return clip_middle(printable(text), width)
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancels this very task; else a CancelledError is of the environment's own making."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _note(rollout: Rollout, score: Score) -> None:
     """Keeps all of a score but the reward."""
     rollout.metrics |= score.metrics
     for column in rollout.state.keys() & score.state.keys():
-        rollout.state[column] = _as_json(score.state[column])
-
-
-def _as_json(value: object) -> str:
-    """What JSON has no form for is described in words."""
-    return orjson.dumps(
-        value, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    ).decode()
+        rollout.state[column] = to_json(score.state[column]).decode()

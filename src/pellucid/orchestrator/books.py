@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout, TokenTable
-from pellucid.ledger import Flow, Journal, Stage, State
+from pellucid.ledger import Flow, Journal, Stage, State, orchestrator_of
 from pellucid.metrics import Tee, open_sinks
 from pellucid.orchestrator.bias import DropAudit
 from pellucid.orchestrator.records import RolloutLog
@@ -32,12 +32,13 @@ _STEPS_BETWEEN_WARNINGS = 100
 
 
 class Books:
-    def __init__(self, config: OrchestratorRunConfig) -> None:
+    def __init__(self, config: OrchestratorRunConfig, process: str = "", last_mark: int = 0) -> None:
+        """`process`: the name of ours in the ledger; `last_mark`: that of the snapshot to go on from."""
         self._run_id = config.run_name
         self._env_names = [env.label for env in config.orchestrator.env]
-        self._journal = Journal(
-            config.output_dir / "ledger" / "orchestrator.jsonl", Stage.ORCHESTRATOR, resume=config.resume
-        )
+        path = config.output_dir / "ledger" / "orchestrator.jsonl"
+        self._journal = Journal(path, Stage.ORCHESTRATOR, resume=config.resume, process=process)
+        self._last_mark = last_mark
         self._entering = threading.Lock()
         self._sink = Tee(open_sinks(config, "orchestrator"))
         own = config.orchestrator
@@ -85,17 +86,30 @@ class Books:
         self._warn_of_bias(step)
 
     @property
-    def journal_bytes(self) -> int:
-        """Raises if journal and saved rollouts do not tell the same any more: no run goes on from there."""
+    def process(self) -> str:
+        """The name of ours in the ledger."""
+        return self._journal.process
+
+    def mark(self, step: int) -> int:
+        """Numbers the next snapshot; what is written so far is on the disk before that is taken.
+
+        Raises if journal and saved rollouts do not tell the same any more: no run goes on from there.
+        """
         if self._torn is not None:
             raise self._torn
-        return self._journal.num_bytes
+        self._rollouts.sync()
+        with self._entering:
+            self._last_mark += 1
+            self._journal.mark(self._last_mark, step)
+        return self._last_mark
 
-    def close(self, step: int, *, finished: bool) -> None:
-        """Of a run that was stopped, step and journal stay open: it may be resumed."""
-        if finished:
-            self._rollouts.finish_step()
-            self._journal.close(step)
+    def finish(self, step: int) -> None:
+        """Not of a run that was stopped: its step and journal stay open, since it may be resumed."""
+        self._rollouts.finish_step()
+        self._journal.close(step)
+
+    def close(self) -> None:
+        """Closes the metrics, which may take long; the books need no closing but `finish`."""
         self._sink.close()
 
     def _warn_of_bias(self, step: int) -> None:
@@ -106,12 +120,15 @@ class Books:
             self._next_warning = step + _STEPS_BETWEEN_WARNINGS
 
     def _count(self, verdict: Verdict) -> None:
-        env_name, num_sampled = verdict.rollout.env_name, verdict.rollout.num_sampled
-        self._journal.count(self._run_id, env_name, Flow.RECEIVED, num_sampled)
-        num_settled = (
-            sum(sample.num_sampled for sample in verdict.samples) if verdict.is_sent else num_sampled
-        )
-        self._journal.count(self._run_id, env_name, verdict.outcome, num_settled)
+        env_name, num_settled, link = verdict.rollout.env_name, verdict.rollout.num_sampled, ""
+        for turn in verdict.rollout.turns:
+            link = turn.link
+            self._journal.count(self._run_id, env_name, Flow.RECEIVED, turn.num_tokens, link)
+            if link and orchestrator_of(link) != self._journal.process:  # it waited in a snapshot
+                self._journal.count(self._run_id, env_name, Flow.HELD, -turn.num_tokens, link)
+        if verdict.is_sent:
+            num_settled = sum(sample.num_sampled for sample in verdict.samples)
+        self._journal.count(self._run_id, env_name, verdict.outcome, num_settled, link)
 
     def _log_losses(self, verdicts: Sequence[Verdict]) -> None:
         """Logs a group that lacks rollouts, in counts: each failure was logged when it happened."""

@@ -7,18 +7,22 @@
 
 A system message that the template adds on its own is one, too.
 
+A message is a dict with a role. Its content is text, or a list of text parts (OpenAI's form), which are
+joined: most templates would write such a list as Python does.
+
 What the model wrote is never rendered again: a later prompt is the earlier tokens plus what the template
 puts after the reply.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
+from pellucid.data.plain import brief
 from pellucid.data.tokenizer import end_of_turn_ids, no_chat_template
-from pellucid.errors import ModelError
+from pellucid.errors import ModelError, RolloutError
 
 Message = Mapping[str, Any]
 """`role` and `content`, and whatever else a template reads, such as `tool_calls`."""
@@ -27,6 +31,48 @@ Tools = Sequence[Mapping[str, Any]]
 """Functions that the model may call, in OpenAI's form."""
 
 _REPLY = "pellucid"  # stands for a reply while the template is asked what follows one
+_MAX_ADDED = 64  # lists of tools whose system message is remembered; every example may have its own
+
+
+def take_messages(messages: Sequence[Message]) -> list[Message]:
+    """Messages with their text parts joined; TypeError if they are none, RolloutError if one is not text."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise TypeError(f"the messages are {brief(messages)}; give a list of dicts")
+    return [
+        # The usual form first: a conversation is taken whole at each of its turns.
+        message
+        if type(message) is dict and type(message.get("role")) is type(message.get("content")) is str
+        else take_message(message, f"messages[{index}]")
+        for index, message in enumerate(messages)
+    ]
+
+
+def take_message(message: Message, what: str) -> Message:
+    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+        raise TypeError(f'{what} is {brief(message)}; give a dict such as {{"role": "user", "content": "…"}}')
+    content = message.get("content")
+    return {**message, "content": join_parts(content, what)} if isinstance(content, list) else message
+
+
+def copy_nested(value: Any) -> Any:
+    """Dicts and lists within `value` are copied, anything else is taken over."""
+    if isinstance(value, dict):
+        return {key: copy_nested(each) for key, each in value.items()}
+    return [copy_nested(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def join_parts(parts: Sequence[Any], what: str) -> str:
+    """`[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]` -> `ab`."""
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise RolloutError(
+                f"the content of {what} has the part {brief(part)}; only text can be trained on: give "
+                'parts such as {"type": "text", "text": "…"}'
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +127,8 @@ class ChatTemplate:
         """The system message that the template puts before a first message of this role; mostly none."""
         key = role, repr(tools)
         if key not in self._added:
+            if len(self._added) >= _MAX_ADDED:
+                del self._added[next(iter(self._added))]  # the oldest
             self._added[key] = self._encode(self._added_text(role, tools))
         return self._added[key]
 
@@ -126,11 +174,27 @@ class ChatTemplate:
         return text
 
     def _encode(self, text: str) -> list[int]:
-        if self._backend is not None:
-            token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        else:
-            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        try:
+            if self._backend is not None:
+                token_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            else:
+                token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):
+            _refuse_surrogates(text)
+            raise
         return token_ids
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(error.start - 20, 0) : error.end + 20]
+        raise RolloutError(
+            f"the prompt has half of a character (a lone surrogate) at {error.start}, in {around!r}; no "
+            "tokenizer can encode it: replace it where the message is made, as "
+            "text.encode(errors='replace').decode() does"
+        ) from None
 
 
 def _plain_backend(tokenizer: Any) -> Any:

@@ -2,8 +2,9 @@
 
 - Jobs are done one after the other, in the order in which they are given, and each to its end: a caller that
   is cancelled is told so only then. What a job writes is the state at the moment it was given.
-- For a batch: books, then snapshot, then the batch itself. Whenever the process dies, the snapshot knows
-  every batch that the trainer can have, and the books tell no less than the snapshot; see `snapshot`.
+- For a batch: books, then snapshot, then the batch itself, each on the disk before the next. Whenever
+  process or machine die, the snapshot knows every batch that the trainer can have, and the books tell no less
+  than the snapshot; see `snapshot`. The batch itself may be gone: then it is sampled again.
 """
 
 import asyncio
@@ -80,7 +81,7 @@ class Clerk:
     def _write_snapshot(self, state: SchedulerState) -> None:
         snapshot = take_snapshot(
             state,
-            journal_bytes=self._books.journal_bytes,
+            mark=self._books.mark(state.batches_sent),
             rollouts_bytes=saved_bytes(self._config.output_dir, state.batches_sent),
         )
         write_snapshot(self._config.output_dir, snapshot)

@@ -17,9 +17,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 from pellucid.config import EnvironmentConfig, EvalConfig
 from pellucid.config.imports import describe, load_attribute, place_of, place_of_code, require_package
 from pellucid.data import Example, Rollout
+from pellucid.data.plain import brief, encodable
 from pellucid.errors import ConfigError, RolloutError, UserCodeError
 from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.session import Session
@@ -99,6 +102,10 @@ class SingleTurnEnvironment(Environment):
     heavy_reward: ClassVar[bool] = False
     """The reward takes long to compute: it is offloaded."""
 
+    repeatable_reward: ClassVar[bool] = True
+    """The same example and answer have the same reward. One rollout of each batch is scored again, and an
+    alarm rings if its reward differs. A reward that is heavy, or `async def`, is never asked for again."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if cls.heavy_reward and inspect.iscoroutinefunction(cls.reward):
@@ -119,6 +126,19 @@ class SingleTurnEnvironment(Environment):
         """The score of an answer; `async def` if it has to wait for something."""
 
 
+async def ask(method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """The answer of an environment's coroutine, which can end its rollout, but neither task nor process."""
+    try:
+        answer = method(*arguments)
+        if not inspect.isawaitable(answer):
+            raise _wrong_answer(method, answer, "an awaitable: write it as `async def`, without `yield`")
+        return await answer
+    except (KeyboardInterrupt, SystemExit) as error:  # the signals of a run never come as exceptions
+        raise RolloutError(
+            f"{describe(error)}; an environment fails a rollout by an Exception, and never ends the process"
+        ) from error
+
+
 def checked_score(value: object, method: Callable[..., Any]) -> Score:
     """The score that an environment's `method` returned, with plain floats; RolloutError if it is none."""
     if not isinstance(value, Score):
@@ -128,12 +148,14 @@ def checked_score(value: object, method: Callable[..., Any]) -> Score:
     reward = _as_float(value.reward)
     if reward is None or not math.isfinite(reward):
         raise _wrong_answer(method, value.reward, "a finite number", "reward = ")
+    if abs(reward) > _MAX_REWARD:
+        raise _wrong_answer(method, value.reward, f"one within ±{_MAX_REWARD:.2g}: scale it", "reward = ")
     metrics = {}
     for name, metric in value.metrics.items():
         number = _as_float(metric)
         if number is None:
             raise _wrong_answer(method, metric, "a number", f"metrics[{name!r}] = ")
-        metrics[str(name)] = number
+        metrics[encodable(str(name))] = number
     return Score(reward, metrics, value.state)
 
 
@@ -153,14 +175,14 @@ def draw_example(environment: Environment, label: str, index: int, remedy: str =
     """The example at a position; UserCodeError if there is none, RolloutError if it is not an Example."""
     try:
         example = environment.example(index)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         raise UserCodeError(
             f"environment {label!r} has no example {index}: {describe(error)}; {remedy}"
         ) from error
     if not isinstance(example, Example):
         raise _wrong_answer(environment.example, example, "an Example(example_id, messages, info)")
     if not isinstance(example.messages, Sequence) or not all(
-        isinstance(message, Mapping) and "role" in message for message in example.messages
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in example.messages
     ):
         expected = 'a list of dicts such as {"role": "user", "content": "…"}'
         raise _wrong_answer(environment.example, example.messages, expected, "messages = ")
@@ -170,13 +192,11 @@ def draw_example(environment: Environment, label: str, index: int, remedy: str =
 def _wrong_answer(method: Callable[..., Any], value: object, expected: str, what: str = "") -> RolloutError:
     name = getattr(method, "__qualname__", repr(method))
     place = place_of_code(method)
-    text = repr(value)
-    shown = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
     where = name if place is None else f"{name} ({place})"
-    return RolloutError(f"{where} returned {what}{shown} ({type(value).__name__}); return {expected}")
+    return RolloutError(f"{where} returned {what}{brief(value)}; return {expected}")
 
 
-_MAX_SHOWN = 80
+_MAX_REWARD = float(np.finfo(np.float32).max)  # advantages are computed in float32
 
 
 def _as_float(value: Any) -> float | None:

@@ -97,7 +97,7 @@ class _OpenGroup:
 class Evaluator:
     """Runs the evaluations of a run; with none, no version is ever due.
 
-    `spawn` starts an attempt. Whoever stops the run cancels the attempts, and then calls `close`.
+    `spawn` starts an attempt. Whoever stops the run cancels the attempts, and then calls `settle_all`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Evaluator:
         self._spawn = spawn
         self._failures = failures
         self._timeout_s = config.orchestrator.rollout_timeout_s
-        self._free = asyncio.Semaphore(config.orchestrator.max_inflight_rollouts)
+        self._free = asyncio.Semaphore(config.max_inflight_rollouts)
         self._open: dict[str, _OpenGroup] = {}
         self._stopped = False
 
@@ -147,10 +147,12 @@ class Evaluator:
         for sampler in self._samplers.values():
             sampler.close(patience_s)
 
-    def close(self) -> None:
-        """Accounts for what is still running, and closes the books."""
+    def settle_all(self) -> None:
+        """Accounts for what is still running."""
         for group in list(self._open.values()):
             self._settle(group)
+
+    def close(self) -> None:
         self._books.close()
 
     def _due(self, version: int) -> list[Evaluation]:

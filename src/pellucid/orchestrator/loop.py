@@ -19,22 +19,25 @@ Back-pressure is the scheduler's: nothing here decides what may start. A failed 
 exception in a task stops the run. A version that is evaluated stays until that is over, and a run with
 evaluations ends with that of its last version. However the run ends, what was sampled is accounted for:
 attempts are cancelled, which makes their sessions take in what the server has. A run that sent its last
-batch then closes its books; one that was stopped leaves them open, with a snapshot to go on from.
+batch then closes its books; one that was stopped leaves them open, with a snapshot to go on from. Books come
+before all that may be slow or hang: metrics, environments.
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pellucid.config import OrchestratorRunConfig
-from pellucid.data import Rollout, TrainingMode
-from pellucid.errors import RolloutError
+from pellucid.data import Example, Rollout, TrainingMode
+from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, say_failure
+from pellucid.errors import PellucidError, RolloutError, UserCodeError
 from pellucid.inference.client import InferenceClient
-from pellucid.ledger.settings import record_settings
+from pellucid.ledger.settings import changed_settings, record_settings
 from pellucid.orchestrator.advantage import load_advantage
+from pellucid.orchestrator.alarms import OrchestratorAlarms, WatchedClient
 from pellucid.orchestrator.attempt import FailureLog, GroupRun
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.chat import ChatTemplate
@@ -46,9 +49,10 @@ from pellucid.orchestrator.filters import load_filter
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.pace import Pace, RateLimit
 from pellucid.orchestrator.progress import Progress, Tally, remove_progress, write_progress
+from pellucid.orchestrator.resume import settle_orchestrator
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
-from pellucid.orchestrator.snapshot import read_snapshot
+from pellucid.orchestrator.snapshot import Snapshot
 from pellucid.orchestrator.tasks import cancel, outlast
 from pellucid.orchestrator.teacher import Scorer, TeacherSampler, open_sampler, training_mode
 from pellucid.orchestrator.verdict import Verdict
@@ -58,9 +62,10 @@ from pellucid.transport import BatchSender, stable_steps
 log = logging.getLogger(__name__)
 
 WIND_DOWN_S = 5.0
-"""Half of what the launcher grants before it kills."""
+"""For rollouts to take in what the server has of them; an environment may not let go of one."""
 
 _LAST_PATIENCE_S = 3.0
+_CLOSE_ENVIRONMENTS_S = 30.0
 _CHECK_SENDER_EVERY_S = 1.0
 _SHOW_PROGRESS_EVERY_S = 2.0
 _STARTS_PER_TURN = 32
@@ -84,11 +89,21 @@ class Orchestrator:
         sender: BatchSender,
         evaluations: Sequence[Evaluation] = (),
         teacher: InferenceClient | None = None,
+        process: str = "",
     ) -> None:
-        """`teacher`: the servers of `orchestrator.teacher`, where there is one."""
+        """`teacher`: the servers of `orchestrator.teacher`, where there is one.
+
+        `process`: the name of ours in the ledger, which the clients tell their servers.
+        """
+        snapshot = Snapshot()
+        if config.resume:
+            snapshot = settle_orchestrator(config, changed_settings(config, "orchestrator"))
         self._config = config
         self._environments = environments
-        self._client = client
+        self._alarms = OrchestratorAlarms(
+            config.output_dir, lambda: self._scheduler.batches_sent, config.seed
+        )
+        self._client = client = WatchedClient(client, self._alarms)
         self._clients = [client] if teacher is None else [client, teacher]
         self._sender = sender
         sampler = _sampler(config, ChatTemplate(tokenizer), client)
@@ -96,9 +111,9 @@ class Orchestrator:
         self._mode = training_mode(config.orchestrator.teacher)
         self._scorer: Scorer | None = None
         self._teacher: TeacherSampler | None = None
-        samples_from = client
+        samples_from: InferenceClient = client
         if teacher is not None and self._mode is TrainingMode.SFT:
-            samples_from = self._teacher = open_sampler(config, teacher)
+            samples_from = self._teacher = open_sampler(config, teacher, process)
         elif teacher is not None:
             self._scorer = Scorer(teacher, config.run_name)
         self._samplers = {
@@ -106,7 +121,7 @@ class Orchestrator:
             for name, env in self._envs.items()
         }
         self._scheduler = _scheduler(config, environments)
-        self._books = Books(config)
+        self._books = Books(config, process, snapshot.mark)
         self._clerk = Clerk(config, self._books, sender)
         eval_books = EvalBooks(config, self._books.account)
         self._failures = FailureLog()
@@ -121,7 +136,7 @@ class Orchestrator:
         self._changed = asyncio.Event()
         self._may_start = asyncio.Event()
         self._dead: BaseException | None = None
-        if config.resume and (snapshot := read_snapshot(config.output_dir)) is not None:
+        if config.resume:
             self._scheduler.restore(snapshot.scheduler_state(config.run_name))
 
     async def run(self) -> None:
@@ -129,7 +144,7 @@ class Orchestrator:
         for change in record_settings(self._config, "orchestrator", start):
             log.info(change.line(start))
         services: list[asyncio.Task[None]] = []
-        async with AsyncExitStack() as stack:
+        async with self._closing_in_time() as stack:
             try:
                 for environment in (*self._environments.values(), *self._evaluator.environments):
                     await stack.enter_async_context(environment.serving())
@@ -147,8 +162,27 @@ class Orchestrator:
                     self._check_progress()
                 while self._evaluator.is_due(self._config.max_steps):
                     await self._change()
+            except Exception as error:
+                say_failure(error)
+                raise
             finally:
                 await outlast(self._finish(services))
+
+    @asynccontextmanager
+    async def _closing_in_time(self) -> AsyncIterator[AsyncExitStack]:
+        """A stack of environments. What one of them does to close is its own affair, but the run ends."""
+        stack = AsyncExitStack()
+        try:
+            yield stack
+        finally:
+            say("closing the environments", silence_s=_CLOSE_ENVIRONMENTS_S + SILENCE_S)
+            try:
+                async with asyncio.timeout(_CLOSE_ENVIRONMENTS_S) as limit:
+                    await stack.aclose()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                log.warning("the environments did not close within %g s", _CLOSE_ENVIRONMENTS_S)
 
     async def _watch_sender(self) -> None:
         """A batch that the trainer refuses stops the run, which would wait for weights that never come."""
@@ -265,6 +299,7 @@ class Orchestrator:
             "policy_version": self._scheduler.policy_version,
             "time/batch_s": batch_s,
             "time/wait_weights_s": blocked_s,
+            **self._alarms.judge_batch(verdicts, self._environments),
         }
         self._may_start.set()
         self._tally = Tally()
@@ -299,24 +334,42 @@ class Orchestrator:
             await cancel(services)
             await self._wind_down()
         finally:
-            for attempt in list(self._inflight.values()):
-                self._collect(attempt.rollout)
-            step = self._scheduler.batches_sent
-            self._evaluator.close()
+            at_stake = "what was sampled since the last batch"
+            say("closing its books", at_stake=at_stake, silence_s=DISK_SILENCE_S)
             try:
-                await self._save()
+                await self._close_books()
             finally:
-                self._clerk.close()
-            all_evaluated = not self._evaluator.is_due(self._config.max_steps)
-            self._books.close(step, finished=step == self._config.max_steps and all_evaluated)
-            if self._teacher is not None:
-                self._teacher.close_books()
+                say("closing its metrics", silence_s=SINK_SILENCE_S)
+                self._evaluator.close()
+                self._books.close()
+
+    async def _close_books(self) -> None:
+        for attempt in list(self._inflight.values()):
+            self._collect(attempt.rollout)
+        step = self._scheduler.batches_sent
+        self._evaluator.settle_all()
+        try:
+            await self._save()
+        finally:
+            self._clerk.close()
+        all_evaluated = not self._evaluator.is_due(self._config.max_steps)
+        is_finished = step == self._config.max_steps and all_evaluated
+        if is_finished:
+            self._books.finish(step)
+        if self._teacher is not None:
+            self._teacher.close_books()
+        if is_finished:
+            say("handing over its last batches", at_stake="these", silence_s=DISK_SILENCE_S)
+            await asyncio.to_thread(self._sender.close)
 
     async def _wind_down(self) -> None:
         """Cuts short what is running and waits until it is back, but not for ever."""
         for sampler in self._samplers.values():
             sampler.close(_LAST_PATIENCE_S)
         self._evaluator.stop(_LAST_PATIENCE_S)
+        silence_s = WIND_DOWN_S + _LAST_PATIENCE_S + SILENCE_S
+        at_stake = "what these have sampled"
+        say(f"cutting {len(self._attempts)} rollouts short", at_stake=at_stake, silence_s=silence_s)
         for attempt in self._attempts:
             attempt.cancel()
         if self._attempts:
@@ -327,7 +380,7 @@ class Orchestrator:
     def _open_group(self, dispatch: Dispatch) -> GroupRun:
         environment = self._environments[dispatch.env_name]
         sampler = self._samplers[dispatch.env_name]
-        example = draw_example(environment, dispatch.env_name, dispatch.example_index)
+        example, unusable = self._draw(dispatch)
         self._groups[dispatch.group_id] = GroupRun(
             group_id=dispatch.group_id,
             env_name=dispatch.env_name,
@@ -341,8 +394,19 @@ class Orchestrator:
             training_mode=self._mode,
             scorer=self._scorer,
             on_request=None if self._teacher is not None else self._scheduler.note_request,
+            unusable=unusable,
         )
         return self._groups[dispatch.group_id]
+
+    def _draw(self, dispatch: Dispatch) -> tuple[Example, PellucidError | None]:
+        """An example, or why it cannot be used: one bad row of a data set fails its own rollouts alone."""
+        name, index = dispatch.env_name, dispatch.example_index
+        try:
+            return draw_example(self._environments[name], name, index), None
+        except (UserCodeError, RolloutError) as error:
+            if index == 0 or isinstance(error.__cause__, (IndexError, StopIteration)):
+                raise  # there is no data set, or it has ended
+            return Example(str(index), []), error
 
     def _start(self, attempt: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """An attempt is cancelled when the run ends."""
@@ -382,7 +446,7 @@ def _scheduler(config: OrchestratorRunConfig, environments: Mapping[str, Environ
         batch_size=own.token_batch_size or own.batch_size,
         max_rollout_tokens=None if own.token_batch_size is None else config.inference.max_model_len,
         rollouts_per_example=own.rollouts_per_example,
-        max_inflight_rollouts=own.max_inflight_rollouts,
+        max_inflight_rollouts=config.max_inflight_rollouts,
         max_async_level=config.max_async_level,
         max_off_policy_steps=own.max_off_policy_steps,
         max_steps=config.max_steps,

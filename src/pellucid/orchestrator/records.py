@@ -14,7 +14,8 @@ from typing import Any
 
 import orjson
 
-from pellucid.data.files import append_whole, replace_file
+from pellucid.data.files import append_whole, read_lines, replace_file, require_own, sync
+from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import MARKER, step_folders
@@ -30,6 +31,7 @@ class RolloutLog:
         self._parent = run_dir / "rollouts"
         self._sampling_args = sampling_args
         self._folder: Path | None = None
+        self._unsynced: set[Path] = set()
 
     def append(self, step: int, groups: Sequence[Sequence[Verdict]]) -> None:
         lines = b"".join(
@@ -44,7 +46,13 @@ class RolloutLog:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / FILE).open("ab", buffering=0) as file:
             append_whole(file, lines)
+        self._unsynced.add(folder / FILE)
         self._folder = folder
+
+    def sync(self) -> None:
+        """Returns once what was appended would survive a power failure."""
+        while self._unsynced:
+            sync(self._unsynced.pop())
 
     def finish_step(self) -> None:
         """The step that was appended to, if any, is complete."""
@@ -68,8 +76,10 @@ def cut_rollouts(run_dir: Path, start: int, lengths: Mapping[int, int]) -> None:
     """Takes back what was saved from this step on beyond these lengths; see `saved_bytes`."""
     for step, folder in step_folders(run_dir / "rollouts").items():
         path = folder / FILE
+        if step in lengths or step >= start:
+            require_own(path)
         if step in lengths and path.exists():
-            os.truncate(path, lengths[step])
+            os.truncate(path, min(lengths[step], path.stat().st_size))
         elif step >= start:
             path.unlink(missing_ok=True)
 
@@ -84,12 +94,23 @@ def discard_rollouts(run_dir: Path, steps: Iterable[int], trained: Collection[in
         folder = run_dir / "rollouts" / f"step_{step}"
         path = folder / FILE
         if path.exists():
-            records = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+            require_own(path)
+            records = [_parsed(path, number, line) for number, line in read_lines(path)]
             for record in records:
                 if record["outcome"] == Flow.SENT.value:
                     record |= {"outcome": outcome.value, "reason": "its batch did not survive"}
             replace_file(path, b"".join(orjson.dumps(record) + b"\n" for record in records))
             (folder / MARKER).unlink(missing_ok=True)
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{path}:{number} is damaged: {error}; delete that line") from error
+    if not isinstance(record, dict) or "outcome" not in record:
+        raise DataError(f"{path}:{number} is not a saved rollout; delete that line")
+    return record
 
 
 def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,12 @@ the curve does not depend on the filter.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from pellucid.data import NOT_OURS, Rollout, TokenTable
+from pellucid.data.plain import clip_middle, printable
 from pellucid.errors import DataError
 from pellucid.ledger import State
 from pellucid.metrics import Mean, MetricSet, Moments, NamedMoments, Sum
@@ -71,7 +73,7 @@ def _off_policy(values: Mapping[str, float]) -> str:
 
 def sample_line(step: int, rollout: Rollout) -> str:
     """`step    7  g54-r2  reward 0.750  "Reverse: stone" → "enots" (6 tokens, stop)`, in 100 columns."""
-    asked = rollout.example.messages[-1]["content"] if rollout.example.messages else ""
+    asked = _content(rollout.example.messages[-1]) if rollout.example.messages else ""
     end = f"({rollout.num_sampled} tokens, {rollout.stop_reason})"
     start = f"step {step:4d}  {rollout.rollout_id}  reward {rollout.reward or 0.0:.3f}  "
     room = _LINE_WIDTH - len(f"{start}{_quote('')} → {_quote('')} {end}")
@@ -80,13 +82,18 @@ def sample_line(step: int, rollout: Rollout) -> str:
     return f"{start}{_quote(asked)} → {_quote(said)} {end}"
 
 
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message, of whichever form: parts are joined, what is no text is shown as it is."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    texts = [part.get("text", part) if isinstance(part, Mapping) else part for part in content]
+    return " ".join(map(str, texts))
+
+
 def shorten(text: str, width: int) -> str:
-    """On one line; the middle of a long text is left out: the ends tell most."""
-    text = " ".join(text.split())
-    if len(text) <= width:
-        return text
-    kept = max(width - 1, 0)
-    return f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
+    """On one line, without control characters; the middle of a long text is left out."""
+    return clip_middle(printable(" ".join(text.split())), width)
 
 
 def _quote(text: str) -> str:

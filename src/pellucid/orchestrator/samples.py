@@ -60,14 +60,9 @@ def _columns_of(rollout: Rollout, run_id: str, advantage: float) -> list[dict[st
     ]
 
 
-def token_sequences(rollout: Rollout) -> list[list[int]]:
+def token_sequences(rollout: Rollout) -> list[NDArray[np.integer[Any]]]:
     """The token ids of each sample that the rollout gives."""
-    return [_token_ids(turns).tolist() for turns in _branches(rollout)]
-
-
-def _token_ids(turns: Sequence[Turn]) -> NDArray[np.integer[Any]]:
-    last = turns[-1].tokens
-    return np.concatenate([last.prompt_ids, last.token_ids])
+    return [turns[-1].known_ids for turns in _branches(rollout)]
 
 
 def _teacher_logprobs(rollout: Rollout, index: int) -> NDArray[np.float32] | None:
@@ -77,7 +72,7 @@ def _teacher_logprobs(rollout: Rollout, index: int) -> NDArray[np.float32] | Non
 def _branches(rollout: Rollout) -> list[list[Turn]]:
     branches: list[list[Turn]] = []
     for turn in (turn for turn in rollout.turns if turn.num_tokens):
-        branch = next((branch for branch in reversed(branches) if _extends(branch[-1], turn)), None)
+        branch = next((branch for branch in reversed(branches) if turn.extends(branch[-1])), None)
         if branch is None:
             branches.append([turn])
         else:
@@ -85,16 +80,8 @@ def _branches(rollout: Rollout) -> list[list[Turn]]:
     return branches
 
 
-def _extends(last: Turn, turn: Turn) -> bool:
-    prompt_ids = turn.tokens.prompt_ids
-    num_prompt, num_known = last.num_prompt_tokens, last.num_prompt_tokens + last.num_tokens
-    return np.array_equal(prompt_ids[:num_prompt], last.tokens.prompt_ids) and np.array_equal(
-        prompt_ids[num_prompt:num_known], last.tokens.token_ids
-    )
-
-
 def _columns(turns: Sequence[Turn], **values: object) -> dict[str, Any]:
-    token_ids = _token_ids(turns)
+    token_ids = turns[-1].known_ids
     spans = [(turn.num_prompt_tokens, turn.num_tokens) for turn in turns]
     trainable = [span for span, turn in zip(spans, turns, strict=True) if turn.trainable]
     runs = [run for turn in turns for run in turn.policy_versions]

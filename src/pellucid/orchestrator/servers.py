@@ -10,18 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
+from pellucid.config.inference import base_url
+from pellucid.config.orchestrator import TeacherConfig
 from pellucid.data.files import replace_file
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.vocabulary import fingerprint
+from pellucid.guard import read_key, server_key
 from pellucid.inference.examine import Expected
 from pellucid.inference.pool import ServerPool
 from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import stable_steps
 
+Claims = dict[str, str]
+"""Who uses a server, by its id; a server is the policy's or a teacher's, never both's."""
 
-def connect_policy(config: OrchestratorRunConfig, tokenizer: Any) -> ServerPool:
-    """Must be called inside a running event loop."""
-    urls = config.inference.servers or (base_url(config.inference.host, config.inference.port),)
+
+def connect_policy(
+    config: OrchestratorRunConfig, tokenizer: Any, claims: Claims, process: str = ""
+) -> ServerPool:
+    """Must be called inside a running event loop. `process`: the name of ours in the ledger."""
     expected = Expected(
         role="policy server",
         model=config.model.name,
@@ -31,25 +38,56 @@ def connect_policy(config: OrchestratorRunConfig, tokenizer: Any) -> ServerPool:
         model_fingerprint=model_fingerprint(config.model.name),
         has_weights=bool(stable_steps(config.output_dir / "weights")),
     )
-    return _connect(urls, expected)
+    key = server_key(config.output_dir, config.inference.key_file)
+    return _connect(config, config.inference.urls, expected, claims, key, process)
 
 
-def connect_teacher(config: OrchestratorRunConfig, tokenizer: Any) -> ServerPool | None:
+def connect_teacher(
+    config: OrchestratorRunConfig, tokenizer: Any, claims: Claims, process: str = ""
+) -> ServerPool | None:
     teacher = config.orchestrator.teacher
     if teacher is None:
         return None
     urls = teacher.servers or (base_url(config.inference.host, teacher.port),)
-    return _connect(urls, expected_of_teacher(config, tokenizer))
+    expected = expected_of_teacher(config, teacher, tokenizer)
+    return _connect(config, urls, expected, claims, _teacher_key(config, teacher), process)
 
 
-def expected_of_teacher(config: OrchestratorRunConfig, tokenizer: Any) -> Expected:
-    return Expected("teacher", config.model.name, fingerprint(tokenizer), config.inference.max_model_len)
+def expected_of_teacher(config: OrchestratorRunConfig, teacher: TeacherConfig, tokenizer: Any) -> Expected:
+    return Expected(
+        "teacher",
+        config.model.name,
+        fingerprint(tokenizer),
+        config.inference.max_model_len,
+        access="all" if teacher.mode == "sft" else "sampling",
+        key_setting="orchestrator.teacher.key_file",
+    )
 
 
-def _connect(urls: Sequence[str], expected: Expected) -> ServerPool:
+def _teacher_key(config: OrchestratorRunConfig, teacher: TeacherConfig) -> str | None:
+    """The run's own if its launcher serves the teacher; other servers are shown nothing but their own."""
+    if not teacher.servers:
+        return server_key(config.output_dir, config.inference.key_file)
+    return None if teacher.key_file is None else read_key(teacher.key_file, "orchestrator.teacher.key_file")
+
+
+def _connect(
+    config: OrchestratorRunConfig,
+    urls: Sequence[str],
+    expected: Expected,
+    claims: Claims,
+    key: str | None,
+    process: str,
+) -> ServerPool:
     from pellucid.inference.http import HttpInferenceClient
 
-    return ServerPool({url: HttpInferenceClient(url) for url in urls}, group_of_request, expected)
+    return ServerPool(
+        {url: HttpInferenceClient(url, key, process) for url in urls},
+        group_of_request,
+        expected,
+        claims=claims,
+        hang_s=config.orchestrator.server_timeout_s,
+    )
 
 
 def run_identity(run_dir: Path, name: str) -> str:
@@ -59,8 +97,3 @@ def run_identity(run_dir: Path, name: str) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, f"{name}-{uuid.uuid4().hex[:8]}".encode())
     return path.read_text(encoding="utf-8")
-
-
-def base_url(host: str, port: int) -> str:
-    """`http://127.0.0.1:8000`, `http://[::1]:8000`."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -6,6 +6,8 @@
   every request that is still running, so no turn comes after its rollout is settled.
 - Sampled ids are kept as sampled. A prompt that goes on from an earlier reply starts with the very tokens
   of that prompt and completion; one that does not is a branch, rendered from its beginning.
+- What is remembered of a conversation is a copy: a caller that changes its messages changes nothing here.
+- A turn stores what it adds to the one it goes on from, so a rollout holds its tokens once.
 - The rollouts of a group get the same prompt object, so the engine can share its prefill.
 - A seed depends on the run's seed, the rollout and the number of the call alone.
 """
@@ -14,18 +16,25 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pellucid.data import Rollout, Turn
+from pellucid.data import Completion, RoleSpan, Rollout, Turn
 from pellucid.errors import InferenceError, PromptTooLongError, RolloutError
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
-from pellucid.orchestrator.chat import ChatTemplate, Message, Rendered, Tools
+from pellucid.orchestrator.chat import (
+    ChatTemplate,
+    Message,
+    Rendered,
+    Tools,
+    copy_nested,
+    take_message,
+    take_messages,
+)
 from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.tasks import outlast
 
 log = logging.getLogger(__name__)
-
-RoleSpan = tuple[str, int, int]
 
 _PATIENCE_S = 60.0  # a server that swaps large weights answers nothing meanwhile
 _ABORT_AGAIN_S = 0.5
@@ -63,7 +72,7 @@ class PromptCache:
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Rendered:
         asked = list(messages), list(tools)
         if self._first is None:
-            self._first = asked, self._chat.prompt(*asked)
+            self._first = (copy_nested(asked[0]), copy_nested(asked[1])), self._chat.prompt(*asked)
         first, rendered = self._first
         return rendered if first == asked else self._chat.prompt(*asked)
 
@@ -84,19 +93,43 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A conversation up to and with a reply, and the turn that sampled the reply."""
+    """A conversation up to and with a reply: what it adds to the one that it goes on from."""
 
     messages: list[Message]
+    """Those it adds; the last is the reply."""
+
+    num_messages: int
+    """Those of the whole conversation."""
+
     tools: list[Message]
     turn: Turn
+    number: int
+    """Conversations that were known before it."""
+
+    later: "list[_Known]" = field(default_factory=list)
+    """Conversations that go on from this one."""
 
     def precedes(self, question: _Question) -> bool:
-        num_known = len(self.messages)
+        """Taken that what this one goes on from does."""
+        start = self.num_messages - len(self.messages)
         return (
-            num_known < len(question.messages)
-            and self.messages == question.messages[:num_known]
-            and self.tools == question.tools
+            self.num_messages < len(question.messages)
+            and question.messages[start : self.num_messages] == self.messages
+            and question.tools == self.tools
         )
+
+
+class _Prompt(NamedTuple):
+    token_ids: list[int]
+    spans: list[RoleSpan]
+    goes_on_from: Turn | None
+    """Whose tokens the prompt starts with."""
+
+    known: _Known | None
+    added: list[Message]
+    """What was asked after the messages of `known`, and the tools: a copy."""
+
+    tools: list[Message]
 
 
 class Session:
@@ -115,6 +148,8 @@ class Session:
         self._sampler = sampler
         self._prompts = prompts
         self._known: list[_Known] = []
+        """Conversations that go on from none."""
+        self._num_known = 0
         self._running: dict[str, asyncio.Task[Turn]] = {}
         self._num_calls = 0
         self._closed = False
@@ -133,7 +168,8 @@ class Session:
         as_message: Callable[[Turn], Message] = as_message,
     ) -> Turn:
         """The reply, with its tokens; what is not `trainable` is accounted for, but never trained on."""
-        request_id = self._start(_Question(list(messages), list(tools), trainable, max_tokens, as_message))
+        question = _Question(take_messages(messages), list(tools), trainable, max_tokens, as_message)
+        request_id = self._start(question)
         request = self._running[request_id]
         try:
             return await asyncio.shield(request)
@@ -170,12 +206,12 @@ class Session:
             raise RolloutError(f"the {over} is over; no further turn is sampled")
         number = self._num_calls
         self._num_calls += 1
-        prompt_ids, spans = self._prompt(question)
-        params = self._params(len(prompt_ids), number, question.max_tokens)
+        prompt = self._prompt(question)
+        params = self._params(len(prompt.token_ids), number, question.max_tokens)
         if self._on_request is not None:
             self._on_request(self._rollout.rollout_id)
         request_id = f"{self._sampler.run_id}/{self._rollout.group_id}/{self._rollout.rollout_id}/{number}"
-        request = asyncio.create_task(self._sample(question, prompt_ids, spans, params, request_id))
+        request = asyncio.create_task(self._sample(question, prompt, params, request_id))
         self._running[request_id] = request
         request.add_done_callback(lambda request: self._forget(request_id, request))
         return request_id
@@ -186,20 +222,11 @@ class Session:
             request.exception()  # seen, even if its caller was cancelled and never asks
 
     async def _sample(
-        self,
-        question: _Question,
-        prompt_ids: list[int],
-        spans: list[RoleSpan],
-        params: SamplingParams,
-        request_id: str,
+        self, question: _Question, prompt: _Prompt, params: SamplingParams, request_id: str
     ) -> Turn:
         account = Account(self._sampler.run_id, self._rollout.env_name)
-        completion = await self._sampler.client.generate(prompt_ids, params, account, request_id)
-        text = self._sampler.chat.decode(completion.token_ids)
-        reply_start = spans[-1][2] if spans else 0
-        reply = ("assistant", reply_start, len(prompt_ids) + len(completion.token_ids))
-        turn = Turn(prompt_ids, completion, text, [*spans, reply], question.trainable)
-        self._rollout.turns.append(turn)
+        completion = await self._sampler.client.generate(prompt.token_ids, params, account, request_id)
+        turn = self._record(question, prompt, completion)
         if completion.finish_reason == REFUSED:
             raise RolloutError(
                 f"{len(completion.token_ids)} tokens are refused: the server was restarted, or serves other "
@@ -209,8 +236,51 @@ class Session:
             raise RolloutError(
                 f"the server cut the completion short after {len(completion.token_ids)} tokens"
             )
-        self._known.append(_Known([*question.messages, question.as_message(turn)], question.tools, turn))
+        self._remember(prompt, take_message(question.as_message(turn), "the reply"), turn)
         return turn
+
+    def _record(self, question: _Question, prompt: _Prompt, completion: Completion) -> Turn:
+        """The turn, in the rollout: whatever the tokenizer makes of its tokens, they were sampled."""
+        unreadable: Exception | None = None
+        try:
+            text = self._sampler.chat.decode(completion.token_ids)
+        except Exception as error:
+            text, unreadable = "", error
+        reply_start = prompt.spans[-1][2] if prompt.spans else 0
+        reply = ("assistant", reply_start, len(prompt.token_ids) + len(completion.token_ids))
+        turn = Turn(
+            prompt.token_ids,
+            completion,
+            text,
+            [*prompt.spans, reply],
+            question.trainable,
+            prompt.goes_on_from,
+        )
+        self._rollout.turns.append(turn)
+        if unreadable is not None:
+            raise RolloutError(
+                f"the tokenizer cannot decode what was sampled: {type(unreadable).__name__}: {unreadable}"
+            ) from unreadable
+        return turn
+
+    def _remember(self, prompt: _Prompt, reply: Message, turn: Turn) -> None:
+        num_known = 0 if prompt.known is None else prompt.known.num_messages
+        messages = [*prompt.added, copy_nested(reply)]
+        known = _Known(messages, num_known + len(messages), prompt.tools, turn, self._num_known)
+        (self._known if prompt.known is None else prompt.known.later).append(known)
+        self._num_known += 1
+
+    def _longest_known(self, question: _Question) -> _Known | None:
+        """The conversation that the question goes on from; of several, the longest, then the latest."""
+        best: _Known | None = None
+        candidates = list(self._known)
+        while candidates:
+            known = candidates.pop()
+            if known.precedes(question):
+                candidates += known.later
+                if best is None or (known.num_messages, known.number) > (best.num_messages, best.number):
+                    best = known
+        return best
 
     async def _cut_short(self, request_ids: Collection[str]) -> None:
         """Aborts these requests and returns once each has recorded its answer, or has been given up."""
@@ -231,6 +301,8 @@ class Session:
 
     def _params(self, num_prompt: int, number: int, max_tokens: int | None) -> SamplingParams:
         sampler = self._sampler
+        if num_prompt == 0:
+            raise RolloutError("the prompt has no tokens; give the model a message that is not empty")
         room = sampler.max_model_len - num_prompt
         if room < 1:
             raise PromptTooLongError(
@@ -244,26 +316,30 @@ class Session:
             stop_token_ids=sampler.chat.end_of_turn_ids,
         )
 
-    def _prompt(self, question: _Question) -> tuple[list[int], list[RoleSpan]]:
-        goes_on_from = [known for known in reversed(self._known) if known.precedes(question)]
-        if goes_on_from:
-            known = max(goes_on_from, key=lambda known: len(known.messages))
-            reply = len(known.messages) - 1
-            rendered = self._sampler.chat.continuation(question.messages, reply, question.tools)
+    def _prompt(self, question: _Question) -> _Prompt:
+        known = self._longest_known(question)
+        num_known = 0 if known is None else known.num_messages
+        added = copy_nested(question.messages[num_known:])
+        tools = copy_nested(question.tools) if known is None else known.tools
+        if known is not None:
+            rendered = self._sampler.chat.continuation(question.messages, num_known - 1, question.tools)
             if rendered is not None:
-                return self._extend(known.turn, rendered)
+                token_ids, spans = self._extend(known.turn, rendered)
+                return _Prompt(token_ids, spans, known.turn, known, added, tools)
         rendered = self._prompts.render(question.messages, question.tools)
-        return rendered.token_ids, _spans([], rendered.stops, 0)
+        return _Prompt(rendered.token_ids, _spans([], rendered.stops, 0), None, known, added, tools)
 
     def _extend(self, last: Turn, rendered: Rendered) -> tuple[list[int], list[RoleSpan]]:
         """The tokens of the last turn and what the template puts after them."""
-        known = [*last.prompt_ids, *last.completion.token_ids]
-        repeated = known[-1] in self._sampler.chat.end_of_turn_ids and rendered.token_ids[:1] == known[-1:]
-        offset = len(known) - repeated  # the model has closed its turn itself
+        token_ids: list[int] = last.known_ids.tolist()
+        ends = token_ids[-1] in self._sampler.chat.end_of_turn_ids
+        is_repeated = ends and rendered.token_ids[:1] == token_ids[-1:]  # the model closed its turn itself
+        offset = len(token_ids) - is_repeated
         (role, reply_stop), *later = rendered.stops
-        reply = (role, last.role_spans[-1][1], max(len(known), offset + reply_stop))
-        spans = _spans([*last.role_spans[:-1], reply], later, offset)
-        return known[:offset] + rendered.token_ids, spans
+        *spans, (_, reply_start, _) = last.role_spans
+        reply = (role, reply_start, max(len(token_ids), offset + reply_stop))
+        token_ids += rendered.token_ids[is_repeated:]
+        return token_ids, _spans([*spans, reply], later, offset)
 
 
 def group_of_request(request_id: str) -> str:

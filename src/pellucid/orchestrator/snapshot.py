@@ -1,12 +1,18 @@
 """`checkpoints/orchestrator.bin`: where an orchestrator stood after its last batch.
 
-It is written *before* that batch is handed over. Whatever happens in between, a resume finds a snapshot that
-knows of every batch on disk; a batch that it knows and cannot find was lost.
+It is on the disk *before* that batch is handed over. Whatever happens in between, a resume finds a snapshot
+that knows of every batch; a batch that it knows and cannot find was lost.
 
 What the orchestrator wrote down after the snapshot is cut off when the run is resumed, and the tokens it
-told of are booked as lost. Rollouts that were ready for the next batch are in the snapshot, whole.
+told of are lost. Rollouts that were ready for the next batch are in the snapshot, whole.
+
+    CRC-32 of the rest, 4 bytes, little-endian     MessagePack of a `Snapshot`
+
+The one before is kept as `orchestrator.before.bin`: a damaged one is noticed by its checksum and passed over.
 """
 
+import logging
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +21,17 @@ from typing import Any
 import msgspec
 
 from pellucid.data import Example, PackedArray, Rollout, TrainingSample, Turn
-from pellucid.data.files import replace_file
+from pellucid.data.files import replace_file, require_file
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
 from pellucid.orchestrator.scheduler import RolloutLength, SchedulerState
 from pellucid.orchestrator.verdict import Outcome, Verdict
+
+logger = logging.getLogger(__name__)
+
+_FILE = Path("checkpoints") / "orchestrator.bin"
+_FILE_BEFORE = Path("checkpoints") / "orchestrator.before.bin"
+_CHECKSUM_BYTES = 4
 
 
 class HeldTurn(msgspec.Struct, frozen=True, array_like=True):
@@ -29,6 +41,7 @@ class HeldTurn(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str
     policy_versions: list[tuple[int, int]]
     role_spans: list[tuple[str, int, int]] = []
+    link: str = ""
 
 
 class HeldSample(msgspec.Struct, frozen=True, array_like=True):
@@ -76,8 +89,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     generation: int = 0
     unfinished: list[tuple[str, int]] = []
     ready: list[list[HeldRollout]] = []
-    journal_bytes: int = 0
-    """Length of the orchestrator's journal."""
+    mark: int = 0
+    """Its number, by which the orchestrator's journal tells what it knows."""
 
     rollouts_bytes: dict[int, int] = {}
     """Lengths of the saved rollouts of step `batches_sent` and later ones; see `records.saved_bytes`."""
@@ -85,12 +98,16 @@ class Snapshot(msgspec.Struct, frozen=True):
     credits: dict[str, float] = {}
     rollout_length: RolloutLength | None = None
 
-    def held(self) -> Counter[str]:
-        """Sampled tokens of the rollouts that wait for a batch, per environment: in no journal yet."""
-        held: Counter[str] = Counter()
+    is_fallback: bool = False
+    """Whether a newer one was damaged: the journal, and batches, may tell of more than this one knows."""
+
+    def held(self) -> Counter[tuple[str, str]]:
+        """Sampled tokens of the rollouts that wait for a batch, by environment and link: not booked yet."""
+        held: Counter[tuple[str, str]] = Counter()
         for group in self.ready:
             for each in group:
-                held[each.env_name] += each.num_sampled
+                for turn in each.turns:
+                    held[each.env_name, turn.link] += turn.num_tokens
         return held
 
     def scheduler_state(self, run_id: str) -> SchedulerState:
@@ -106,7 +123,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         )
 
 
-def take_snapshot(state: SchedulerState, *, journal_bytes: int, rollouts_bytes: dict[int, int]) -> Snapshot:
+def take_snapshot(state: SchedulerState, *, mark: int, rollouts_bytes: dict[int, int]) -> Snapshot:
     return Snapshot(
         state.batches_sent,
         dict(state.positions),
@@ -114,7 +131,7 @@ def take_snapshot(state: SchedulerState, *, journal_bytes: int, rollouts_bytes: 
         state.generation,
         list(state.unfinished),
         [[_hold(verdict) for verdict in verdicts] for verdicts in state.ready],
-        journal_bytes,
+        mark,
         rollouts_bytes,
         dict(state.credits),
         state.rollout_length,
@@ -122,25 +139,50 @@ def take_snapshot(state: SchedulerState, *, journal_bytes: int, rollouts_bytes: 
 
 
 def write_snapshot(run_dir: Path, snapshot: Snapshot) -> None:
-    replace_file(snapshot_path(run_dir), msgspec.msgpack.encode(snapshot))
+    """Returns once it is on the disk; the last one is kept, unless it is known to be damaged."""
+    payload = msgspec.msgpack.encode(msgspec.structs.replace(snapshot, is_fallback=False))
+    replace_file(
+        run_dir / _FILE,
+        zlib.crc32(payload).to_bytes(_CHECKSUM_BYTES, "little") + payload,
+        durable=True,
+        keep_as=None if snapshot.is_fallback else run_dir / _FILE_BEFORE,
+    )
 
 
 def read_snapshot(run_dir: Path) -> Snapshot | None:
-    """None if the run sent no batch yet."""
-    path = snapshot_path(run_dir)
-    if not path.exists():
-        return None
-    try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=Snapshot)
-    except msgspec.DecodeError as error:
+    """Returns the newest that is intact; None if the run sent no batch yet.
+
+    Raises DataError if there are some, and none is intact.
+    """
+    found = [run_dir / name for name in (_FILE, _FILE_BEFORE) if (run_dir / name).exists()]
+    errors: list[DataError] = []
+    for path in found:
+        try:
+            snapshot = _decode(path)
+        except DataError as error:
+            errors.append(error)
+            continue
+        for passed_over in errors:
+            logger.warning("%s; the one before is taken", passed_over)
+        return msgspec.structs.replace(snapshot, is_fallback=bool(errors))
+    if errors:
         raise DataError(
-            f"{path} is damaged ({error}), so the run cannot be resumed; its newest weights and checkpoint "
-            "are intact: start another run from them"
-        ) from error
+            f"{errors[0]}, and there is none before it, so the run cannot be resumed; its newest weights and "
+            "checkpoint are intact: start another run from them"
+        )
+    return None
 
 
-def snapshot_path(run_dir: Path) -> Path:
-    return run_dir / "checkpoints" / "orchestrator.bin"
+def _decode(path: Path) -> Snapshot:
+    require_file(path)
+    content = path.read_bytes()
+    checksum, payload = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    if zlib.crc32(payload) != int.from_bytes(checksum, "little"):
+        raise DataError(f"{path} is damaged: its checksum is not what was written")
+    try:
+        return msgspec.msgpack.decode(payload, type=Snapshot)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path} is of another version of pellucid, or damaged: {error}") from error
 
 
 def _hold(verdict: Verdict) -> HeldRollout:
@@ -159,7 +201,8 @@ def _hold(verdict: Verdict) -> HeldRollout:
                 turn.num_tokens,
                 turn.finish_reason,
                 turn.policy_versions,
-                list(turn.role_spans),
+                turn.role_spans if turn is rollout.turns[-1] else [],  # the others are its beginnings
+                turn.link,
             )
             for turn in rollout.turns
         ],
@@ -190,6 +233,7 @@ def _verdict(held: HeldRollout, run_id: str) -> Verdict:
                 finish_reason=turn.finish_reason,
                 policy_versions=turn.policy_versions,
                 role_spans=turn.role_spans,
+                link=turn.link,
             )
             for turn in held.turns
         ],

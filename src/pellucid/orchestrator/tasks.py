@@ -1,9 +1,11 @@
 """Tasks that end in good order."""
 
 import asyncio
-from collections.abc import Collection, Coroutine
+import logging
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 1.0  # for work that tidies up when it is cancelled
@@ -68,6 +70,18 @@ def _cancelled_at(task: "asyncio.Task[T]") -> asyncio.CancelledError | None:
 async def _cancel_patiently(task: "asyncio.Task[T]") -> None:
     task.cancel()
     await asyncio.wait({task}, timeout=_GRACE_S)
+
+
+async def outlive(
+    tasks: Collection["asyncio.Task[Any]"], note: "Callable[[asyncio.Task[Any]], None]"
+) -> None:
+    """Cancels what others left running; `note` is told of those that will not end for it."""
+    for task in tasks:
+        task.cancel()
+    _, stubborn = await asyncio.wait(tasks, timeout=_GRACE_S) if tasks else (tasks, ())
+    for task in stubborn:
+        note(task)
+        log.warning("a task will not be cancelled, and is left behind: %s", task.get_coro())
 
 
 async def cancel(tasks: Collection["asyncio.Task[None]"]) -> None:

@@ -18,15 +18,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pellucid.config import OrchestratorRunConfig, TeacherConfig
 from pellucid.data import NOT_OURS, Completion, Rollout, TrainingMode
 from pellucid.errors import InferenceError, TeacherError
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
-from pellucid.ledger import Flow, Journal, Stage
+from pellucid.ledger import Flow, Journal, Stage, link_of
 from pellucid.orchestrator.samples import token_sequences
 
 _FLUSH_S = 0.25
@@ -50,9 +52,9 @@ class Scorer:
             for index, token_ids in enumerate(token_sequences(rollout))
         ]
 
-    async def _score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> bytes:
+    async def _score(self, token_ids: NDArray[np.integer[Any]], temperature: float, request_id: str) -> bytes:
         try:
-            logprobs = await self.client.score(token_ids, temperature, request_id)
+            logprobs = await self.client.score(token_ids.tolist(), temperature, request_id)
         except InferenceError as error:
             raise TeacherError(f"the teacher could not score the rollout: {error}") from error
         if len(logprobs) != len(token_ids):
@@ -74,18 +76,19 @@ class TeacherSampler:
     ) -> Completion:
         completion = await self._client.generate(prompt_ids, params, account, request_id)
         num_tokens = len(completion.token_ids)
-        self._book(account, num_tokens)
         runs = [(NOT_OURS, num_tokens)] if num_tokens else []
-        return msgspec.structs.replace(completion, policy_versions=runs)
+        link = completion.link if self._journal is None else self._book(self._journal, account, num_tokens)
+        return msgspec.structs.replace(completion, policy_versions=runs, link=link)
 
-    def _book(self, account: Account, num_tokens: int) -> None:
-        if self._journal is None:
-            return
+    def _book(self, journal: Journal, account: Account, num_tokens: int) -> str:
+        """Counts for the server, with this process at both ends of the link; returns the link."""
+        link = link_of(journal.process, journal.process)
         for flow in (Flow.SAMPLED, Flow.DELIVERED):
-            self._journal.count(account.run, account.env, flow, num_tokens)
+            journal.count(account.run, account.env, flow, num_tokens, link)
         if time.monotonic() - self._flushed > _FLUSH_S:
-            self._journal.flush(0)
+            journal.flush(0)
             self._flushed = time.monotonic()
+        return link
 
     def close_books(self) -> None:
         if self._journal is not None:
@@ -110,9 +113,11 @@ class TeacherSampler:
         await self._client.close()
 
 
-def open_sampler(config: OrchestratorRunConfig, client: InferenceClient) -> TeacherSampler:
+def open_sampler(config: OrchestratorRunConfig, client: InferenceClient, process: str) -> TeacherSampler:
+    """`process`: the name of ours in the ledger."""
     teacher = config.orchestrator.teacher
     if teacher is None or teacher.model is not None:
         return TeacherSampler(client)
     path = config.output_dir / "ledger" / "inference_teacher.jsonl"
-    return TeacherSampler(client, Journal(path, Stage.INFERENCE, resume=config.resume))
+    journal = Journal(path, Stage.INFERENCE, resume=config.resume, process=process)
+    return TeacherSampler(client, journal)

@@ -1,20 +1,27 @@
 """Work beside the event loop, which goes on sampling meanwhile.
 
 Threads are for what waits, or computes outside Python; processes for what computes in Python, where threads
-would take turns with the event loop. What goes to a process and back is pickled.
+would take turns with the event loop. What goes to a process and back is pickled. Nobody waits for work that
+never ends, the end of the process neither.
 """
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, Literal, TypeVar
+from queue import SimpleQueue
+from typing import Any, Literal, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Kind = Literal["threads", "processes"]
+
+MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""As many as Python's own pools have."""
 
 
 class Workers:
@@ -39,16 +46,68 @@ class Workers:
         """Waits for nothing: what is still running has nobody to report to."""
         if self._executor is None:
             return
-        # Python joins its workers when it exits; one that never ends would keep it for ever.
+        # Python joins its processes when it exits; one that never ends would keep it for ever.
         processes = list((getattr(self._executor, "_processes", None) or {}).values())
         self._executor.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            process.terminate()
+            process.kill()
         self._executor = None
 
 
 def _executor(kind: Kind) -> Executor:
     if kind == "threads":
-        return ThreadPoolExecutor(thread_name_prefix="offloaded")
+        return DaemonThreads()
     # Not forked: the threads of this process would not be there, but the locks they hold would.
     return ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """A pool of threads that end with the process, whatever they are at; `ThreadPoolExecutor`'s are joined.
+
+    It is one only because an event loop takes no other kind as its own: nothing of it is used.
+    """
+
+    def __init__(self, max_threads: int = MAX_THREADS) -> None:
+        super().__init__(1)
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._max_threads = max_threads
+        self._num_threads = self._num_idle = 0
+        self._changing = threading.Lock()
+        self._is_shut = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        future: Future[T] = Future()
+        with self._changing:
+            if self._is_shut:
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            self._calls.put((future, partial(fn, *args, **kwargs)))
+            if self._num_idle:
+                self._num_idle -= 1  # of them, one takes this call
+            elif self._num_threads < self._max_threads:
+                self._num_threads += 1
+                threading.Thread(target=self._work, name="offloaded", daemon=True).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Lets the threads end once they are done; waits for none, and gives up calls that none has taken."""
+        with self._changing:
+            self._is_shut = True
+        while not self._calls.empty():
+            if (call := self._calls.get()) is not None:
+                call[0].cancel()
+        for _ in range(self._num_threads):
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            del call, future, function  # an idle thread holds on to nothing
+            with self._changing:
+                self._num_idle += 1

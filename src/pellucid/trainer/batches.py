@@ -5,10 +5,12 @@ from typing import Protocol
 
 import numpy as np
 
+from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.model.load import experts_of, vocab_size
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.sft_data import ShuffledBatches
-from pellucid.transport import Batch, BatchReceiver, decode_batch, encode_batch
+from pellucid.transport import UNLIMITED, Batch, BatchReceiver, decode_batch, encode_batch, open_receiver
 
 
 class BatchSource(Protocol):
@@ -30,7 +32,23 @@ def share_table(ranks: Ranks, make: Callable[[], TokenTable]) -> TokenTable:
         return encode_batch(Batch("", 0, made[0]))
 
     payload = ranks.share(encoded)
-    return made[0] if made else decode_batch(payload, sender="the main process").table
+    return made[0] if made else from_main(payload)
+
+
+def from_main(payload: bytes) -> TokenTable:
+    """What the main process made of samples that it has judged, whatever limits their sender had to keep."""
+    return decode_batch(payload, sender="the main process", limits=UNLIMITED).table
+
+
+def open_batches(config: TrainerRunConfig) -> BatchReceiver:
+    """Refuses what the model of the run cannot train on before it counts as delivered."""
+    return open_receiver(
+        config.transport,
+        config.output_dir,
+        config.run_name,
+        vocab_size=vocab_size(config.model),
+        experts=experts_of(config.model) if config.trainer.enable_router_replay else None,
+    )
 
 
 class OrchestratorBatches:

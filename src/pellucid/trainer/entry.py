@@ -8,14 +8,15 @@ from functools import partial
 from pellucid.config import SFTConfig, TrainerRunConfig
 from pellucid.data import TokenTable
 from pellucid.data.tokenizer import load_tokenizer
+from pellucid.ending import say_failure
 from pellucid.metrics import Sink
-from pellucid.model.load import vocab_size
 from pellucid.trainer.batches import (
     BatchSource,
     DatasetBatches,
     FakeBatches,
     NoBatches,
     OrchestratorBatches,
+    open_batches,
     share_table,
 )
 from pellucid.trainer.build import build_run, open_journal
@@ -30,7 +31,6 @@ from pellucid.trainer.run import Run
 from pellucid.trainer.sft_data import SFTData
 from pellucid.trainer.stop import Stopped
 from pellucid.trainer.validation import Validation
-from pellucid.transport import open_receiver
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,7 @@ def run_with(config: TrainerRunConfig, ranks: Ranks) -> None:
     with ExitStack() as stack:
         batches: BatchSource = NoBatches()
         if ranks.is_main:
-            receiver = open_receiver(
-                config.transport, config.output_dir, config.run_name, vocab_size=vocab_size(config.model)
-            )
-            batches = OrchestratorBatches(stack.enter_context(closing(receiver)))
+            batches = OrchestratorBatches(stack.enter_context(closing(open_batches(config))))
         journal = open_journal(config, ranks)
         _train(config, build_run(config, batches, journal, [LogSink()], ranks, publishes=True))
 
@@ -101,18 +98,19 @@ def _validation_tables(data: SFTData | None, ranks: Ranks) -> Iterator[TokenTabl
 
 
 def _train(config: TrainerRunConfig, run: Run) -> None:
-    try:
-        run.check_settings(config)
-        if config.resume:
-            restore(run)
-        run.record_settings(config)
-        with run.stop.listening():
+    # Listening until all is closed: a trainer that fails is told to stop by the launcher as it closes.
+    with run.stop.listening(run.say_stopping), closing(run):
+        try:
+            run.check_settings(config)
+            if config.resume:
+                restore(run)
+            run.record_settings(config)
             train(run)
-        run.close_books()
-    except Stopped as stopped:
-        logger.warning("%s: stopping after a checkpoint", stopped)
-        run.save_checkpoint()
-        run.finish_checkpoint()
-        raise SystemExit(128 + stopped.signal) from None
-    finally:
-        run.close()
+        except Exception as error:
+            say_failure(error)
+            raise
+        except Stopped as stopped:
+            logger.warning("%s: stopping after a checkpoint", stopped)
+            run.save_checkpoint()
+            run.finish_checkpoint()
+            raise SystemExit(128 + stopped.signal) from None

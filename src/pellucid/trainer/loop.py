@@ -21,6 +21,7 @@ def train(run: Run) -> None:
         update = run.update(observer)
         run.publish(step)
         run.finish(step, observer, update)
+    run.close_books()
     run.save_model()
 
 

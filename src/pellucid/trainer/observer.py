@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pellucid.data import TokenTable
 from pellucid.export import TokenExporter
 from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import LossRecord
 from pellucid.metrics import Max, MetricSet, Sum
 from pellucid.model import TokenOutput
+from pellucid.trainer.alarms import StepWatch
 from pellucid.trainer.loss_stats import LossStats, kl_ent_ratios, observe_loss
 from pellucid.trainer.skips import FiniteWatch
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
@@ -63,11 +65,19 @@ class StepObserver:
 
         self._stats = LossStats([env for _, env in self._accounts])
         self._watch = FiniteWatch()
+        self.alarms = StepWatch(batch.table)
+        """What this rank has to say to the alarms of the run."""
+
         self._is_skipped = False
 
     @property
     def step(self) -> int:
         return self._batch.step
+
+    @property
+    def table(self) -> TokenTable:
+        """The whole batch of the step, as received."""
+        return self._batch.table
 
     def not_finite(self) -> str | None:
         """The first token of this rank whose loss is not finite, described; None if all are."""
@@ -79,12 +89,14 @@ class StepObserver:
 
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
         account = self._account_of_tokens(micro_batch)
-        self._count(micro_batch, account)
+        sampled, loss_mask = micro_batch.table["sampled"], micro_batch.table["loss_mask"]
+        self._count(micro_batch, account, sampled, loss_mask)
         # In float64, so that it is the sum of what is exported however much of it cancels out.
         self._stats.add_loss(result.record.token_loss.detach().sum(dtype=torch.float64) / self._denominator)
         on_device = torch.from_numpy(account).to(output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
         self._watch.add(micro_batch, result)
+        self.alarms.add(micro_batch.packed, sampled, loss_mask, output, result.record)
         if output.replaced is not None:
             self._stats.add("router_replace_rate", output.replaced, result.inputs.loss_mask, on_device)
         if self._exporter is not None:
@@ -101,7 +113,13 @@ class StepObserver:
         numbers = [self._numbers[run, env] for env in table["env_name"]]
         return np.repeat(np.array(numbers, np.int64), table.lengths)
 
-    def _count(self, micro_batch: LoadedMicroBatch, account: NDArray[np.int64]) -> None:
+    def _count(
+        self,
+        micro_batch: LoadedMicroBatch,
+        account: NDArray[np.int64],
+        sampled: NDArray[np.bool_],
+        loss_mask: NDArray[np.bool_],
+    ) -> None:
         table, is_computed = micro_batch.table, micro_batch.is_computed
         self._counts.update(asdict(micro_batch.packed.counts))
         self._counts.update(micro_batches=1, computed_tokens=int(is_computed.sum()))
@@ -110,8 +128,8 @@ class StepObserver:
         masks = {
             "packed": np.ones(table.num_tokens, np.bool_),
             "computed": is_computed,
-            "sampled": table["sampled"],
-            "trainable": table["sampled"] & table["loss_mask"],
+            "sampled": sampled,
+            "trainable": sampled & loss_mask,
         }
         for name, mask in masks.items():
             self._books[name] += np.bincount(account[mask], minlength=len(self._accounts))

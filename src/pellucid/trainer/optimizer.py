@@ -1,6 +1,7 @@
 """AdamW with clipping and a learning-rate schedule."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pellucid.config import OptimConfig, SchedulerConfig
+from pellucid.trainer.update_watch import Look, UpdateWatch, own
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,9 @@ class Update:
     parameter: str | None = None
     """The parameter nearest to the loss whose gradient is not finite in this process's shard of it, if
     there is one: the backward pass met it first."""
+
+    looks: Sequence[Look] = ()
+    """What became of some weights, against what AdamW does to them."""
 
 
 class Optimizer:
@@ -45,6 +50,7 @@ class Optimizer:
             weight_decay=optim.weight_decay,
             fused=True,  # one pass over memory: 0.16 s for 135 M parameters on a core, against 0.60 s
         )
+        self._watch = UpdateWatch(self._named, self.adamw, optim)
 
     def step(self, *, lr: float | None = None, is_finite: bool = True) -> Update:
         """Clips, updates and clears the gradients; only clears them if their norm is not finite.
@@ -57,10 +63,12 @@ class Optimizer:
         own_lr = self._optim.lr * lr_factor(self.num_steps, self._scheduler, self._max_steps)
         update = Update(grad_norm, own_lr if lr is None else lr)
         if is_finite and math.isfinite(grad_norm):  # of all ranks: each of them decides alike
+            noted = self._watch.before()
             nn.utils.clip_grads_with_norm_(self._parameters, self._optim.max_norm, norm)
             for group in self.adamw.param_groups:
                 group["lr"] = update.lr
             self.adamw.step()
+            update = replace(update, looks=self._watch.after(noted, grad_norm, update.lr))
         else:
             update = replace(update, is_skipped=True, parameter=self._not_finite())
         self.adamw.zero_grad(set_to_none=True)
@@ -70,18 +78,13 @@ class Optimizer:
     def _not_finite(self) -> str | None:
         for name, parameter in reversed(self._named.items()):
             gradient = parameter.grad
-            if gradient is not None and not bool(_own(gradient).isfinite().all()):
+            if gradient is not None and not bool(own(gradient).isfinite().all()):
                 return name
         return None
 
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def lr_factor(step: int, scheduler: SchedulerConfig, max_steps: int) -> float:

@@ -15,7 +15,9 @@ import torch
 from pellucid.checkpoint import Progress
 from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
+from pellucid.data.rules import check_experts, check_text
 from pellucid.data.tensors import TokenTensors
+from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, working
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, sum_entries
@@ -24,7 +26,7 @@ from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
 from pellucid.model import Layout, Policy, TokenOutput
 from pellucid.packing import pack_batch
-from pellucid.trainer.acceptance import check_experts, check_text
+from pellucid.trainer.alarms import TrainerAlarms, Watched
 from pellucid.trainer.batches import BatchSource, share_table
 from pellucid.trainer.cost import ModelShape
 from pellucid.trainer.machine import peak_flops, peak_memory_gib
@@ -37,7 +39,7 @@ from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_
 from pellucid.trainer.stop import StopRequest
 from pellucid.trainer.trained import Trained
 from pellucid.trainer.validation import Validation
-from pellucid.transport import is_stable, publish_folder, retract_steps
+from pellucid.transport import is_stable, publish_folder
 from pellucid.transport.weights import publish_version, weights_folder
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Told(NamedTuple):
     """Sequences so far, by the names of `_LEFT_OUT`; empty without an export."""
 
     num_pairs: int
+    watched: Watched
 
 
 @dataclass
@@ -81,12 +84,20 @@ class Run:
 
     def __post_init__(self) -> None:
         self.start = self._num_trained = self._num_saved = 0
+        self.step_s = 0.0
+        """Duration of the last step."""
         self._totals: Counter[str] = Counter()
         self._watch = Stopwatch()
         self._shape = ModelShape.of(self.policy)
         self._cost = self._shape.cost()
         self._skips = Skips(self.config.max_skipped_steps)
         self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
+        self._alarms = TrainerAlarms(
+            self.output_dir,
+            publishes=self.publishes,
+            lr=self.config.optim.lr,
+            frozen=[name for name, each in self.trained.module.named_parameters() if not each.requires_grad],
+        )
 
     def go_on_from(self, progress: Progress) -> None:
         """Restores counters from a checkpoint; training continues at `progress.step`."""
@@ -96,18 +107,11 @@ class Run:
         if self.exporter is not None and self.ranks.is_main:  # the others begin at 0: the sum is the same
             self.exporter.num_skipped, self.exporter.num_lost = self._totals[_SKIPPED], self._totals[_LOST]
 
-    def withdraw_versions(self) -> None:
-        """Leaves `start` as the newest policy version; publishes it where it is missing.
-
-        Newer ones were trained before the run was resumed, and this run may train otherwise.
-        """
-        if self.publishes and not self.ranks.share(self._keep_own_versions):
+    def publish_start(self) -> None:
+        """Publishes the policy version to go on from, if it is missing; 0 is that of the initial weights."""
+        folder = weights_folder(self.output_dir, self.start)
+        if self.publishes and self.start > 0 and not self.ranks.share(lambda: is_stable(folder)):
             self.publish(self.start - 1)
-
-    def _keep_own_versions(self) -> bool:
-        """Whether the version to go on from is there; version 0 always is, as the initial weights."""
-        retract_steps(self.output_dir / "weights", self.start + 1)
-        return self.start == 0 or is_stable(weights_folder(self.output_dir, self.start))
 
     def check_settings(self, config: TrainerRunConfig) -> None:
         """Raises ConfigError in every process, before anything is restored, if `config` changes what a
@@ -157,10 +161,10 @@ class Run:
         return table
 
     def check(self, table: TokenTable) -> None:
-        """Raises DataError if the model cannot train on these samples."""
-        check_text(table)
+        """Raises DataError if the model cannot train on these samples; receivers refuse them."""
+        check_text(table.columns)
         if self.policy.replay is not None:
-            check_experts(table, self.policy.replay.shape)
+            check_experts(table.columns, self.policy.replay.shape.experts)
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
         packed = pack_batch(
@@ -270,6 +274,8 @@ class Run:
         skipped = {"skipped_steps": int(update.is_skipped)}
         self._totals.update({"total/skipped_steps": skipped["skipped_steps"]})
         report |= {"grad_norm": update.grad_norm, "lr": update.lr, **skipped, **self._totals}
+        if self.ranks.is_main:
+            report |= self._alarms.judge(step, observer.table, [told.watched for told in ranks], update)
         report |= self._times(report, sum(told.num_pairs for told in ranks))
         for sink in self.sinks:
             sink.log(step, report)
@@ -287,12 +293,14 @@ class Run:
         metrics.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
         exporter = self.exporter
         left_out = () if exporter is None else (exporter.num_skipped, exporter.num_lost)
-        return Told(metrics, left_out, observer.num_pairs)
+        return Told(metrics, left_out, observer.num_pairs, observer.alarms.watched())
 
     def save_checkpoint(self) -> None:
         """Of the steps trained so far, unless there is one; batches that it covers are let go."""
         if self._num_trained == self._num_saved:
             return
+        if self.journal is not None:
+            self.journal.sync()
         booked = self.ranks.gather(self.journal.totals() if self.journal is not None else [])
         progress = Progress(
             step=self._num_trained,
@@ -300,11 +308,18 @@ class Run:
             random_state=torch.get_rng_state().numpy().tobytes(),
             ledger=sum_entries(chain.from_iterable(booked)),
         )
-        with self._watch("checkpoint"):
+        with self._watch("checkpoint"), self._writing_checkpoint():
             self._settle(wait=True)
             self._saver.save(progress, self.trained.module, self.optimizer.adamw)
             self._settle(wait=False)
         self._num_saved = self._num_trained
+
+    def _writing_checkpoint(self) -> AbstractContextManager[None]:
+        return working(
+            f"writing the checkpoint of step {self._num_trained}",
+            at_stake="that checkpoint: the steps since the one before are trained again",
+            silence_s=DISK_SILENCE_S,
+        )
 
     def _settle(self, *, wait: bool) -> None:
         needed_from = self._saver.settle(wait=wait)
@@ -313,11 +328,14 @@ class Run:
 
     def finish_checkpoint(self) -> None:
         """One that is still being written is complete after this."""
-        self._settle(wait=True)
+        if self._saver.is_writing:
+            with self._writing_checkpoint():
+                self._settle(wait=True)
 
     def _times(self, report: Mapping[str, float], num_pairs: int) -> dict[str, float]:
         times = self._watch.lap()
-        step_s = times["time/step_s"] - times.get("time/validate_s", 0.0)
+        self.step_s = times["time/step_s"]
+        step_s = self.step_s - times.get("time/validate_s", 0.0)
         wait_s = times.get("time/wait_s", 0.0)
         num_computed = report["computed_tokens"] - report["padding_tokens"]
         flops_per_s = self._shape.flops(num_computed, num_pairs) / step_s
@@ -334,26 +352,45 @@ class Run:
         }
 
     def save_model(self) -> None:
-        """The result: a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+        """The result: a folder that `AutoModelForCausalLM.from_pretrained` loads. No batch is needed then."""
         self.finish_checkpoint()
-        if self.ranks.is_main:
-            publish_folder(self.output_dir / "model", self.trained.save)
-        else:
-            self.trained.offer()
+        model = self.output_dir / "model"
+        lost = f"{model}, which --resume writes"
+        with working("writing the model", at_stake=lost, silence_s=DISK_SILENCE_S):
+            if self.ranks.is_main:
+                self.batches.release_before(self.max_steps)
+                publish_folder(model, self.trained.save)
+            else:
+                self.trained.offer()
 
     def close_books(self) -> None:
-        """Only a run that came to its end: the journal of any other stays open, and its batches stay."""
-        if self.ranks.is_main:
-            self.batches.release_before(self.max_steps)
+        """Only a run that came to its end, and before what takes long: any other's journal stays open."""
         if self.journal is not None:
             self.journal.close(self.max_steps)
 
+    def say_stopping(self) -> None:
+        """Tells the launcher that the step that is being trained is finished first."""
+        say_finishing(f"step {self._num_trained}", self.step_s)
+
     def close(self) -> None:
-        self._saver.close()
+        if self._saver.is_writing:
+            with self._writing_checkpoint():
+                self._saver.close()
         if self.exporter is not None:
-            self.exporter.close()
-        for sink in self.sinks:
-            sink.close()
+            with working("closing its token export", silence_s=DISK_SILENCE_S):
+                self.exporter.close()
+        with working("closing its metrics", silence_s=SINK_SILENCE_S):
+            for sink in self.sinks:
+                sink.close()
+
+
+def say_finishing(what: str, step_s: float) -> None:
+    """Tells the launcher that a trainer stops after `what`; twice the time of the last step may pass."""
+    say(
+        f"finishing {what}",
+        at_stake="the steps since the last checkpoint, which are trained again",
+        silence_s=SILENCE_S + 2 * step_s,
+    )
 
 
 def _part(config: TrainerRunConfig) -> str:

@@ -31,6 +31,11 @@ class CheckpointSaver:
         self._ranks = ranks.apart() if config.asynchronous else ranks
         self._job: _Job | None = None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether there is a checkpoint to `settle`."""
+        return self._job is not None
+
     def save(self, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
         group = self._ranks.group
         if not self._config.asynchronous:

@@ -2,10 +2,10 @@
 
 from pellucid.data.files import step_folders
 from pellucid.transport.channel import Batch, BatchReceiver, BatchSender
-from pellucid.transport.codec import Limits, decode_batch, encode_batch
+from pellucid.transport.codec import UNLIMITED, Limits, decode_batch, encode_batch
 from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
 from pellucid.transport.memory import MemoryChannel
-from pellucid.transport.open import open_receiver, open_sender
+from pellucid.transport.open import limits_of, open_receiver, open_sender
 from pellucid.transport.stable import (
     MARKER,
     is_stable,
@@ -17,6 +17,7 @@ from pellucid.transport.stable import (
 
 __all__ = [
     "MARKER",
+    "UNLIMITED",
     "Batch",
     "BatchReceiver",
     "BatchSender",
@@ -27,6 +28,7 @@ __all__ = [
     "decode_batch",
     "encode_batch",
     "is_stable",
+    "limits_of",
     "open_receiver",
     "open_sender",
     "publish_folder",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pellucid.config.model import LoraConfig
 from pellucid.data.model_folder import everywhere
 from pellucid.errors import TransportError
-from pellucid.transport.weights import load_weights, write_weights
+from pellucid.transport.weights import load_weights, require_regular, write_weights
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -114,6 +114,8 @@ class _Update(NamedTuple):
 def _read(folder: Path) -> dict[str, _Update]:
     """By the name of the weight that each changes."""
     try:
+        for name in (_CONFIG, _WEIGHTS):
+            require_regular(folder / name)
         config = orjson.loads((folder / _CONFIG).read_bytes())
         scale = config["lora_alpha"] / config["r"]
         with safe_open(folder / _WEIGHTS, framework="pt") as file:
@@ -125,5 +127,5 @@ def _read(folder: Path) -> dict[str, _Update]:
             )
             for path in sorted(paths)
         }
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise TransportError(f"{folder} is not a readable LoRA adapter: {error}") from error

@@ -7,6 +7,6 @@ sections    `.lengths`, `.shared` (prompts that are stored once), and one per co
 
 from pellucid.transport.decode import decode_batch
 from pellucid.transport.encode import encode_batch
-from pellucid.transport.wire import VERSION, Compression, Limits
+from pellucid.transport.wire import UNLIMITED, VERSION, Compression, Limits
 
-__all__ = ["VERSION", "Compression", "Limits", "decode_batch", "encode_batch"]
+__all__ = ["UNLIMITED", "VERSION", "Compression", "Limits", "decode_batch", "encode_batch"]

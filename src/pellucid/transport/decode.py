@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.data import COLUMNS, Column, Stored, TokenTable
-from pellucid.data.columns import Encoding
+from pellucid.data.columns import Encoding, RoleSpans
 from pellucid.data.packed import PAIR_BYTES, RUN, SPAN
 from pellucid.data.rows import (
     BitRows,
@@ -30,7 +30,7 @@ from pellucid.data.rows import (
     offsets_of,
     sum_rows,
 )
-from pellucid.data.rules import check_rules
+from pellucid.data.rules import check_experts, check_rules, check_text
 from pellucid.errors import ColumnError
 from pellucid.transport.channel import Batch
 from pellucid.transport.planes import count_planes, inflate
@@ -51,9 +51,14 @@ from pellucid.transport.wire import (
     Squeeze,
     aligned,
     checksum,
+    too_large,
 )
 
-_SPECIAL = {LENGTHS: (), SHARED: (2,)}
+_SPECIAL = {LENGTHS: (0, 0), SHARED: (2, 0)}
+_FORMS, _SQUEEZES = frozenset(Form), frozenset(Squeeze)
+_OBJECT_BYTES = 256
+"""What a role span takes in memory, at most."""
+
 _DECLARED = {
     Encoding.RAW: {Form.VALUES},
     Encoding.SPANS: {Form.SPANS, Form.BITS},
@@ -75,10 +80,28 @@ def _decode(payload: memoryview, limits: Limits) -> Batch:
     columns = _Columns(header, sections, limits).read()
     try:
         check_rules(columns)
+        if limits.text_only:
+            check_text(columns)
+        if limits.experts is not None:
+            check_experts(columns, limits.experts)
+        _check_run(columns, header.run_id)
     except ColumnError as error:
-        raise Refusal(sections[error.column].offset, str(error)) from error
+        position = sections[error.column].offset if error.column in sections else header.end
+        raise Refusal(position, str(error)) from error
     lengths = columns["token_ids"].lengths
     return Batch(header.run_id, header.step, TokenTable.of_rows(lengths, columns))
+
+
+def _check_run(columns: Mapping[str, Rows], run_id: str) -> None:
+    """A batch that says whose it is holds nobody else's samples: books are kept by run."""
+    rows = columns.get("run_id")
+    if not run_id or rows is None:
+        return
+    assert isinstance(rows, CellRows)
+    if not set(rows.cells.tolist()) <= {"", run_id}:
+        for row, found in enumerate(rows.array.tolist()):
+            if found not in ("", run_id):
+                raise ColumnError("run_id", row, f"is {found!r}, another run than the batch's, {run_id!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +119,7 @@ class _Header:
 
 def _read_header(payload: memoryview, limits: Limits) -> _Header:
     if len(payload) > limits.max_bytes:
-        raise Refusal(0, f"{len(payload)} bytes; at most {limits.max_bytes} are taken")
+        raise Refusal(0, too_large(len(payload), limits.max_bytes))
     if len(payload) < HEADER_BYTES:
         raise Refusal(len(payload), f"ends here; the header alone has {HEADER_BYTES} bytes")
     magic, version, zero, expected = PREAMBLE.unpack_from(payload)
@@ -168,7 +191,7 @@ def _read_directory(payload: memoryview, header: _Header, limits: Limits) -> dic
         _expect_zeros(payload, end, position)
         inflated += section.num_bytes
         if inflated > limits.max_bytes:
-            raise Refusal(at, f"inflates to more than {limits.max_bytes} bytes, of which no more are taken")
+            raise Refusal(at, f"inflates to {too_large(inflated, limits.max_bytes)}")
     if position != len(payload):
         raise Refusal(
             min(position, len(payload)),
@@ -190,11 +213,11 @@ def _read_entry(payload: memoryview, at: int, position: int) -> _Section:
         raise Refusal(at, f"section {name}: reserved bytes are not zero")
     if name not in COLUMNS and name not in _SPECIAL:
         raise Refusal(at, f"section {name!r} is not known")
-    if form not in set(Form):
+    if form not in _FORMS:
         raise Refusal(at + 24, f"section {name}: form {form} is not known")
     if dtype != NO_DTYPE and dtype not in DTYPES:
         raise Refusal(at + 25, f"section {name}: dtype {dtype} is not known")
-    if squeezed not in set(Squeeze):
+    if squeezed not in _SQUEEZES:
         raise Refusal(at + 26, f"section {name}: compression {squeezed} is not known")
     if offset != position or stored > len(payload) - position:
         raise Refusal(
@@ -219,17 +242,20 @@ def _read_entry(payload: memoryview, at: int, position: int) -> _Section:
 def _check_declaration(section: _Section, at: int) -> None:
     """Form, dtype and dimensions against what the column declares."""
     forms, dtypes, num_dims = _declared(section.name)
+    is_right = all(section.dims[:num_dims]) and not any(section.dims[num_dims:])
+    if section.name in _SPECIAL:
+        is_right = section.dims == _SPECIAL[section.name]
     if section.form not in forms:
         raise Refusal(at + 24, f"section {section.name}: form {section.form.name} does not go with it")
     if section.dtype not in dtypes:
         raise Refusal(at + 25, f"section {section.name}: dtype {section.dtype} does not go with it")
-    if not all(section.dims[:num_dims]) or any(section.dims[num_dims:]):
+    if not is_right:
         raise Refusal(at + 28, f"section {section.name}: dimensions {section.dims} do not go with it")
 
 
 def _declared(name: str) -> tuple[set[Form], set[np.dtype[Any] | None], int]:
     if name in _SPECIAL:
-        return {Form.VALUES}, {np.dtype("<u4")}, len(_SPECIAL[name])
+        return {Form.VALUES}, {np.dtype("<u4")}, 0
     column = COLUMNS[name]
     if column.dtype is object:
         return {Form.BLOBS if column.holds is bytes else Form.TEXT}, {None}, 0
@@ -339,9 +365,9 @@ class _Columns:
             case Form.RUNS:
                 return self._read_runs(section, lengths)
             case Form.TEXT:
-                return CellRows(self._read_text(section, column))
+                return self._read_text(section, column)
             case Form.BLOBS:
-                return CellRows(self._read_blobs(section))
+                return self._read_blobs(section)
             case Form.TAILS if prefixes is None:
                 raise section.refuse(f"needs the section {SHARED}")
         own = prefixes if section.form is Form.TAILS else None
@@ -382,20 +408,39 @@ class _Columns:
         content = section.content()
         return content[: 4 * self._num_rows].view("<u4").astype(np.int64), content[4 * self._num_rows :]
 
-    def _read_text(self, section: _Section, column: Column) -> NDArray[Any]:
-        allowed = self._limits.max_text_bytes * (self._num_rows + 1)
-        if section.num_bytes > allowed:
-            raise section.refuse(f"{section.num_bytes} bytes of text; at most {allowed} are taken")
+    def _read_text(self, section: _Section, column: Column) -> CellRows:
         codes, packed = self._read_codes(section)
         if _array_length(packed[:5].tobytes()) > self._num_rows:
             raise section.refuse("has more distinct values than there are sequences")
         try:
+            if column.holds is RoleSpans:
+                self._count_spans(section, codes, msgspec.msgpack.decode(packed.data, type=list[msgspec.Raw]))
             distinct = msgspec.msgpack.decode(packed.data, type=list[column.holds])  # type: ignore[name-defined]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise section.refuse(f"is not what it should be: {error}") from error
-        return self._chosen(section, codes, distinct)
+        rows = self._chosen(section, codes, distinct)
+        if column.holds is str:
+            self._measure_text(section, codes, distinct, packed.size)
+        return rows
 
-    def _read_blobs(self, section: _Section) -> NDArray[Any]:
+    def _count_spans(self, section: _Section, codes: Integers, distinct: list[msgspec.Raw]) -> None:
+        """Before they become Python objects, of which every sequence may have the same many."""
+        counts = np.array([_array_length(bytes(memoryview(each)[:5])) for each in distinct], np.int64)
+        allowed = max(self._limits.max_bytes // _OBJECT_BYTES, self._num_rows)
+        if codes.max() < len(counts) and (total := int(counts[codes].sum())) > allowed:
+            raise section.refuse(f"{total} spans; at most {allowed} are taken")
+
+    def _measure_text(self, section: _Section, codes: Integers, distinct: list[str], num_bytes: int) -> None:
+        """What each sequence has of it, though it came once; nothing is measured that is small anyhow."""
+        limits = self._limits
+        if num_bytes > limits.max_text_bytes and (longest := max(map(len, distinct))) > limits.max_text_bytes:
+            raise section.refuse(f"a text of {longest}; at most {limits.max_text_bytes} are taken")
+        if num_bytes * self._num_rows > limits.max_bytes:
+            total = int(np.fromiter(map(len, distinct), np.int64, len(distinct))[codes].sum())
+            if total > limits.max_bytes:
+                raise section.refuse(f"{too_large(total, limits.max_bytes)} as the text of all sequences")
+
+    def _read_blobs(self, section: _Section) -> CellRows:
         codes, rest = self._read_codes(section)
         if rest.size < 4 or rest.size < 4 + 8 * (count := int(rest[:4].view("<u4")[0])):
             raise section.refuse("ends before the sizes of its values")
@@ -407,16 +452,18 @@ class _Columns:
         distinct = [heap[start:stop].tobytes() for start, stop in pairwise(bounds)]
         return self._chosen(section, codes, distinct)
 
-    def _chosen(self, section: _Section, codes: Integers, distinct: list[Any]) -> NDArray[Any]:
+    def _chosen(self, section: _Section, codes: Integers, distinct: list[Any]) -> CellRows:
         if codes.max() >= len(distinct):
             raise section.refuse(f"code {codes.max()}, but there are {len(distinct)} distinct values")
         values = np.empty(len(distinct), object)
         values[:] = distinct
-        return values[codes]
+        return CellRows(values, codes)
 
 
 def _array_length(head: bytes) -> int:
     """What a msgpack array says it holds; msgspec refuses what is not one."""
+    if head and 0x90 <= head[0] <= 0x9F:
+        return head[0] & 15
     if head[:1] == b"\xdc":
         return int.from_bytes(head[1:3], "big")
     if head[:1] == b"\xdd":

@@ -3,6 +3,7 @@
 import logging
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from pellucid.errors import PayloadError, TransportError
@@ -20,8 +21,6 @@ class FilesystemSender:
         self._spool = Spool(run_dir)
         self._hwm = hwm
         self._max_bytes = max_bytes
-        self._known = self._spool.refusals()
-        """From an earlier attempt at this run, which is over."""
 
     def send(self, step: int, payload: bytes) -> None:
         check_size(step, payload, self._max_bytes)
@@ -32,8 +31,7 @@ class FilesystemSender:
 
     def check(self) -> None:
         for step, reason in self._spool.refusals().items():
-            if self._known.get(step) != reason:
-                raise refusal(step, reason)
+            raise refusal(step, reason)
 
     def close(self) -> None:
         """What was sent is in the folder."""
@@ -73,13 +71,22 @@ class FilesystemReceiver:
         """Nothing to close."""
 
 
-def first_missing_batch(run_dir: Path, start: int, stop: int) -> int:
-    """The first step of `start` … `stop` whose batch cannot be received: it is gone, or damaged."""
-    spool = Spool(run_dir)
-    for step in range(start, stop):
+def first_missing_batch(
+    run_dir: Path, start: int, stop: int | None, limits: Limits | None = None, *, trust_taken: bool = False
+) -> int:
+    """The first step of `start` … `stop` whose batch cannot be received: it is gone, or damaged.
+
+    Without `stop`, the first after the last batch. `trust_taken`: one that the trainer has taken is not read.
+    """
+    spool = Spool(run_dir, limits)
+    for step in count(start) if stop is None else range(start, stop):
+        if trust_taken and spool.is_taken(step):
+            continue
         try:
             spool.read(step)
         except (OSError, TransportError) as error:
-            logger.warning("the batch of step %d cannot be trained again: %s", step, error)
+            if stop is not None:
+                logger.warning("the batch of step %d cannot be trained again: %s", step, error)
             return step
+    assert stop is not None
     return stop

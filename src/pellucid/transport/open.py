@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pellucid.config import TransportConfig, ZmqTransportConfig
+from pellucid.data.rules import Experts
 from pellucid.errors import ConfigError
 from pellucid.transport.channel import BatchReceiver, BatchSender
 from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
@@ -12,6 +13,19 @@ from pellucid.transport.wire import Limits
 from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
 from pellucid.transport.zmq_socket import tcp_address
+
+
+def limits_of(
+    config: TransportConfig, *, vocab_size: int | None = None, experts: Experts | None = None
+) -> Limits:
+    """A token takes a byte at the very least, unless its prompt is shared."""
+    return Limits(
+        config.max_batch_bytes,
+        max_tokens=config.max_batch_bytes,
+        vocab_size=vocab_size,
+        text_only=True,
+        experts=experts,
+    )
 
 
 def open_sender(config: TransportConfig, run_dir: Path, run_id: str) -> BatchSender:
@@ -28,10 +42,15 @@ def open_sender(config: TransportConfig, run_dir: Path, run_id: str) -> BatchSen
 
 
 def open_receiver(
-    config: TransportConfig, run_dir: Path, run_id: str, *, vocab_size: int | None = None
+    config: TransportConfig,
+    run_dir: Path,
+    run_id: str,
+    *,
+    vocab_size: int | None = None,
+    experts: Experts | None = None,
 ) -> BatchReceiver:
-    """`vocab_size`: a batch with a token id beyond it is refused."""
-    limits = Limits(max_bytes=config.max_batch_bytes, vocab_size=vocab_size)
+    """`vocab_size`: a batch with a token id beyond it is refused; `experts`: one without these experts."""
+    limits = limits_of(config, vocab_size=vocab_size, experts=experts)
     if not isinstance(config, ZmqTransportConfig):
         return FilesystemReceiver(run_dir, limits=limits)
     spool = Spool(run_dir, limits)

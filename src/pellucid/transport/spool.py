@@ -17,7 +17,7 @@ from pellucid.errors import PayloadError
 from pellucid.transport.channel import Batch
 from pellucid.transport.codec import decode_batch
 from pellucid.transport.stable import is_stable, publish_folder, retract_folder, stable_steps
-from pellucid.transport.wire import PREAMBLE, Limits
+from pellucid.transport.wire import PREAMBLE, Limits, too_large
 
 _FILE = "batch.bin"
 _REASON = "reason.txt"
@@ -38,6 +38,10 @@ class Spool:
     def has(self, step: int) -> bool:
         return is_stable(self._folder(step))
 
+    def is_taken(self, step: int) -> bool:
+        """Whether the trainer has had the batch, which is still there."""
+        return self.has(step) and (self._folder(step) / _TAKEN).exists()
+
     def checksum(self, step: int) -> int | None:
         """What the stored payload says of itself; None if there is none."""
         if not self.has(step):
@@ -48,6 +52,8 @@ class Spool:
 
     def read(self, step: int) -> Batch:
         """Raises PayloadError for a bad one."""
+        if not (self._folder(step) / _FILE).is_file():  # a pipe would make us wait
+            raise PayloadError(str(self._folder(step) / _FILE), 0, "is gone, or no file")
         with (self._folder(step) / _FILE).open("rb") as file:
             return self._judge(step, file)
 
@@ -72,7 +78,7 @@ class Spool:
     def _judge(self, step: int, file: BinaryIO) -> Batch:
         sender, limit = file.name, self._limits.max_bytes
         if (num_bytes := os.fstat(file.fileno()).st_size) > limit:
-            raise PayloadError(sender, 0, f"{num_bytes} bytes; at most {limit} are taken")
+            raise PayloadError(sender, 0, too_large(num_bytes, limit))
         batch = decode_batch(file.read(), sender=sender, limits=self._limits)
         if batch.step != step:
             raise PayloadError(sender, 24, f"the batch of step {batch.step}; expected step {step}")
@@ -89,8 +95,13 @@ class Spool:
             else:
                 replace_file(aside / _REASON, str(error).encode())
 
+    def forget_refusals(self) -> None:
+        """Those steps are sampled anew, and what comes of that is judged anew."""
+        for folder in self._batches.glob(f"{_REFUSED}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
     def refusals(self) -> dict[int, str]:
-        """Why each batch that was put aside was refused."""
+        """Why each batch that was put aside, and that no other has replaced yet, was refused."""
         found = {}
         for path in self._batches.glob(f"{_REFUSED}*/{_REASON}"):
             with suppress(FileNotFoundError):  # replaced meanwhile

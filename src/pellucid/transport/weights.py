@@ -5,7 +5,9 @@ choose experts. Tied weights are written once, and a sharded parameter is whole 
 Loading checks every name and shape before it changes any.
 """
 
+import errno
 import json
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,10 +66,14 @@ def write_version(model: nn.Module, folder: Path) -> None:
 
 def write_weights(model: nn.Module, path: Path) -> None:
     """Writes a safetensors file of all weights, one at a time."""
-    weights = named_weights(model)
+    write_tensors(path, named_weights(model), _whole)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], fetch: Callable[[Tensor], Tensor]) -> None:
+    """Writes a safetensors file; `fetch` brings one tensor at a time, whole and contiguous, to the CPU."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in weights.items():
+    for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
@@ -78,8 +84,8 @@ def write_weights(model: nn.Module, path: Path) -> None:
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in weights.values():
-            file.write(_whole(tensor).flatten().view(torch.uint8).numpy().data)
+        for tensor in tensors.values():
+            file.write(fetch(tensor).flatten().view(torch.uint8).numpy().data)
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -127,10 +133,18 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
         raise TransportError(f"{path} is not a readable weight file: {error}") from error
+
+
+def require_regular(path: Path) -> None:
+    """Raises OSError unless a file lies there itself: a FIFO would be waited for without end, and a link may
+    lead anywhere."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def _check(path: Path, file: Any, shapes: Mapping[str, torch.Size]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from pellucid.data.rules import Experts
 from pellucid.errors import PayloadError
 
 MAGIC = b"PLCD"
@@ -82,10 +83,20 @@ class Limits:
     max_tokens: int = 1 << 30
     max_sequences: int = 1 << 20
     max_text_bytes: int = 16_384
-    """Of a text column, per sequence: text is the one thing that becomes Python objects."""
+    """Of a text, which becomes a Python object."""
 
     vocab_size: int | None = None
     """Token ids from here on are refused; None takes any."""
+
+    text_only: bool = False
+    """Multimodal samples are refused."""
+
+    experts: Experts | None = None
+    """Routed experts have to be there, and these."""
+
+
+UNLIMITED = Limits(1 << 62, 1 << 62, 1 << 31, 1 << 31)
+"""For bytes that this very trainer made of samples that it has judged."""
 
 
 class Refusal(Exception):
@@ -98,6 +109,10 @@ class Refusal(Exception):
 
     def by(self, sender: str) -> PayloadError:
         return PayloadError(sender, self.position, self.reason)
+
+
+def too_large(num_bytes: int, max_bytes: int) -> str:
+    return f"{num_bytes} bytes; at most {max_bytes} are taken (transport.max_batch_bytes)"
 
 
 def checksum(*chunks: bytes | memoryview) -> int:

@@ -1,22 +1,25 @@
 """What the two ends of the ZMQ transport say to each other: small msgpack arrays, checked on arrival.
 
     orchestrator (DEALER)                        trainer (ROUTER)
-        offer 7: 31 MB, not sent yet  ───────>
-                                      <───────   want 7, attempt 1    it is not stored, and small enough
-        delivery 7, payload           ───────>   decoded, judged, written to the run folder
-                                      <───────   stored 7             the payload may be forgotten
-                                      <───────   taken: next is 8     the trainer has it; one less waits
+        offer 7: 31 MB                ───────>
+                                      <───────   want 7: 16 K from byte 0     it is small enough
+                                      <───────   want 7: 16 K from byte 16 K  a few at a time
+        chunk 7 from byte 0           ───────>
+                                      <───────   want 7: 32 K from byte 64 K  it came quickly: larger ones
+        …                                        decoded, judged, written to the run folder
+                                      <───────   stored 7                     the payload may be forgotten
+                                      <───────   taken: next is 8             one less waits
         offer 8 …                     <───────   refused 8, byte 40: reason
 
-The sender repeats its offers until a batch is stored, and then until it is taken, so that a lost
-connection, a lost message or a restarted end heals by itself. An offer says how often the batch was sent;
-messages of one connection arrive in order, so a receiver that still lacks a batch that was sent knows that
-it got lost, and asks for another attempt. Nothing is stored twice: a batch is known by its checksum.
+The sender repeats its offers until a batch is asked for or stored, and then until it is taken; a lost
+connection, a lost message or a restarted end heals by itself. The receiver decides how much is on its way,
+and where to go on after a connection was lost. Nothing is stored twice: a batch is known by its checksum,
+and a chunk by the batch and the byte that it starts at.
 """
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 4096
 
 
@@ -28,16 +31,22 @@ class _Message(msgspec.Struct, array_like=True, frozen=True, tag=str.lower):
 class Offer(_Message, frozen=True):
     num_bytes: int
     checksum: int
-    num_sent: int
     protocol: int = PROTOCOL
 
 
-class Delivery(_Message, frozen=True):
-    """A frame with the payload follows."""
+class Chunk(_Message, frozen=True):
+    """A frame with the bytes from `start` on follows."""
+
+    checksum: int
+    """Of the batch."""
+
+    start: int
 
 
 class Want(_Message, frozen=True):
-    attempt: int
+    checksum: int
+    start: int
+    num_bytes: int
 
 
 class Stored(_Message, frozen=True):
@@ -55,7 +64,7 @@ class Refused(_Message, frozen=True):
     """False if another attempt may help: it was damaged on the way."""
 
 
-ToReceiver = Offer | Delivery
+ToReceiver = Offer | Chunk
 ToSender = Want | Stored | Taken | Refused
 
 _to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)

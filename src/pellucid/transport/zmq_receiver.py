@@ -1,15 +1,19 @@
 """The trainer's end of the ZMQ transport: one inbox for all runs, and a receiver for each.
 
-The inbox decodes and judges a payload, writes it to the run's spool and only then says `stored`. What is
-refused is counted and logged with its sender; nothing that arrives can stop the inbox. Offers of a run are
-left unanswered until the trainer has said which step it waits for: a resumed one may need batches again.
+The inbox fetches one batch of each run at a time, in chunks (`zmq_transfer`), decodes and judges it, writes
+it to the run's spool and only then says `stored`. What is refused is counted and logged with its sender;
+nothing that arrives can stop the inbox. Offers of a run are left unanswered until the trainer has said which
+step it waits for: a resumed one may need batches again.
+
+A batch belongs to the connection that it comes from. Another one may go on with it if it offers the same
+bytes, and may begin another batch of that run once the first is silent or gone.
 """
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Set
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,7 +21,7 @@ import zmq
 from zmq.utils import z85
 
 from pellucid.errors import PayloadError, TransportError
-from pellucid.transport.channel import Batch
+from pellucid.transport.channel import Batch, refusal
 from pellucid.transport.codec import decode_batch
 from pellucid.transport.keys import KeyPair
 from pellucid.transport.spool import Spool
@@ -25,7 +29,7 @@ from pellucid.transport.wire import PREAMBLE, Limits, checksum
 from pellucid.transport.zmq_messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
-    Delivery,
+    Chunk,
     Offer,
     Refused,
     Stored,
@@ -35,7 +39,8 @@ from pellucid.transport.zmq_messages import (
     encode,
     for_receiver,
 )
-from pellucid.transport.zmq_socket import Bell, open_socket
+from pellucid.transport.zmq_socket import WakePipe, open_socket
+from pellucid.transport.zmq_transfer import Patience, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ class Inbox:
         limits: Limits,
         keys: KeyPair | None = None,
         allowed_keys: Set[bytes] = frozenset(),
+        patience: Patience | None = None,
     ) -> None:
         """`spools` by run id. With `keys`, only holders of `allowed_keys` are let in."""
         self.num_rejected = 0
@@ -69,7 +75,10 @@ class Inbox:
         self._hwm = hwm
         self._limits = limits
         self._allowed_keys = allowed_keys
-        self._asked: dict[tuple[str, int], Offer] = {}
+        self._patience = patience or Patience()
+        self._transfers: dict[str, Transfer] = {}
+        """The batch of each run that is on its way."""
+
         self._peers: dict[str, bytes] = {}
         self._expected: dict[str, int] = {}
         self._news: deque[str] = deque()
@@ -78,7 +87,7 @@ class Inbox:
         self._gate = self._context.socket(zmq.REP)
         self._socket = self._listen(address, keys)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._bell = Bell()
+        self._bell = WakePipe()
         self._thread = threading.Thread(target=self._run, name="batch inbox", daemon=True)
         self._thread.start()
 
@@ -96,8 +105,10 @@ class Inbox:
         self._bell.close()
 
     def _listen(self, address: str, keys: KeyPair | None) -> "zmq.Socket[Any]":
-        socket = open_socket(self._context, zmq.ROUTER, address, self._limits.max_bytes)
+        largest = min(self._limits.max_bytes, self._patience.max_chunk_bytes) + MAX_MESSAGE_BYTES
+        socket = open_socket(self._context, zmq.ROUTER, address, largest, self._patience.dead_after_s)
         socket.rcvhwm = _MAX_QUEUED_MESSAGES
+        socket.router_mandatory = True  # who is gone is told from who is there
         if keys is not None:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -117,8 +128,9 @@ class Inbox:
         poller = zmq.Poller()
         for source in (self._socket, self._gate, self._bell):
             poller.register(source, zmq.POLLIN)
+        every_ms = round(1000 * self._patience.dead_after_s / 4)
         while not self._closing:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(every_ms if self._transfers else None))
             if self._gate in ready:
                 self._let_in(self._gate.recv_multipart())
             if self._bell.fileno() in ready:
@@ -126,6 +138,7 @@ class Inbox:
                 self._tell_news()
             if self._socket in ready:
                 self._read()
+            self._wake_stalled()
 
     def _let_in(self, request: list[bytes]) -> None:
         version, request_id, _, peer, _, mechanism, *credentials = request
@@ -138,6 +151,8 @@ class Inbox:
     def _tell_news(self) -> None:
         while self._news:
             run_id = self._news.popleft()
+            if (transfer := self._transfers.get(run_id)) and transfer.offer.step < self._expected[run_id]:
+                del self._transfers[run_id]
             if (peer := self._peers.get(run_id)) is not None:
                 self._say(peer, Taken(run_id, self._expected[run_id]))
 
@@ -170,7 +185,7 @@ class Inbox:
         if isinstance(message, Offer):
             self._answer(peer, message, sender)
         else:
-            self._store(peer, message, frames[1], sender)
+            self._receive(peer, message, frames[1], sender)
 
     def _answer(self, peer: bytes, offer: Offer, sender: str) -> None:
         if offer.protocol != PROTOCOL:
@@ -189,47 +204,102 @@ class Inbox:
             self._say(peer, Taken(offer.run_id, next_step))
         elif spool.checksum(offer.step) == offer.checksum:
             self._say(peer, Stored(offer.run_id, offer.step))
-        elif offer.step == next_step or spool.num_waiting() < self._hwm:
-            self._asked[offer.run_id, offer.step] = offer
-            self._say(peer, Want(offer.run_id, offer.step, offer.num_sent + 1))
+        else:
+            self._fetch(peer, offer, is_due=offer.step == next_step or spool.num_waiting() < self._hwm)
 
-    def _turn_down(self, peer: bytes, message: Offer | Delivery, sender: str, reason: str) -> None:
+    def _fetch(self, peer: bytes, offer: Offer, *, is_due: bool) -> None:
+        """Begins a batch, or goes on with one, unless another of the run is on its way."""
+        transfer, now_s = self._transfers.get(offer.run_id), time.monotonic()
+        if transfer is not None and transfer.offer == offer:
+            if transfer.peer == peer:
+                return
+            logger.info(
+                "the batch of step %d of run %r goes on at byte %d of %d, over a new connection",
+                *(offer.step, offer.run_id, transfer.num_received, offer.num_bytes),
+            )
+            transfer.go_on(peer, now_s)
+        elif is_due and (transfer is None or self._may_replace(transfer, peer, offer)):
+            self._transfers[offer.run_id] = transfer = Transfer(offer, peer, self._patience, now_s)
+        else:
+            return
+        self._ask(transfer)
+
+    def _may_replace(self, transfer: Transfer, peer: bytes, offer: Offer) -> bool:
+        """Whether who sends it has another batch for the step now, or is silent, or gone."""
+        if transfer.peer == peer:
+            return offer.step == transfer.offer.step
+        known = Taken(offer.run_id, self._expected[offer.run_id])  # says nothing new: is it there to hear it?
+        return transfer.has_stalled or transfer.peer is None or not self._say(transfer.peer, known)
+
+    def _ask(self, transfer: Transfer) -> None:
+        offer = transfer.offer
+        for start, num_bytes in transfer.asks(time.monotonic()):
+            assert transfer.peer is not None
+            if not self._say(transfer.peer, Want(offer.run_id, offer.step, offer.checksum, start, num_bytes)):
+                transfer.go_on(None, time.monotonic())
+                return
+
+    def _wake_stalled(self) -> None:
+        now_s = time.monotonic()
+        for transfer in self._transfers.values():
+            if transfer.is_stalled(now_s):
+                logger.warning(
+                    "nothing of the batch of step %d of run %r has come for %g s (%d of %d bytes are here); "
+                    "the rest is asked for again",
+                    *(transfer.offer.step, transfer.offer.run_id, self._patience.dead_after_s),
+                    *(transfer.num_received, transfer.offer.num_bytes),
+                )
+                transfer.has_stalled = True
+                transfer.go_on(transfer.peer, now_s)
+                self._ask(transfer)
+
+    def _receive(self, peer: bytes, chunk: Chunk, data: memoryview, sender: str) -> None:
+        transfer = self._transfers.get(chunk.run_id)
+        if transfer is None or (transfer.offer.step, transfer.offer.checksum) != (chunk.step, chunk.checksum):
+            raise PayloadError(sender, 0, f"a part of a batch of step {chunk.step} that nobody asked for")
+        if transfer.peer != peer or not transfer.take(chunk.start, data, time.monotonic()):
+            logger.debug("%s: %d bytes from %d on were not asked for now", sender, len(data), chunk.start)
+        elif transfer.is_complete:
+            del self._transfers[chunk.run_id]
+            self._store(peer, transfer.offer, transfer.payload(), sender)
+        else:
+            self._ask(transfer)
+
+    def _turn_down(self, peer: bytes, message: Offer | Chunk, sender: str, reason: str) -> None:
         self._say(peer, Refused(message.run_id, message.step, 0, reason, is_final=True))
         raise PayloadError(sender, 0, reason)
 
-    def _store(self, peer: bytes, delivery: Delivery, payload: memoryview, sender: str) -> None:
-        offer = self._asked.pop((delivery.run_id, delivery.step), None)
-        if offer is None:
-            raise PayloadError(sender, 0, f"a batch of step {delivery.step} that nobody asked for")
+    def _store(self, peer: bytes, offer: Offer, payload: memoryview, sender: str) -> None:
         try:
             batch = decode_batch(payload, sender=sender, limits=self._limits)
-            if (batch.run_id, batch.step) != (delivery.run_id, delivery.step):
+            if (batch.run_id, batch.step) != (offer.run_id, offer.step):
                 raise PayloadError(
-                    sender, 24, f"step {batch.step} of run {batch.run_id!r}; announced was {delivery.step}"
+                    sender, 24, f"step {batch.step} of run {batch.run_id!r}; announced was {offer.step}"
                 )
         except PayloadError as error:
-            is_as_sent = len(payload) == offer.num_bytes and checksum(payload[16:]) == offer.checksum
+            is_as_sent = checksum(payload[PREAMBLE.size :]) == offer.checksum
             self._say(
-                peer,
-                Refused(delivery.run_id, delivery.step, error.position, str(error), is_final=is_as_sent),
+                peer, Refused(offer.run_id, offer.step, error.position, str(error), is_final=is_as_sent)
             )
             raise
-        self._spools[delivery.run_id].store(delivery.step, payload)
-        self._say(peer, Stored(delivery.run_id, delivery.step))
+        self._spools[offer.run_id].store(offer.step, payload)
+        self._say(peer, Stored(offer.run_id, offer.step))
         with self.stored:
             self.stored.notify_all()
 
     def _reject(self, sender: str, position: int, reason: str) -> None:
-        self.num_rejected += 1
         logger.error("refused: %s", PayloadError(sender, position, reason))
+        self.num_rejected += 1  # last: whoever sees the count finds the reason in the log
 
-    def _say(self, peer: bytes, message: ToSender) -> None:
-        """Who is gone, or does not listen, will ask again."""
+    def _say(self, peer: bytes, message: ToSender) -> bool:
+        """False if nobody is there to hear it: who is gone, or does not listen, will ask again."""
         try:
             self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
+            return False
+        return True
 
 
 class ZmqReceiver:
@@ -262,10 +332,13 @@ class ZmqReceiver:
         return batch
 
     def receive(self, step: int) -> Batch:
+        """A stored batch that turns out to be bad ends the wait: whoever sent it has forgotten it."""
         while True:
-            with suppress(PayloadError):
+            try:
                 if (batch := self.poll(step)) is not None:
                     return batch
+            except PayloadError as error:
+                raise refusal(step, str(error)) from error
             with self._inbox.stored:
                 self._inbox.stored.wait_for(lambda: self._spool.has(step), _WAIT_S)
 

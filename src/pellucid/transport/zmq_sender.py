@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from pellucid.errors import TransportError
 from pellucid.transport.channel import check_size, refusal
@@ -15,7 +16,7 @@ from pellucid.transport.keys import KeyPair
 from pellucid.transport.wire import PREAMBLE
 from pellucid.transport.zmq_messages import (
     MAX_MESSAGE_BYTES,
-    Delivery,
+    Chunk,
     Offer,
     Refused,
     Stored,
@@ -26,13 +27,15 @@ from pellucid.transport.zmq_messages import (
     encode,
     for_sender,
 )
-from pellucid.transport.zmq_socket import Bell, open_socket
+from pellucid.transport.zmq_socket import WakePipe, open_socket
+from pellucid.transport.zmq_transfer import Patience
 
 logger = logging.getLogger(__name__)
 
 _OFFER_EVERY_S = 0.2
 _MAX_ATTEMPTS = 3
 _CLOSE_WITHIN_S = 60.0
+_TELL_EVERY_S = 10.0
 _SHUT_OUT = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -45,7 +48,15 @@ class _Outgoing:
 
     num_bytes: int
     checksum: int
-    num_sent: int = 0
+    num_refused: int = 0
+    since_s: float = 0.0
+    """When the trainer first asked for it; 0 if it has not."""
+
+    told_s: float = 0.0
+    """When the log last said how far it is."""
+
+    num_asked: int = 0
+    """Bytes that the trainer has asked for so far."""
 
 
 class ZmqSender:
@@ -61,24 +72,36 @@ class ZmqSender:
         keys: KeyPair | None = None,
         trainer_key: bytes | None = None,
         close_within_s: float = _CLOSE_WITHIN_S,
+        patience: Patience | None = None,
     ) -> None:
+        """`close_within_s`: how long closing waits without any progress."""
         self._address = address
         self._run_id = run_id
         self._hwm = hwm
         self._max_bytes = max_bytes
         self._close_within_s = close_within_s
+        self._dead_after_s = (patience or Patience()).dead_after_s
         self._outgoing: dict[int, _Outgoing] = {}
+        self._asked_step: int | None = None
+        """The batch that the trainer is fetching; nothing is offered meanwhile."""
+
+        self._heard_s = time.monotonic()
+        """When the trainer last asked for something, or stored or took it."""
+
+        self._due_s = 0.0
+        """When to offer next."""
+
         self._changed = threading.Condition()
         self._failure: TransportError | None = None
         self._closing = False
-        self._bell = Bell()
+        self._bell = WakePipe()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = open_socket(self._context, zmq.DEALER, address, MAX_MESSAGE_BYTES)
+        self._socket = open_socket(self._context, zmq.DEALER, address, MAX_MESSAGE_BYTES, self._dead_after_s)
         self._socket.immediate = True  # nothing is queued for a connection that is not there
         if keys is not None:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.curve_serverkey = trainer_key
-        self._doorbell = self._socket.get_monitor_socket(_SHUT_OUT)
+        self._doorbell = self._socket.get_monitor_socket(_SHUT_OUT | zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._thread = threading.Thread(target=self._run, name="batch sender", daemon=True)
         self._thread.start()
@@ -100,9 +123,12 @@ class ZmqSender:
         if self._closing:
             return
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or not self._unstored(), timeout=self._close_within_s
-            )
+            since_s = time.monotonic()
+            while self._failure is None and self._unstored():
+                left_s = max(since_s, self._heard_s) + self._close_within_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
             unstored = self._unstored()
             self._closing = True
         self._bell.ring()
@@ -139,26 +165,46 @@ class ZmqSender:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._doorbell, zmq.POLLIN)
-        due_s = 0.0
         while not self._closing:
-            timeout_ms = max(0, round(1000 * (due_s - time.monotonic()))) if self._outgoing else None
+            timeout_ms = max(0, round(1000 * (self._due_s - time.monotonic()))) if self._outgoing else None
             ready = dict(poller.poll(timeout_ms))
             if self._bell.fileno() in ready:
                 self._bell.silence()
-                due_s = 0.0
-            if self._doorbell in ready:
-                self._doorbell.recv_multipart()
-                self._fail(
-                    TransportError(
-                        f"the trainer at {self._address} does not let this orchestrator in; the folders "
-                        "transport.keys of both have to hold the public key of the other"
-                    )
-                )
+                if self._asked_step is None:
+                    self._due_s = 0.0
             if self._socket in ready:
                 self._read()
-            if time.monotonic() >= due_s:
+            if self._doorbell in ready:
+                self._answer_door(parse_monitor_message(self._doorbell.recv_multipart())["event"])
+            if time.monotonic() >= self._due_s:
+                self._give_up_waiting(f"has asked for nothing more for {self._dead_after_s:g} s")
                 self._offer()
-                due_s = time.monotonic() + _OFFER_EVERY_S
+                self._due_s = time.monotonic() + _OFFER_EVERY_S
+
+    def _answer_door(self, event: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED:
+            self._give_up_waiting("cannot be reached any more")
+            return
+        self._fail(
+            TransportError(
+                f"the trainer at {self._address} does not let this orchestrator in; the folders "
+                "transport.keys of both have to hold the public key of the other"
+            )
+        )
+
+    def _give_up_waiting(self, why: str) -> None:
+        """The batch that was being fetched is offered again; what arrived of it need not be sent again."""
+        step = self._asked_step
+        if step is not None and (batch := self._outgoing.get(step)) is not None:
+            logger.warning(
+                "the trainer at %s %s; it had asked for %d of %d bytes of step %d, which is offered again",
+                *(self._address, why, batch.num_asked, batch.num_bytes, step),
+            )
+        self._offer_now()
+
+    def _offer_now(self) -> None:
+        self._asked_step = None
+        self._due_s = 0.0
 
     def _offer(self) -> None:
         """All that is not stored; else the oldest that is not taken, to hear of it."""
@@ -168,7 +214,7 @@ class ZmqSender:
             steps = self._unstored() or sorted(self._outgoing)[:1]
             batches = [(step, self._outgoing[step]) for step in steps]
         for step, batch in batches:
-            self._say(Offer(self._run_id, step, batch.num_bytes, batch.checksum, batch.num_sent))
+            self._say(Offer(self._run_id, step, batch.num_bytes, batch.checksum))
 
     def _read(self) -> None:
         while True:
@@ -187,43 +233,74 @@ class ZmqSender:
     def _hear(self, message: ToSender) -> None:
         match message:
             case Want():
+                self._heard_s = time.monotonic()
                 self._deliver(message)
             case Stored():
-                with self._changed:
-                    if (batch := self._outgoing.get(message.step)) is not None:
-                        batch.payload = None
-                    self._changed.notify_all()
+                self._forget_payload(message.step)
+                self._offer_now()
             case Taken():
                 with self._changed:
                     for step in [step for step in self._outgoing if step < message.step]:
                         del self._outgoing[step]
+                    self._heard_s = time.monotonic()
                     self._changed.notify_all()
             case Refused():
                 self._note_refusal(message)
+                self._offer_now()
+
+    def _forget_payload(self, step: int) -> None:
+        with self._changed:
+            if (batch := self._outgoing.get(step)) is not None and batch.payload is not None:
+                batch.payload = None
+                if batch.told_s > batch.since_s:
+                    logger.info("the batch of step %d is with the trainer", step)
+            self._heard_s = time.monotonic()
+            self._changed.notify_all()
 
     def _deliver(self, want: Want) -> None:
         batch = self._outgoing.get(want.step)
-        if batch is None or want.attempt != batch.num_sent + 1:
-            return  # an answer to an earlier offer
+        if batch is None or want.checksum != batch.checksum:
+            return  # of a batch that is not sent any more
         if batch.payload is None:
             lost = f"the trainer at {self._address} lost the batch of step {want.step} after storing it"
             self._fail(TransportError(f"{lost}; go on with --resume, which samples the step anew"))
-        elif self._say(Delivery(self._run_id, want.step), batch.payload):
-            batch.num_sent += 1
+            return
+        stop = min(want.start + want.num_bytes, batch.num_bytes)
+        part = memoryview(batch.payload)[want.start : stop]
+        if self._say(Chunk(self._run_id, want.step, want.checksum, want.start), part):
+            batch.num_asked = stop
+            self._asked_step = want.step
+            self._due_s = self._heard_s + self._dead_after_s
+            self._tell_progress(want.step, batch)
+
+    def _tell_progress(self, step: int, batch: _Outgoing) -> None:
+        """Of a batch that takes its time."""
+        if not batch.since_s:
+            batch.since_s = batch.told_s = self._heard_s
+        if self._heard_s - batch.told_s >= _TELL_EVERY_S:
+            batch.told_s = self._heard_s
+            logger.info(
+                "the batch of step %d is on its way: %d of %d bytes in %.0f s",
+                *(step, batch.num_asked, batch.num_bytes, batch.told_s - batch.since_s),
+            )
 
     def _note_refusal(self, refused: Refused) -> None:
         batch = self._outgoing.get(refused.step)
         if batch is None:
             return
-        logger.warning("the trainer refused the batch of step %d: %s", refused.step, refused.reason)
-        if refused.is_final or batch.num_sent >= _MAX_ATTEMPTS:
+        batch.num_refused += 1
+        logger.warning(
+            "the trainer refused the batch of step %d (attempt %d): %s",
+            *(refused.step, batch.num_refused, refused.reason),
+        )
+        if refused.is_final or batch.num_refused >= _MAX_ATTEMPTS:
             self._fail(refusal(refused.step, refused.reason))
 
-    def _say(self, message: ToReceiver, payload: bytes | None = None) -> bool:
+    def _say(self, message: ToReceiver, part: memoryview | None = None) -> bool:
         """False if nobody is there to hear it."""
-        frames = [encode(message)] if payload is None else [encode(message), payload]
+        frames: list[bytes | memoryview] = [encode(message)] if part is None else [encode(message), part]
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=part is None)
         except zmq.Again:
             return False
         return True

@@ -6,8 +6,8 @@ from typing import Any
 
 import zmq
 
-_HEARTBEAT_MS = 5_000
-_DEAD_AFTER_MS = 20_000
+_HEARTBEATS = 4
+"""Of which one has to be answered before a link is taken for dead."""
 
 
 def tcp_address(host: str, port: int) -> str:
@@ -15,20 +15,22 @@ def tcp_address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def open_socket(context: "zmq.Context[Any]", kind: int, address: str, max_bytes: int) -> "zmq.Socket[Any]":
-    """A frame above `max_bytes` ends the connection before memory is taken for it."""
+def open_socket(
+    context: "zmq.Context[Any]", kind: int, address: str, max_bytes: int, dead_after_s: float
+) -> "zmq.Socket[Any]":
+    """A frame above `max_bytes` ends the connection before memory is taken for it; so does silence."""
     socket: zmq.Socket[Any] = context.socket(kind)
     socket.linger = 0
     socket.ipv6 = "[" in address
     socket.maxmsgsize = max_bytes
-    socket.heartbeat_ivl = _HEARTBEAT_MS
-    socket.heartbeat_timeout = _DEAD_AFTER_MS
+    socket.heartbeat_ivl = round(1000 * dead_after_s / _HEARTBEATS)
+    socket.heartbeat_timeout = round(1000 * dead_after_s)
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1_000
     return socket
 
 
-class Bell:
+class WakePipe:
     """Rung by any thread, it wakes the one that polls it."""
 
     def __init__(self) -> None:

@@ -67,6 +67,10 @@ class Exports:
             self._export, self._steps = fresh, fresh.steps
         return [step for step in self._steps if self._is_shown(step)]
 
+    def warn(self, step: int, error: Exception) -> None:
+        """Notes that a step cannot be shown."""
+        self.warnings.setdefault(f"Step {step} cannot be read: {error}")
+
     def has(self, step: int) -> bool:
         """Whether a step can be read. Finished ones stay so: folders are looked at for others only."""
         return (step in self._steps and self._is_shown(step)) or step in self.steps()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.errors import DataError
 from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary, is_per_token
 from pellucid.viewer.blob import BlobWriter
 from pellucid.viewer.derive import FORMULAS, follows
@@ -66,6 +67,8 @@ def encode_step(
     step: int, exports: Exports, records: Records, roles: RoleFinder, *, level: int | None = 6
 ) -> EncodedStep:
     """All of it in one pass over the records."""
+    if not records:
+        raise DataError(f"step {step} holds no records")
     identity, measures, chunks, starts, leads = Identity(), Measures(), [], [], {}
     seen: NDArray[np.int64] = np.empty(0, np.int64)
     is_whole = len(records) == len(exports.records(step))

@@ -43,7 +43,7 @@ def make_head(
         "metrics": run.metrics(),
         "ledger": run.ledger(),
         "losses": run.losses(),
-        "notes": list(notes),
+        "notes": [*notes, *run.problems],
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from pellucid.errors import DataError, PellucidError
 from pellucid.viewer.access import Exports, Records
 from pellucid.viewer.encode import EncodedStep, encode_step
 from pellucid.viewer.frame import block, frame
@@ -156,7 +157,11 @@ def _write_steps(file: TextIO, contents: _Contents) -> _Steps:
         others = [block(f"rows/{step}", made.rows), *leads.values(), *chunks]
 
     for step in exports.steps():
-        made = encode_step(step, exports, exports.records(step), roles)
+        try:
+            made = encode_step(step, exports, exports.records(step), roles)
+        except (PellucidError, OSError) as error:
+            exports.warn(step, error)
+            continue
         summaries.append(made.summary)
         point = made.summary["points"]["all"]
         sizes[step] = Size(point["records"], point["tokens"])
@@ -164,6 +169,8 @@ def _write_steps(file: TextIO, contents: _Contents) -> _Steps:
             put(step, made)
         elif sum(size.tokens for size in sizes.values()) <= KEEP_BUDGETS * budget.tokens:
             encoded[step] = made
+    if not sizes:
+        raise DataError(f"{exports.path} has no step that can be shown; {'; '.join(exports.warnings)}")
     spread = choose_spread(sizes, budget or PAGE_BUDGET)
     for step in () if budget is None else sorted(spread.steps):
         if step in encoded and spread.tokens_per_step is None:

@@ -92,7 +92,7 @@ class RunQueries:
                 rows = connection.execute(sql, [files, *values]).fetchall()
         except (_Unsupported, duckdb.Error):  # a column that is not recorded, a file that is damaged
             return None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise DataError(f"the question {dict(question)} is not understood: {error!r}") from error
         return self._with_records(rows)
 
@@ -103,7 +103,10 @@ class RunQueries:
         found: list[str] = []
         for step in self._exports.steps():
             if step not in self._files:
-                self._files[step] = whole_parquet_files(self._exports.records(step))
+                try:
+                    self._files[step] = whole_parquet_files(self._exports.records(step))
+                except (DataError, OSError):
+                    self._files[step] = None
             if (files := self._files[step]) is None:
                 return None
             found += files

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from pellucid.viewer.access import ColumnBatch
-from pellucid.viewer.vocabulary import Vocabulary
+from pellucid.viewer.vocabulary import Vocabulary, shortened
 
 Segment = tuple[str, int, int]
 
@@ -119,7 +119,7 @@ def _span(span: Any) -> Segment | None:
     """`["user", 0, 9]`; None for anything else, as other writers may put something else here."""
     match span.tolist() if isinstance(span, np.ndarray) else span:
         case [str(role), int(start), int(end)]:
-            return role, start, end
+            return shortened(role), start, end
     return None
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pellucid.viewer.access import ColumnBatch, trainable
 from pellucid.viewer.blob import BlobWriter
+from pellucid.viewer.vocabulary import shortened
 
 SPARK_CELLS = 32
 SPARK_DECADES = 6
@@ -191,7 +192,7 @@ def _numbers(batch: ColumnBatch, name: str) -> NDArray[np.float64]:
 
 
 def _word(value: Any) -> str:
-    return "" if value is None or value != value else str(value)
+    return "" if value is None or value != value else shortened(str(value))
 
 
 def _sparks(batch: ColumnBatch) -> NDArray[np.uint8]:

@@ -18,6 +18,7 @@ Bound to 127.0.0.1, it answers to that name and to localhost. Bound elsewhere, i
 random token of its address. A request that another site's page makes is refused; so is a frame.
 """
 
+import asyncio
 import logging
 import secrets
 import socket
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -36,16 +38,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pellucid.errors import ConfigError, DataError
+from pellucid.errors import ConfigError, PellucidError
+from pellucid.guard import answers_to, is_foreign, is_loopback
 from pellucid.viewer.frame import block, frame
 from pellucid.viewer.source import ServedRun
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 USUAL_PORT = 7357
 MAX_IDS = 300_000
+MAX_BODY_BYTES = 1 << 22
+"""Of a question: so many ids have ten digits each."""
+
+BODY_TIMEOUT_S = 30.0
+MAX_CONNECTIONS = 200
+"""Half-open ones included; whoever comes after them is told to come back."""
+
+MAX_PATH = 100
 COOKIE = "pellucid-viewer"
 DEFLATE_LEVEL = 1
 
@@ -66,7 +77,7 @@ def headers() -> Mapping[str, str]:
 def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
     """`token`: what a visitor must show; None: whoever reaches it may look."""
 
-    is_near = host in LOOPBACK
+    is_near = is_loopback(host)
 
     async def page(request: Request) -> Response:
         head = block("run", await run_in_threadpool(run.run), is_served=True)
@@ -90,13 +101,13 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
         return Route(path, answered)
 
     async def texts(request: Request) -> Response:
-        ids = await request.json()
+        ids = await _read_json(request)
         if not isinstance(ids, list) or len(ids) > MAX_IDS or not all(type(i) is int for i in ids):
             return PlainTextResponse(f"expected a list of at most {MAX_IDS} token ids", 400)
         return await answer(request, run.texts, ids)
 
     async def query(request: Request) -> Response:
-        question = await request.json()
+        question = await _read_json(request)
         if not isinstance(question, dict):
             return PlainTextResponse("expected a question, see pellucid.viewer.queries", 400)
         return await answer(request, run.query, question)
@@ -106,6 +117,10 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
 
     async def failed(request: Request, error: Exception) -> Response:
         return PlainTextResponse(str(error), 404)
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RefusedBodyError)
+        return PlainTextResponse(str(error), error.status, headers={"Connection": "close"})
 
     app = Starlette(
         routes=[
@@ -120,10 +135,32 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
             Route("/api/query", query, methods=["POST"]),
             Route("/api/pulse", pulse),
         ],
-        exception_handlers={DataError: failed},
+        exception_handlers={PellucidError: failed, OSError: failed, RefusedBodyError: refused},
     )
     app.add_middleware(Guard, host=host, token=token)
     return app
+
+
+class RefusedBodyError(Exception):
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+async def _read_json(request: Request) -> Any:
+    """The body of a request; what is too large, too slow or no JSON is refused."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise RefusedBodyError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+        return orjson.loads(body)
+    except TimeoutError as error:
+        raise RefusedBodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s") from error
+    except orjson.JSONDecodeError as error:
+        raise RefusedBodyError(400, f"the body is not JSON: {error}") from error
 
 
 class Guard:
@@ -148,10 +185,38 @@ class Guard:
         await answering(scope, receive, send_with_headers)
 
 
+class PromptHttp(H11Protocol):
+    """Hangs up on who connects and says nothing, or not all of it, for `BODY_TIMEOUT_S`."""
+
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def _watch(self) -> None:
+        """Counts from the connection, or the first byte of a request, to the end of that request's head."""
+        is_waiting = self.cycle is None or self.cycle.response_complete
+        if is_waiting and self._patience is None:
+            self._patience = self.loop.call_later(BODY_TIMEOUT_S, self.transport.close)
+        elif not is_waiting and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+
 def serve(run: ServedRun, *, host: str, port: int | None, open_browser: bool) -> None:
     """Until interrupted."""
     listener = _listen(host, port)
-    token = None if host in LOOPBACK else secrets.token_urlsafe(16)
+    token = None if is_loopback(host) else secrets.token_urlsafe(16)
     shown_host = f"[{host}]" if ":" in host else host
     address = f"http://{shown_host}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
     summaries = threading.Thread(target=run.summarise, daemon=True)
@@ -159,7 +224,10 @@ def serve(run: ServedRun, *, host: str, port: int | None, open_browser: bool) ->
     log.info("open %s (Ctrl-C ends it)", address)
     if open_browser:
         webbrowser.open(address)
-    config = uvicorn.Config(make_app(run, host=host, token=token), log_level="warning", access_log=False)
+    app = make_app(run, host=host, token=token)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, http=PromptHttp, limit_concurrency=MAX_CONNECTIONS
+    )
     try:
         uvicorn.Server(config).run(sockets=[listener])
     finally:
@@ -186,16 +254,12 @@ def _listen(host: str, port: int | None) -> socket.socket:
 
 def _refusal(request: Request, host: str, token: str | None) -> Response | None:
     """Other sites' pages reach a local server through the browser: by a name of theirs, or by forgery."""
+    if len(request.url.path) > MAX_PATH:
+        return PlainTextResponse("there is no such page", 404)
     named = request.headers.get("host", "")
-    name = (
-        named.rpartition(":")[0].strip("[]")
-        if ":" in named and not named.endswith("]")
-        else named.strip("[]")
-    )
-    if host in LOOPBACK and name not in LOOPBACK:
+    if not answers_to(host, named):
         return PlainTextResponse(f"this viewer does not answer to {named!r}", 403)
-    origin = request.headers.get("origin")
-    if origin is not None and origin not in (f"http://{named}", f"https://{named}"):
+    if is_foreign(request.headers.get("origin"), named):
         return PlainTextResponse("a request of another site", 403)
     if token is None or secrets.compare_digest(request.cookies.get(COOKIE, ""), token):
         return None

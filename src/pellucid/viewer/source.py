@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.errors import DataError
+from pellucid.errors import DataError, PellucidError
 from pellucid.viewer.access import ALL_FIELDS, ColumnBatch, Exports, Records, StepSummary
 from pellucid.viewer.encode import (
     LONG_TOKENS,
@@ -135,16 +135,20 @@ class ServedRun:
     def summarise(self) -> None:
         """Reads every step that has no summary yet, newest first, and again whenever there are new ones."""
         while not self._closed.is_set():
-            missing = [step for step in self._exports.steps() if step not in self._summaries]
-            for step in reversed(missing):
-                if self._closed.is_set():
-                    return
-                try:
-                    self.step(step)
-                except DataError as error:
-                    self._exports.warnings.setdefault(str(error))
-                    self._summaries.setdefault(step, summarise(step, StepSummary()))
+            self.summarise_once()
             self._closed.wait(LOOK_AGAIN_S)
+
+    def summarise_once(self) -> None:
+        """A step that cannot be read is named in a note, and has a summary without records."""
+        missing = [step for step in self._exports.steps() if step not in self._summaries]
+        for step in reversed(missing):
+            if self._closed.is_set():
+                return
+            try:
+                self.step(step)
+            except (PellucidError, OSError) as error:
+                self._exports.warn(step, error)
+                self._summaries.setdefault(step, summarise(step, StepSummary()))
 
     def close(self) -> None:
         self._closed.set()
@@ -156,6 +160,8 @@ class ServedRun:
             if not self._exports.has(step):
                 raise DataError(f"there is no finished step {step}")
             records = self._exports.records(step)
+            if not records:
+                raise DataError(f"step {step} holds no records")
             is_columnar = self._exports.is_columnar(records)
             making = self._making.setdefault(name if is_columnar else f"step/{step}", threading.Lock())
         with making:  # whoever asks for the same waits; others do not

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.viewer.access import ColumnBatch, Exports, trainable
+from pellucid.errors import DataError, printable
+from pellucid.viewer.access import ColumnBatch, Exports, Records, trainable
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.summary import kl_domain, summarise
@@ -44,13 +45,10 @@ def show(
     console = console or Console(markup=False, emoji=False)
     run = RunFolder.around(exports.path)
     vocabulary, note = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
-    step = exports.steps()[-1]
-    records = exports.records(step)
-    batch = records[: max(RECORDS_SHOWN, record_index + 1)].batch(_COLUMNS)
-    point = summarise(step, exports.summary(step))["points"]["all"]
-    for line in (note, *exports.warnings):
+    step, records, batch, point = _newest(exports, record_index)
+    for line in (note, *exports.warnings, *run.problems):
         if line:
-            console.print(Text(line, style="yellow"))
+            console.print(Text(printable(line), style="yellow"))
     console.print(_title(f"step {step}", len(records), point))
     is_skipped = run.is_skipped(step)
     if is_skipped:
@@ -65,6 +63,20 @@ def show(
         )
         console.print(_outliers(chosen, vocabulary, is_skipped=is_skipped))
     _print_ledger(console, run)
+
+
+def _newest(exports: Exports, record_index: int) -> tuple[int, Records, ColumnBatch, dict[str, Any]]:
+    """The newest step that can be read, its records, the first of them in columns, and its numbers."""
+    for step in reversed(exports.steps()):
+        try:
+            records = exports.records(step)
+            if not records:
+                raise DataError(f"step {step} holds no records")
+            batch = records[: max(RECORDS_SHOWN, record_index + 1)].batch(_COLUMNS)
+            return step, records, batch, summarise(step, exports.summary(step))["points"]["all"]
+        except (DataError, OSError) as error:
+            exports.warn(step, error)
+    raise DataError(f"{exports.path} has no step that can be shown; {'; '.join(exports.warnings)}")
 
 
 _COLUMNS = (
@@ -170,7 +182,7 @@ def _print_ledger(console: Console, run: RunFolder) -> None:
     if ledger is None:
         return
     if "error" in ledger:
-        console.print(Text(ledger["error"], style="red"))
+        console.print(Text(printable(ledger["error"]), style="red"))
         return
     sampled = sum(account["sampled"] for account in ledger["accounts"])
     states: dict[str, int] = {}

@@ -19,6 +19,17 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 Text = str | list[int]
 
 
+MAX_CHARACTERS = 2_000
+"""Of a token or a name: a browser lays out a line of megabytes for minutes."""
+
+
+def shortened(text: str) -> str:
+    """The text as far as it is shown, and how long it is."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[:MAX_CHARACTERS]}… ({len(text):,} characters)"
+
+
 class Vocabulary:
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
@@ -31,7 +42,8 @@ class Vocabulary:
 
     def text(self, token_id: int) -> Text:
         if token_id not in self._texts:
-            self._texts[token_id] = self._look_up(token_id)
+            text = self._look_up(token_id)
+            self._texts[token_id] = shortened(text) if isinstance(text, str) else text[:MAX_CHARACTERS]
         return self._texts[token_id]
 
     def texts(self, token_ids: Iterable[int]) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """examples/verifiers_taskset: its configuration, its taskset, and a run of two steps."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("verifiers")
 
+import warm
 from pellucid.config import RLConfig
 from pellucid.config.parse import parse
 from pellucid.ledger import reconcile
@@ -44,10 +43,9 @@ def test_two_steps(tiny_model: Path, tmp_path: Path) -> None:
         "--orchestrator.rollouts-per-example": 4,
         "--orchestrator.sampling.max-tokens": 4,
     }
-    command = [sys.executable, "-m", "pellucid.cli", "rl", "@", str(EXAMPLE / "rl.toml")]
-    command += [str(word) for pair in flags.items() for word in pair]
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLE), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    arguments = ["rl", "@", str(EXAMPLE / "rl.toml")]
+    arguments += [str(word) for pair in flags.items() for word in pair]
+    finished = warm.run(arguments, env={**os.environ, "PYTHONPATH": str(EXAMPLE)})
     assert finished.returncode == 0, finished.stdout + finished.stderr
     report = reconcile(folder / "ledger")
     assert report.balanced and not report.running, report.differences

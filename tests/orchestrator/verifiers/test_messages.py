@@ -79,5 +79,5 @@ def test_messages_for_templates() -> None:
     parts = [vf.TextContentPart(text="a"), vf.TextContentPart(text="b")]
     assert for_template(vf.UserMessage(content=parts)) == {"role": "user", "content": "ab"}
     image = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url="data:"))
-    with pytest.raises(RolloutError, match="image; only text"):
+    with pytest.raises(RolloutError, match="image_url.*; only text can be trained on"):
         for_template(vf.UserMessage(content=[*parts, image]))

@@ -31,6 +31,8 @@ from pellucid.transport import Batch, FilesystemSender, MemoryChannel, encode_ba
 from pellucid.transport.spool import Spool
 from tolerance import gradient_bound, near, update_bound
 
+pytestmark = pytest.mark.slow
+
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -122,7 +124,6 @@ def alone(config, seed, folder) -> None:
     own = config.model_copy(update={"output_dir": folder, "run_id": config.run_name})
     run = build_run(own, OrchestratorBatches(channel), open_journal(own, Ranks()), [], publishes=True)
     train(run)
-    run.close_books()
     run.close()
 
 
@@ -368,7 +369,7 @@ def test_a_run_comes_and_goes_and_comes_back(tiny_model, tmp_path) -> None:
         (tmp_path / "kept").rename(batch)
         send(stays, 0)
         with on_roster(leaves.model_copy(update={"resume": True})) as again:
-            server.join(60)
+            server.join()
     assert outcomes == {"stays": (Outcome.DONE, "")} and again == {"leaves": (Outcome.DONE, "")}
     for seed, config in ((0, stays), (1, leaves)):
         alone(config, seed, tmp_path / "alone" / config.run_name)
@@ -399,7 +400,7 @@ def test_joining_returns_when_the_run_is_trained(tiny_model, tmp_path) -> None:
     server = threading.Thread(target=serve_runs, args=(shared(tiny_model, tmp_path), Ranks()))
     server.start()
     join_trainer(config)
-    server.join(60)
+    server.join()
     assert (config.output_dir / "model" / "adapter_config.json").exists()
     assert not (tmp_path / "shared" / "runs" / "one").exists()
 
@@ -413,7 +414,7 @@ def test_joining_ends_with_the_reason(tiny_model, tmp_path) -> None:
     good = joining(tiny_model, tmp_path, "good", max_steps=1)
     send(good, 0)
     join_trainer(good)
-    server.join(60)
+    server.join()
 
 
 def test_a_trainer_that_is_gone_is_missed(tiny_model, tmp_path) -> None:
@@ -432,7 +433,7 @@ def test_a_trainer_that_is_gone_is_missed(tiny_model, tmp_path) -> None:
         waiting.start()
         wait_for(lambda: roster.waiting() == ["one"])
         time.sleep(0.2)
-    waiting.join(10)
+    waiting.join()
     assert "is gone; start it again" in failures[0]
     assert roster.waiting() == []
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from pellucid.data.files import read_lines
+from pellucid.errors import DataError
 from pellucid.orchestrator.bias import DropAudit, Finding
 from pellucid.orchestrator.records import FILE
 from pellucid.transport import step_folders
+
+T = TypeVar("T")
 
 
 class Dropped(msgspec.Struct):
@@ -22,16 +27,22 @@ class Dropped(msgspec.Struct):
 def audit(run: Path) -> list[Finding]:
     drops = DropAudit()
     decoder = msgspec.json.Decoder(Dropped)
-    for line in rollout_lines(run):
-        rollout = decoder.decode(line)
+    for place, line in rollout_lines(run):
+        rollout = decode_saved(decoder, place, line)
         drops.add(rollout.outcome, rollout.env_name, rollout.num_tokens, rollout.reward)
     return drops.findings()
 
 
-def rollout_lines(run: Path) -> Iterator[bytes]:
-    """Of all steps, in order; a last line that is not whole is left out: it is being written."""
+def rollout_lines(run: Path) -> Iterator[tuple[str, bytes]]:
+    """(place, line) of all steps, in order; a last line that is still being written is left out."""
     for _, folder in sorted(step_folders(run / "rollouts").items()):
-        path = folder / FILE
-        if path.exists():
-            with path.open("rb") as file:
-                yield from (line for line in file if line.endswith(b"\n"))
+        for number, line in read_lines(folder / FILE):
+            if line.endswith(b"\n"):
+                yield f"{folder / FILE}:{number}", line
+
+
+def decode_saved(decoder: msgspec.json.Decoder[T], place: str, line: bytes) -> T:
+    try:
+        return decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{place} is not a saved rollout: {error}; copy the file again") from error

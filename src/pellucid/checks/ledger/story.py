@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from pellucid import export
-from pellucid.checks.ledger.audit import rollout_lines
+from pellucid.checks.ledger.audit import decode_saved, rollout_lines
 from pellucid.errors import DataError, LedgerError
 from pellucid.ledger import MEANING, Flow, State
 from pellucid.metrics import read_metrics
@@ -68,7 +68,7 @@ def stories_of(run: Path, name: str) -> list[Story]:
         raise LedgerError(f"{run} holds no saved rollouts; give the folder of an rl run")
     wanted = name.encode()
     decoder = msgspec.json.Decoder(SavedRollout)
-    found = [decoder.decode(line) for line in rollout_lines(run) if wanted in line]
+    found = [decode_saved(decoder, place, line) for place, line in rollout_lines(run) if wanted in line]
     chosen = [each for each in found if name in (each.rollout_id, each.group_id)]
     if not chosen:
         raise LedgerError(
@@ -77,9 +77,9 @@ def stories_of(run: Path, name: str) -> list[Story]:
         )
     groups = {each.group_id for each in chosen}
     peers: dict[tuple[int, str], list[float | None]] = {}
-    for line in rollout_lines(run):
+    for place, line in rollout_lines(run):
         if any(group.encode() in line for group in groups):
-            each = decoder.decode(line)
+            each = decode_saved(decoder, place, line)
             peers.setdefault((each.step, each.group_id), []).append(each.reward)
     return [_story(run, each, peers[each.step, each.group_id]) for each in chosen]
 

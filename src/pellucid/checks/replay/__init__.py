@@ -4,11 +4,14 @@
     ratios        from recorded logprobs
     masks         from ratios and advantages, by the run's own loss
     losses        the same, token by token
-    weights       the trainer's logprobs, from the weights of the step where they are still there
+    weights       with --weights: the trainer's logprobs, from the weights of the step where they are left
     record        trainable tokens against the denominator
     loss          the sum of token losses ÷ denominator against what was logged
 
 With `--set` it answers what other settings would have done with the same tokens.
+
+Who replays a run may not have made it: no code that its settings name is run, and no model or checkpoint is
+loaded, unless that is asked for.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +21,13 @@ import orjson
 from rich.console import Console
 from rich.progress import track
 
+from pellucid.checks.finding import findings_table
 from pellucid.checks.replay.changes import change
 from pellucid.checks.replay.checks import Checks, open_predictor, read_steps
 from pellucid.checks.replay.recorded import RecordedRun
 from pellucid.checks.replay.tokens import tokens_as_dict, tokens_table
 from pellucid.checks.replay.what_if import WhatIf, what_if_table
-from pellucid.checks.verify.finding import findings_table
+from pellucid.config.imports import see_current_folder
 from pellucid.config.tools import ReplaySettings
 from pellucid.errors import DataError
 from pellucid.export.batch import ColumnBatch, Values
@@ -34,13 +38,17 @@ T = TypeVar("T")
 
 def run_replay(settings: ReplaySettings) -> int:
     """0 if the record agrees with itself (or for a what-if), 1 if it does not."""
-    run = RecordedRun.open(settings.run)
+    if settings.trust_code:
+        see_current_folder()
+    run = RecordedRun.open(settings.run, trust_code=settings.trust_code)
     steps = run.steps(settings.step)
     console = make_console()
     if settings.changes:
         return _what_if(run, steps, settings, console)
     notes = [] if run.has_config else ["no configs/ beside the export: the default settings are assumed"]
     predictor = open_predictor(run, notes.append) if settings.weights else None
+    if run.model is not None and not settings.weights:
+        notes.append("logprobs were not recomputed: --weights does, with the run's model and weights")
     checks = Checks(run, predictor, notes)
     shown: tuple[ColumnBatch, dict[str, Values]] | None = None
     for number, step in _progress(read_steps(run, steps), len(steps)):

@@ -50,12 +50,15 @@ def change(run: RecordedRun, changes: Sequence[str]) -> Changed:
         )
         target[name] = _parse(value.strip())
     orchestrator = run.orchestrator or OrchestratorConfig()
-    return Changed(
-        _merged(LossConfig, run.trainer.loss, given[LOSS], LOSS),
-        _merged(AdvantageConfig, orchestrator.advantage, given[ADVANTAGE], ADVANTAGE)
-        if given[ADVANTAGE]
-        else None,
-    )
+    loss = _merged(LossConfig, run.trainer.loss, given[LOSS], LOSS)
+    advantage = None
+    if given[ADVANTAGE]:
+        advantage = _merged(AdvantageConfig, orchestrator.advantage, given[ADVANTAGE], ADVANTAGE)
+    for section, merged in ((LOSS, loss), (ADVANTAGE, advantage)):
+        is_named_here = "import_path" in given[section]
+        if merged is not None and not is_named_here and (reason := run.untrusted(merged, section)):
+            raise ConfigError(f"--set: {reason}")
+    return Changed(loss, advantage)
 
 
 def _parse(text: str) -> Any:

@@ -3,19 +3,22 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pellucid.checks.replay.advantages import not_replayable, replay_advantages
+from pellucid.checks.finding import Finding
+from pellucid.checks.replay.advantages import judge_advantages, not_replayable
 from pellucid.checks.replay.comparison import Comparison, record_name, token_name
-from pellucid.checks.replay.losses import MASKS, NEEDED, RATIOS, modes_of, num_trainable, replay_losses
+from pellucid.checks.replay.losses import MASKS, NEEDED, RATIOS, judge_losses, modes_of, num_trainable
 from pellucid.checks.replay.recorded import RecordedRun
-from pellucid.checks.replay.weights import Predictor
-from pellucid.checks.verify.finding import Finding
 from pellucid.data import TrainingMode
 from pellucid.errors import ConfigError, DataError, ModelError, PellucidError
 from pellucid.export import FIELDS
 from pellucid.export.batch import ColumnBatch, Values
+
+if TYPE_CHECKING:
+    from pellucid.checks.replay.weights import Predictor
 
 ROUNDING = 1e-5
 LOSS = 1e-6
@@ -67,7 +70,7 @@ class Loss:
 @dataclass
 class Checks:
     run: RecordedRun
-    predictor: Predictor | None = None
+    predictor: "Predictor | None" = None
     notes: list[str] = field(default_factory=list)
     """What could not be checked, and why."""
 
@@ -85,12 +88,17 @@ class Checks:
             self._note(f"losses were not recomputed: the export lacks {', '.join(missing)}")
         else:
             self._check_sums(number, step)
-            recomputed = replay_losses(step, self.run.at(number).loss)
+            recomputed, undecided = judge_losses(step, self.run.at(number).loss)
             for check, columns in self._follows_from_logprobs(number, step):
-                for column in columns:
-                    if column in step.columns:
-                        comparison = self._of(check, column, ROUNDING if check != "masks" else 0, _LOSS_HINT)
-                        comparison.add(number, _floats(step, column), recomputed[column], name)
+                for column in (column for column in columns if column in step.columns):
+                    recorded = _floats(step, column)
+                    within = None
+                    if check != "ratios" and undecided.any():
+                        allowed = 0.0 if check == "masks" else ROUNDING * (1 + np.abs(recorded))
+                        within = np.where(undecided, np.inf, allowed)
+                    self._of(check, column, ROUNDING if check != "masks" else 0, _LOSS_HINT).add(
+                        number, recorded, recomputed[column], name, within=within
+                    )
         self._check_advantages(number, step)
         return {**recomputed, **self._check_weights(number, step)}
 
@@ -98,7 +106,7 @@ class Checks:
         """Checks, and the columns that each compares."""
         ratios = ("ratios", RATIOS)
         if self.run.at(number).loss is None and (modes_of(step) == TrainingMode.RL.value).any():
-            why = self.run.recorded.no_loss or "the export does not name the loss that it was trained with"
+            why = self.run.at(number).no_loss
             self._note(f"masks and token losses were not recomputed: {why}")
             return [ratios]
         return [ratios, ("masks", MASKS), ("losses", ("token_loss",))]
@@ -133,9 +141,10 @@ class Checks:
             self._note("advantages were not recomputed: no rollouts were saved")
             return
         try:
-            if reason := not_replayable(rollouts, orchestrator.advantage):
+            untrusted = self.run.untrusted(orchestrator.advantage, "orchestrator.advantage")
+            if reason := untrusted or not_replayable(rollouts, orchestrator.advantage):
                 raise DataError(reason)
-            found = replay_advantages(rollouts, orchestrator.advantage)
+            found = judge_advantages(rollouts, orchestrator.advantage)
         except (ConfigError, DataError) as error:
             self._note(f"advantages were not recomputed: {error}")
             return
@@ -202,13 +211,15 @@ def _floats(step: ColumnBatch, column: str) -> Values:
     return step.columns[column].astype(np.float64)
 
 
-def open_predictor(run: RecordedRun, say: Callable[[str], object]) -> Predictor | None:
+def open_predictor(run: RecordedRun, say: Callable[[str], object]) -> "Predictor | None":
     """The run's model, if it can be loaded here."""
     if run.folder is None or run.model is None:
         return None
     if run.trainer.enable_router_replay:
         say("logprobs were not recomputed: the experts that were replayed are not in the export")
         return None
+    from pellucid.checks.replay.weights import Predictor  # and transformers: seconds, which --weights costs
+
     try:
         return Predictor(run.folder, run.model, run.trainer.max_tokens)
     except (ModelError, ConfigError) as error:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pellucid.checks.verify.finding import Finding
+from pellucid.checks.finding import Finding
 from pellucid.export.batch import ColumnBatch, Values
 
 Name = Callable[[int], str]

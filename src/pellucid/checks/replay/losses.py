@@ -1,4 +1,8 @@
-"""Ratios, masks and losses again, from recorded logprobs and advantages, by the trainer's loss functions."""
+"""Ratios, masks and losses again, from recorded logprobs and advantages.
+
+`judge_losses` is the oracle's word on what was recorded; a custom loss, which it does not know, is asked
+itself. `replay_losses` asks the trainer's own functions, also about settings that the run did not have.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -6,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pellucid.checks.oracle import loss_weights_of, ratios_of, token_losses
+from pellucid.checks.oracle.losses import KNOWN
 from pellucid.config import LossConfig
 from pellucid.data import TrainingMode
 from pellucid.export.batch import ColumnBatch, Integers, Values
@@ -33,6 +39,54 @@ def replay_losses(step: ColumnBatch, config: LossConfig | None) -> dict[str, Val
                 found[name][tokens] = values.detach().numpy()
     found["token_loss"] *= weights[step.owners]
     return found
+
+
+def judge_losses(step: ColumnBatch, config: LossConfig | None) -> tuple[dict[str, Values], NDArray[np.bool_]]:
+    """Computes what `replay_losses` does, by the oracle's formulas in float64.
+
+    Also returns which tokens lie so close to a bound of the trust region that float32 may decide otherwise.
+    """
+    asked = replay_losses(step, config) if config is None or config.type not in KNOWN else None
+    found = asked or {
+        name: np.full(step.num_tokens, np.nan, np.float64) for name in (*RATIOS, *MASKS, "token_loss")
+    }
+    undecided = np.zeros(step.num_tokens, np.bool_)
+    modes = modes_of(step)
+    factors = _oracle_weights(step, config)
+    for mode in dict.fromkeys(modes.tolist()):
+        if mode == TrainingMode.RL.value and asked is not None:
+            continue
+        rows = np.flatnonzero(modes == mode)
+        tokens, part = step.tokens_of(rows), step.take(rows)
+        columns = part.columns
+        own = token_losses(
+            mode,
+            {} if config is None else config.model_dump(),
+            log_pi=columns["trainer_logprobs"],
+            log_mu=columns["inference_logprobs"],
+            advantages=columns["advantages"],
+            trainable=columns["loss_mask"].astype(np.bool_),
+            lengths=part.lengths.tolist(),
+            teacher=columns.get("teacher_logprobs"),
+        )
+        found["token_loss"][tokens] = own.loss * factors[rows][part.owners]
+        if mode == TrainingMode.SFT.value:
+            continue
+        for name, ratios in ratios_of(columns["trainer_logprobs"], columns["inference_logprobs"]).items():
+            found[name][tokens] = ratios
+        for name in MASKS:
+            if (mask := getattr(own, name)) is not None:
+                found[name][tokens] = mask
+        if own.margin is not None:
+            undecided[tokens] = own.margin < 64 * np.finfo(np.float32).eps
+    return found, undecided
+
+
+def _oracle_weights(step: ColumnBatch, config: LossConfig | None) -> NDArray[np.float64]:
+    groups = step.columns.get("group_id", np.full(step.num_sequences, "", object)).tolist()
+    reduction = "token" if config is None else config.reduction
+    weights = loss_weights_of(reduction, num_trainable(step).tolist(), groups, modes_of(step).tolist())
+    return np.array(weights)
 
 
 def micro_batches(step: ColumnBatch) -> Iterator[Integers]:

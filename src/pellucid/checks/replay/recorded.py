@@ -2,7 +2,6 @@
 
 import math
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,14 +11,21 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 import pellucid.export
-from pellucid.config import LossConfig, OrchestratorConfig, TrainerConfig
+from pellucid.config import (
+    AdvantageConfig,
+    CustomAdvantageConfig,
+    CustomLossConfig,
+    LossConfig,
+    OrchestratorConfig,
+    TrainerConfig,
+)
 from pellucid.config.base import Section
 from pellucid.config.model import ModelConfig
 from pellucid.config.recorded import RecordedConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import Export
 from pellucid.export.jsonl_source import read_json_lines
-from pellucid.ledger.settings import settings_at, settings_files
+from pellucid.ledger.settings import Settings, read_settings_file, settings_at, settings_files
 
 S = TypeVar("S", bound=Section)
 
@@ -40,12 +46,15 @@ class RecordedRun:
     step: int | None = None
     """The step whose settings are asked for; None: those of the last start."""
 
+    trust_code: bool = False
+    """Whether code that the run's settings name may be imported: who opens a folder did not write them."""
+
     @classmethod
-    def open(cls, path: Path) -> "RecordedRun":
+    def open(cls, path: Path, *, trust_code: bool = False) -> "RecordedRun":
         export = pellucid.export.open(path)
         around = [path, *path.resolve().parents]
         folder = next((parent for parent in around if (parent / "configs").is_dir()), None)
-        return cls(path, export, folder)
+        return cls(path, export, folder, trust_code=trust_code)
 
     def steps(self, wanted: int | None) -> list[int]:
         steps = self.export.steps
@@ -67,9 +76,26 @@ class RecordedRun:
 
     @cached_property
     def loss(self) -> LossConfig | None:
-        """Of rl samples; None where another trainer did not say, or has one that is none of ours."""
-        is_told = any("loss" in table.get("trainer", {}) for table in self._tables.values())
-        return None if self.has_config and not is_told else self.trainer.loss
+        """Of rl samples; None where it is not to be computed: see `no_loss`."""
+        return None if self.no_loss else self.trainer.loss
+
+    @property
+    def no_loss(self) -> str | None:
+        """Why the loss of rl samples is not computed again, if it is not: another trainer did not say which
+        it is, or has one that is none of ours; or it is somebody's code."""
+        is_told = any("loss" in (table.get("trainer") or ()) for table in self._tables.values())
+        if self.has_config and not is_told:
+            return self.recorded.no_loss or "the export does not name the loss that it was trained with"
+        return self.untrusted(self.trainer.loss, "trainer.loss")
+
+    def untrusted(self, config: LossConfig | AdvantageConfig, section: str) -> str | None:
+        """Why a function of the run's settings is not called, if it is not."""
+        if self.trust_code or not isinstance(config, CustomLossConfig | CustomAdvantageConfig):
+            return None
+        return (
+            f"{section}.import_path = {config.import_path!r} is code that the run's settings name; if you "
+            "trust it, --trust-code imports and calls it"
+        )
 
     @cached_property
     def recorded(self) -> RecordedConfig:
@@ -99,11 +125,16 @@ class RecordedRun:
                 try:
                     return kind.model_validate(table[name])
                 except ValidationError as error:
-                    raise ConfigError(f"{path}: [{name}] is not what this version reads: {error}") from error
+                    problem = error.errors()[0]
+                    key = ".".join([name, *map(str, problem["loc"])])
+                    raise ConfigError(
+                        f"{path}: {key} is not what this version reads: {problem['msg']}; was it written by "
+                        "another version?"
+                    ) from error
         return None
 
     @cached_property
-    def _tables(self) -> Mapping[Path, dict[str, Any]]:
+    def _tables(self) -> Mapping[Path, Settings]:
         if self.folder is None:
             return {}
         last = [self.folder / "configs" / f"{name}.toml" for name in _CONFIGS]
@@ -112,7 +143,7 @@ class RecordedRun:
         found = [settings_at(settings_files(self.folder, name), step) for name in _PARTS]
         recorded = [path for path in found if path is not None]
         paths = (last or recorded) if self.step is None else (recorded or last)
-        return {path: tomllib.loads(path.read_text(encoding="utf-8")) for path in paths}
+        return {path: read_settings_file(path) for path in paths}
 
     @cached_property
     def logged_losses(self) -> Mapping[int, float]:
@@ -120,8 +151,16 @@ class RecordedRun:
         path = None if self.folder is None else self.folder / "metrics" / "trainer.jsonl"
         if path is None or not path.exists():
             return {}
-        logged = {entry["step"]: entry["loss"] for _, entry in read_json_lines(path) if "loss" in entry}
-        return {step: math.nan if loss is None else loss for step, loss in logged.items()}
+        logged: dict[int, float] = {}
+        for number, entry in read_json_lines(path):
+            match entry:
+                case {"step": int(step), "loss": int() | float() | None as loss}:
+                    logged[step] = math.nan if loss is None else loss
+                case {"loss": _} | list() | str() | int() | float() | None:
+                    raise DataError(
+                        f"{path}:{number} has no step and loss that are numbers; delete that line"
+                    )
+        return logged
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Those that were settled with the step's batch; none where they were not saved."""
@@ -130,4 +169,13 @@ class RecordedRun:
             if self.folder is None
             else self.folder / "rollouts" / f"step_{step}" / "train_rollouts.jsonl"
         )
-        return [] if path is None or not path.exists() else [entry for _, entry in read_json_lines(path)]
+        if path is None or not path.exists():
+            return []
+        return [_saved_rollout(path, number, entry) for number, entry in read_json_lines(path)]
+
+
+def _saved_rollout(path: Path, number: int, entry: Any) -> dict[str, Any]:
+    match entry:
+        case {"rollout_id": str(), "group_id": str(), "advantage": int() | float() | None}:
+            return dict(entry)
+    raise DataError(f"{path}:{number} is not a saved rollout; copy the file again")

@@ -8,40 +8,53 @@
     leakage      a packed sequence does not see another
     record       token losses add up to the loss
     agreement    trainer and engine give a token the same probability
-    drift        nothing moves at learning rate 0
-    weights      new weights reach the engine
+    experts      with router replay, the trainer goes where the record says
+    sampling     the engine draws from the distribution that it reports
+    oracle       a scripted run, stage by stage, is what a second implementation says
+    weights      new weights reach the engine, and nothing moves at learning rate 0 (drift)
 
 A check is a function of the subject that yields findings: a number, its limit, and what it means beyond it.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 from rich.console import Console
 
-from pellucid.checks.verify.agreement import check_agreement, check_leakage, check_swaps
-from pellucid.checks.verify.finding import Finding, findings_table
+from pellucid.checks.finding import Finding, findings_table
+from pellucid.checks.verify.agreement import (
+    check_agreement,
+    check_experts,
+    check_leakage,
+    check_sampling,
+    check_swaps,
+)
 from pellucid.checks.verify.gradients import check_packing, check_ranks
+from pellucid.checks.verify.path import check_oracle
 from pellucid.checks.verify.processes import check_processes
 from pellucid.checks.verify.record import check_columns, check_record, check_tokenizer
 from pellucid.checks.verify.subject import Subject, opened
 from pellucid.config import VerifyConfig
+from pellucid.config.commands import VerifyCheck
 from pellucid.launch.console import make_console
 from pellucid.launch.preflight import is_torchrun
 from pellucid.trainer.parallel import joined
 from pellucid.trainer.ranks import Ranks
 
-CHECKS: Sequence[Callable[[Subject], Iterator[Finding]]] = [
-    check_tokenizer,
-    check_columns,
-    check_packing,
-    check_ranks,
-    check_leakage,
-    check_record,
-    check_agreement,
-    check_swaps,
-]
+CHECKS: Mapping[VerifyCheck, Callable[[Subject], Iterator[Finding]]] = {
+    "tokenizer": check_tokenizer,
+    "columns": check_columns,
+    "packing": check_packing,
+    "ranks": check_ranks,
+    "leakage": check_leakage,
+    "record": check_record,
+    "agreement": check_agreement,
+    "experts": check_experts,
+    "sampling": check_sampling,
+    "oracle": check_oracle,
+    "weights": check_swaps,
+}
 
 
 def run_verify(config: VerifyConfig) -> int:
@@ -74,7 +87,10 @@ def verify(
         ranks.share(lambda: opened_here.append(stack.enter_context(opened(config))))
         subject = opened_here[0] if opened_here else None
         of_processes: list[Finding] = []
-        if ranks.group is not None:  # first: other checks train the subject's weights
+        if ranks.group is not None and config.only in (
+            None,
+            "processes",
+        ):  # first: other checks train the subject's weights
             say("processes")
             of_processes += check_processes(config, ranks, subject)
         return [*ranks.share(lambda: _check(subject, say)), *of_processes]
@@ -83,9 +99,10 @@ def verify(
 def _check(subject: Subject | None, say: Callable[[str], object]) -> list[Finding]:
     assert subject is not None
     findings: list[Finding] = []
-    for check in CHECKS:
-        say(check.__name__.removeprefix("check_"))
-        findings += check(subject)
+    for name, check in CHECKS.items():
+        if subject.config.only in (None, name):
+            say(name)
+            findings += check(subject)
     return findings
 
 

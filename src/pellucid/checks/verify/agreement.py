@@ -1,5 +1,6 @@
 """Trainer and engine on the same tokens: sequences keep to themselves, and both sides agree on logprobs."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -7,12 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pellucid.checks.verify.finding import Finding
+from pellucid.checks.finding import Finding
 from pellucid.checks.verify.gradients import gradients
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tensors import to_tensors
 from pellucid.errors import DataError
+from pellucid.model import packed_layout
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import layout_of
 from pellucid.transport.weights import publish_version, weights_folder
@@ -23,6 +25,8 @@ LOGPROB = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 MEAN_KL = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 UNMOVED = 1e-6
 NUM_SWAPS = 3
+NUM_DRAWS = 2048
+MAX_SURPRISE = 9.0
 FORCED_LR = 1e-3
 
 Floats = NDArray[np.float32]
@@ -74,15 +78,107 @@ def check_swaps(subject: Subject) -> Iterator[Finding]:
     for swap in range(NUM_SWAPS):
         _train(subject, lr=FORCED_LR)
         _hand_over(subject)
-        findings = _agreement(subject, subject.sample(seed=2 + swap), f"after swap {swap + 1} of new weights")
+        samples = subject.sample(seed=2 + swap)
+        yield _versions(samples, subject.run.optimizer.num_steps, f"after swap {swap + 1}")
         yield from (
-            replace(finding, check="weights", meaning=f"{_STALE} {finding.meaning}") for finding in findings
+            replace(finding, check="weights", meaning=f"{_STALE} {finding.meaning}")
+            for finding in _agreement(subject, samples, f"after swap {swap + 1} of new weights")
         )
+
+    subject.linger()
+    _train(subject, lr=FORCED_LR)
+    _hand_over(subject)
+    yield from (
+        replace(finding, check="weights", meaning=f"{_CACHED} {finding.meaning}")
+        for finding in _agreement(subject, subject.sample(seed=2 + NUM_SWAPS), "after a swap under requests")
+    )
+
+
+def _versions(samples: Sequence[TrainingSample], version: int, when: str) -> Finding:
+    told = TokenTable.from_samples(samples)["policy_versions"]
+    others = sorted(set(told[told != version].tolist()))
+    return Finding(
+        "weights",
+        f"tokens sampled {when} that name another policy version",
+        int((told != version).sum()),
+        0,
+        f"the engine serves policy version {version}, but its tokens say {others}: staleness is counted "
+        "wrong. Look at the version that `update_weights` sets, and at what a completion reports",
+    )
+
+
+def check_experts(subject: Subject) -> Iterator[Finding]:
+    """Records that name other experts: with router replay the trainer has to follow them."""
+    run, table = subject.run, subject.table
+    if run.policy.replay is None:
+        return
+    others = (table["routed_experts"] + 1) % run.policy.replay.shape.num_experts
+    changed = _with(table, "routed_experts", others.astype(table["routed_experts"].dtype))
+    moved = np.abs(logprobs_of(run, changed) - logprobs_of(run, table))
+    per_sequence = np.maximum.reduceat(moved, table.token_offsets[:-1])
+    yield Finding(
+        "experts",
+        "sequences whose logprobs stay when the recorded experts of all their tokens are exchanged",
+        int((per_sequence <= UNMOVED).sum()),
+        0,
+        "the trainer does not go where the record says: its routers choose for themselves, though "
+        "trainer.enable_router_replay is on. Look at what reaches the routers' hooks",
+    )
+
+
+def check_sampling(subject: Subject) -> Iterator[Finding]:
+    """Draws many tokens after one prompt and compares how often each comes with its probability.
+
+    A chi-squared test over the tokens that are expected at least five times; all others are one class. Its
+    p-value is below 1e-9 for a sound engine once in a billion runs.
+    """
+    with torch.no_grad():
+        prompt = torch.tensor(subject.prompts[0], device=subject.served.device)
+        layout = packed_layout([len(prompt)], np.ones(len(prompt), np.bool_)).to(prompt.device)
+        hidden = subject.served.hidden(
+            prompt[None], torch.arange(len(prompt), device=prompt.device)[None], layout.plan
+        )
+        logits = subject.served.logits(hidden[0, -1]).double()
+    expected = NUM_DRAWS * (logits / subject.temperature).softmax(-1).cpu()
+    drawn = subject.draw(NUM_DRAWS)
+    tokens = torch.tensor([token for completion in drawn for token in completion.token_ids])
+    counts = torch.bincount(tokens, minlength=len(expected)).double()
+    is_common = expected >= 5
+    observed = torch.cat([counts[is_common], counts[~is_common].sum()[None]])
+    wanted = torch.cat([expected[is_common], expected[~is_common].sum()[None]])
+    statistic = ((observed - wanted).square() / wanted.clamp(min=1e-9)).sum()
+    freedom = torch.tensor(max(1, len(wanted) - 1), dtype=torch.float64)
+    p_value = float(torch.special.gammaincc(freedom / 2, statistic / 2))
+    yield Finding(
+        "sampling",
+        f"{NUM_DRAWS:,} tokens drawn after one prompt, against their probabilities: −log10 of the p-value",
+        -math.log10(max(p_value, 1e-300)),
+        MAX_SURPRISE,
+        "the engine does not draw from the distribution whose logprobs it reports: something reshapes it "
+        "(top-k, top-p, a penalty, another temperature), or draws share their random numbers",
+    )
+    stopped = subject.draw(1, stop_token_ids=range(len(expected)))
+    wrong = [each.finish_reason for each in drawn if each.finish_reason != "length"]
+    wrong += [each.finish_reason for each in stopped if each.finish_reason != "stop"]
+    yield Finding(
+        "sampling",
+        "completions of max_tokens = 1 with another finish reason than length, or stop at a stop token",
+        len(wrong),
+        0,
+        f"a finish reason is {' or '.join(sorted(set(wrong)))} where it is not: an answer that was cut "
+        "counts as finished, or the other way round. Rewards, filters and stop rates are misled",
+    )
 
 
 _STALE = (
     "once the trainer's weights change, the engine no longer agrees: it serves stale ones. Look at what "
     "`update_weights` loads, and from which version."
+)
+
+
+_CACHED = (
+    "while requests of the old weights run, the engine disagrees about new ones with the same prompt: keys "
+    "and values of a prompt are used again that were computed before the swap. Look at the prefix cache."
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pellucid.checks.verify.finding import Finding
+from pellucid.checks.finding import Finding
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import TokenTable
 from pellucid.packing import pack_batch
@@ -18,6 +18,7 @@ from pellucid.trainer.run import Run
 from pellucid.trainer.step import StepBatch, loss_weights
 
 TOLERANCE = 1e-5
+PADDING = 16
 
 Gradients = dict[str, Tensor]
 
@@ -26,17 +27,38 @@ def check_packing(subject: Subject) -> Iterator[Finding]:
     table, run = subject.table, subject.run
     longest, total = int(table.lengths.max()), table.num_tokens
     alone = gradients(run, table, cap=2, share=False)
+    padded = {"cap": total, "share": False, "multiple": total + PADDING}
     ways: dict[str, dict[str, Any]] = {
         "all in one": {"cap": total, "share": False},
         "prompts shared": {"cap": total, "share": True},
         "half the tokens at a time": {"cap": max(longest, total // 2), "share": False},
         "a quarter at a time": {"cap": max(longest, total // 4), "share": True},
-        "padded to 16": {"cap": total, "share": False, "multiple": 16},
+        f"with {PADDING} tokens of padding": padded,
     }
     for way, how in ways.items():
         yield _compared("packing", way, alone, gradients(run, table, **how), _PACKING)
+    yield _check_padding(run, table, padded)
     backwards = table.select(np.arange(table.num_sequences)[::-1])
     yield _compared("packing", "in reverse order", alone, gradients(run, backwards, cap=total), _PACKING)
+
+
+def _check_padding(run: Run, table: TokenTable, padded: dict[str, Any]) -> Finding:
+    """Looks at token losses: a model may know padding so well that it leaves no gradient."""
+    [batch] = batches_of(run, table, **padded)
+    own = others = 0.0
+    with torch.no_grad():
+        for micro_batch in batch.micro_batches:
+            losses = run.loss(micro_batch, run.forward(micro_batch), batch.denominator).record.token_loss
+            num_own = int(table.lengths[micro_batch.packed.indices].sum())
+            own += float(losses[:num_own].abs().sum())
+            others += float(losses[num_own:].abs().sum())
+    return Finding(
+        "packing",
+        f"losses of {PADDING} tokens of padding ÷ those of all others",
+        others / max(own, 1e-12),
+        0.0,
+        "padding has a loss: its tokens count as trainable. Look at the loss mask of what fills it up",
+    )
 
 
 def check_ranks(subject: Subject) -> Iterator[Finding]:

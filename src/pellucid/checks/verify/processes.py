@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from pellucid.checks.verify.finding import Finding
+from pellucid.checks.finding import Finding
 from pellucid.checks.verify.gradients import TOLERANCE, Gradients, difference, take_gradients
 from pellucid.checks.verify.subject import Subject, build_quiet_run, with_model
 from pellucid.config import VerifyConfig

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pellucid.checks.verify.finding import Finding
+from pellucid.checks.finding import Finding
 from pellucid.checks.verify.gradients import batches_of
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import COLUMNS, Stored

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from pellucid.config import TrainerRunConfig, VerifyConfig
-from pellucid.data import Completion, TokenTable, TrainingSample, join_experts
+from pellucid.config.trainer import TokenExportConfig
+from pellucid.data import Completion, RecordedExperts, TokenTable, TrainingSample, join_experts
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
@@ -21,7 +22,7 @@ from pellucid.model import Policy, load_policy
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import load_environment
-from pellucid.trainer.batches import NoBatches
+from pellucid.trainer.batches import BatchSource, NoBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
@@ -72,6 +73,33 @@ class Subject:
         run_to_end(self.engine, requests)
         return [samples[index] for index in sorted(samples)]
 
+    def draw(self, num_tokens: int, stop_token_ids: Sequence[int] = ()) -> list[Completion]:
+        """Samples that many tokens after the first prompt, each on its own."""
+        drawn: list[Completion] = []
+        requests = [
+            Request(
+                self.prompts[0],
+                SamplingParams(
+                    temperature=self.temperature,
+                    max_tokens=1,
+                    seed=seed,
+                    stop_token_ids=list(stop_token_ids),
+                ),
+                Account(),
+                drawn.append,
+            )
+            for seed in range(num_tokens)
+        ]
+        run_to_end(self.engine, requests)
+        return drawn
+
+    def linger(self) -> None:
+        """Leaves a request of every prompt in flight; the next `sample` waits for them, too."""
+        params = SamplingParams(temperature=self.temperature, max_tokens=MAX_TOKENS, seed=0)
+        for prompt in self.prompts:
+            self.engine.submit(Request(prompt, params, Account(), lambda completion: None))
+        self.engine.step()
+
     def _keep(
         self,
         samples: dict[int, TrainingSample],
@@ -85,6 +113,7 @@ class Subject:
             completion.token_ids,
             completion.logprobs,
             completion_mask=[position % 5 != 3 for position in range(len(completion.token_ids))],
+            policy_versions=[version for version, count in completion.policy_versions for _ in range(count)],
             env_name=f"env-{index % 2}",
             run_id="verify",
             group_id=f"g{index // GROUP_SIZE}",
@@ -92,7 +121,7 @@ class Subject:
             temperature=np.float32(self.temperature),
             reward=np.float32(advantage + 1),
             advantage=np.float32(advantage),
-            routed_experts=join_experts([completion.routed_experts]),
+            routed_experts=join_experts([RecordedExperts.of(completion.routed_experts)]),
         )
 
 
@@ -101,20 +130,32 @@ def with_model(config: VerifyConfig, folder: Path) -> VerifyConfig:
     return config.model_copy(update={"model": model})
 
 
-def build_quiet_run(config: VerifyConfig, folder: Path, ranks: Ranks | None = None) -> Run:
-    """The user's trainer, which writes nothing outside the folder and draws nothing at random."""
+def build_quiet_run(
+    config: VerifyConfig,
+    folder: Path,
+    ranks: Ranks | None = None,
+    *,
+    batches: BatchSource | None = None,
+    records: bool = False,
+    resume: bool = False,
+) -> Run:
+    """Builds the user's trainer, which writes nothing outside the folder and draws nothing at random.
+
+    `records`: it exports its tokens and publishes its weights there. `resume`: it goes on with such a record.
+    """
     model = config.model
     if model.lora is not None:
         model = model.model_copy(update={"lora": model.lora.model_copy(update={"dropout": 0.0})})
+    export = TokenExportConfig(own_process=False) if records else None
     trainer = config.trainer.model_copy(
-        update={"experimental": config.trainer.experimental.model_copy(update={"token_export": None})}
+        update={"experimental": config.trainer.experimental.model_copy(update={"token_export": export})}
     )
     quiet = config.model_copy(
-        update={"output_dir": folder / "run", "model": model, "trainer": trainer, "resume": False}
+        update={"output_dir": folder / "run", "model": model, "trainer": trainer, "resume": resume}
     )
     part = quiet.part(TrainerRunConfig, monitors={})
     assert isinstance(part, TrainerRunConfig)
-    return build_run(part, NoBatches(), None, [], ranks)
+    return build_run(part, batches or NoBatches(), None, [], ranks, publishes=records)
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 Pods of the servers and of the trainer have names that can be told beforehand, which is how the others find
 them. The configuration is in a ConfigMap, and the run folder on a volume that all pods share.
+
+A pod that dies is started again by the same command, so that all are told to resume: in a folder without a
+run, that begins one.
 """
 
 import re
@@ -17,6 +20,7 @@ _MOUNT = "/pellucid"
 _CONFIG = "/etc/pellucid/run.toml"
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 40
+_MAX_RESTARTS = 6
 
 Object = dict[str, Any]
 
@@ -64,7 +68,7 @@ class _Pods:
     def servers(self) -> Object:
         port = self._cluster.port
         command = (
-            f"exec pellucid inference @ {_CONFIG} --inference.host 0.0.0.0 --inference.port {port} "
+            f"exec pellucid inference @ {_CONFIG} --resume --inference.host 0.0.0.0 --inference.port {port} "
             '--inference.replica "${HOSTNAME##*-}"'
         )
         container = self._container("inference", command)
@@ -89,7 +93,8 @@ class _Pods:
             for number in range(self._cluster.inference_nodes)
         )
         return self._container(
-            "orchestrator", f"exec pellucid orchestrator @ {_CONFIG} --inference.servers '[{addresses}]'"
+            "orchestrator",
+            f"exec pellucid orchestrator @ {_CONFIG} --resume --inference.servers '[{addresses}]'",
         )
 
     def trainer(self) -> Object:
@@ -98,13 +103,13 @@ class _Pods:
             f'exec torchrun --nnodes {cluster.trainer_nodes} --node-rank "$JOB_COMPLETION_INDEX" '
             f"--nproc-per-node {cluster.processes_per_node} "
             f"--master-addr {self._name}-trainer-0.{self._name}-trainer "
-            f"--master-port {cluster.rendezvous_port} -m pellucid.cli trainer @ {_CONFIG}"
+            f"--master-port {cluster.rendezvous_port} -m pellucid.cli trainer @ {_CONFIG} --resume"
         )
         return self._container("trainer", command)
 
     def job(self, part: str, containers: list[Object], *, num_pods: int) -> Object:
         template = self._template(part, containers)
-        template["spec"] |= {"restartPolicy": "Never", "subdomain": f"{self._name}-{part}"}
+        template["spec"] |= {"restartPolicy": "OnFailure", "subdomain": f"{self._name}-{part}"}
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",
@@ -113,7 +118,7 @@ class _Pods:
                 "completionMode": "Indexed",
                 "completions": num_pods,
                 "parallelism": num_pods,
-                "backoffLimit": 0,
+                "backoffLimit": _MAX_RESTARTS * num_pods,  # one that dies takes all pods of its job along
                 "template": template,
             },
         }

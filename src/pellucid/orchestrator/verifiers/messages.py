@@ -14,7 +14,7 @@ from renderers import DefaultRenderer, Renderer, ToolCallParseStatus, config_fro
 from verifiers.v1.dialects.chat import message_to_wire
 
 from pellucid.data import Turn
-from pellucid.errors import RolloutError
+from pellucid.orchestrator.chat import join_parts
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -34,9 +34,7 @@ def for_template(message: vf.Message) -> Wire:
 def _text(content: Any) -> str:
     if not isinstance(content, list):
         return content or ""
-    if any(part["type"] != "text" for part in content):
-        raise RolloutError("a message holds an image; only text can be trained on")
-    return "".join(part["text"] for part in content)
+    return join_parts(content, "a message")
 
 
 def _json_or_text(text: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from pellucid.config import TrainerRunConfig
 from pellucid.config.save import to_toml
 from pellucid.data.model_folder import everywhere
+from pellucid.ending import DISK_SILENCE_S, say
 from pellucid.errors import ProcessError
 from pellucid.trainer.many.roster import Outcome, Roster
 from pellucid.trainer.stop import Stopped, StopRequest
@@ -31,6 +32,7 @@ def join_trainer(config: TrainerRunConfig) -> None:
             except Stopped as told:
                 if stopped is None:
                     roster.leave(name)
+                    say(f"waiting for the trainer in {folder} to save the run", silence_s=DISK_SILENCE_S)
                 stopped = told
             if not presence.check() and stopped is not None:
                 break

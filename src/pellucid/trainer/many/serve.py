@@ -24,8 +24,7 @@ from pellucid.data.model_folder import everywhere
 from pellucid.errors import ConfigError, DataError, PayloadError, PellucidError
 from pellucid.export.paths import ExportPaths
 from pellucid.model import Policy
-from pellucid.model.load import vocab_size
-from pellucid.trainer.batches import BatchSource, NoBatches, OrchestratorBatches
+from pellucid.trainer.batches import BatchSource, NoBatches, OrchestratorBatches, from_main, open_batches
 from pellucid.trainer.build import assemble_run, load_trained, open_journal
 from pellucid.trainer.log_sink import LogSink
 from pellucid.trainer.many.member import Member
@@ -33,9 +32,10 @@ from pellucid.trainer.many.roster import Outcome, Roster
 from pellucid.trainer.many.turns import take_turns
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.resume import restore
+from pellucid.trainer.run import say_finishing
 from pellucid.trainer.stop import Stopped, StopRequest
 from pellucid.trainer.trained import OneAdapter
-from pellucid.transport import Batch, BatchReceiver, decode_batch, encode_batch, open_receiver
+from pellucid.transport import Batch, BatchReceiver, encode_batch
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def serve_runs(config: TrainerRunConfig, ranks: Ranks) -> None:
         adapters = [place for place in places if isinstance(place, OneAdapter)]
         runs = ManyRuns(config, policy, adapters, roster, ranks, stop)
         logger.info("up to %d runs can join in %s", settings.max_runs, config.output_dir)
-        stack.enter_context(stop.listening())
+        stack.enter_context(stop.listening(runs.say_stopping))
         try:
             train_many(runs)
         except Stopped as stopped:
@@ -122,8 +122,8 @@ class ManyRuns:
             yield [(self.members[name], num_samples) for name, num_samples in turns.items()]
             for member in [member for member in self.members.values() if member.is_done]:
                 with self.evicting(member, everywhere=True):
-                    member.run.save_model()
                     member.run.close_books()
+                    member.run.save_model()
                 if member.name in self.members:
                     self._end(member.name, Outcome.DONE)
 
@@ -142,6 +142,11 @@ class ManyRuns:
             if not isinstance(error, PellucidError):
                 logger.exception("run %s", member.name)
             self._end(member.name, Outcome.EVICTED, f"{error}" or repr(error))
+
+    def say_stopping(self) -> None:
+        """Tells the launcher that the round that is trained is finished first."""
+        step_s = max((member.run.step_s for member in self.members.values()), default=0.0)
+        say_finishing("the round that it is at", step_s)
 
     def stop_all(self, reason: str) -> None:
         for name in list(self.members):
@@ -184,9 +189,7 @@ class ManyRuns:
                 config = read_run(self._roster.config_path(name), self._config)
                 if (exports := ExportPaths.of_run(config)) is not None:
                     exports.check(resume=config.resume)
-                self._receivers[name] = open_receiver(
-                    config.transport, config.output_dir, config.run_name, vocab_size=vocab_size(config.model)
-                )
+                self._receivers[name] = open_batches(config)
             except (PellucidError, OSError) as error:
                 self._refuse(name, error)
             else:
@@ -213,7 +216,7 @@ class ManyRuns:
             self._join(name, config)
         for name, payload in news.received:
             if name in self.members:
-                self.members[name].receive(decode_batch(payload, sender="the main process").table)
+                self.members[name].receive(from_main(payload))
 
     def _join(self, name: str, config: TrainerRunConfig) -> None:
         adapter = self._free[0]

@@ -1,0 +1,118 @@
+"""Sampling ragged requests with logprobs: the embedded engine against HF `generate` on the same weights.
+
+HF gets what a careful user would give it: inference mode, SDPA, its dynamic cache (the static is no faster
+here), batches of as many rows as the engine has slots, and requests sorted by the length of their prompts, so
+that little is padded. A row ends at its own length, which nobody knows beforehand; the batch ends with its
+longest. Both sides run on one thread and deliver the logprob of every token. They take turns, and the fastest
+of several runs counts.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from benchmarks.result import Result, fastest_each_s
+from benchmarks.shapes import made_policy
+from pellucid.data import Completion
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.engine import Engine
+from pellucid.inference.slots import Request, run_to_end
+from pellucid.model import Policy
+from pellucid.model.attention import ATTENTION
+
+SLOTS = 64
+CASES = [("tiny", 256, 128), ("tiny", 64, 128), ("135M", 64, 24)]
+"""(model, requests, longest completion)."""
+
+Asked = Sequence[tuple[list[int], int]]
+"""(prompt, tokens to sample)."""
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    return [_compare(*case) for case in CASES]
+
+
+def _compare(model: str, num_requests: int, longest: int) -> Result:
+    with made_policy(model) as policy:
+        asked = _requests(policy.vocab_size, num_requests, longest)
+        sides = (partial(_sample, policy), partial(_generate, policy))
+        for side in sides:
+            side(asked[:8])
+        our_s, their_s = fastest_each_s([partial(side, asked) for side in sides])
+    tokens = sum(count for _, count in asked)
+    name = f"engine, {model}, {num_requests} requests"
+    return Result(name, tokens / our_s, tokens / their_s, "tok/s", "HF generate")
+
+
+def _requests(vocab_size: int, num_requests: int, longest: int) -> Asked:
+    generator = random.Random(0)
+    return [
+        (
+            [generator.randrange(5, vocab_size) for _ in range(generator.randint(10, 60))],
+            generator.randint(8, longest),
+        )
+        for _ in range(num_requests)
+    ]
+
+
+def _sample(policy: Policy, asked: Asked) -> list[Completion]:
+    finished: list[Completion] = []
+    engine = Engine(policy, num_slots=SLOTS, max_length=256)
+    run_to_end(
+        engine,
+        [Request(ids, SamplingParams(max_tokens=n), Account(), finished.append) for ids, n in asked],
+    )
+    return finished
+
+
+class _OwnLengths(StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, lengths: torch.Tensor) -> None:
+        self._lengths = lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self._lengths
+
+
+@torch.inference_mode()
+def _generate(policy: Policy, asked: Asked, **options: Any) -> list[tuple[list[int], list[float]]]:
+    """Token ids and logprobs per request."""
+    policy.hf.set_attn_implementation("sdpa")
+    by_prompt_length = sorted(asked, key=lambda request: len(request[0]))
+    finished = []
+    for start in range(0, len(asked), SLOTS):
+        batch = by_prompt_length[start : start + SLOTS]
+        width = max(len(ids) for ids, _ in batch)
+        prompts = torch.tensor([[0] * (width - len(ids)) + ids for ids, _ in batch])
+        lengths = torch.tensor([width + count for _, count in batch])
+        output = policy.hf.generate(
+            prompts,
+            attention_mask=(prompts != 0).long(),
+            max_new_tokens=int(lengths.max()) - width,
+            do_sample=True,
+            top_k=0,
+            pad_token_id=0,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+            stopping_criteria=StoppingCriteriaList([_OwnLengths(lengths)]),
+            **options,
+        )
+        tokens = output.sequences[:, width:]
+        logprobs = torch.stack(
+            [
+                logits.log_softmax(-1).gather(-1, tokens[:, step, None])[:, 0]
+                for step, logits in enumerate(output.logits)
+            ],
+            dim=1,
+        )
+        finished += [
+            (tokens[row, :count].tolist(), logprobs[row, :count].tolist())
+            for row, (_, count) in enumerate(batch)
+        ]
+    policy.hf.set_attn_implementation(ATTENTION)
+    return finished

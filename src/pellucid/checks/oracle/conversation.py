@@ -1,0 +1,138 @@
+"""A rollout's turns to training samples, and a group's rewards to advantages, in plain Python.
+
+Every sampled token is trainable in exactly one sample: that of the first conversation it belongs to.
+
+    turn 0   prompt a b       reply X Y
+    turn 1   prompt a b X Y d reply Z      goes on from turn 0: the same sample, a b X Y d Z
+    turn 2   prompt a b c     reply W      goes on from nothing: a sample of its own, a b c W
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One request to the model and its answer."""
+
+    prompt_ids: Sequence[int]
+    reply_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    is_trainable: bool = True
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A training sample: what was sampled in it, and what of that trains."""
+
+    token_ids: list[int]
+    is_sampled: list[bool]
+    is_trainable: list[bool]
+    logprobs: list[float]
+    """log μ of sampled tokens, 0 elsewhere."""
+
+    versions: list[int]
+    """The policy version that sampled each token; −1 where none did."""
+
+
+def expected_samples(turns: Sequence[Sampled]) -> list[Conversation]:
+    """Builds the samples of a rollout; a turn continues the latest sample whose tokens its prompt repeats."""
+    samples: list[Conversation] = []
+    for turn in turns:
+        if not turn.reply_ids:
+            continue
+        prompt = list(turn.prompt_ids)
+        place = next(
+            (
+                index
+                for index in reversed(range(len(samples)))
+                if prompt[: len(samples[index].token_ids)] == samples[index].token_ids
+            ),
+            None,
+        )
+        if place is None:
+            place = len(samples)
+            samples.append(Conversation([], [], [], [], []))
+        known = samples[place]
+        added, size = prompt[len(known.token_ids) :], len(turn.reply_ids)
+        samples[place] = Conversation(
+            [*known.token_ids, *added, *turn.reply_ids],
+            [*known.is_sampled, *[False] * len(added), *[True] * size],
+            [*known.is_trainable, *[False] * len(added), *[turn.is_trainable] * size],
+            [*known.logprobs, *[0.0] * len(added), *turn.logprobs],
+            [*known.versions, *[-1] * len(added), *turn.versions],
+        )
+    return samples
+
+
+def truncated(sample: Conversation, seq_len: int) -> Conversation:
+    """Keeps the first `seq_len` tokens."""
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:seq_len],
+        is_sampled=sample.is_sampled[:seq_len],
+        is_trainable=sample.is_trainable[:seq_len],
+        logprobs=sample.logprobs[:seq_len],
+        versions=sample.versions[:seq_len],
+    )
+
+
+def off_policy_levels(step: int, sample: Conversation) -> list[int]:
+    """Computes how many steps old each trainable token is: the step that trains it minus its version."""
+    return [
+        step - version for version, trains in zip(sample.versions, sample.is_trainable, strict=True) if trains
+    ]
+
+
+def advantages_of(
+    kind: str,
+    rewards: Sequence[float],
+    *,
+    completion_tokens: Sequence[int],
+    tool_tokens: Sequence[int],
+    num_turns: Sequence[int],
+    length_penalty: Mapping[str, Any] | None = None,
+) -> list[float]:
+    """Computes the advantages of one group; `kind` is a built-in `orchestrator.advantage.type`."""
+    shaped = [float(np.float32(reward)) for reward in rewards]  # as they are recorded
+    if kind == "none":
+        return shaped
+    if kind == "default" and length_penalty is not None and length_penalty["type"] != "none":
+        if length_penalty["type"] == "turns":
+            costs = [float(number) for number in num_turns]
+        else:
+            costs = [
+                length_penalty["completion_weight"] * own + length_penalty["tool_response_weight"] * tools
+                for own, tools in zip(completion_tokens, tool_tokens, strict=True)
+            ]
+        shaped = _reward_short_answers(shaped, costs)
+    if len(set(shaped)) == 1:
+        return [0.0] * len(shaped)  # nothing to compare, whatever rounding makes of their mean
+    mean = statistics.fmean(shaped)
+    if kind == "default":
+        return [reward - mean for reward in shaped]
+    if kind == "rloo":
+        return [reward - (sum(shaped) - reward) / (len(shaped) - 1) for reward in shaped]
+    if kind == "grpo_std":
+        return [(reward - mean) / statistics.stdev(shaped) for reward in shaped]
+    if kind == "max_rl":
+        return [(reward - mean) / mean if mean > 0 else 0.0 for reward in shaped]
+    raise KeyError(kind)
+
+
+def _reward_short_answers(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
+    """Multiplies the best rewards by 1 + the share of cost saved against the mean of the best."""
+    best = max(rewards)
+    correct = [reward >= best for reward in rewards]
+    mean_cost = statistics.fmean([cost for cost, is_best in zip(costs, correct, strict=True) if is_best])
+    if best <= 0 or mean_cost <= 0:
+        return list(rewards)
+    return [
+        reward * (1 + min(max(1 - cost / mean_cost, 0.0), 1.0)) if is_best else reward
+        for reward, cost, is_best in zip(rewards, costs, correct, strict=True)
+    ]

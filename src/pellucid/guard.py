@@ -1,0 +1,116 @@
+"""Who may ask an HTTP server of ours, and the key of a run.
+
+Whatever listens on this machine is within reach of every page that a browser has open here, and of every
+user of the machine. So a server
+
+- answers to its own names only, while it is bound to this machine: a page whose name is made to mean
+  127.0.0.1 (DNS rebinding) still sends that name as `Host`;
+- refuses what a page of another origin asks for: browsers send its `Origin`;
+- needs the run's key for whatever changes it.
+
+The key is a random word in the file `key` of the run folder, readable by the run's user alone. Whichever
+process of the run comes first makes it, and the others read it.
+"""
+
+import hmac
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from pellucid.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEY_NAME = "key"
+_KEY = re.compile(r"[!-~]{16,1000}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it; a name other than `localhost` may be anywhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def answers_to(bound: str, host: str) -> bool:
+    """Whether a server that is bound to `bound` is meant by the header `Host: host`.
+
+    Beyond loopback a machine has names that it cannot know, and any is taken.
+    """
+    return not is_loopback(bound) or is_loopback(_name_in(host))
+
+
+def is_foreign(origin: str | None, host: str) -> bool:
+    """Whether a page of another site asks: the header `Origin` of a request that was sent to `host`."""
+    return origin is not None and origin not in (f"http://{host}", f"https://{host}")
+
+
+def _name_in(host: str) -> str:
+    """`localhost:8000` -> `localhost`, `[::1]:8000` -> `::1`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+def shows_key(authorization: str, key: str) -> bool:
+    """Whether the header `Authorization` is `Bearer` and the key."""
+    scheme, _, shown = authorization.partition(" ")
+    is_key = hmac.compare_digest(shown.strip().encode(errors="replace"), key.encode())
+    return scheme.lower() == "bearer" and is_key
+
+
+def server_key(run_dir: Path, key_file: Path | None) -> str:
+    """The key in `key_file`, else that of the run in this folder; a folder without one gets it."""
+    if key_file is not None:
+        return read_key(key_file, "inference.key_file")
+    path = run_dir / KEY_NAME
+    if not path.exists():
+        _make_key(path)
+    return read_key(path, "the key of the run")
+
+
+def _make_key(path: Path) -> None:
+    """Makes the file whole and protected, or leaves the one that another process has just made."""
+    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(f"{secrets.token_urlsafe(32)}\n")
+            with suppress(FileExistsError):
+                os.link(partial, path)
+        finally:
+            partial.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: the key of the run cannot be made ({error.strerror}); name a file that holds one with "
+            "inference.key_file"
+        ) from error
+
+
+def read_key(path: Path, setting: str) -> str:
+    """The key in a file; `setting` names the file in messages, which never show what is in it."""
+    try:
+        key = path.read_text(encoding="ascii").strip()
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
+        raise ConfigError(
+            f"{setting}: {path} cannot be read ({reason}); give it the `{KEY_NAME}` file of the run folder "
+            "that the server was started with"
+        ) from error
+    if not _KEY.fullmatch(key):
+        raise ConfigError(
+            f"{setting}: {path} holds no key, which is one word of 16 to 1,000 ASCII characters; delete the "
+            "file, so that the run makes another, or name one that holds a key"
+        )
+    if stat.S_IMODE(mode) & 0o077:
+        logger.warning("%s can be read by others; protect it: chmod 600 %s", path, path)
+    return key

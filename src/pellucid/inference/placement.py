@@ -1,0 +1,162 @@
+"""Which server of a pool gets a request, and which requests wait in line.
+
+- A new group goes to the server with the smallest part of its room taken, and only where there is room: for
+  twice as many requests as the server decodes together, so that its slots never wait for the next request.
+  Whatever is beyond that waits in line for the server that finishes something first. One that hangs finishes
+  nothing, so it gets nothing new.
+- The other requests of a group follow the first, so that the engine shares their prompt, up to all that the
+  server holds. A request whose server is gone, or full, is placed like a new one.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pellucid.errors import ConfigError, InferenceError, PellucidError
+from pellucid.inference.client import ServerClient
+from pellucid.inference.examine import Pulse
+from pellucid.inference.protocol import Health
+
+_ROOM_PER_SLOT = 2
+_MAX_HOMES = 100_000  # groups whose server is remembered
+
+
+@dataclass(eq=False, slots=True)
+class PlacedRequest:
+    """A request at a server."""
+
+    wire_id: str
+    """Its name there, unlike any that was used before: it may be asked again, even of the same server."""
+
+    outcome: "asyncio.Future[Any]"
+    """The answer, or why there is none."""
+
+
+@dataclass(eq=False, slots=True)
+class PooledServer:
+    name: str
+    client: ServerClient
+    placed: dict[str, PlacedRequest] = field(default_factory=dict)
+    """Requests that it has, by their ids."""
+
+    disowned: set[str] = field(default_factory=set)
+    """Wire ids of requests without an answer that was taken; it has to be told."""
+
+    is_out: bool = False
+    """Left out: it gets nothing until it has been brought up again."""
+
+    keeps_requests: bool = True
+    """Whether what it was given may stay there while it is left out, even if others could take it."""
+
+    server_id: str = ""
+    """Of the process that was examined."""
+
+    version: int | None = None
+    """Policy version that it is known to serve; None until it has been examined, or given weights."""
+
+    problem: PellucidError | None = None
+    """Why it could not be brought up the last time."""
+
+    refusal: ConfigError | None = None
+    """Why it failed the last examination."""
+
+    num_examined: int = 0
+    max_concurrent: int = 0
+    max_queued: int = 0
+    busy_until: float = 0.0
+    """It said that it was full, and when to come back: a time of the event loop."""
+
+    pulse: Pulse = field(default_factory=Pulse)
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is something to do about it now."""
+
+    def note_limits(self, health: Health) -> None:
+        self.max_concurrent, self.max_queued = health.max_concurrent, health.max_queued
+
+    def has_room(self, *, for_new_group: bool) -> bool:
+        if not self.max_concurrent:
+            return True  # it does not tell
+        capacity = self.max_concurrent + self.max_queued
+        limit = min(_ROOM_PER_SLOT * self.max_concurrent, capacity) if for_new_group else capacity
+        return len(self.placed) < limit
+
+    @property
+    def load(self) -> float:
+        return len(self.placed) / (self.max_concurrent or 1)
+
+
+class Line:
+    """Places requests, and keeps those that no server can take in order of arrival."""
+
+    def __init__(
+        self,
+        servers: Sequence[PooledServer],
+        group_of: Callable[[str], str],
+        serves: Callable[[PooledServer], bool],
+        name_request: Callable[[str], str],
+    ) -> None:
+        """`group_of` a request id; `name_request` gives a request its wire id."""
+        self._servers = servers
+        self._group_of = group_of
+        self._serves = serves
+        self._name_request = name_request
+        self._homes: dict[str, PooledServer] = {}
+        self._waiting: dict[str, asyncio.Future[PooledServer]] = {}
+
+    def place(self, request_id: str) -> "asyncio.Future[PooledServer]":
+        """Resolves to the server that has the request in `placed` from then on."""
+        waiter: asyncio.Future[PooledServer] = asyncio.get_running_loop().create_future()
+        server = self._server_for(request_id, is_next=not self._waiting)
+        if server is None:
+            self._waiting[request_id] = waiter
+        else:
+            self._put(request_id, server, waiter)
+        return waiter
+
+    def advance(self) -> None:
+        """Places what can be placed by now: a request has ended, or a server has changed."""
+        while self._waiting:
+            request_id, waiter = next(iter(self._waiting.items()))
+            if not waiter.done():
+                server = self._server_for(request_id, is_next=True)
+                if server is None:
+                    return
+                self._put(request_id, server, waiter)
+            del self._waiting[request_id]
+
+    def leave(self, request_id: str, waiter: "asyncio.Future[PooledServer]") -> None:
+        """The request is not wanted any more, wherever it is by now."""
+        self._waiting.pop(request_id, None)
+        if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+            del waiter.result().placed[request_id]
+            self.advance()
+        waiter.cancel()
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        for request_id in [each for each in request_ids if each in self._waiting]:
+            waiter = self._waiting.pop(request_id)
+            if not waiter.done():
+                waiter.set_exception(InferenceError("the request was aborted before a server took it"))
+
+    def _put(self, request_id: str, server: PooledServer, waiter: "asyncio.Future[PooledServer]") -> None:
+        outcome = asyncio.get_running_loop().create_future()
+        server.placed[request_id] = PlacedRequest(self._name_request(request_id), outcome)
+        waiter.set_result(server)
+
+    def _server_for(self, request_id: str, *, is_next: bool) -> PooledServer | None:
+        group_id = self._group_of(request_id)
+        home = self._homes.get(group_id)
+        if home is not None and self._can_take(home, for_new_group=False):
+            return home
+        free = [server for server in self._servers if self._can_take(server, for_new_group=True)]
+        if not free or not is_next:
+            return None
+        home = self._homes[group_id] = min(free, key=lambda server: server.load)
+        if len(self._homes) > _MAX_HOMES:
+            del self._homes[next(iter(self._homes))]
+        return home
+
+    def _can_take(self, server: PooledServer, *, for_new_group: bool) -> bool:
+        is_busy = server.busy_until > asyncio.get_running_loop().time()
+        return self._serves(server) and not is_busy and server.has_room(for_new_group=for_new_group)

@@ -1,0 +1,115 @@
+"""What the children of a run said of themselves, and what follows from it: whom to wait for, what to show.
+
+A child that says nothing has a grace period after it was told to stop. One that says what it is doing has as
+long as it said, from its last sign of life on; see `pellucid.ending`.
+"""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from pellucid.ending import Word
+
+SHOW_AFTER_S = 1.0
+"""What a child does is shown once it takes this long, and again every `SHOW_EVERY_S`."""
+
+SHOW_SPARE_AFTER_S = 5.0
+"""The same where nothing is at stake, such as its exit."""
+
+SHOW_EVERY_S = 20.0
+NUM_NAMES_SHOWN = 3
+
+
+@dataclass(slots=True)
+class _Child:
+    word: Word | None = None
+    """What it is doing to end; None: it has not said so, or it is done."""
+
+    failure: Word | None = None
+    since: float = 0.0
+    """When it began what it is doing, or was told to stop."""
+
+    heard: float = 0.0
+    """Its last sign of life."""
+
+    shown: float | None = None
+
+
+class LastWords:
+    def __init__(
+        self, names: Collection[str], grace_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._children = {name: _Child() for name in names}
+        self._grace_s = grace_s
+        self._clock = clock
+
+    def hear(self, name: str, word: Word) -> None:
+        child = self._children[name]
+        child.heard = self._clock()
+        if word.failed:
+            # It may explain itself better later; what counts is when it first knew.
+            at = child.failure.at if child.failure is not None else word.at
+            child.failure = Word(at, failed=word.failed)
+        elif not word.beat:
+            child.word = word if word.doing else None
+            child.since, child.shown = child.heard, None
+
+    def tell_to_stop(self, names: Collection[str]) -> None:
+        """From now on their silence counts."""
+        for name in names:
+            child = self._children[name]
+            child.heard = self._clock()
+            child.since = child.since if child.word is not None else child.heard
+
+    def failed_at(self, name: str) -> float | None:
+        failure = self._children[name].failure
+        return None if failure is None else failure.at
+
+    def reason(self, name: str) -> str:
+        """Why a child failed, as it told; "" if it did not."""
+        failure = self._children[name].failure
+        return "" if failure is None else failure.failed
+
+    def is_spare(self, name: str) -> bool:
+        """Whether all that a child had to do is done, and killing it loses nothing."""
+        child = self._children[name]
+        return child.word is not None and not child.word.at_stake and child.failure is None
+
+    def is_silent(self, name: str) -> bool:
+        """Whether a child gave no sign of life for longer than it may."""
+        return self._clock() - self._children[name].heard > self._silence_s(name)
+
+    def _silence_s(self, name: str) -> float:
+        word = self._children[name].word
+        return self._grace_s if word is None else word.silence_s
+
+    def epitaph(self, name: str, when: str = "") -> str:
+        """`trainer was killed after 600 s of silence while writing the checkpoint of step 40; lost …`."""
+        when = when or f"after {self._silence_s(name):g} s of silence"
+        if (word := self._children[name].word) is None:
+            return f"{name} was killed {when}; it had not said what it was doing"
+        lost = f"lost may be {word.at_stake}" if word.at_stake else "nothing is lost"
+        return f"{name} was killed {when} while {word.doing}; {lost}"
+
+    def lines(self, names: Collection[str]) -> list[str]:
+        """What is to be shown now of what these children do: what takes longer than a moment."""
+        now = self._clock()
+        due: dict[str, list[str]] = {}
+        for name in sorted(names):
+            child = self._children[name]
+            if child.word is None:
+                continue
+            wait_s = SHOW_AFTER_S if child.word.at_stake else SHOW_SPARE_AFTER_S
+            if now - (child.shown or child.since) < (wait_s if child.shown is None else SHOW_EVERY_S):
+                continue
+            so_far = "" if child.shown is None else f" ({now - child.since:.0f} s so far)"
+            due.setdefault(f"{child.word.doing}{so_far}", []).append(name)
+            child.shown = now
+        return [f"{_enumerate(who)}: {what}" for what, who in due.items()]
+
+
+def _enumerate(names: list[str]) -> str:
+    """`trainer, trainer_1`; `trainer and 7 others`."""
+    if len(names) > NUM_NAMES_SHOWN:
+        return f"{names[0]} and {len(names) - 1} others"
+    return ", ".join(names)

@@ -1,0 +1,266 @@
+"""The orchestrator's alarms: versions, first tokens and rewards; see docs/alarms.md.
+
+- `WatchedClient` stands before the inference client and sees all answers, whatever becomes of them. A token
+  cannot be of an older policy version than was served when its request was sent, nor of a newer one than was
+  asked for when it came back.
+- The members of a group start from one prompt. In the order in which they were asked for, each one's first
+  token is a draw whose chance to repeat an earlier one is known: the logprobs of those say so.
+- One rollout of each batch is scored again.
+"""
+
+import inspect
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+from pellucid.data import Completion, Rollout
+from pellucid.data.plain import brief
+from pellucid.data.rollout import NOT_OURS
+from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
+from pellucid.metrics.alarms import Alarm, Bell, MeanZeroTest
+from pellucid.orchestrator.chat import copy_nested
+from pellucid.orchestrator.environment import Environment, SingleTurnEnvironment, checked_score
+from pellucid.orchestrator.session import group_of_request
+from pellucid.orchestrator.verdict import Verdict
+from pellucid.transport import stable_steps
+
+log = logging.getLogger(__name__)
+
+SERVED_VERSIONS, FIRST_TOKENS, REWARD = "served_versions", "first_tokens", "reward"
+
+FIRST_TOKENS_TOLERANCE = 0.02
+"""In the share of first tokens that repeat: in bfloat16, members of a group do not quite agree on chances."""
+
+REWARD_TOLERANCE = 1e-6
+"""Of the reward, or of 1 if that is larger: samples carry it in float32."""
+
+_MAX_GROUPS = 4096
+
+
+class OrchestratorAlarms:
+    def __init__(self, output_dir: Path, step: Callable[[], int], seed: int) -> None:
+        """`step` tells that of the batch which is being sampled."""
+        self._bell = Bell(output_dir, (SERVED_VERSIONS, FIRST_TOKENS, REWARD))
+        self._weights = output_dir / "weights"
+        self._step = step
+        self._random = random.Random(seed)
+        self._first_tokens = MeanZeroTest(1.0, FIRST_TOKENS_TOLERANCE)
+        self._unrepeatable: set[str] = set()
+
+    def check_versions(self, request_id: str, completion: Completion, served: int, asked: int) -> None:
+        """`served`: the version that was loaded before the request was sent; `asked`: the newest that was
+        asked for by the time of the answer."""
+        versions = [version for version, _ in completion.policy_versions if version != NOT_OURS]
+        if not versions or completion.finish_reason == REFUSED:
+            return
+        fall = next((pair for pair in pairwise(versions) if pair[1] < pair[0]), None)
+        if fall is not None:
+            what, value, threshold = "policy version that follows a newer one in a reply", fall[1], fall[0]
+        elif versions[0] < served:
+            what, value, threshold = (
+                "policy version of a reply that was asked of a newer one",
+                versions[0],
+                served,
+            )
+        elif versions[-1] > asked and versions[-1] > max(stable_steps(self._weights), default=0):
+            what, value, threshold = (
+                "policy version of a reply, newer than any published",
+                versions[-1],
+                asked,
+            )
+        else:
+            return
+        self._bell.ring(
+            Alarm(
+                name=SERVED_VERSIONS,
+                step=self._step(),
+                statistic=what,
+                value=value,
+                threshold=threshold,
+                example=f"request {request_id}",
+                causes="The versions that tokens name are not those that sampled them, so that staleness is "
+                "counted wrong, or the engine does not load what it is told to. Look at its "
+                "`update_weights`, and at the version that it writes to each token",
+            )
+        )
+
+    def add_first_tokens(self, values: Sequence[float], group: str) -> None:
+        """Further draws: for each, whether it is among the earlier ones, 1 or 0, less the chance of that."""
+        test = self._first_tokens
+        test.add(len(values), sum(values), sum(value * value for value in values))
+        if not test.rings:
+            return
+        often = "more" if test.mean > 0 else "less"
+        self._bell.ring(
+            test.alarm(
+                FIRST_TOKENS,
+                self._step(),
+                f"first tokens of a group repeat {often} often than their logprobs say: share",
+                example=f"{int(test.count):,} first tokens; the last ones of {group}",
+                causes="The engine does not draw from the distribution whose logprobs it reports (top-k, "
+                "top-p, a penalty, another temperature), or draws share their random numbers. Run `pellucid "
+                "verify`",
+            )
+        )
+
+    def judge_batch(
+        self, verdicts: Sequence[Verdict], environments: Mapping[str, Environment]
+    ) -> dict[str, float]:
+        """Scores one rollout of a batch once more, and returns the metrics of all alarms."""
+        self._check_reward(self._random.choice(verdicts), environments)
+        return self._bell.metrics()
+
+    def _check_reward(self, verdict: Verdict, environments: Mapping[str, Environment]) -> None:
+        rollout = verdict.rollout
+        environment = environments.get(rollout.env_name)
+        if rollout.env_name in self._unrepeatable or environment is None or not verdict.samples:
+            return
+        found = _reward_again(environment, rollout)
+        if found is None:
+            self._unrepeatable.add(rollout.env_name)
+            return
+        trained = float(verdict.samples[0].values.get("reward", math.nan))
+        if not abs(trained - found) <= REWARD_TOLERANCE * max(1.0, abs(found)):
+            self._bell.ring(
+                Alarm(
+                    name=REWARD,
+                    step=self._step(),
+                    statistic="difference of a reward that trains from that of the same answer scored again",
+                    value=trained - found,
+                    threshold=REWARD_TOLERANCE,
+                    example=f"rollout {rollout.rollout_id} of {rollout.env_name}: {trained:g} trains, "
+                    f"{brief(rollout.turns[-1].text)} scores {found:g}",
+                    causes="The reward is that of another sample, or depends on something else than the "
+                    "example and the answer (time, random numbers, earlier calls). If that is meant, set "
+                    "`repeatable_reward = False` in the environment",
+                )
+            )
+
+
+def _reward_again(environment: Environment, rollout: Rollout) -> float | None:
+    """None where it is not to be asked for, or cannot be had."""
+    if not isinstance(environment, SingleTurnEnvironment) or not can_repeat(environment):
+        return None
+    example = replace(rollout.example, messages=copy_nested(list(rollout.example.messages)))
+    try:
+        return checked_score(environment.reward(example, rollout.turns[-1].text), environment.reward).reward
+    except Exception as error:  # of somebody's own code
+        log.info("the reward of %s is not checked: scored again, it raises %r", rollout.env_name, error)
+        return None
+
+
+def can_repeat(environment: SingleTurnEnvironment) -> bool:
+    """Whether the reward is a function of example and answer that costs little."""
+    kind = type(environment)
+    return (
+        kind.rollout is SingleTurnEnvironment.rollout
+        and kind.repeatable_reward
+        and not (kind.heavy_reward or kind.requires_group_scoring or inspect.iscoroutinefunction(kind.reward))
+    )
+
+
+@dataclass(slots=True)
+class _Group:
+    """First replies of the members of a group, in the order in which they were asked for."""
+
+    prompt_ids: Sequence[int]
+    temperature: float
+    requests: dict[str, tuple[int, float, int] | None] = field(default_factory=dict)
+    """Token, logprob and policy version of each; None: it is not back, or came to nothing."""
+
+    num_out: int = 0
+    version: int | None = None
+    known: set[int] = field(default_factory=set)
+    """Tokens that came so far."""
+
+    chance: float = 0.0
+    """The probability that the next one is among these."""
+
+    def take(self) -> list[float]:
+        """1 for each token that is known, else 0, less the chance; in the order of the requests."""
+        values = []
+        for token, logprob, version in filter(None, self.requests.values()):
+            if self.version is None:
+                self.version = version
+            if version != self.version:
+                continue
+            if self.known:
+                values.append((token in self.known) - min(1.0, self.chance))
+            if token not in self.known:
+                self.known.add(token)
+                self.chance += math.exp(logprob)
+        self.requests.clear()
+        return values
+
+
+class WatchedClient:
+    """An inference client whose answers are looked at."""
+
+    def __init__(self, client: InferenceClient, alarms: OrchestratorAlarms) -> None:
+        self._client = client
+        self._alarms = alarms
+        self._served = self._asked = 0
+        self._groups: dict[str, _Group] = {}
+
+    async def wait_until_ready(self) -> None:
+        await self._client.wait_until_ready()
+
+    async def watch(self) -> None:
+        await self._client.watch()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
+    ) -> Completion:
+        served, group = self._served, self._open(prompt_ids, params, request_id)
+        completion: Completion | None = None
+        try:
+            completion = await self._client.generate(prompt_ids, params, account, request_id)
+        finally:
+            if group is not None:
+                self._note_first(group, request_id, completion)
+        self._alarms.check_versions(request_id, completion, served, self._asked)
+        return completion
+
+    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
+        return await self._client.score(token_ids, temperature, request_id)
+
+    async def update_weights(self, version: int, folder: Path) -> None:
+        self._asked = max(self._asked, version)
+        await self._client.update_weights(version, folder)
+        self._served = version
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._client.abort(request_ids)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _open(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> _Group | None:
+        """The group whose first tokens this request adds one to, if it does."""
+        if not request_id.endswith("/0") or params.temperature == 0:
+            return None
+        name = group_of_request(request_id)
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = _Group(prompt_ids, params.temperature)
+            if len(self._groups) > _MAX_GROUPS:
+                del self._groups[next(iter(self._groups))]
+        is_same = group.prompt_ids is prompt_ids or list(group.prompt_ids) == list(prompt_ids)
+        if not is_same or params.temperature != group.temperature:
+            return None
+        group.requests[request_id] = None
+        group.num_out += 1
+        return group
+
+    def _note_first(self, group: _Group, request_id: str, completion: Completion | None) -> None:
+        """Judges what is back once nothing of the group is out: who is back first is no matter of chance."""
+        group.num_out -= 1
+        if completion is not None and completion.token_ids and completion.finish_reason != REFUSED:
+            first = completion.token_ids[0], completion.logprobs[0], completion.policy_versions[0][0]
+            group.requests[request_id] = first
+        if not group.num_out:
+            self._alarms.add_first_tokens(group.take(), group_of_request(request_id))

@@ -1,0 +1,379 @@
+"""`verify` holds the real path to the oracle: a planted fault is caught, and its stage named."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pellucid.checks.verify import agreement, path, subject
+from pellucid.config import VerifyConfig
+from pellucid.data import TokenTable
+from pellucid.inference import engine
+from pellucid.loss import functions
+from pellucid.loss.record import LossInputs, LossRecord
+from pellucid.model.policy import Policy
+from pellucid.orchestrator import advantage, chat, samples, scheduler, session
+from pellucid.trainer import trained
+from pellucid.trainer.optimizer import Optimizer
+from pellucid.trainer.run import Run
+from pellucid.trainer.step import LossResult
+
+pytestmark = pytest.mark.slow
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_model: Path) -> Iterator[subject.Subject]:
+    config = VerifyConfig.model_validate(
+        {
+            "model": {"name": str(tiny_model)},
+            "seq_len": 512,
+            "trainer": {"threads": 1},
+            "orchestrator": {"env": [{"id": "reverse-text"}], "sampling": {"max_tokens": 16}},
+        }
+    )
+    with subject.opened(config) as own:
+        yield own
+
+
+def first_difference(opened: subject.Subject) -> str | None:
+    """The stage that is named as the first one; None if all agree."""
+    failed = [finding for finding in path.check_oracle(opened) if not finding.passed]
+    named = [finding for finding in failed if finding.meaning.startswith("the first stage that differs")]
+    assert len(named) == bool(failed)
+    return named[0].what.partition(":")[0] if named else None
+
+
+def test_a_sound_path_agrees_in_every_stage(opened: subject.Subject) -> None:
+    findings = list(path.check_oracle(opened))
+    assert [finding.meaning for finding in findings if not finding.passed] == []
+    assert [finding.what.partition(":")[0] for finding in findings] == list(path.STAGES)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "model": {"lora": {"rank": 4}},
+            "trainer": {
+                "loss": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+                "optim": {"betas": [0.8, 0.95], "weight_decay": 0.1},
+                "scheduler": {"type": "cosine", "warmup_steps": 2},
+            },
+        },
+        {
+            "trainer": {
+                "loss": {"type": "cispo", "reduction": "group", "kl_tau": 0.1},
+                "scheduler": {"type": "linear"},
+                "share_prompts": False,
+                "model": {"activation_checkpointing": True},
+            },
+            "orchestrator": {"advantage": {"type": "grpo_std"}, "filter_zero_advantages": False},
+        },
+    ],
+    ids=["gspo, adapter, cosine", "cispo, groups, linear"],
+)
+def test_other_settings_agree(opened: subject.Subject, settings: dict[str, Any]) -> None:
+    own = opened.config
+    merged = {
+        "model": {"name": own.model.name, **settings.get("model", {})},
+        "seq_len": 512,
+        "trainer": {"threads": 1, **settings["trainer"]},
+        "orchestrator": {"env": [{"id": "reverse-text"}], **settings.get("orchestrator", {})},
+    }
+    with subject.opened(VerifyConfig.model_validate(merged)) as other:
+        findings = list(path.check_oracle(other))
+    assert [finding.meaning for finding in findings if not finding.passed] == []
+    assert {"update", "token losses", "advantages"} <= {
+        finding.what.partition(":")[0] for finding in findings
+    }
+
+
+def test_the_scenario_has_a_sample_of_every_kind(opened: subject.Subject, tmp_path: Path) -> None:
+    """Else the checks would agree on nothing but the usual."""
+    model = path.ReferenceModel(opened.config.model.name, path.trained_weights(opened.run))
+    script = path.Script(path.play(opened.config, tmp_path, opened.tokenizer, model), opened.tokenizer)
+    kinds = set()
+    for number in range(path.NUM_STEPS):
+        sequences = script.sequences(number, path.seq_len_of(script))
+        result = model.step(list(sequences.values()), opened.config.trainer.loss.model_dump(), "token")
+        for (rollout_id, sample), each, losses in zip(
+            sequences, sequences.values(), result.losses, strict=True
+        ):
+            rollout = script.rollouts[rollout_id]
+            kinds |= {rollout.env_name}
+            kinds |= {"branch"} if sample else set()
+            is_cut = len(each.token_ids) < len(rollout.samples[sample].token_ids)
+            kinds |= {"truncated"} if is_cut and each.trainable.any() else set()
+            kinds |= {"masked high"} if losses.is_masked_high.any() else set()
+            kinds |= {"masked low"} if losses.is_masked_low.any() else set()
+            kinds |= {"untrainable"} if not each.trainable.any() else set()
+    kinds |= {"no signal" for each in script.rollouts.keys() - script.failed if script.advantage(each) == 0}
+    kinds |= {"resumed" for each in script.rollouts if ".1-" in each}
+    kinds |= {
+        "member of a failed one"
+        for each in script.failed
+        if any(
+            path.group_of(each) == path.group_of(other) for other in script.rollouts.keys() - script.failed
+        )
+    }
+    assert kinds == {
+        "answer", "tools", "branch", "truncated", "masked high", "masked low", "untrainable", "no signal",
+        "fragile", "member of a failed one", "resumed",
+    }  # fmt: skip
+
+
+def wrong_sign(patch: Patch) -> None:
+    loss = functions.dppo_loss
+
+    def flipped(inputs: LossInputs, config: Any) -> LossRecord:
+        record = loss(inputs, config)
+        return replace(record, token_loss=-record.token_loss)
+
+    patch.setitem(functions._RL_LOSSES, "dppo", flipped)
+
+
+def swapped_sides(patch: Patch) -> None:
+    loss = functions.dppo_loss
+
+    def swapped(inputs: LossInputs, config: Any) -> LossRecord:
+        record = loss(inputs, config)
+        return replace(record, is_masked_high=record.is_masked_low, is_masked_low=record.is_masked_high)
+
+    patch.setitem(functions._RL_LOSSES, "dppo", swapped)
+
+
+def twice_the_loss(patch: Patch) -> None:
+    original = Run.loss
+
+    def doubled(self: Run, *arguments: Any) -> LossResult:
+        result = original(self, *arguments)
+        return replace(result, loss=2 * result.loss)
+
+    patch.setattr(Run, "loss", doubled)
+
+
+def never_cleared(patch: Patch) -> None:
+    patch.setattr(torch.optim.AdamW, "zero_grad", lambda self, set_to_none=True: None)
+
+
+def tenfold_rate(patch: Patch) -> None:
+    original = torch.optim.AdamW.step
+
+    def faster(self: Any, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["lr"] *= 10
+        original(self)
+
+    patch.setattr(torch.optim.AdamW, "step", faster)
+
+
+def no_clipping(patch: Patch) -> None:
+    patch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *arguments: None)
+
+
+def frozen_layer(patch: Patch) -> None:
+    original = Optimizer.__init__
+
+    def freeze(self: Any, model: Any, *arguments: Any, **keywords: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if ".layers.0." in name:
+                parameter.requires_grad_(False)
+        original(self, model, *arguments, **keywords)
+
+    patch.setattr(Optimizer, "__init__", freeze)
+
+
+def end_of_turn_untrained(patch: Patch) -> None:
+    original = samples._columns
+
+    def without_ends(turns: Any, **values: Any) -> dict[str, Any]:
+        columns = original(turns, **values)
+        spans = [(turn.num_prompt_tokens, turn.num_tokens - 1) for turn in turns if turn.trainable]
+        size = len(columns["token_ids"])
+        return {**columns, "loss_mask": samples.PackedArray.of_spans(spans, size)}
+
+    patch.setattr(samples, "_columns", without_ends)
+
+
+def half_centred(patch: Patch) -> None:
+    original = advantage.Groups.mean
+    patch.setattr(advantage.Groups, "mean", lambda self, values: 0.5 * original(self, values))
+
+
+def last_tokens_kept(patch: Patch) -> None:
+    original = TokenTable.truncate
+
+    def keep_the_end(table: TokenTable, length: int) -> TokenTable:
+        cut = original(table, length)
+        ids = cut["token_ids"].copy()
+        for row in np.flatnonzero(table.lengths > length).tolist():
+            stop = table.token_offsets[row + 1]
+            own = slice(cut.token_offsets[row], cut.token_offsets[row + 1])
+            ids[own] = table["token_ids"][stop - length : stop]
+        return TokenTable(cut.lengths, {**{name: cut[name] for name in cut.columns}, "token_ids": ids})
+
+    patch.setattr(TokenTable, "truncate", keep_the_end)
+
+
+def another_temperature(patch: Patch) -> None:
+    original = Policy.forward
+
+    def without(self: Any, ids: Any, positions: Any, temperatures: Any, *rest: Any) -> Any:
+        return original(self, ids, positions, torch.ones_like(temperatures), *rest)
+
+    patch.setattr(Policy, "forward", without)
+
+
+def stale_publication(patch: Patch) -> None:
+    kept: dict[str, torch.Tensor] = {}
+    original = trained.WholeModel.write
+
+    def first_only(self: Any, folder: Path) -> None:
+        own = dict(self.policy.named_parameters())
+        now = {name: parameter.detach().clone() for name, parameter in own.items()}
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(kept.setdefault(name, now[name]))
+            original(self, folder)
+            for name, parameter in own.items():
+                parameter.copy_(now[name])
+
+    patch.setattr(trained.WholeModel, "write", first_only)
+
+
+def rendered_again(patch: Patch) -> None:
+    """A later turn is tokenised from its text instead of going on from what was sampled."""
+    patch.setattr(chat.ChatTemplate, "continuation", lambda self, messages, reply, tools=(): None)
+
+
+def reasoning_dropped(patch: Patch) -> None:
+    """A later turn starts with the reply without its reasoning."""
+    original = session.Session._extend
+
+    def shortened(self: Any, last: Any, rendered: Any) -> Any:
+        known: list[int] = last.known_ids.tolist()
+        texts = [self._sampler.chat.decode([token]) for token in known]
+        starts = [place for place in range(len(texts)) if "".join(texts[place:]).startswith("<think>")]
+        stops = [place for place in range(len(texts)) if "".join(texts[:place]).endswith("</think>")]
+        for start, stop in zip(starts, stops, strict=True):
+            del known[start:stop]
+        without = SimpleNamespace(known_ids=np.array(known), role_spans=last.role_spans)
+        return original(self, without, rendered)
+
+    patch.setattr(session.Session, "_extend", shortened)
+
+
+def failed_members_counted(patch: Patch) -> None:
+    original = scheduler.Scheduler._verdicts
+
+    def with_all(self: Any, group: Any) -> Any:
+        failed = [rollout for rollout in group.returned if rollout.error is not None]
+        judge, self._judge = self._judge, lambda rollouts: judge([*rollouts, *failed])[: len(rollouts)]
+        for rollout in failed:
+            rollout.reward = 0.0
+        try:
+            return original(self, group)
+        finally:
+            self._judge = judge
+
+    patch.setattr(scheduler.Scheduler, "_verdicts", with_all)
+
+
+def examples_lost(patch: Patch) -> None:
+    original = scheduler.Scheduler.restore
+    patch.setattr(
+        scheduler.Scheduler, "restore", lambda self, state: original(self, replace(state, unfinished=[]))
+    )
+
+
+def moments_lost(patch: Patch) -> None:
+    original = path.restore
+
+    def restore(run: Run) -> None:
+        original(run)
+        run.optimizer.adamw.state.clear()
+
+    patch.setattr(path, "restore", restore)
+
+
+def weights_lost(patch: Patch) -> None:
+    original = path.restore
+
+    def restore(run: Run) -> None:
+        initial = path.trained_weights(run)
+        original(run)
+        with torch.no_grad():
+            for name, parameter in run.trained.module.named_parameters():
+                parameter.copy_(initial[name.removeprefix("hf.")])
+
+    patch.setattr(path, "restore", restore)
+
+
+@pytest.mark.parametrize(
+    ("plant", "stage"),
+    [
+        (wrong_sign, "token losses"),
+        (swapped_sides, "masks"),
+        (twice_the_loss, "gradient"),
+        (never_cleared, "gradient"),
+        (tenfold_rate, "update"),
+        (no_clipping, "update"),
+        (frozen_layer, "gradient"),
+        (end_of_turn_untrained, "samples"),
+        (half_centred, "advantages"),
+        (last_tokens_kept, "truncation"),
+        (another_temperature, "logprobs"),
+        (stale_publication, "published"),
+        (rendered_again, "prompts"),
+        (reasoning_dropped, "prompts"),
+        (examples_lost, "examples"),
+        (failed_members_counted, "advantages"),
+        (moments_lost, "update"),
+        (weights_lost, "checkpoint"),
+    ],
+)
+def test_a_planted_fault_is_named_by_its_stage(
+    opened: subject.Subject, monkeypatch: Patch, plant: Plant, stage: str
+) -> None:
+    plant(monkeypatch)
+    assert first_difference(opened) == stage
+
+
+def test_an_engine_that_draws_from_its_top_tokens(opened: subject.Subject, monkeypatch: Patch) -> None:
+    draw = engine.draw
+
+    def top(logits: torch.Tensor, temperatures: Any, randoms: Any) -> Any:
+        """Draws from the eight likeliest, and reports logprobs of all."""
+        eighth = logits.topk(8, dim=-1).values[..., -1:]
+        tokens, _ = draw(logits.masked_fill(logits < eighth, -1e9), temperatures, randoms)
+        logprobs = (logits / torch.tensor(temperatures)[:, None]).log_softmax(-1)
+        return tokens, logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+    monkeypatch.setattr(engine, "draw", top)
+    [finding, finish_reasons] = agreement.check_sampling(opened)
+    assert not finding.passed and "top-k" in finding.meaning
+    assert finish_reasons.passed
+
+
+@pytest.mark.parametrize(("says", "wrong"), [("stop", 2048), ("length", 1)])
+def test_an_engine_that_says_why_it_ended_wrongly(
+    opened: subject.Subject, monkeypatch: Patch, says: str, wrong: int
+) -> None:
+    monkeypatch.setattr(engine.Engine, "_finish_reason", lambda self, request: says)
+    [_, finding] = agreement.check_sampling(opened)
+    assert finding.value == wrong and f"a finish reason is {says} where it is not" in finding.meaning
+
+
+def test_an_engine_that_says_another_version(opened: subject.Subject, monkeypatch: Patch) -> None:
+    samples_of = opened.sample(seed=5)
+    assert agreement._versions(samples_of, 0, "here").passed
+    finding = agreement._versions(samples_of, 3, "here")
+    assert not finding.passed and "policy version 3, but its tokens say [0]" in finding.meaning
