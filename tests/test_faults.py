@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -241,12 +240,6 @@ def test_the_cause_in_a_process_is_told_by_the_launcher(tiny_model: Path, tmp_pa
     assert processes_of(tmp_path / "run") == {}
 
 
-def until_step(run: warm.Running, folder: Path, step: int) -> None:
-    while max(steps_of(folder, "trainer"), default=-1) < step:
-        assert run.poll() is None, run.communicate()[0]
-        time.sleep(0.02)
-
-
 @dataclass
 class Day:
     folder: Path
@@ -298,7 +291,7 @@ def live_through(day: Day, model: Path) -> None:
     for number, victim in enumerate(day.victims):
         run = warm.start(arguments, cwd=day.folder.parent, merged=True)
         try:
-            until_step(run, day.folder, 2 + 3 * number)
+            warm.wait_for_step(run, day.folder, 2 + 3 * number)
             strike(day, victim)
             day.outputs[victim], _ = run.communicate()
         finally:

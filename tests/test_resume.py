@@ -56,14 +56,19 @@ def strike(run: warm.Running, folder, victim: str) -> None:
 
 
 def is_stopped_with_something_to_lose(folder, victim: str) -> bool:
-    """Stops the process whose death should cost something, and lets it go on if that would cost nothing."""
+    """Stops the process whose death should cost something, and lets it go on if that would cost nothing.
+
+    While the orchestrator stands still, the engine delivers what it is sampling: a second is enough.
+    """
     if victim not in LOSSES:
         return True
     process, would_lose = LOSSES[victim]
     pid = warm.processes_of(folder)[process]
     os.kill(pid, signal.SIGSTOP)
-    if would_lose(folder):
-        return True
+    for _ in range(50):
+        if would_lose(folder):
+            return True
+        time.sleep(0.02)
     os.kill(pid, signal.SIGCONT)
     return False
 
@@ -86,18 +91,16 @@ LOSSES = {
 
 
 def run_until(model, folder, victim, until, *flags) -> str:
-    """The output of a run that is struck once the trainer has logged step `until`.
+    """The output of a run that is struck once it has trained step `until`.
 
     The orchestrator is struck while tokens are on their way to it, so that they are lost; the launcher
     between two checkpoints, so that there is something to roll back.
     """
     run = warm.start(command(model, folder, *flags), merged=True)
     try:
-        while max(steps_of(folder, "trainer"), default=-1) < until or not (
-            is_stopped_with_something_to_lose(folder, victim)
-        ):
-            assert run.poll() is None, run.communicate()[0]
-            time.sleep(0.02)
+        warm.wait_for_step(run, folder, until)
+        while not is_stopped_with_something_to_lose(folder, victim):
+            warm.wait_for_step(run, folder, until)
         strike(run, folder, victim)
         output, _ = run.communicate()
     finally:

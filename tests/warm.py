@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -130,6 +131,27 @@ def processes_of(folder: Path) -> dict[str, int]:
             if log.parent == folder / "logs" and os.getsid(int(entry.name)) == int(entry.name):
                 found[log.stem] = int(entry.name)
     return found
+
+
+def wait_for_step(run: "Running | subprocess.Popen[str]", folder: Path, step: int) -> None:
+    """Waits until the trainer of `run` has logged `step` or a later one.
+
+    A run that was killed may have logged such a step before: then one more is waited for. The launcher
+    rewinds the folder before it starts a trainer.
+    """
+
+    def newest() -> int:
+        records = read_metrics(folder / "metrics" / "trainer.jsonl")
+        return max((int(record["step"]) for record in records), default=-1)
+
+    from pellucid.metrics import read_metrics
+
+    wanted = None
+    while wanted is None or newest() < wanted:
+        assert run.poll() is None, run.communicate()[0]
+        if wanted is None and "trainer" in processes_of(folder):
+            wanted = max(step, newest() + 1)
+        time.sleep(0.02)
 
 
 def share_cores() -> None:
