@@ -4,16 +4,14 @@
     python tests/mutate.py --into outputs/mutants.jsonl --report         # what it has found so far
     python tests/mutate.py --list | wc -l                                # all mutants
 
-A mutant is a copy of the package with one expression or statement changed: a sign or a comparison flipped,
-the first two arguments of a call swapped, a statement dropped, a constant scaled, an index shifted. For each,
-the commands that users have are asked: a run of six steps, `ledger` and `replay` of it, `verify`. The run has
-one slot, one thread and no asynchrony, so that it is the same each time, bit by bit: a mutant that leaves its
-weights, its exported tokens and its ledger as they were, and that no command complains about, had no effect
+A mutant is a copy of the package with one change; `mutants.py` makes them. For each, the commands that users
+have are asked: a run of six steps, `ledger` and `replay` of it, `verify`. The run has one slot, one thread and
+no asynchrony, so that it is the same each time, bit by bit: a mutant that leaves its weights, its exported
+tokens and its ledger as they were, and that no command complains about, had no effect
 and does not count. With `--suite` the tests of the mutant's package are asked as well, and counted apart.
 """
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -24,48 +22,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import warm
+from mutants import Mutant, all_mutants
 
 ROOT = Path(__file__).parents[1]
-ROOMS = (
-    *("data/columns.py", "data/gather.py", "data/packed.py", "data/rollout.py", "data/sample.py"),
-    *("data/shared_prompts.py", "data/table.py", "data/tensors.py"),
-    *("inference/engine.py", "inference/kv_cache.py", "inference/sampling.py", "inference/slots.py"),
-    "inference/step_attention.py",
-    *("loss/functions.py", "loss/record.py", "loss/reduction.py"),
-    *("model/attention.py", "model/head.py", "model/layout.py", "model/lean_forward.py", "model/policy.py"),
-    *("orchestrator/advantage.py", "orchestrator/attempt.py", "orchestrator/books.py"),
-    *("orchestrator/chat.py", "orchestrator/clerk.py", "orchestrator/judge.py", "orchestrator/samples.py"),
-    *("orchestrator/scheduler.py", "orchestrator/session.py", "orchestrator/verdict.py"),
-    *("packing/arrange.py", "packing/bins.py", "packing/micro_batch.py", "packing/plan.py"),
-    *("trainer/batches.py", "trainer/loop.py", "trainer/observer.py", "trainer/optimizer.py"),
-    *("trainer/run.py", "trainer/skips.py", "trainer/step.py", "trainer/trained.py"),
-    *("transport/decode.py", "transport/encode.py", "transport/planes.py", "transport/weights.py"),
-)
-"""The modules that a sampled token, its logprob or its reward passes on its way into the weights."""
-
-FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.Lt: ast.Gt,
-    ast.Gt: ast.Lt,
-    ast.LtE: ast.GtE,
-    ast.GtE: ast.LtE,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-}
-UNMUTATED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
-WORDS = {"logger", "warnings", "say", "working", "isinstance", "issubclass", "getattr", "setattr", "super"}
-"""Calls of these are talk, or about types."""
-
 NO_EFFECT, SURVIVED = "no effect", "survived"
 RUN_TIMEOUT_S, CHECK_TIMEOUT_S = 120.0, 300.0
 CONFIG = """
@@ -92,116 +57,6 @@ threads = 1
 lr = 1e-3
 [trainer.experimental.token_export]
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    file: str
-    line: int
-    kind: str
-    before: str
-    after: str
-    source: str = field(repr=False)
-    """The whole module, mutated."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.file}:{self.line} {self.kind}: {self.before} -> {self.after}"
-
-
-# Mutants
-
-
-def mutants_of(file: str, source: str) -> Iterator[Mutant]:
-    tree = ast.parse(source)
-    for index, node in enumerate(_mutable(tree)):
-        for kind, after in _variants(node):
-            mutated = ast.unparse(_replaced(tree, index, after))
-            yield Mutant(file, node.lineno, kind, _brief(node), _brief(after), mutated)
-
-
-def _mutable(tree: ast.AST) -> Iterator[Any]:
-    """Every expression and statement that computes, always in the same order."""
-    for name, value in ast.iter_fields(tree):
-        if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
-            continue
-        for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or isinstance(child, UNMUTATED) or _is_talk(child):
-                continue
-            if isinstance(child, ast.expr | ast.stmt):
-                yield child
-            yield from _mutable(child)
-
-
-def _is_talk(node: ast.AST) -> bool:
-    call = node.value if isinstance(node, ast.Expr) else node
-    if isinstance(call, ast.Constant):
-        return isinstance(call.value, str)
-    if not isinstance(call, ast.Call):
-        return False
-    function = call.func
-    while isinstance(function, ast.Attribute | ast.Call):
-        function = function.value if isinstance(function, ast.Attribute) else function.func
-    return isinstance(function, ast.Name) and function.id in WORDS
-
-
-def _variants(node: Any) -> Iterator[tuple[str, ast.AST]]:
-    match node:
-        case ast.BinOp(op=op) if type(op) in FLIPPED:
-            yield "flip", _with(node, op=FLIPPED[type(op)]())
-        case ast.AugAssign(op=op) if type(op) in FLIPPED:
-            yield "flip", _with(node, op=FLIPPED[type(op)]())
-            yield "drop", ast.Pass()
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            yield "flip", operand
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield "flip", operand
-        case ast.Compare(ops=[op]) if type(op) in FLIPPED:
-            yield "flip", _with(node, ops=[FLIPPED[type(op)]()])
-        case ast.Call(args=[first, second, *rest]) if not isinstance(first, ast.Starred):
-            if not isinstance(second, ast.Starred) and ast.dump(first) != ast.dump(second):
-                yield "swap", _with(node, args=[second, first, *rest])
-        case ast.Expr(value=ast.Call()):
-            yield "drop", ast.Pass()
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            yield "scale", ast.Constant(2 * number if number else number + 1)
-        case ast.Subscript(slice=ast.Slice() as part):
-            for bound in ("lower", "upper"):
-                if (value := getattr(part, bound)) is not None:
-                    yield "shift", _with(node, slice=_with(part, **{bound: _one_more(value)}))
-        case ast.Subscript(slice=ast.Constant(value=int() as number)):
-            yield "shift", _with(node, slice=ast.Constant(number + 1))
-
-
-def _with(node: Any, **fields: Any) -> Any:
-    changed = deepcopy(node)
-    for name, value in fields.items():
-        setattr(changed, name, value)
-    return changed
-
-
-def _one_more(node: ast.expr) -> ast.expr:
-    return ast.BinOp(node, ast.Add(), ast.Constant(1))
-
-
-def _replaced(tree: ast.AST, index: int, after: ast.AST) -> ast.AST:
-    changed = deepcopy(tree)
-    target = next(node for number, node in enumerate(_mutable(changed)) if number == index)
-
-    class Replace(ast.NodeTransformer):
-        def visit(self, node: ast.AST) -> ast.AST:
-            return after if node is target else self.generic_visit(node)
-
-    return ast.fix_missing_locations(Replace().visit(changed))
-
-
-def _brief(node: ast.AST) -> str:
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= 90 else f"{text[:87]}..."
-
-
-def all_mutants(package: Path) -> list[Mutant]:
-    return [mutant for file in ROOMS for mutant in mutants_of(file, (package / file).read_text())]
 
 
 # One mutant before the commands that users have
@@ -308,8 +163,8 @@ def examine(mutants: Sequence[Mutant], into: Path, suite: bool) -> None:
             found = laboratory.try_out(mutant)
             if found["verdict"] == SURVIVED and found.pop("effect") == unchanged["effect"]:
                 found["verdict"] = NO_EFFECT
-            facts = {name: value for name, value in asdict(mutant).items() if name != "source"}
-            file.write(json.dumps({"name": mutant.name, **facts, **found}) + "\n")
+            facts = {"name": mutant.name, "file": mutant.file, "kind": mutant.kind}
+            file.write(json.dumps({**facts, **found}) + "\n")
             file.flush()
             seconds = time.monotonic() - began
             print(
