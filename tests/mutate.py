@@ -6,8 +6,8 @@
 
 A mutant is a copy of the package with one change; `mutants.py` makes them. For each, the commands that users
 have are asked: a run of six steps, `ledger` and `replay` of it, `verify`. The run has one slot, one thread
-and no asynchrony, so that it is the same each time, bit by bit: a mutant that leaves its weights, its exported
-tokens and its ledger as they were, and that no command complains about, had no effect
+and no asynchrony, so that it is the same each time, bit by bit: a mutant that leaves its weights, its
+exported tokens and its ledger as they were, and that no command complains about, had no effect
 and does not count. With `--suite` the tests of the mutant's package are asked as well, and counted apart.
 """
 
