@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from pellucid.checks.oracle import ReferenceModel
 from pellucid.checks.verify import agreement, path, subject
+from pellucid.checks.verify.differences import STAGES
+from pellucid.checks.verify.expected import ExpectedRun, group_of
+from pellucid.checks.verify.scenario import NUM_STEPS, play
+from pellucid.checks.verify.training_stages import trained_weights
 from pellucid.config import VerifyConfig
 from pellucid.data import TokenTable
 from pellucid.inference import engine
@@ -54,7 +59,7 @@ def first_difference(opened: subject.Subject) -> str | None:
 def test_a_sound_path_agrees_in_every_stage(opened: subject.Subject) -> None:
     findings = list(path.check_oracle(opened))
     assert [finding.meaning for finding in findings if not finding.passed] == []
-    assert [finding.what.partition(":")[0] for finding in findings] == list(path.STAGES)
+    assert [finding.what.partition(":")[0] for finding in findings] == list(STAGES)
 
 
 @pytest.mark.parametrize(
@@ -98,16 +103,16 @@ def test_other_settings_agree(opened: subject.Subject, settings: dict[str, Any])
 
 def test_the_scenario_has_a_sample_of_every_kind(opened: subject.Subject, tmp_path: Path) -> None:
     """Else the checks would agree on nothing but the usual."""
-    model = path.ReferenceModel(opened.config.model.name, path.trained_weights(opened.run))
-    script = path.Script(path.play(opened.config, tmp_path, opened.tokenizer, model), opened.tokenizer)
+    model = ReferenceModel(opened.config.model.name, trained_weights(opened.run))
+    expected = ExpectedRun(play(opened.config, tmp_path, opened.tokenizer, model), opened.tokenizer)
     kinds = set()
-    for number in range(path.NUM_STEPS):
-        sequences = script.sequences(number, path.seq_len_of(script))
+    for number in range(NUM_STEPS):
+        sequences = expected.sequences(number, expected.seq_len)
         result = model.step(list(sequences.values()), opened.config.trainer.loss.model_dump(), "token")
         for (rollout_id, sample), each, losses in zip(
             sequences, sequences.values(), result.losses, strict=True
         ):
-            rollout = script.rollouts[rollout_id]
+            rollout = expected.rollouts[rollout_id]
             kinds |= {rollout.env_name}
             kinds |= {"branch"} if sample else set()
             is_cut = len(each.token_ids) < len(rollout.samples[sample].token_ids)
@@ -115,14 +120,14 @@ def test_the_scenario_has_a_sample_of_every_kind(opened: subject.Subject, tmp_pa
             kinds |= {"masked high"} if losses.is_masked_high.any() else set()
             kinds |= {"masked low"} if losses.is_masked_low.any() else set()
             kinds |= {"untrainable"} if not each.trainable.any() else set()
-    kinds |= {"no signal" for each in script.rollouts.keys() - script.failed if script.advantage(each) == 0}
-    kinds |= {"resumed" for each in script.rollouts if ".1-" in each}
+    kinds |= {
+        "no signal" for each in expected.rollouts.keys() - expected.failed if expected.advantage(each) == 0
+    }
+    kinds |= {"resumed" for each in expected.rollouts if ".1-" in each}
     kinds |= {
         "member of a failed one"
-        for each in script.failed
-        if any(
-            path.group_of(each) == path.group_of(other) for other in script.rollouts.keys() - script.failed
-        )
+        for each in expected.failed
+        if any(group_of(each) == group_of(other) for other in expected.rollouts.keys() - expected.failed)
     }
     assert kinds == {
         "answer", "tools", "branch", "truncated", "masked high", "masked low", "untrainable", "no signal",
@@ -308,7 +313,7 @@ def weights_lost(patch: Patch) -> None:
     original = path.restore
 
     def restore(run: Run) -> None:
-        initial = path.trained_weights(run)
+        initial = trained_weights(run)
         original(run)
         with torch.no_grad():
             for name, parameter in run.trained.module.named_parameters():

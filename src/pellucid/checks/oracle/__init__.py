@@ -1,6 +1,6 @@
 """A second implementation of everything between a rollout and the updated weights, to hold the first one to.
 
-    conversation.py   turns -> token ids, trainable tokens, advantages, truncation, staleness
+    conversation.py   messages -> prompts; turns -> samples, advantages, truncation, staleness
     losses.py         logprobs -> token losses, their derivatives, masks; weights and denominator of a step
     training.py       token ids -> logprobs -> gradient -> clipping -> AdamW -> new weights
 
@@ -16,6 +16,8 @@ from pellucid.checks.oracle.conversation import (
     advantages_of,
     expected_samples,
     off_policy_levels,
+    prompt_ids_of,
+    response_ids_of,
     truncated,
 )
 from pellucid.checks.oracle.losses import (
@@ -49,7 +51,9 @@ __all__ = [
     "learning_rate",
     "loss_weights_of",
     "off_policy_levels",
+    "prompt_ids_of",
     "ratios_of",
+    "response_ids_of",
     "token_losses",
     "truncated",
 ]

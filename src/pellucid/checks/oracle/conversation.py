@@ -1,4 +1,4 @@
-"""A rollout's turns to training samples, and a group's rewards to advantages, in plain Python.
+"""Messages to prompts, a rollout's turns to training samples, a group's rewards to advantages: plain Python.
 
 Every sampled token is trainable in exactly one sample: that of the first conversation it belongs to.
 
@@ -68,6 +68,25 @@ def expected_samples(turns: Sequence[Sampled]) -> list[Conversation]:
             [*known.versions, *[-1] * len(added), *turn.versions],
         )
     return samples
+
+
+def prompt_ids_of(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
+    """Renders a conversation that the model answers, and tokenises the text once."""
+    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def response_ids_of(tokenizer: Any, messages: Sequence[Any], last: int, response: Any) -> list[int]:
+    """Finds the token ids between a reply to `messages`, which ended in `last`, and the next reply."""
+    mark = "marked reply"
+    text = tokenizer.apply_chat_template(
+        [*messages, {"role": "assistant", "content": mark}, response],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    ids: list[int] = tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
+    return ids[1:] if ids[:1] == [last] else ids
 
 
 def truncated(sample: Conversation, seq_len: int) -> Conversation:

@@ -1,0 +1,125 @@
+"""The stages of the orchestrator, from the chat template to its batches, each held to what was sampled."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pellucid.checks.oracle import prompt_ids_of, response_ids_of
+from pellucid.checks.verify.differences import EPS, Differences
+from pellucid.checks.verify.expected import ExpectedRun, group_of, rollouts_of
+from pellucid.checks.verify.scenario import DOUBT, ENVIRONMENTS, TOOL_RESPONSE
+from pellucid.data import TokenTable
+from pellucid.ledger import State
+
+
+def check_rollouts(expected: ExpectedRun, differences: Differences) -> None:
+    """Holds prompts, examples, samples, rewards, advantages and batches to what was sampled."""
+    check_examples(expected, differences)
+    check_settled(expected, differences)
+    for step, table in enumerate(expected.tables):
+        for rollout_id, rows in rollouts_of(table).items():
+            where = f"step {step}, rollout {rollout_id}"
+            check_prompts(expected, differences, rollout_id, table["example_id"][rows[0]], where)
+            check_samples(expected, differences, rollout_id, table, rows, where)
+    check_batches(expected, differences)
+
+
+def check_examples(expected: ExpectedRun, differences: Differences) -> None:
+    """Looks for gaps: the examples of an environment are attempted from the first one on."""
+    for name, kind in ENVIRONMENTS.items():
+        first = {
+            tuple(rollout.turns[0].prompt_ids)
+            for rollout in expected.rollouts.values()
+            if rollout.env_name == name
+        }
+        prompts = [
+            prompt_ids_of(expected.tokenizer, kind(seed=0).example(index).messages)
+            for index in range(len(first))
+        ]
+        missing = [index for index, prompt in enumerate(prompts) if tuple(prompt) not in first]
+        differences.same("examples", [], missing, f"{name}: examples that nobody attempted")
+
+
+def check_settled(expected: ExpectedRun, differences: Differences) -> None:
+    """Holds what was written down of all rollouts, also of those that came too late for a batch."""
+    for each in expected.played.settled:
+        rollout_id, advantage = each["rollout_id"], each["advantage"]
+        reason = each["reason"] if each["outcome"] == State.REJECTED else None
+        differences.same("samples", None, reason, f"rollout {rollout_id}: why it was rejected")
+        if advantage is not None:
+            _check_advantage(expected, differences, rollout_id, advantage, f"rollout {rollout_id}")
+
+
+def _check_advantage(
+    expected: ExpectedRun, differences: Differences, rollout_id: str, found: float, where: str
+) -> None:
+    if expected.knows_advantages:
+        advantage = expected.advantage(rollout_id)
+        differences.near("advantages", advantage, found, 16 * EPS * max(1.0, abs(advantage)), where)
+
+
+def check_prompts(
+    expected: ExpectedRun, differences: Differences, rollout_id: str, example_id: str, where: str
+) -> None:
+    rollout = expected.rollouts[rollout_id]
+    messages = ENVIRONMENTS[rollout.env_name](seed=0).example(int(example_id)).messages
+    first, *later = rollout.turns
+    prompt = prompt_ids_of(expected.tokenizer, messages)
+    differences.same("prompts", prompt, list(first.prompt_ids), f"{where}, turn 0")
+    for number, (turn, response) in enumerate(zip(later, (TOOL_RESPONSE, DOUBT), strict=False), 1):
+        known = [*first.prompt_ids, *first.reply_ids]
+        added = response_ids_of(expected.tokenizer, messages, known[-1], response)
+        differences.same("prompts", known + added, list(turn.prompt_ids), f"{where}, turn {number}")
+
+
+def check_samples(
+    expected: ExpectedRun,
+    differences: Differences,
+    rollout_id: str,
+    table: TokenTable,
+    rows: Sequence[int],
+    where: str,
+) -> None:
+    rollout = expected.rollouts[rollout_id]
+    temperature = np.float32(expected.temperature)
+    differences.same("samples", len(rollout.samples), len(rows), f"{where}: number of samples")
+    for row, sample in zip(rows, rollout.samples, strict=False):
+        tokens = slice(int(table.token_offsets[row]), int(table.token_offsets[row + 1]))
+        sampled = slice(int(table.sampled_offsets[row]), int(table.sampled_offsets[row + 1]))
+        chosen = [index for index, flag in enumerate(sample.is_sampled) if flag]
+        columns: dict[str, tuple[Sequence[Any], NDArray[Any]]] = {
+            "token_ids": (sample.token_ids, table["token_ids"][tokens]),
+            "loss_mask": (sample.is_trainable, table["loss_mask"][tokens]),
+            "sampled": (sample.is_sampled, table["sampled"][tokens]),
+            "inference_logprobs": (
+                [sample.logprobs[i] for i in chosen],
+                table["inference_logprobs"][sampled],
+            ),
+            "policy_versions": ([sample.versions[i] for i in chosen], table["policy_versions"][sampled]),
+        }
+        for name, (wanted, found) in columns.items():
+            differences.same("samples", list(wanted), found.tolist(), f"{where}, {name}")
+        differences.same("rewards", np.float32(rollout.reward), table["reward"][row], where)
+        differences.same("samples", rollout.env_name, table["env_name"][row], f"{where}, env_name")
+        differences.same("samples", temperature, table["temperature"][row], f"{where}, temperature")
+        _check_advantage(expected, differences, rollout_id, float(table["advantage"][row]), where)
+
+
+def check_batches(expected: ExpectedRun, differences: Differences) -> None:
+    """Holds batches to whole groups, without members that have no signal, and to each rollout once."""
+    taken: Counter[str] = Counter()
+    for step, table in enumerate(expected.tables):
+        found = rollouts_of(table)
+        taken.update(found.keys())
+        wanted = {
+            member
+            for group in {group_of(rollout_id) for rollout_id in found}
+            for member in expected.members(group)
+            if expected.advantage(member) != 0 or not expected.config.orchestrator.drops_zero_advantages
+        }
+        differences.same("batches", sorted(wanted), sorted(found), f"step {step}: its rollouts")
+    repeated = {rollout_id: number for rollout_id, number in taken.items() if number > 1}
+    differences.same("batches", {}, repeated, "rollouts in several batches")
