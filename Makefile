@@ -71,12 +71,16 @@ test: $(TESTABLE) browser
 test-everywhere: $(TESTABLE) browser
 	$(BIN)/python tests/everywhere.py $(WORKERS)
 
-# The viewer is tested in a real browser; without one those tests are skipped.
+# The viewer is tested in a real browser; without one those tests are skipped. The headless shell is a browser
+# without windows; where it is not packaged, the whole browser does.
+BROWSERS := chromium-headless-shell chromium chromium-browser google-chrome
 browser:
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	@for browser in $(BROWSERS); do command -v $$browser >/dev/null && exit; done; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "installing chromium for the viewer's tests"; \
-		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 || \
+		echo "installing a headless chromium for the viewer's tests"; \
+		{ apt-get update -qq && \
+			{ apt-get install -y -qq --no-install-recommends chromium-headless-shell || \
+			apt-get install -y -qq --no-install-recommends chromium; }; } >/dev/null 2>&1 || \
 			echo "NOTE: chromium could not be installed; the viewer's browser tests are skipped"; \
 	else \
 		echo "NOTE: no chromium found; the viewer's browser tests are skipped. Install it to run them"; \

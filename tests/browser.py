@@ -1,13 +1,14 @@
 """A real browser, for whatever a page may see or do."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from benchmarks.viewer import find_browser
+
+CHROMIUM = find_browser()
 NO_BROWSER = "NO BROWSER TEST: install chromium to test for real what a page shows and may do"
 
 

@@ -1,21 +1,20 @@
 """Takes the pictures of the viewer that README and docs show, from a run of `make demo`.
 
-    python tests/screenshots.py outputs/reverse_text/rl docs/images
+    PYTHONPATH=. python tests/screenshots.py outputs/reverse_text/rl docs/images
 
 Which steps and records the pictures show is part of the story that docs/viewer.md tells: of a run of its own,
 change both.
 """
 
 import argparse
-import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from playwright.sync_api import sync_playwright
 
+from browser import chromium
 from pellucid.viewer.access import Exports
 from pellucid.viewer.server import make_app
 from pellucid.viewer.source import ServedRun
@@ -53,15 +52,10 @@ def main() -> None:
     while not server.started or run.pulse()["summarised"] < run.pulse()["steps"]:
         time.sleep(0.1)
     address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    with sync_playwright() as playwright:
-        executable = shutil.which("chromium") or shutil.which("chromium-browser")
-        browser = playwright.chromium.launch(
-            executable_path=executable, args=["--no-sandbox", "--disable-gpu"]
-        )
+    with chromium() as browser:
         for name, theme, place, ready in SHOTS:
             place = place.replace("RECORD", str(arguments.record)).replace("TOKEN", str(arguments.token))
             take(browser, address + place, arguments.output / f"{name}.png", theme, ready)
-        browser.close()
     run.close()
     server.should_exit = True
 
