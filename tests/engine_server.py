@@ -53,7 +53,7 @@ class EngineServer:
             sink or JsonlSink(folder / "metrics.jsonl"),
             self.failures.append,
         )
-        self.app: ASGIApp = Server(
+        server = Server(
             self.engine,
             self.thread,
             tokenizer,
@@ -61,7 +61,9 @@ class EngineServer:
             options["max_length"],
             run_dir=folder,
             door=Door(host, KEY),
-        ).app()
+        )
+        self.app: ASGIApp = server.app()
+        self.paths = {route.path for route in server.routes().routes}
 
     def client(self, **options: Any) -> httpx.AsyncClient:
         """One that shows the key, unless `headers` are given."""

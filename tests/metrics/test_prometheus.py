@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import socket
 import threading
 import urllib.error
@@ -9,7 +10,10 @@ import urllib.request
 from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from http_fuzz import errors_logged, spoilt
 from pellucid.metrics import prometheus
 from pellucid.metrics.prometheus import PrometheusSink, exposition, gauge_name
 
@@ -132,9 +136,11 @@ def test_a_page_of_another_site_reads_nothing(served, headers, status):
 
 def exchange(port: int, data: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(data)
         answer = b""
-        with suppress(ConnectionResetError):
+        with suppress(ConnectionError):
+            connection.sendall(data)
+            with suppress(OSError):  # the other side has gone already
+                connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1 << 16):
                 answer += part
         return answer
@@ -181,3 +187,57 @@ def test_a_closed_endpoint_gives_its_port_back():
         port = server.getsockname()[1]
     for _ in range(2):
         PrometheusSink("trainer", "127.0.0.1", port).close()
+
+
+PAGES = ("/metrics", "/health")
+STARTS = [f"GET {page} HTTP/1.1" for page in PAGES] * 4 + [
+    "GET / HTTP/1.1",
+    "GET  /metrics?\xff HTTP/9",
+    "GET",
+    "",
+    " ",
+    "POST /health HTTP/1.1",
+    "GET /metrics/../health",
+]
+LINES = ["Host: localhost", "Host: 127.0.0.1:1"] * 3 + [
+    "Host: [::1",
+    "Host: \xe9",
+    "Host:",
+    "host",
+    "Origin: null",
+    "Origin: http://localhost",
+    ": : :",
+    "\x00",
+    "X: " + "x" * 20_000,
+    "Content-Length: 99999999999999999999",
+]
+
+
+@st.composite
+def heads(draw: st.DrawFn) -> bytes:
+    """A request that something may be wrong with."""
+    lines = [draw(st.sampled_from(STARTS)), *draw(st.lists(st.sampled_from(LINES), max_size=3))]
+    return draw(spoilt(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")))
+
+
+def test_every_head_gets_a_status_or_is_cut_off_and_nothing_is_logged(served):
+    sink, url = served
+    sink.log(1, {"loss": 0.5})
+    port = int(url.rpartition(":")[2])
+    listed = exchange(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert listed.endswith(f"\r\n\r\nthis is {' and '.join(PAGES)}\n".encode())
+    statuses = set()
+
+    with errors_logged() as errors:
+
+        @settings(max_examples=300)
+        @given(heads())
+        def every_head_gets_a_status_or_is_cut_off(head: bytes) -> None:
+            answer = exchange(port, head)
+            assert re.match(rb"HTTP/1\.1 (200|403|404|405|421) |$", answer)
+            assert errors == []
+            statuses.add(answer[9:12])
+
+        every_head_gets_a_status_or_is_cut_off()
+    assert statuses >= {b"", b"200", b"404", b"405", b"421"}
+    assert get(f"{url}/metrics")[1] == exposition(1, {"loss": 0.5})

@@ -129,9 +129,9 @@ class Server:
         tokenizer.encode("")
 
     def app(self) -> ASGIApp:
-        return Entrance(self._routes(), self._door, self._server_id)
+        return Entrance(self.routes(), self._door, self._server_id)
 
-    def _routes(self) -> Starlette:
+    def routes(self) -> Starlette:
         return Starlette(
             lifespan=self._lifespan,
             exception_handlers=EXCEPTION_HANDLERS,

@@ -34,14 +34,14 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pellucid.errors import ConfigError, PellucidError
-from pellucid.guard import answers_to, is_foreign, is_loopback
+from pellucid.guard import answers_to, is_foreign, is_loopback, is_secret
 from pellucid.viewer.frame import block, frame
 from pellucid.viewer.source import ServedRun
 
@@ -157,6 +157,8 @@ async def _read_json(request: Request) -> Any:
                 if len(body) > MAX_BODY_BYTES:
                     raise RefusedBodyError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
         return orjson.loads(body)
+    except ClientDisconnect as error:
+        raise RefusedBodyError(400, "the body has no end") from error
     except TimeoutError as error:
         raise RefusedBodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s") from error
     except orjson.JSONDecodeError as error:
@@ -261,9 +263,9 @@ def _refusal(request: Request, host: str, token: str | None) -> Response | None:
         return PlainTextResponse(f"this viewer does not answer to {named!r}", 403)
     if is_foreign(request.headers.get("origin"), named):
         return PlainTextResponse("a request of another site", 403)
-    if token is None or secrets.compare_digest(request.cookies.get(COOKIE, ""), token):
+    if token is None or is_secret(request.cookies.get(COOKIE, ""), token):
         return None
-    if secrets.compare_digest(request.query_params.get("token", ""), token):
+    if is_secret(request.query_params.get("token", ""), token):
         response = RedirectResponse("/", 303)
         response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
         return response
