@@ -1,4 +1,4 @@
-"""Whatever is sent to any route of the viewer: an answer that says what is wrong; no run without the token."""
+"""Whatever is sent to any route of the viewer: an answer that says what is wrong; none without its token."""
 
 import asyncio
 from pathlib import Path
