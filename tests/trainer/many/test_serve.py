@@ -25,8 +25,8 @@ from pellucid.trainer.loop import train
 from pellucid.trainer.many.join import join_trainer
 from pellucid.trainer.many.roster import Outcome, Roster
 from pellucid.trainer.many.serve import serve_runs
-from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.run import Run
 from pellucid.transport import Batch, FilesystemSender, MemoryChannel, encode_batch
 from pellucid.transport.spool import Spool
 from tolerance import gradient_bound, near, update_bound
@@ -205,25 +205,28 @@ def test_each_run_is_trained_as_if_it_were_alone(tiny_model, tmp_path) -> None:
 
 def test_the_gradient_of_a_run_is_untouched_by_another(tiny_model, tmp_path, monkeypatch) -> None:
     """Of the first step, in many parts beside another run's, against all at once and alone."""
-    seen = []
-    step = Optimizer.step
+    gradients = {}
+    update = Run.update
 
-    def recorded(optimizer, **how):
-        seen.append({str(index): each.grad.clone() for index, each in enumerate(optimizer._parameters)})
-        return step(optimizer, **how)
+    def recorded(run, observer):
+        named = run.trained.module.named_parameters()
+        gradients[run.output_dir] = {name: each.grad.clone() for name, each in named}
+        return update(run, observer)
 
-    monkeypatch.setattr(Optimizer, "step", recorded)
+    monkeypatch.setattr(Run, "update", recorded)
     runs = [joining(tiny_model, tmp_path, name, max_steps=1) for name in ("one", "two")]
     for seed, config in enumerate(runs):
         send(config, seed)
-    with on_roster(*runs):
+    with on_roster(*runs) as outcomes:
         serve_runs(shared(tiny_model, tmp_path), Ranks())
-    for seed, config in enumerate(runs):
-        alone(config, seed, tmp_path / "alone" / config.run_name)
+    assert outcomes == {name: (Outcome.DONE, "") for name in ("one", "two")}
     allowed = gradient_bound(tiny_model, NUM_TOKENS)
-    for expected, found in zip(seen[2:], seen[:2], strict=True):
-        assert difference(expected, found) <= allowed
-    assert difference(seen[0], seen[1]) > 0.1
+    for seed, config in enumerate(runs):
+        folder = tmp_path / "alone" / config.run_name
+        alone(config, seed, folder)
+        assert difference(gradients[folder], gradients[config.output_dir]) <= allowed
+    one, two = (gradients[config.output_dir] for config in runs)
+    assert difference(one, two) > 0.1
 
 
 def test_a_run_whose_steps_are_skipped_is_evicted_in_the_end_and_the_other_goes_on(
