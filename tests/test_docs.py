@@ -11,10 +11,10 @@ import torch
 
 import pellucid.export
 from pellucid.cli import main
-from pellucid.config import CustomAdvantageConfig, CustomLossConfig, EnvConfig, FilterConfig
+from pellucid.config import CustomAdvantageConfig, CustomLossConfig, DppoLossConfig, EnvConfig, FilterConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.export import FIELDS
-from pellucid.loss import LossInputs, Ratios, loss_for
+from pellucid.loss import LossInputs, Ratios, dppo_loss, loss_for
 from pellucid.orchestrator import AdvantageInputs, FilterInputs
 from pellucid.orchestrator.advantage import ScoredRollout, load_advantage
 from pellucid.orchestrator.environment import load_environment
@@ -181,6 +181,40 @@ def test_worked_examples_give_what_the_page_says(page, capsys) -> None:
     for code, output in examples:
         exec(compile(code, page, "exec"), {})
         assert capsys.readouterr().out == output
+
+
+def test_the_second_command_of_the_readme_goes_on_with_the_first() -> None:
+    """To the same number of steps: it is the first one and `--resume`."""
+    lines = re.findall(r"\$ (pellucid rl .*outputs/mine.*?) *# ", (ROOT / "README.md").read_text())
+    assert [line.split() for line in lines] == [lines[0].split(), [*lines[0].split(), "--resume"]]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "delta", "masked"),
+    [(1.0, 0.3, "high"), (-1.0, -0.3, "low"), (0.0, -0.3, "neither"), (0.0, 0.3, None), (1.0, -0.3, None)],
+)
+def test_the_skill_tells_the_trust_region_as_the_loss_has_it(advantage, delta, masked) -> None:
+    """A > 0 above, A < 0 below; at A = 0 the lower bound holds, and `is_masked` alone says so."""
+    text = (ROOT / "skills" / "pellucid" / "SKILL.md").read_text().replace("\n", " ")
+    assert "A > 0 and `prob_delta` > `dppo_mask_high` (`is_masked_high`), or A < 0 and `prob_delta` <" in text
+    assert "at A = 0 the lower bound holds, too, and `is_masked` alone says so" in text
+    logprobs, inference = torch.tensor([0.5 + delta]).log(), torch.tensor([0.5]).log()
+    inputs = LossInputs(
+        logprobs,
+        inference,
+        torch.tensor([advantage]),
+        torch.tensor([True]),
+        None,
+        Ratios.of(logprobs, inference),
+        [1],
+    )
+    record = dppo_loss(inputs, DppoLossConfig())
+    found = {"high": record.is_masked_high, "low": record.is_masked_low}
+    assert record.is_masked.item() == (masked is not None)
+    assert {side: mask.item() for side, mask in found.items()} == {
+        "high": masked == "high",
+        "low": masked == "low",
+    }
 
 
 def test_every_field_of_an_export_is_documented() -> None:

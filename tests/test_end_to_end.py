@@ -183,6 +183,11 @@ def test_evaluations_are_of_one_version_and_apart_in_the_ledger(finished) -> Non
     assert re.search(r"eval +held-out avg@4 \S+ \(version 0\) → \S+ \(version 4\)", output)
 
 
+def test_it_says_where_the_token_export_goes(finished) -> None:
+    folder, output = finished
+    assert f"token exports go to {folder / 'token_exports'}" in output.splitlines()
+
+
 def test_the_result_loads_and_the_folder_is_refused_a_second_time(finished, tiny_model) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

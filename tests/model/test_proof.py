@@ -34,6 +34,7 @@ RIGHT = [
     "mistral without a window",
     "phimoe without a window",
     "llama with yarn RoPE",
+    "llama with dynamic RoPE",
 ]
 
 REFUSED = {
@@ -84,6 +85,7 @@ def saved(name: str, folder: Path) -> ModelConfig:
         ("mistral", families.WINDOW, "sliding_window = 20, and sequences may have 21"),
         ("qwen2_moe with a window", families.WINDOW, "see 20 tokens at most .* may have 21"),
         ("llama with longrope RoPE", 32, "depends on the length of the row"),
+        ("llama with dynamic RoPE", families.CONTEXT, "exceeds the context of the model"),
     ],
 )
 def test_what_shows_in_long_sequences_alone_is_taken_up_to_there(name, limit, complaint, tmp_path) -> None:
