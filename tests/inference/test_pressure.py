@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from contextlib import aclosing
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from engine_server import AUTHORIZED, JSON
 from pellucid.config import ModelConfig
@@ -15,7 +17,7 @@ from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread
 from pellucid.inference.entrance import MAX_BODY_BYTES
 from pellucid.inference.http import HttpInferenceClient
-from pellucid.inference.protocol import GenerateRequest
+from pellucid.inference.protocol import GenerateManyRequest, GenerateRequest
 from pellucid.inference.slots import QueueFullError
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.ledger.journal import sum_entries
@@ -217,3 +219,31 @@ def test_a_member_may_bring_a_prompt_of_its_own_and_needs_one(serving) -> None:
     lines = sorted((json.loads(line) for line in mixed.text.splitlines()), key=lambda line: line["index"])
     assert [line["choice"]["token_ids"] for line in lines] == [each["token_ids"] for each in alone]
     assert json.loads(without.text)["error"] == "the prompt is empty; send at least one token"
+
+
+class CountingPrompt(list[int]):
+    """A prompt that counts how often it is gone through."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        super().__init__(token_ids)
+        self.num_passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(("last_id", "reason"), [(6, None), (10_000, "the prompt has a token id outside 0")])
+def test_a_prompt_that_a_group_shares_is_looked_at_once(serving, monkeypatch, last_id, reason) -> None:
+    """For its smallest id, its largest, and, if it is computed, as an array; it was five times per member."""
+    prompt = CountingPrompt([5, last_id])
+    members = GenerateManyRequest.members
+    monkeypatch.setattr(GenerateManyRequest, "members", lambda body: members(replace(body, token_ids=prompt)))
+    short = {"sampling_params": {"max_tokens": 1}, "compact": True}
+    with serving() as (url, _):
+        body = {"token_ids": [5, last_id], "requests": [short] * 64}
+        answer = httpx.post(f"{url}/inference/v1/generate_many", json=body)
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert sorted(line["index"] for line in lines) == list(range(64))
+    assert all(line.get("error", "").startswith(reason) if reason else "choice" in line for line in lines)
+    assert prompt.num_passes == (2 if reason else 3)

@@ -118,13 +118,17 @@ class EngineThread:
         self._thread.join()
 
     async def generate(
-        self, asked: Sequence[GenerateRequest], *, tokens: bool = False
+        self, asked: Sequence[GenerateRequest], *, tokens: bool = False, checked: bool = False
     ) -> AsyncGenerator[StreamEvent, None]:
         """One completion each, as it ends; all of them are queued or none.
 
-        With `tokens`, each token comes as it is sampled. Closing frees the slots of what is still running;
+        With `tokens`, each token comes as it is sampled. `checked`: the engine refuses none of them, as the
+        caller has seen. Closing frees the slots of what is still running;
         completions that nobody asked for until then count as cancelled.
         """
+        if not checked:
+            for refused in self._engine.refusals(asked).values():
+                raise refused
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[StreamEvent] = asyncio.Queue()
 
@@ -140,6 +144,7 @@ class EngineThread:
                 teller,
                 each.request_id,
                 teller if tokens else None,
+                is_checked=True,
             )
             for each, teller in zip(asked, tellers, strict=True)
         ]

@@ -172,12 +172,13 @@ class Server:
 
     async def _lines(self, requests: list[GenerateRequest]) -> AsyncGenerator[bytes, None]:
         """One line per request, in the order in which they end; what is refused comes before the rest."""
-        refused = {index: reason for index, each in enumerate(requests) if (reason := self._refusal(each))}
+        refused = self._engine.refusals(requests)
         served = [index for index in range(len(requests)) if index not in refused]
-        async with aclosing(self._thread.generate([requests[index] for index in served])) as events:
+        accepted = [requests[index] for index in served]
+        async with aclosing(self._thread.generate(accepted, checked=True)) as events:
             first = await anext(events, None)  # if the queue is full, it says so here, before any line
             for index, reason in refused.items():
-                yield _line(GenerateManyLine(index, error=reason))
+                yield _line(GenerateManyLine(index, error=str(reason)))
             async for number, event in _chain(first, events):
                 if isinstance(event, Completion):
                     index = served[number]
@@ -187,13 +188,6 @@ class Server:
         body = await self._body(http, ScoreRequest)
         logprobs = await _unless_gone(http, self._thread.score(body.token_ids, body.temperature))
         return _json(ScoreResponse([None, *logprobs[1:]]))
-
-    def _refusal(self, request: GenerateRequest) -> str | None:
-        try:
-            self._engine.check(request.token_ids, request.sampling_params)
-        except InferenceError as error:
-            return str(error)
-        return None
 
     async def chat(self, http: HttpRequest) -> Response:
         return await self._answer(http, ChatRequest)

@@ -15,15 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from pellucid.data import Completion, PackedArray
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.protocol import GenerateRequest
 from pellucid.inference.scoring import Scoring
 
 Slot = TypeVar("Slot")
 T = TypeVar("T")
+P = ParamSpec("P")
 _REMEMBERED_REQUESTS = 16_384
 
 
@@ -46,6 +48,9 @@ class Request:
     versions: list[list[int]] = field(default_factory=list)
     experts: bytearray = field(default_factory=bytearray)
     """Of each token computed so far, if they are recorded."""
+
+    is_checked: bool = False
+    """`SlottedEngine.refusals` has found nothing wrong with it."""
 
     generator: random.Random = field(init=False)
     abandoned: bool = False
@@ -172,20 +177,31 @@ class SlottedEngine(ABC, Generic[Slot]):
     def is_idle(self) -> bool:
         return not self._waiting and not self._running and not self._scorings
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises InferenceError with the reason why a request cannot be served."""
+    def refusals(self, asked: Sequence[GenerateRequest]) -> dict[int, InferenceError]:
+        """Reasons why requests cannot be served, by index; a prompt that several share is looked at once."""
+        refused = {}
+        unfit: dict[int, InferenceError | None] = {}
+        for index, each in enumerate(asked):
+            prompt = id(each.token_ids)
+            if prompt not in unfit:
+                unfit[prompt] = _reason(self._check_ids, each.token_ids)
+            reason = unfit[prompt] or _reason(self._check_params, len(each.token_ids), each.sampling_params)
+            if reason is not None:
+                refused[index] = reason
+        return refused
+
+    def _check_params(self, num_prompt: int, params: SamplingParams) -> None:
         if params.temperature != 0 and not _is_temperature(params.temperature):
             raise InferenceError(
                 f"temperature = {params.temperature}; must be 0 (greedy) or between 0.001 and 1000"
             )
         if params.max_tokens < 1:
             raise InferenceError(f"max_tokens = {params.max_tokens}; must be at least 1")
-        if len(prompt_ids) + params.max_tokens > self._max_length:
+        if num_prompt + params.max_tokens > self._max_length:
             raise InferenceError(
-                f"prompt of {len(prompt_ids)} + max_tokens of {params.max_tokens} exceeds "
+                f"prompt of {num_prompt} + max_tokens of {params.max_tokens} exceeds "
                 f"inference.max_model_len = {self._max_length}; shorten one of them or raise it"
             )
-        self._check_ids(prompt_ids)
         if "" in params.stop:
             raise InferenceError("stop has an empty string; every text contains it, so leave it out")
         if params.stop and self._decode_text is None:
@@ -208,7 +224,9 @@ class SlottedEngine(ABC, Generic[Slot]):
             raise InferenceError(f"the prompt has a token id outside 0 … {self._vocab_size - 1}")
 
     def submit(self, request: Request) -> None:
-        self.check(request.prompt_ids, request.params)
+        if not request.is_checked:
+            self._check_ids(request.prompt_ids)
+            self._check_params(len(request.prompt_ids), request.params)
         if request.request_id in self._disowned:
             request.on_finish(request.completion("abort", None))
             return
@@ -326,6 +344,14 @@ class SlottedEngine(ABC, Generic[Slot]):
             if request.request_id:
                 _remember(self._deliveries, request.request_id, request.delivery)
             request.on_finish(request.completion(reason, self._experts_of(request)))
+
+
+def _reason(check: Callable[P, None], *arguments: P.args, **options: P.kwargs) -> InferenceError | None:
+    try:
+        check(*arguments, **options)
+    except InferenceError as error:
+        return error
+    return None
 
 
 def _remember(memory: dict[str, T], key: str, value: T) -> None:
