@@ -11,7 +11,7 @@ import pellucid
 
 ROOT = Path(pellucid.__file__).parent
 
-BASE = {"ending", "errors", "guard"}
+BASE = {"ending", "errors", "guard", "workers"}
 """What everything may import; it imports nothing of ours but `errors`."""
 
 CORE = {"data", "config"}

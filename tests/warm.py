@@ -154,14 +154,17 @@ def wait_for_step(run: "Running | subprocess.Popen[str]", folder: Path, step: in
         time.sleep(0.02)
 
 
-def share_cores() -> None:
-    """Makes this process see one core, because two workers share two; `make test-everywhere` asks for two.
+def share_cores() -> int:
+    """Makes `pellucid.workers.num_cores` see one core, or two for `make test-everywhere`; returns how many.
 
-    Threads of one process spin while they wait for each other; on cores that others want as well, a run took
-    four times the CPU time.
+    Two workers of the suite share two. Threads of one process spin while they wait for each other; on cores
+    that others want as well, a run took four times the CPU time.
     """
     num_cores = int(os.environ.get("PELLUCID_TEST_THREADS", "1"))
     os.cpu_count = lambda: num_cores
+    if sys.platform == "linux":
+        os.sched_getaffinity = lambda pid: set(range(num_cores))
+    return num_cores
 
 
 @cache

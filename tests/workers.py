@@ -6,7 +6,6 @@ short ...  ->  whoever is free
 """
 
 import gc
-import os
 from typing import Any
 
 import pytest
@@ -63,5 +62,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def torch_threads() -> None:
     import torch
 
-    share_cores()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(share_cores())

@@ -79,6 +79,7 @@ class Watched:
         self._held = held
         self.lengths: list[int] = []
         self.threads: set[str] = set()
+        self.holding: threading.Thread | None = None
         self.came, self.goes_on = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -89,6 +90,7 @@ class Watched:
             self.lengths.append(len(text))
             self.threads.add(threading.current_thread().name.rpartition("_")[0])
         if self._held and self._held in text:
+            self.holding = threading.current_thread()
             self.came.set()
             assert self.goes_on.wait(60)
         return self._tokenizer.encode(text, **options)
@@ -133,6 +135,32 @@ def test_texts_are_tokenized_beside_the_event_loop_and_short_ones_pass_long_ones
     assert (health.status_code, short.status_code, long.status_code) == (200, 200, 400)
     assert "exceeds inference.max_model_len = 60000" in long.json()["error"]["message"]
     assert watched.threads == {"short-prompts", "long-prompts"}
+
+
+def test_nobody_waits_for_a_prompt_when_the_server_ends(tiny_model, tmp_path) -> None:
+    """Python joins threads that are no daemons before it exits."""
+    watched = Watched(load_tokenizer(str(tiny_model)), held="hello")
+    served = EngineServer(tiny_model, tmp_path, tokenizer=watched)
+
+    async def run() -> None:
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+        outbox: asyncio.Queue[Any] = asyncio.Queue()
+        lifespan = asyncio.create_task(served.app({"type": "lifespan"}, inbox.get, outbox.put))
+        await inbox.put({"type": "lifespan.startup"})
+        assert await outbox.get() == {"type": "lifespan.startup.complete"}
+        async with served.client() as client:
+            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+            chat = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            await asyncio.to_thread(watched.came.wait)
+            await inbox.put({"type": "lifespan.shutdown"})
+            assert await outbox.get() == {"type": "lifespan.shutdown.complete"}
+            chat.cancel()
+        await lifespan
+
+    asyncio.run(run())
+    assert watched.holding is not None and watched.holding.is_alive()
+    watched.goes_on.set()
+    assert watched.holding.daemon
 
 
 NUM_OBJECTS = 200_000

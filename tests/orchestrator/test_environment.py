@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +20,6 @@ from pellucid.orchestrator import Environment, Score, Session, SingleTurnEnviron
 from pellucid.orchestrator.environment import check_environment, draw_example
 from pellucid.orchestrator.environments.reverse_text import ReverseText
 from pellucid.orchestrator.samples import build_samples
-from pellucid.orchestrator.workers import DaemonThreads
 
 
 def reverse_text(**args: object) -> Environment:
@@ -141,28 +139,6 @@ def test_work_in_another_process_and_the_death_of_one() -> None:
 
     pids = asyncio.run(offload())
     assert os.getpid() not in pids and len(set(pids)) == 2
-
-
-def test_threads_of_a_pool_work_side_by_side_and_end_with_the_process() -> None:
-    pool = DaemonThreads(max_threads=2)
-    meet = threading.Barrier(2)
-    assert [future.result() >= 0 for future in [pool.submit(meet.wait), pool.submit(meet.wait)]] == [True] * 2
-    with pytest.raises(ZeroDivisionError):
-        pool.submit(lambda: 1 / 0).result()
-    assert pool.submit(pow, 2, 5).result() == 32
-    assert pool.submit(threading.current_thread).result().daemon
-
-    hold = threading.Event()
-    running = [pool.submit(hold.wait) for _ in range(2)]
-    waiting = pool.submit(pow, 2, 5)
-    while not all(future.running() for future in running):
-        time.sleep(0.001)
-    pool.shutdown(wait=True)  # waits for nothing all the same
-    assert waiting.cancelled() and not any(future.done() for future in running)
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        pool.submit(pow, 2, 5)
-    hold.set()
-    assert [future.result() for future in running] == [True] * 2
 
 
 def test_an_environment_travels_to_another_process() -> None:

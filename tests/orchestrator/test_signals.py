@@ -34,7 +34,7 @@ run_until_signalled(main)
 LEFT_BEHIND = """
 import asyncio, time
 from pellucid.orchestrator.signals import run_until_signalled
-from pellucid.orchestrator.workers import Workers
+from pellucid.workers import Workers
 
 async def stubborn():
     while True:

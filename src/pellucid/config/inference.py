@@ -89,7 +89,8 @@ class InferenceConfig(Section):
     `trainer.enable_router_replay` needs them. A server on its own has to be told. For models with experts."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine; default: all cores alone, half of them in `rl`."""
+    """CPU threads of the engine; default: all cores that the process may use (affinity, CPU limit of its
+    container) alone, half of them in `rl`."""
 
     @model_validator(mode="after")
     def _fits_its_backend(self) -> "InferenceConfig":

@@ -193,8 +193,8 @@ class TrainerConfig(Section):
     """Processes that `pellucid rl` starts the trainer in. On your own, start them with `torchrun`."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer, divided among its processes on a machine; default: all cores for `sft`,
-    half of them for `rl`."""
+    """CPU threads of the trainer, divided among its processes on a machine; default: all cores that it
+    may use (affinity, CPU limit of its container) for `sft`, half of them for `rl`."""
 
     profile: ProfileConfig | None = None
     """Present: some steps are profiled."""

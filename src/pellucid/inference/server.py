@@ -19,11 +19,11 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -86,6 +86,7 @@ from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
 from pellucid.transport.weights import weights_folder
+from pellucid.workers import DaemonThreads, num_cores
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class Server:
         self._ids = itertools.count()
         self._intake = Intake()
         self._short_prompts, self._long_prompts = (
-            ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("short-prompts", "long-prompts")
+            DaemonThreads(1, name) for name in ("short-prompts", "long-prompts")
         )
         # From here on nothing changes in the tokenizer, which several threads use.
         tokenizer.encode("")
@@ -446,14 +447,19 @@ def run_inference(config: InferenceRunConfig) -> None:
     settings = config.inference
     if settings.port == 0:
         raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
-    num_threads = settings.threads or os.cpu_count() or 1
+    num_threads = settings.threads or num_cores()
     if settings.backend == "vllm":
         from pellucid.inference.vllm_core import restart_with_threads
 
         restart_with_threads(num_threads)
-    listener = bind(settings.host, settings.port)
-    key = server_key(config.output_dir, settings.key_file)
     torch.set_num_threads(num_threads)
+    with bind(settings.host, settings.port) as listener:
+        _serve(config, listener)
+
+
+def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
+    settings = config.inference
+    key = server_key(config.output_dir, settings.key_file)
     tokenizer = load_tokenizer(config.model.name)
     engine = open_engine(config, tokenizer)
     name = f"inference_{settings.label}" if settings.label else "inference"

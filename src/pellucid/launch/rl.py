@@ -6,7 +6,6 @@ Trainer and orchestrator end by themselves after `max_steps`; the inference serv
 told to. The processes find each other through their configs and the run folder; the launcher only watches.
 """
 
-import os
 import socket
 import sys
 import time
@@ -49,6 +48,7 @@ from pellucid.ledger import Report, reconcile
 from pellucid.metrics.alarms import alarms_path, as_alarm, read_alarms
 from pellucid.metrics.evaluation import evaluation_line, evaluations_in
 from pellucid.orchestrator.progress import progress_path, read_progress
+from pellucid.workers import num_cores
 
 REPORTERS = ("orchestrator", "trainer")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -90,11 +90,6 @@ def resolve(config: RLConfig, cores: int) -> RLConfig:
             "transport": transport,
         }
     )
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def free_port(host: str, port: int, section: str = "inference") -> int:

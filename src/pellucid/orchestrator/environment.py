@@ -27,7 +27,7 @@ from pellucid.errors import ConfigError, RolloutError, UserCodeError
 from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.session import Session
 from pellucid.orchestrator.verifiers import is_taskset, require_verifiers, taskset_environment
-from pellucid.orchestrator.workers import Kind, Workers
+from pellucid.workers import Kind, Workers
 
 T = TypeVar("T")
 

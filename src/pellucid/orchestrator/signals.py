@@ -11,7 +11,7 @@ from signal import Signals
 from typing import Any
 
 from pellucid.orchestrator.tasks import outlast, outlive
-from pellucid.orchestrator.workers import DaemonThreads
+from pellucid.workers import DaemonThreads
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """Puts a run together from its configuration."""
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -19,6 +18,7 @@ from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
 from pellucid.trainer.trained import OneAdapter, Trained, WholeModel
+from pellucid.workers import num_cores
 
 
 def build_run(
@@ -43,7 +43,7 @@ def load_trained(
 ) -> tuple[Policy, list[Trained]]:
     """This process's part of the model, and what each run may train of it: adapters, if several."""
     settings, lora = config.trainer, config.model.lora
-    torch.set_num_threads(max(1, (settings.threads or os.cpu_count() or 1) // ranks.num_local))
+    torch.set_num_threads(max(1, (settings.threads or num_cores()) // ranks.num_local))
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, trainable=True, max_length=settings.model.seq_len)
     tokenizer = load_tokenizer(config.model.name)

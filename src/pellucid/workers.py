@@ -1,4 +1,4 @@
-"""Work beside the event loop, which goes on sampling meanwhile.
+"""Work beside the event loop, which goes on meanwhile, and the cores that there are for it.
 
 Threads are for what waits, or computes outside Python; processes for what computes in Python, where threads
 would take turns with the event loop. What goes to a process and back is pickled. Nobody waits for work that
@@ -6,12 +6,16 @@ never ends, the end of the process neither.
 """
 
 import asyncio
+import math
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -20,8 +24,20 @@ P = ParamSpec("P")
 
 Kind = Literal["threads", "processes"]
 
-MAX_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""As many as Python's own pools have."""
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""CPU time that this container may take (cgroup v2), as `QUOTA PERIOD` in µs or `max PERIOD`."""
+
+
+def num_cores(quota: Path | None = None) -> int:
+    """Counts the cores that this process may use: its affinity, or the container's quota if that is less.
+
+    `150000 100000` is 1.5 cores of CPU time in every period, and counts as 2.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # there is no such file, or it says `max`
+        limit, period = map(int, (quota or CPU_QUOTA).read_text().split())
+        return max(1, min(cores, math.ceil(limit / period)))
+    return cores
 
 
 class Workers:
@@ -58,7 +74,7 @@ def _executor(kind: Kind) -> Executor:
     if kind == "threads":
         return DaemonThreads()
     # Not forked: the threads of this process would not be there, but the locks they hold would.
-    return ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+    return ProcessPoolExecutor(num_cores(), mp_context=get_context("spawn"))
 
 
 class DaemonThreads(ThreadPoolExecutor):
@@ -67,10 +83,12 @@ class DaemonThreads(ThreadPoolExecutor):
     It is one only because an event loop takes no other kind as its own: nothing of it is used.
     """
 
-    def __init__(self, max_threads: int = MAX_THREADS) -> None:
+    def __init__(self, max_threads: int | None = None, name: str = "offloaded") -> None:
+        """`max_threads`: default: as many as Python's own pools have. `name`: what its threads begin with."""
         super().__init__(1)
+        self._name = name
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._max_threads = max_threads
+        self._max_threads = max_threads or min(32, num_cores() + 4)
         self._num_threads = self._num_idle = 0
         self._changing = threading.Lock()
         self._is_shut = False
@@ -85,7 +103,8 @@ class DaemonThreads(ThreadPoolExecutor):
                 self._num_idle -= 1  # of them, one takes this call
             elif self._num_threads < self._max_threads:
                 self._num_threads += 1
-                threading.Thread(target=self._work, name="offloaded", daemon=True).start()
+                name = f"{self._name}_{self._num_threads}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
