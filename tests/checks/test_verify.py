@@ -1,16 +1,18 @@
 """`pellucid verify`: a sound trainer passes; each planted fault is caught, and named."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pellucid.checks import verify
-from pellucid.checks.verify import agreement, gradients, record, subject
+from pellucid.checks.verify import agreement, gradients, path, record, subject
 from pellucid.config import VerifyConfig
 from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
+from pellucid.errors import ConfigError
 from pellucid.inference import engine
 from pellucid.model import attention, layout, routing
 from pellucid.model.head import TokenOutput
@@ -46,7 +48,8 @@ def failures(config, check) -> dict[str, str]:
 def test_a_sound_trainer_passes_every_check(config) -> None:
     findings = verify.verify(config)
     assert [finding.what for finding in findings if not finding.passed] == []
-    assert {finding.check for finding in findings} == {
+    assert [finding.check for finding in findings if not finding.is_held] == ["experts", "processes"]
+    assert {finding.check for finding in findings if finding.is_held} == {
         "tokenizer",
         "columns",
         "packing",
@@ -134,6 +137,39 @@ def test_one_check_alone(config) -> None:
     assert [finding.check for finding in findings] == ["tokenizer", "tokenizer"]
 
 
+@pytest.mark.parametrize(
+    ("only", "remedy"),
+    [
+        ("processes", "start `torchrun --standalone --nproc-per-node 2 -m pellucid.cli verify …`"),
+        ("experts", "trainer.enable_router_replay = false"),
+        ("oracle", "the model has 1,234 parameters, and one above 1,000 is not loaded"),
+    ],
+)
+def test_a_check_that_has_nothing_to_check(config, monkeypatch, only, remedy) -> None:
+    monkeypatch.setattr(path, "MAX_PARAMETERS", 1_000)
+    with pytest.raises(ConfigError) as raised:
+        verify.run_verify(config.model_copy(update={"only": only}))
+    assert f"--only {only} has nothing to check" in str(raised.value)
+    assert re.sub("has [0-9,]+ parameters", "has 1,234 parameters", str(raised.value)).count(remedy) == 1
+
+
+def test_what_was_not_held_is_printed(config, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(verify, "CHECKS", {"columns": record.check_columns, "oracle": path.check_oracle})
+    monkeypatch.setattr(path, "MAX_PARAMETERS", 1_000)
+    assert verify.run_verify(config) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "not held: the way from a conversation to published weights (oracle): the model has" in printed
+    assert "not held: several processes against one (processes):" in printed
+    assert "1 of 1 findings are within their limits" in printed
+    assert verify.run_verify(config.model_copy(update={"as_json": True})) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["check"], line["passed"], line["value"]) for line in lines] == [
+        ("columns", True, 0),
+        ("oracle", None, None),
+        ("processes", None, None),
+    ]
+
+
 def test_a_temperature_that_one_side_forgets(config, monkeypatch) -> None:
     draw = engine.draw
     monkeypatch.setattr(
@@ -190,7 +226,7 @@ def test_a_tokenizer_of_another_model(config, monkeypatch) -> None:
 def test_the_command_prints_and_fails(config, monkeypatch, capsys) -> None:
     monkeypatch.setattr(verify, "CHECKS", {"columns": record.check_columns})
     assert verify.run_verify(config.model_copy(update={"as_json": True})) == 0
-    line = json.loads(capsys.readouterr().out)
+    line = json.loads(capsys.readouterr().out.splitlines()[0])
     assert (line["check"], line["value"], line["limit"], line["passed"]) == ("columns", 0, 0, True)
     monkeypatch.setattr(record.np, "array_equal", lambda a, b: False)
     assert verify.run_verify(config) == 1

@@ -21,18 +21,26 @@ class Finding:
     meaning: str = ""
     """If it fails: what that says, and what to look at."""
 
+    is_held: bool = True
+    """Whether anything was measured; if not, `meaning` says why, and the finding decides nothing."""
+
+    @classmethod
+    def not_held(cls, check: str, what: str, why: str) -> "Finding":
+        """Says that `what` was held to nothing, and what to do so that it is."""
+        return cls(check, what, 0.0, 0.0, why, is_held=False)
+
     @property
     def passed(self) -> bool:
-        return self.value <= self.limit  # a NaN fails
+        return not self.is_held or self.value <= self.limit  # a NaN fails
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "check": self.check,
             "what": self.what,
-            "value": self.value,
-            "limit": self.limit,
-            "passed": self.passed,
-            "meaning": "" if self.passed else self.meaning,
+            "value": self.value if self.is_held else None,
+            "limit": self.limit if self.is_held else None,
+            "passed": self.passed if self.is_held else None,
+            "meaning": "" if self.is_held and self.passed else self.meaning,
         }
 
 

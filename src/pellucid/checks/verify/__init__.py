@@ -37,6 +37,7 @@ from pellucid.checks.verify.record import check_columns, check_record, check_tok
 from pellucid.checks.verify.subject import Subject, opened
 from pellucid.config import VerifyConfig
 from pellucid.config.commands import VerifyCheck
+from pellucid.errors import ConfigError
 from pellucid.launch.console import make_console
 from pellucid.launch.preflight import is_torchrun
 from pellucid.trainer.parallel import joined
@@ -66,34 +67,53 @@ def run_verify(config: VerifyConfig) -> int:
 
 
 def verify_with(config: VerifyConfig, ranks: Ranks) -> int:
-    """The same in processes that have found each other: the main one prints, all return the same."""
+    """The same in processes that have found each other: the main one prints, all return the same.
+
+    Raises ConfigError if nothing at all could be checked.
+    """
     if ranks.is_main:
         console = make_console()
         with console.status("loading the model, twice, and sampling") as status:
             findings = verify(config, ranks, say=lambda check: status.update(f"checking {check}"))
-        _print(findings, config, console)
     else:
         findings = verify(config, ranks)
+    if not any(finding.is_held for finding in findings):
+        why = "; ".join(finding.meaning for finding in findings)
+        raise ConfigError(f"--only {config.only} has nothing to check: {why}")
+    if ranks.is_main:
+        _print(findings, config, console)
     return 0 if all(finding.passed for finding in findings) else 1
 
 
 def verify(
     config: VerifyConfig, ranks: Ranks | None = None, say: Callable[[str], object] = lambda check: None
 ) -> list[Finding]:
-    """What the main process found, in every process; `say` is told which check comes next."""
+    """Returns what the main process found, in every process; `say` is told which check comes next."""
     ranks = ranks or Ranks()
+    of_processes: list[Finding] = []
+    asks_for_processes = config.only in (None, "processes")
+    if asks_for_processes and ranks.group is None:
+        of_processes.append(_one_process(config))
+        if config.only is not None:
+            return of_processes
     with ExitStack() as stack:
         opened_here: list[Subject] = []
         ranks.share(lambda: opened_here.append(stack.enter_context(opened(config))))
         subject = opened_here[0] if opened_here else None
-        of_processes: list[Finding] = []
-        if ranks.group is not None and config.only in (
-            None,
-            "processes",
-        ):  # first: other checks train the subject's weights
+        if asks_for_processes and ranks.group is not None:  # first: other checks train the subject's weights
             say("processes")
             of_processes += check_processes(config, ranks, subject)
         return [*ranks.share(lambda: _check(subject, say)), *of_processes]
+
+
+def _one_process(config: VerifyConfig) -> Finding:
+    wanted = max(2, config.trainer.num_processes)
+    return Finding.not_held(
+        "processes",
+        "several processes against one",
+        f"this is one process, which nobody shares the work with; start `torchrun --standalone "
+        f"--nproc-per-node {wanted} -m pellucid.cli verify …`",
+    )
 
 
 def _check(subject: Subject | None, say: Callable[[str], object]) -> list[Finding]:
@@ -111,13 +131,10 @@ def _print(findings: Sequence[Finding], config: VerifyConfig, console: Console) 
         for finding in findings:
             print(json.dumps(finding.as_dict()))
         return
-    passed = sum(finding.passed for finding in findings)
-    console.print(findings_table(findings))
-    console.out(f"{passed} of {len(findings)} findings are within their limits")
-    wanted = config.trainer.num_processes
-    if wanted > 1 and not is_torchrun():
-        console.out(
-            f"trainer.num_processes = {wanted}: to compare them with one, start `torchrun --standalone "
-            f"--nproc-per-node {wanted} -m pellucid.cli verify …`",
-            highlight=False,
-        )
+    held = [finding for finding in findings if finding.is_held]
+    console.print(findings_table(held))
+    for finding in findings:
+        if not finding.is_held:
+            console.out(f"not held: {finding.what} ({finding.check}): {finding.meaning}", highlight=False)
+    passed = sum(finding.passed for finding in held)
+    console.out(f"{passed} of {len(held)} findings are within their limits")

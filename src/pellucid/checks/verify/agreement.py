@@ -111,6 +111,12 @@ def check_experts(subject: Subject) -> Iterator[Finding]:
     """Records that name other experts: with router replay the trainer has to follow them."""
     run, table = subject.run, subject.table
     if run.policy.replay is None:
+        yield Finding.not_held(
+            "experts",
+            "experts that the trainer goes to",
+            "trainer.enable_router_replay = false: its routers choose for themselves; set it to true for a "
+            "model with experts",
+        )
         return
     others = (table["routed_experts"] + 1) % run.policy.replay.shape.num_experts
     changed = _with(table, "routed_experts", others.astype(table["routed_experts"].dtype))

@@ -43,8 +43,14 @@ MAX_PARAMETERS = 500_000_000
 
 def check_oracle(subject: Subject) -> Iterator[Finding]:
     """Plays the scenario and trains on it for `NUM_STEPS` steps."""
-    policy = subject.run.policy
-    if sum(parameter.numel() for parameter in policy.parameters()) > MAX_PARAMETERS:
+    num_parameters = sum(parameter.numel() for parameter in subject.run.policy.parameters())
+    if num_parameters > MAX_PARAMETERS:
+        yield Finding.not_held(
+            "oracle",
+            "the way from a conversation to published weights",
+            f"the model has {num_parameters:,} parameters, and one above {MAX_PARAMETERS:,} is not loaded "
+            "once more in float64; set model.name to a smaller model of the same architecture",
+        )
         return
     folder = Path(mkdtemp(dir=subject.folder))
     config = subject.config
