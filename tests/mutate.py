@@ -1,220 +1,552 @@
 """Plants small faults between the rollout and the weights, one at a time, and reports which go unnoticed.
 
-    python tests/mutate.py --sample 200 --into outputs/mutants.jsonl     # hours; goes on where it was stopped
-    python tests/mutate.py --into outputs/mutants.jsonl --report         # what it has found so far
-    python tests/mutate.py --list | wc -l                                # all mutants
+    python tests/mutate.py --sample 200 --jobs 2 --into outputs/mutants.jsonl   # goes on where it stopped
+    python tests/mutate.py --into outputs/mutants.jsonl --report                # what it has found so far
+    python tests/mutate.py --list | wc -l                                       # all mutants
 
 A mutant is a copy of the package with one change; `mutants.py` makes them. For each, the commands that users
-have are asked: a run of six steps, `ledger` and `replay` of it, `verify`. The run has one slot, one thread
-and no asynchrony, so that it is the same each time, bit by bit: a mutant that leaves its weights, its
-exported tokens and its ledger as they were, and that no command complains about, had no effect
-and does not count. With `--suite` the tests of the mutant's package are asked as well, and counted apart.
+have are asked: `rl` for six steps, `ledger` and `replay --weights` of that run, `verify` of its settings.
+
+    not reached   no command executes the line, in any scenario: neither caught nor without an effect
+    import        the package cannot be imported
+    crash, hang   a command ends with a traceback, or `rl` in any other way than well; or not at all
+    alarm         the run ends well, and an alarm rang
+    ledger, replay, verify    the first command that names a fault
+    rounding      none does, and the run is the same but for packing and what float32 rounds
+    no effect     none does, and the run is the same
+    survived      none does, and the run has other weights, tokens, rollouts, counts or checkpoints
+
+Rates are about all but `not reached`, `rounding` and `no effect`. A run has one slot, one thread and no
+asynchrony, so that it is the same each time, bit by bit; `effects.py` compares it with the run of the package
+as it is. Mutants that survive or hang are tried twice. `--suite` shows survivors to their package's tests.
+
+A warm Python that has imported everything but pellucid is forked for each command. One pass over the package
+as it is records which lines a scenario executes; a mutant is tried in one that reaches it.
 """
 
 import argparse
-import hashlib
 import json
+import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Literal
+from zlib import crc32
 
 import warm
+from effects import Facts, difference, facts_of
 from mutants import Mutant, all_mutants
+from mutated import IMPORT_FAILED
 
 ROOT = Path(__file__).parents[1]
-NO_EFFECT, SURVIVED = "no effect", "survived"
-RUN_TIMEOUT_S, CHECK_TIMEOUT_S = 120.0, 300.0
-CONFIG = """
+PACKAGE = ROOT / "src" / "pellucid"
+NOT_REACHED, NO_EFFECT, ROUNDING, SURVIVED = "not reached", "no effect", "rounding", "survived"
+UNCOUNTED = (NOT_REACHED, NO_EFFECT, ROUNDING)
+BROKEN = ("import", "crash", "hang")
+CHECKS = ("ledger", "replay", "verify")
+TIMEOUT_FACTOR, SHORTEST_TIMEOUT_S = 4.0, 30.0
+THIRD_PARTY = f"""
+import sys
+from importlib import import_module
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from warm import PARTS
+for part in (*PARTS, "checks.verify", "checks.replay", "checks.ledger"):
+    import_module("pellucid." + part)
+specs = {{name: getattr(module, "__spec__", None) for name, module in sys.modules.items()}}
+ours = ("pellucid", "warm", "_")
+print(*(name for name, spec in specs.items() if getattr(spec, "origin", None) and not name.startswith(ours)))
+"""
+
+# Scenarios
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    model: Literal["dense", "experts"]
+    settings: str
+    seq_len: int = 256
+    is_resumed: bool = False
+    """Whether the run is stopped after three steps and resumed."""
+
+    def commands(self, folder: Path) -> dict[str, list[list[str]]]:
+        """The arguments of each command; the run is in `folder`/run."""
+        config, run = str(folder / "config.toml"), str(folder / "run")
+        parts = [["--max-steps", "3"], ["--resume"]] if self.is_resumed else [[]]
+        return {
+            "rl": [["rl", "@", config, *part] for part in parts],
+            "ledger": [["ledger", run]],
+            "replay": [["replay", run, "--weights"]],
+            "verify": [["verify", "@", config]],
+        }
+
+    def write_config(self, folder: Path) -> None:
+        common = COMMON.format(folder=folder, model=self.model, seq_len=self.seq_len)
+        (folder / "config.toml").write_text(common + self.settings + TRAINER)
+
+
+COMMON = """
 output_dir = "{folder}/run"
 max_steps = 6
 max_async_level = 0
-seq_len = 256
-[model]
-name = "{folder}/model"
+seq_len = {seq_len}
+model.name = "{folder}/{model}"
+inference.max_concurrent = 1
+inference.threads = 1
+"""
+TRAINER = """
+threads = 1
+experimental.token_export.own_process = false
+"""
+"""Ends every scenario's settings, which end with the table `trainer`."""
+PLAIN = """
 [orchestrator]
 batch_size = 8
 rollouts_per_example = 4
 max_inflight_rollouts = 8
+sampling.max_tokens = 8
 [[orchestrator.env]]
 id = "reverse-text"
-[orchestrator.sampling]
-max_tokens = 8
-[inference]
-max_concurrent = 1
-threads = 1
 [trainer]
-threads = 1
-[trainer.optim]
-lr = 1e-3
-[trainer.experimental.token_export]
+optim.lr = 1e-3
 """
+TURNS = """
+model.lora = { rank = 4 }
+transport.compression = "zstd"
+[orchestrator]
+batch_size = 6
+rollouts_per_example = 3
+max_inflight_rollouts = 6
+sampling = { max_tokens = 6, temperature = 0.8 }
+advantage.type = "grpo_std"
+[[orchestrator.env]]
+id = "mutant_tasks:Turns"
+[[orchestrator.env]]
+id = "reverse-text"
+weight = 0.5
+[trainer]
+pad_to_multiple_of = 4
+loss = { type = "ppo_clip", kl_tau = 0.01 }
+ckpt.interval = 2
+optim = { lr = 1e-3, weight_decay = 0.1, max_norm = 0.01 }
+scheduler = { warmup_steps = 2 }
+"""
+EXPERTS = """
+transport.type = "zmq"
+[orchestrator]
+token_batch_size = 48
+rollouts_per_example = 3
+max_inflight_rollouts = 6
+sampling.max_tokens = 8
+advantage = { type = "default", length_penalty = { type = "tokens" } }
+[[orchestrator.filter]]
+import_path = "mutant_tasks:keep_long"
+[[orchestrator.env]]
+id = "reverse-text"
+[[orchestrator.eval]]
+id = "arithmetic"
+interval = 3
+num_examples = 2
+[trainer]
+enable_router_replay = true
+share_prompts = false
+model.activation_checkpointing = true
+loss.type = "gspo"
+optim.lr = 1e-3
+"""
+WINDOWS = """
+[orchestrator]
+batch_size = 8
+rollouts_per_example = 4
+max_inflight_rollouts = 4
+filter_zero_advantages = false
+sampling.max_tokens = 8
+advantage.type = "max_rl"
+[[orchestrator.env]]
+id = "mutant_tasks:Turns"
+[trainer]
+loss = { type = "icepop", reduction = "sequence" }
+optim.lr = 1e-3
+scheduler = { type = "linear", warmup_steps = 1 }
+ckpt = { interval = 2, asynchronous = true }
+"""
+SCENARIOS = (
+    Scenario("plain", "dense", PLAIN),
+    Scenario("turns", "dense", TURNS, seq_len=72, is_resumed=True),
+    Scenario("experts", "experts", EXPERTS),
+    Scenario("windows", "dense", WINDOWS),
+)
 
 
-# One mutant before the commands that users have
+@dataclass
+class Baseline:
+    """A scenario with the package as it is."""
+
+    facts: Facts
+    seconds: Mapping[str, float]
+    lines: frozenset[str] = frozenset()
+    """FILE:LINE that any command executes."""
+
+    def reaches(self, mutant: Mutant) -> bool:
+        return any(f"{mutant.file}:{line}" in self.lines for line in mutant.lines)
+
+    def timeout_s(self, command: str) -> float:
+        return max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * self.seconds[command])
 
 
-def judge(folder: Path) -> dict[str, Any]:
-    """Which command complains, and what the run left behind; pellucid is the copy that Python finds."""
-    (folder / "config.toml").write_text(CONFIG.format(folder=folder))
-    config, run = str(folder / "config.toml"), str(folder / "run")
-    commands: list[tuple[str, list[str], float]] = [
-        ("rl", ["rl", "@", config], RUN_TIMEOUT_S),
-        ("ledger", ["ledger", run], CHECK_TIMEOUT_S),
-        ("replay", ["replay", run], CHECK_TIMEOUT_S),
-        ("verify", ["verify", "@", config], CHECK_TIMEOUT_S),
-    ]
-    for name, arguments, timeout_s in commands:
-        command = warm.start(arguments, cwd=folder, merged=True)
-        try:
-            code: int | str = command.wait(timeout_s)
-        except TimeoutError:
-            code = "hangs"
-        finally:
-            command.kill()
-        if code != 0:
-            output = [] if code == "hangs" else command.communicate()[0].strip().splitlines()
-            return {"verdict": name, "code": code, "output": output[-12:]}
-    return {"verdict": SURVIVED, "effect": fingerprint(folder / "run")}
+# One mutant before the commands
 
 
-def fingerprint(run: Path) -> str:
-    """A digest of the trained weights, the exported tokens and the books."""
-    digest = hashlib.sha256()
-    for pattern in ("weights/step_*/*.safetensors", "token_exports/step_*/*.jsonl"):
-        for path in sorted(run.glob(pattern)):
-            digest.update(path.read_bytes())
-    states: Counter[str] = Counter()
-    for path in sorted(run.glob("ledger/*.jsonl")):
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            states.update({f"{path.stem}/{name}": count for name, count in entry.get("counts", {}).items()})
-    digest.update(json.dumps(sorted(states.items())).encode())
-    return digest.hexdigest()
+@dataclass
+class Answer:
+    code: int | None
+    """None: it did not end in time."""
+
+    output: str
+    seconds: float
 
 
-@dataclass(slots=True)
+@dataclass
 class Laboratory:
     """A copy of the package in which one module at a time is another."""
 
     folder: Path
-    suite: bool
+    third_party: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
+
         shutil.copytree(ROOT / "src", self.folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
-        from pellucid.model.tiny import make_tiny_model
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(self.folder / "src")], check=True)
+        make_tiny_model(self.folder / "dense", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+        make_tiny_moe_model(self.folder / "experts", hidden_size=32, num_layers=2, num_experts=4)
 
-        make_tiny_model(self.folder / "model", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
+    def measure(self, scenario: Scenario) -> Baseline:
+        """Runs the package as it is twice, the second time with its lines recorded."""
+        found, facts, seconds = self._ask(scenario, None)
+        if found["verdict"] != SURVIVED:
+            raise SystemExit(f"{scenario.name}: the package as it is does not pass: {found}")
+        lines = self.folder / "lines"
+        lines.write_text("")
+        _, again, _ = self._ask(scenario, None, {"MUTATED_LINES": str(lines)})
+        if difference(facts, again)[0] != "same":
+            raise SystemExit(f"{scenario.name}: a run is not the same twice: {difference(facts, again)}")
+        package = f"{self.folder / 'src' / 'pellucid'}/"
+        executed = frozenset(line.removeprefix(package) for line in lines.read_text().splitlines())
+        return Baseline(facts, seconds, executed)
 
-    def try_out(self, mutant: Mutant | None) -> dict[str, Any]:
-        path = self.folder / "src" / "pellucid" / (mutant.file if mutant else "__init__.py")
-        original = path.read_text()
-        try:
-            if mutant:
-                path.write_text(mutant.source)
-            found = self._ask_commands()
-            if self.suite and mutant:
-                found["suite"] = self._ask_suite(mutant)
-        finally:
-            path.write_text(original)
+    def try_out(self, mutant: Mutant, scenario: Scenario, baseline: Baseline) -> dict[str, Any]:
+        """Returns the verdict; whatever hangs or survives has to do so twice."""
+        found = self._try_once(mutant, scenario, baseline)
+        if found["verdict"] in ("hang", SURVIVED):
+            found = self._try_once(mutant, scenario, baseline)
         return found
 
-    def _ask_commands(self) -> dict[str, Any]:
-        shutil.rmtree(self.folder / "run", ignore_errors=True)
-        answer = self._python(str(Path(__file__)), "--judge", str(self.folder))
-        if answer.returncode != 0:  # the package cannot even be imported
-            return {"verdict": "import", "output": answer.stderr.strip().splitlines()[-3:]}
-        found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    def _try_once(self, mutant: Mutant, scenario: Scenario, baseline: Baseline) -> dict[str, Any]:
+        with self._planted(mutant):
+            found, facts, _ = self._ask(scenario, baseline)
+        if not facts:
+            return found
+        effect, where = difference(baseline.facts, facts)
+        found |= {"effect": effect, "where": where}
+        if found["verdict"] == SURVIVED:
+            found["verdict"] = {"same": NO_EFFECT, "rounding": ROUNDING, "differs": SURVIVED}[effect]
         return found
 
-    def _ask_suite(self, mutant: Mutant) -> str:
-        tests = ROOT / "tests" / mutant.file.split("/")[0]
-        answer = self._python("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests))
-        return "passed" if answer.returncode == 0 else "failed"
+    def ask_suite(self, mutant: Mutant) -> str:
+        tests = ROOT / "tests" / mutant.package
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests)]
+        with self._planted(mutant):
+            try:
+                ended = subprocess.run(command, env=self._env(), capture_output=True, timeout=1800, cwd=ROOT)
+            except subprocess.TimeoutExpired:
+                return "hangs"
+        return "passed" if ended.returncode == 0 else "failed"
 
-    def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
+    def _planted(self, mutant: Mutant) -> "Planted":
+        return Planted(self.folder / "src" / "pellucid" / mutant.file, PACKAGE / mutant.file, mutant.source)
+
+    def _ask(
+        self, scenario: Scenario, baseline: Baseline | None, env: Mapping[str, str] | None = None
+    ) -> tuple[dict[str, Any], Facts, dict[str, float]]:
+        """Asks the commands until one complains; (verdict, what the run left, seconds of each command)."""
+        for name in ("run", "tmp"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / "tmp").mkdir()
+        scenario.write_config(self.folder)
+        facts: Facts = {}
+        seconds: dict[str, float] = {}
+        for command, parts in scenario.commands(self.folder).items():
+            timeout_s = baseline.timeout_s(command) if baseline else 600.0
+            for arguments in parts:
+                answer = self._run(arguments, timeout_s, env or {})
+                seconds[command] = seconds.get(command, 0.0) + answer.seconds
+                if (verdict := _verdict(command, answer)) is not None:
+                    last = answer.output.strip().splitlines()[-12:]
+                    return {"verdict": verdict, "command": command, "output": last}, facts, seconds
+            if command == "rl":
+                facts = facts_of(self.folder / "run")
+                alarms = self.folder / "run" / "metrics" / "alarms.jsonl"
+                if alarms.exists() and (rung := alarms.read_text().splitlines()):
+                    return {"verdict": "alarm", "command": "rl", "output": rung}, facts, seconds
+        return {"verdict": SURVIVED}, facts, seconds
+
+    def _run(self, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str]) -> Answer:
+        began = time.monotonic()
+        command = warm.start(
+            arguments,
+            module="mutated",
+            cwd=self.folder,
+            env={**self._env(), **env},
+            merged=True,
+            imported=self.third_party,
+        )
+        code: int | None = None
+        with suppress(TimeoutError):
+            code = command.wait(timeout_s)
+        command.kill()
+        output = command.communicate()[0]
+        for pid in warm.processes_of(self.folder / "run").values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return Answer(code, output, time.monotonic() - began)
+
+    def _env(self) -> dict[str, str]:
+        path = os.pathsep.join((str(self.folder / "src"), str(ROOT / "tests")))
+        return {
+            **os.environ,
+            "PYTHONPATH": path,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": str(self.folder / "tmp"),
+        }
+
+
+def _verdict(command: str, answer: Answer) -> str | None:
+    if answer.code is None:
+        return "hang"
+    if answer.code == IMPORT_FAILED:
+        return "import"
+    if answer.code != 0:
+        return command if command in CHECKS and "Traceback" not in answer.output else "crash"
+    return None
+
+
+@dataclass
+class Planted:
+    """Context manager: the module at `path` is the mutated one; its compiled original stays valid."""
+
+    path: Path
+    original: Path
+    source: str
+
+    def __enter__(self) -> None:
+        self.path.write_text(self.source)
+
+    def __exit__(self, *_: object) -> None:
+        shutil.copy2(self.original, self.path)
 
 
 # All of them
 
 
-def examine(mutants: Sequence[Mutant], into: Path, suite: bool) -> None:
-    into.parent.mkdir(parents=True, exist_ok=True)
-    known = {line["name"] for line in read(into)}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, into.open("a") as file:
-        laboratory = Laboratory(Path(folder), suite)
-        unchanged = laboratory.try_out(None)
-        if unchanged["verdict"] != SURVIVED or laboratory.try_out(None) != unchanged:
-            raise SystemExit(f"the package as it is fails, or is not the same twice: {unchanged}")
-        for number, mutant in enumerate(mutants, 1):
-            if mutant.name in known:
-                continue
-            began = time.monotonic()
-            found = laboratory.try_out(mutant)
-            if found["verdict"] == SURVIVED and found.pop("effect") == unchanged["effect"]:
-                found["verdict"] = NO_EFFECT
-            facts = {"name": mutant.name, "file": mutant.file, "kind": mutant.kind}
-            file.write(json.dumps({**facts, **found}) + "\n")
-            file.flush()
+@dataclass
+class Examination:
+    """Laboratories that work side by side, and the file of their results."""
+
+    into: Path
+    suite: bool
+    laboratories: list[Laboratory]
+    baselines: dict[str, Baseline] = field(default_factory=dict)
+    _free: "SimpleQueue[Laboratory]" = field(default_factory=SimpleQueue)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        for laboratory in self.laboratories:
+            self._free.put(laboratory)
+
+    def measure(self) -> None:
+        def one(scenario: Scenario) -> None:
+            laboratory = self._free.get()
+            self.baselines[scenario.name] = laboratory.measure(scenario)
+            self._free.put(laboratory)
+
+        self._each(one, SCENARIOS)
+
+    def scenario_of(self, mutant: Mutant) -> Scenario | None:
+        """One of those that reach the mutant; the same one for the same name."""
+        reached = [scenario for scenario in SCENARIOS if self.baselines[scenario.name].reaches(mutant)]
+        return reached[crc32(mutant.name.encode()) % len(reached)] if reached else None
+
+    def examine(self, mutants: Sequence[Mutant]) -> None:
+        num_done = 0
+
+        def one(mutant: Mutant) -> None:
+            nonlocal num_done
+            scenario = self.scenario_of(mutant)
+            assert scenario is not None
+            laboratory, began = self._free.get(), time.monotonic()
+            try:
+                found = laboratory.try_out(mutant, scenario, self.baselines[scenario.name])
+                if self.suite and found["verdict"] == SURVIVED:
+                    found["suite"] = laboratory.ask_suite(mutant)
+            finally:
+                self._free.put(laboratory)
             seconds = time.monotonic() - began
-            print(
-                f"{number}/{len(mutants)} {seconds:4.0f} s  {found['verdict']:<10} {mutant.name}", flush=True
-            )
+            self._write(mutant, {"scenario": scenario.name, "seconds": round(seconds, 1), **found})
+            with self._lock:
+                num_done += 1
+                done = f"{num_done}/{len(mutants)} {seconds:4.0f} s  {found['verdict']:<10}"
+                print(f"{done} {scenario.name:<8} {mutant.name}", flush=True)
+
+        self._each(one, mutants)
+
+    def note_unreached(self, mutants: Sequence[Mutant]) -> None:
+        for mutant in mutants:
+            self._write(mutant, {"verdict": NOT_REACHED})
+
+    def _write(self, mutant: Mutant, found: Mapping[str, Any]) -> None:
+        known = {
+            "name": mutant.name,
+            "file": mutant.file,
+            "kind": mutant.kind,
+            "module": mutant.module.digest,
+        }
+        with self._lock, self.into.open("a") as file:
+            file.write(json.dumps({**known, **found}) + "\n")
+
+    def _each(self, function: Any, items: Sequence[Any]) -> None:
+        with ThreadPoolExecutor(len(self.laboratories)) as pool:
+            for ended in [pool.submit(function, item) for item in items]:
+                ended.result()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
+    chosen.into.parent.mkdir(parents=True, exist_ok=True)
+    known = {line["name"] for line in read(chosen.into, mutants)}
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    listed = subprocess.run(
+        [sys.executable, "-c", THIRD_PARTY], capture_output=True, text=True, check=True, timeout=600
+    )
+    third_party = tuple(listed.stdout.split())
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folders = [Path(name) / str(number) for number in range(chosen.jobs)]
+        examination = Examination(
+            chosen.into, chosen.suite, [Laboratory(folder, third_party) for folder in folders]
+        )
+        examination.measure()
+        for scenario, baseline in examination.baselines.items():
+            times = ", ".join(f"{command} {seconds:.0f} s" for command, seconds in baseline.seconds.items())
+            print(f"{scenario}: {times}; {len(baseline.lines):,} lines", flush=True)
+        reached = [mutant for mutant in mutants if examination.scenario_of(mutant) is not None]
+        unreached = {mutant.name for mutant in mutants} - {mutant.name for mutant in reached}
+        examination.note_unreached([each for each in mutants if each.name in unreached - known])
+        sample = reached if chosen.sample is None else stratified(reached, chosen.sample, chosen.seed)
+        examination.examine([mutant for mutant in sample if mutant.name not in known])
 
 
-def report(lines: Sequence[dict[str, Any]]) -> str:
-    verdicts = Counter(line["verdict"] for line in lines)
-    counted = len(lines) - verdicts[NO_EFFECT]
-    caught = counted - verdicts[SURVIVED]
-    suites = Counter(line["suite"] for line in lines if "suite" in line)
+def stratified(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
+    """Draws `size` of the mutants, of each package in proportion, in an order without a pattern.
+
+    A smaller sample is the beginning of a larger one, package by package.
+    """
+    generator = random.Random(seed)
+    packages: dict[str, list[Mutant]] = {}
+    for mutant in generator.sample(list(mutants), len(mutants)):
+        packages.setdefault(mutant.package, []).append(mutant)
+    ranked = [
+        ((rank + 0.5) / len(of_package), package, mutant)
+        for package, of_package in sorted(packages.items())
+        for rank, mutant in enumerate(of_package)
+    ]
+    return [mutant for *_, mutant in sorted(ranked, key=lambda each: each[:2])[:size]]
+
+
+# The report
+
+
+def read(path: Path, mutants: Sequence[Mutant]) -> list[dict[str, Any]]:
+    """The last result of each mutant that still is one: of a module that has changed since, none counts."""
+    current = {(mutant.name, mutant.module.digest) for mutant in mutants}
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = {line["name"]: line for line in lines if (line["name"], line["module"]) in current}
+    return list(found.values())
+
+
+def wilson(hits: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % interval of a proportion."""
+    if not total:
+        return 0.0, 1.0
+    rate, spread = hits / total, z * z / total
+    centre = (rate + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(rate * (1 - rate) / total + spread / (4 * total))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def report(lines: Sequence[Mapping[str, Any]]) -> str:
+    tried = [line for line in lines if line["verdict"] != NOT_REACHED]
+    verdicts = Counter(line["verdict"] for line in tried)
+    counted = [line for line in tried if line["verdict"] not in UNCOUNTED]
+    ended = [line for line in counted if line["verdict"] not in BROKEN]
+    unreached = Counter(line["file"] for line in lines if line["verdict"] == NOT_REACHED)
+    suites = Counter(line["suite"] for line in tried if "suite" in line)
+    uncounted = f"{verdicts[NO_EFFECT]} without an effect, {verdicts[ROUNDING]} by rounding alone"
     return "\n".join(
         [
-            f"{len(lines)} mutants, {verdicts[NO_EFFECT]} without an effect",
-            f"caught by the commands: {caught} of {counted} ({caught / max(counted, 1):.1%})",
+            f"{len(tried)} mutants tried: {uncounted}",
             *(f"  {verdict:<10} {count}" for verdict, count in verdicts.most_common()),
-            *([f"caught by the tests: {suites['failed']} of {suites.total()}"] if suites else []),
-            *(f"survives: {line['name']}" for line in lines if line["verdict"] == SURVIVED),
+            _rate("caught by the commands", counted),
+            _rate("of those that do not crash, hang or fail to import, named", ended),
+            *([f"survivors that the tests catch: {suites['failed']} of {suites.total()}"] if suites else []),
+            *(f"survived: {_place(line)}" for line in tried if line["verdict"] == SURVIVED),
+            f"{unreached.total()} mutants on lines that no command reaches:",
+            *(f"  {count:4} {file}" for file, count in unreached.most_common()),
         ]
     )
+
+
+def _rate(what: str, lines: Sequence[Mapping[str, Any]]) -> str:
+    caught = sum(line["verdict"] != SURVIVED for line in lines)
+    low, high = wilson(caught, len(lines))
+    rate = caught / max(len(lines), 1)
+    return f"{what}: {caught} of {len(lines)} ({rate:.1%}; 95% interval {low:.1%} to {high:.1%})"
+
+
+def _place(line: Mapping[str, Any]) -> str:
+    suite = f"; tests: {line['suite']}" if "suite" in line else ""
+    return f"{line['name']} ({line.get('scenario')}: {line.get('where')}{suite})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--into", type=Path, default=Path("outputs/mutants.jsonl"), help="a line per mutant")
-    parser.add_argument("--only", default="", help="the files whose name contains this")
-    parser.add_argument("--sample", type=int, help="so many of the mutants, chosen by --seed; default: all")
+    parser.add_argument("--only", default="", help="the mutants whose name contains this")
+    parser.add_argument("--sample", type=int, help="so many of those that are reached; default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--suite", action="store_true", help="ask the tests of the mutant's package, too")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants that are tried at a time")
+    parser.add_argument("--suite", action="store_true", help="show survivors to the tests of their package")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     parser.add_argument("--report", action="store_true", help="print what is in --into and try none")
-    parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    if chosen.judge:
-        print(json.dumps(judge(chosen.judge)))
+    mutants = [mutant for mutant in all_mutants(PACKAGE) if chosen.only in mutant.name]
+    if chosen.list:
+        print("\n".join(mutant.name for mutant in mutants))
         return
     if not chosen.report:
-        mutants = [mutant for mutant in all_mutants(ROOT / "src" / "pellucid") if chosen.only in mutant.file]
-        if chosen.sample is not None:
-            mutants = random.Random(chosen.seed).sample(mutants, min(chosen.sample, len(mutants)))
-        if chosen.list:
-            print("\n".join(mutant.name for mutant in mutants))
-            return
-        examine(mutants, chosen.into, chosen.suite)
-    print(report(read(chosen.into)))
+        examine(mutants, chosen)
+    print(report(read(chosen.into, mutants)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,22 @@
-"""The mutants that `mutate.py` plants: one change each, at every place that computes, and nowhere else."""
+"""The mutation harness: mutants have one change each, runs are compared by what they left."""
 
 import ast
+import json
+import runpy
+import sys
+import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from effects import Facts, difference, facts_of
 from mutants import ROOMS, Mutant, all_mutants, mutants_of
-from mutate import report
+from mutate import read, report, stratified, wilson
+from mutated import record_lines
 
 PACKAGE = Path(__file__).parents[1] / "src" / "pellucid"
 
@@ -70,11 +80,107 @@ def test_every_room_has_mutants_that_are_python_and_have_names_of_their_own() ->
             assert ast.dump(ast.parse(mutant.source)) != ast.dump(original), mutant.name
 
 
-def test_mutants_without_an_effect_do_not_count() -> None:
-    verdicts = ["verify", "replay", "survived", "no effect"]
-    lines = [{"name": f"m{number}", "verdict": verdict} for number, verdict in enumerate(verdicts)]
-    assert report(lines).splitlines()[:2] == [
-        "4 mutants, 1 without an effect",
-        "caught by the commands: 2 of 3 (66.7%)",
+VERDICTS = ("verify", "crash", "survived", "no effect", "rounding", "not reached")
+
+
+def lines_of(*verdicts: str) -> list[dict[str, Any]]:
+    return [
+        {"name": f"m{number}", "file": "a.py", "module": "1", "verdict": verdict, "where": "ledger"}
+        for number, verdict in enumerate(verdicts)
     ]
-    assert report(lines).splitlines()[-1] == "survives: m2"
+
+
+def test_rates_are_about_mutants_that_have_an_effect_or_that_a_command_names() -> None:
+    printed = report(lines_of(*VERDICTS)).splitlines()
+    assert "5 mutants tried: 1 without an effect, 1 by rounding alone" in printed
+    assert "caught by the commands: 2 of 3 (66.7%; 95% interval 20.8% to 93.9%)" in printed
+    assert "of those that do not crash, hang or fail to import, named: 1 of 2 " in report(lines_of(*VERDICTS))
+    assert "survived: m2 (None: ledger)" in printed
+    assert printed[-2:] == ["1 mutants on lines that no command reaches:", "     1 a.py"]
+
+
+@pytest.mark.parametrize(
+    ("hits", "total", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (0, 0, 0.0, 1.0)],
+)
+def test_the_interval_is_wilsons(hits: int, total: int, low: float, high: float) -> None:
+    assert wilson(hits, total) == pytest.approx((low, high), abs=5e-5)  # figures of four digits
+
+
+def test_a_sample_has_the_proportions_of_the_packages_and_grows_at_its_end() -> None:
+    mutants = [
+        mutant
+        for file, source in (("a/x.py", "y = 1 + 2\n" * 40), ("b/x.py", "y = 1 + 2\n" * 10))
+        for mutant in mutants_of(file, source)
+    ]
+    small, large = stratified(mutants, 10, seed=0), stratified(mutants, 50, seed=0)
+    assert Counter(mutant.package for mutant in small) == {"a": 8, "b": 2}
+    assert Counter(mutant.package for mutant in large) == {"a": 40, "b": 10}
+    assert large[:10] == small
+    assert stratified(mutants, 10, seed=1) != small
+
+
+def test_results_of_a_module_that_has_changed_since_do_not_count(tmp_path: Path) -> None:
+    old, new = (next(mutants_of("a/x.py", source)) for source in ("y = a + b", "y = a + b  # now"))
+    assert old.name == new.name
+    path = tmp_path / "found.jsonl"
+    path.write_text(json.dumps({"name": old.name, "module": old.module.digest, "verdict": "verify"}) + "\n")
+    assert [line["verdict"] for line in read(path, [old])] == ["verify"]
+    assert read(path, [new]) == []
+
+
+def a_run(
+    folder: Path, *, weight: float = 1.0, logprob: float = -4.5, place: int = 0, sent: int = 8
+) -> Facts:
+    """What is known of a run of one step with one sequence."""
+    files = {
+        "token_exports/step_0/rank_0.jsonl": {"micro_step": place, "token_ids": [7], "logprobs": [logprob]},
+        "rollouts/step_0/train_rollouts.jsonl": {"rollout_id": "g0-r0", "reward": 0.5},
+        "ledger/orchestrator.jsonl": {"env": "e", "counts": {"sent": sent}},
+        "ledger/trainer.jsonl": {"step": 0, "env": "e", "counts": {"trained": 8, "computed": 8 + place}},
+    }
+    for name, record in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record) + "\n")
+    (folder / "weights" / "step_1").mkdir(parents=True, exist_ok=True)
+    save_file({"w": np.full(4, weight, np.float32)}, folder / "weights" / "step_1" / "model.safetensors")
+    return facts_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, ("same", "")),
+        ({"place": 3}, ("same", "")),
+        ({"logprob": -4.500001}, ("rounding", "tokens step_0 0 logprobs")),
+        ({"logprob": -4.501}, ("differs", "tokens step_0 0 logprobs")),
+        ({"weight": 1.00001}, ("rounding", "tensor weights/step_1/model.safetensors w")),
+        ({"weight": 1.001}, ("differs", "tensor weights/step_1/model.safetensors w")),
+        ({"sent": 9}, ("differs", "ledger")),
+    ],
+)
+def test_runs_are_compared_by_what_they_left(
+    tmp_path: Path, changed: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    assert difference(a_run(tmp_path), a_run(tmp_path, **changed)) == expected
+
+
+def test_a_record_that_is_missing_is_a_difference(tmp_path: Path) -> None:
+    facts = a_run(tmp_path)
+    (tmp_path / "rollouts" / "step_0" / "train_rollouts.jsonl").unlink()
+    assert difference(facts, facts_of(tmp_path)) == ("differs", "rollouts step_0 0 reward")
+
+
+def test_every_executed_line_is_recorded_once(tmp_path: Path) -> None:
+    module = tmp_path / "traced" / "module.py"
+    module.parent.mkdir()
+    module.write_text("for number in (1, 2):\n    if number == 3:\n        number = 4\n")
+    before, before_threads = sys.gettrace(), threading.gettrace()
+    record_lines(str(module.parent), tmp_path / "lines")
+    try:
+        runpy.run_path(str(module))
+    finally:
+        sys.settrace(before)
+        threading.settrace(before_threads)
+    assert (tmp_path / "lines").read_text().splitlines() == [f"{module}:1", f"{module}:2"]

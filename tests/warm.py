@@ -44,7 +44,14 @@ MAX_REQUEST_BYTES = 1 << 17
 class Running:
     """A command that was started; as much of `subprocess.Popen` as tests need."""
 
-    def __init__(self, argv: Sequence[str], cwd: Path | None, env: Mapping[str, str], merged: bool) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        cwd: Path | None,
+        env: Mapping[str, str],
+        merged: bool,
+        imported: tuple[str, ...],
+    ) -> None:
         num_files = 1 if merged else 2
         self._files = [tempfile.TemporaryFile("w+") for _ in range(num_files)]  # noqa: SIM115
         self._waiter, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -52,7 +59,7 @@ class Running:
         assert len(request) < MAX_REQUEST_BYTES
         with theirs, open("/proc/self/ns/mnt") as mounts:
             given = (theirs, mounts, self._files[0], self._files[-1])
-            socket.send_fds(_warm_python(), [request], [each.fileno() for each in given])
+            socket.send_fds(_warm_python(imported), [request], [each.fileno() for each in given])
         self.pid = self._read()
         self.returncode: int | None = None
         self._written = ["", ""]
@@ -99,11 +106,15 @@ def start(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     merged: bool = False,
+    imported: tuple[str, ...] = (),
 ) -> "Running | subprocess.Popen[str]":
-    """Starts `python -m module arguments…`; `merged` writes standard error to standard output."""
+    """Starts `python -m module arguments…`; `merged` writes standard error to standard output.
+
+    The warm Python has imported the modules `imported` and no others; without any, all parts of pellucid.
+    """
     argv, env = [*PYTHON, module, *arguments], os.environ if env is None else env
     if sys.platform == "linux":
-        return Running(argv, cwd, env, merged)
+        return Running(argv, cwd, env, merged, imported)
     err = subprocess.STDOUT if merged else subprocess.PIPE
     return subprocess.Popen(argv, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=err, text=True)
 
@@ -168,12 +179,12 @@ def share_cores() -> int:
 
 
 @cache
-def _warm_python() -> socket.socket:
+def _warm_python(imported: tuple[str, ...]) -> socket.socket:
     """Starts the one that forks; it ends with this process, which holds the other end of its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), *imported],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
@@ -186,11 +197,11 @@ def _warm_python() -> socket.socket:
 # In the warm Python and its forks
 
 
-def serve(control: socket.socket) -> None:
+def serve(control: socket.socket, imported: Sequence[str]) -> None:
     share_cores()
     gc.disable()
-    for part in PARTS:
-        import_module(f"pellucid.{part}")
+    for module in imported or [f"pellucid.{part}" for part in PARTS]:
+        import_module(module)
     for name in MODELS:
         getattr(import_module("transformers"), name)
     gc.freeze()
@@ -325,4 +336,4 @@ def _exit_code(end: SystemExit) -> int:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pellucid.config import RLConfig, TrainerRunConfig
+from pellucid.config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from pellucid.config.parse import parse
 from pellucid.config.save import save, to_toml
 from pellucid.config.tools import LedgerSettings
@@ -78,6 +78,16 @@ def test_none_is_left_out_and_defaults_are_written():
     }
     assert table["trainer"]["experimental"] == {}
     assert "run_id" not in table
+
+
+def test_a_batch_that_is_counted_in_tokens_is_so_in_the_part_of_the_orchestrator_too(tmp_path: Path):
+    orchestrator = {"env": [{"id": "reverse-text"}], "token_batch_size": 48}
+    run = RLConfig.model_validate({"model": {"name": "m"}, "orchestrator": orchestrator})
+    part = run.part(OrchestratorRunConfig, clean_output_dir=False)
+    save(part, tmp_path / "orchestrator.toml")
+    read = parse(OrchestratorRunConfig, ["@", str(tmp_path / "orchestrator.toml")], prog="p").config
+    assert read == part
+    assert read.orchestrator.token_batch_size == 48
 
 
 def test_a_key_is_saved_under_the_name_it_is_read_by():

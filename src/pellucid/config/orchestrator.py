@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from pellucid.config.base import MAX_NAME, ImportPath, Section, is_name
 from pellucid.config.inference import ServerAddress
@@ -377,6 +384,14 @@ class OrchestratorConfig(Section):
                 f"{self.token_batch_size}: a batch has one size; leave one of them out"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _with_one_batch_size(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out the default of `batch_size` where tokens are counted: both are refused."""
+        values: dict[str, Any] = dump(self)
+        if self.token_batch_size is not None:
+            values.pop("batch_size", None)
+        return values
 
     @model_validator(mode="after")
     def _names_differ(self) -> "OrchestratorConfig":
