@@ -7,7 +7,9 @@ import pytest
 
 from pellucid.checks.ledger import run_ledger
 from pellucid.config.tools import LedgerSettings
+from pellucid.data.alarms import Alarm
 from pellucid.errors import LedgerError
+from pellucid.metrics.alarms import Bell
 
 
 def journal(run: Path, stage: str, counts: dict[str, dict[str, int]], *, closed: bool = True) -> None:
@@ -102,7 +104,40 @@ def test_json_has_the_same_numbers(tmp_path, capsys):
         },
         "differences": [{"run": "demo", "env": "reverse", "where": "trainer, step 0", "tokens": 1}],
         "bias": [],
+        "alarms": [],
     }
+
+
+def ring(run: Path, **changes: object) -> Alarm:
+    values = {"name": "surprise", "step": 3, "statistic": "nats", "value": 0.25, "threshold": 0.05}
+    alarm = Alarm(**{**values, "p_value": 1e-9, "causes": "Top-k.", **changes})
+    Bell(run, (alarm.name,)).ring(alarm)
+    return alarm
+
+
+def test_alarms_stand_below_the_verdict_and_leave_the_exit_code_alone(tmp_path, capsys):
+    """An alarm is a statistic; whether the books balance is a fact."""
+    first = ring(write_run(tmp_path))
+    last = ring(tmp_path, name="reward", step=5, p_value=None, example="x" * 200)
+
+    assert run_ledger(LedgerSettings(run=tmp_path)) == 0
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "balanced: every one of the 1,200 sampled tokens is accounted for",
+        first.line(),
+        last.line(),
+    ]
+    assert run_ledger(LedgerSettings(run=tmp_path, json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["alarms"] == [
+        {
+            **{"name": "surprise", "step": 3, "statistic": "nats", "value": 0.25, "threshold": 0.05},
+            **{"p_value": 1e-9, "example": "", "causes": "Top-k."},
+        },
+        {
+            **{"name": "reward", "step": 5, "statistic": "nats", "value": 0.25, "threshold": 0.05},
+            **{"p_value": None, "example": "x" * 200, "causes": "Top-k."},
+        },
+    ]
+    assert run_ledger(LedgerSettings(run=write_run(tmp_path, trained=599))) == 1
 
 
 def test_many_environments_still_fit(tmp_path, capsys):

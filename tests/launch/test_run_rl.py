@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from pellucid.data.alarms import Alarm
 from pellucid.errors import ConfigError, LedgerError, ProcessError
 from pellucid.launch.console import RL_COLUMNS, PlainView
 from pellucid.launch.preflight import check_rl
 from pellucid.launch.rl import StepProgress, free_port, resolve, rl_children, run_processes, write_configs
 from pellucid.launch.supervisor import Child
-from pellucid.metrics.alarms import Alarm, Bell
+from pellucid.metrics.alarms import Bell
 from pellucid.orchestrator.progress import Progress, progress_path, write_progress
 
 
@@ -188,7 +189,6 @@ ORCHESTRATOR = """
 import sys, time
 from pathlib import Path
 from pellucid.ledger import Flow, Journal, Stage
-from pellucid.metrics.alarms import Alarm, Bell
 from pellucid.metrics import JsonlSink
 folder = Path(sys.argv[1])
 while not (folder / "serving").exists():

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from pellucid.data.alarms import Alarm
 from pellucid.launch.summary import Summary, TokenUse, artefacts, curve, format_duration, progress
 from pellucid.ledger import Difference, Report, Stage
-from pellucid.metrics.alarms import Alarm
 
 ACCOUNT = ("demo", "reverse-text")
 

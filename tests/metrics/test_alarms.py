@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from pellucid.metrics.alarms import CHANCE, Alarm, Bell, MeanZeroTest, alarms_path, read_alarms
+from pellucid.data.alarms import CHANCE, Alarm, alarms_path, read_alarms
+from pellucid.metrics.alarms import Bell, MeanZeroTest
 
 SKEWED = np.array([0.999, *[0.001 / 9] * 9])
 BROAD = np.exp(-np.arange(100) / 12.0) / np.exp(-np.arange(100) / 12.0).sum()

@@ -9,10 +9,10 @@ from typing import ClassVar
 import pytest
 
 from pellucid.data import Completion, Example, Rollout, TrainingSample, Turn
+from pellucid.data.alarms import Alarm, read_alarms
 from pellucid.inference.client import REFUSED, Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import Flow
-from pellucid.metrics.alarms import Alarm, read_alarms
 from pellucid.orchestrator import Score, SingleTurnEnvironment
 from pellucid.orchestrator.alarms import OrchestratorAlarms, WatchedClient
 from pellucid.orchestrator.verdict import Verdict

@@ -8,13 +8,14 @@ import torch
 
 from pellucid.config import ModelConfig, OptimConfig, SchedulerConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.data.alarms import read_alarms
 from pellucid.inference import engine as engines
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.sampling import draw
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.metrics import read_metrics
-from pellucid.metrics.alarms import MeanZeroTest, read_alarms
+from pellucid.metrics.alarms import MeanZeroTest
 from pellucid.model import load_policy
 from pellucid.trainer.alarms import (
     MOST_SURPRISE,

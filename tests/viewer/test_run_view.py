@@ -1,10 +1,18 @@
 """The run's curves: filters by rank and weights, a closer look at some steps, and what leaves as a file."""
 
+import io
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
+
+from pellucid.viewer.access import Exports
+from pellucid.viewer.terminal import show
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +59,43 @@ def test_curves_are_of_the_chosen_rank_and_weights(
     page.locator(".strip-chart .u-over").nth(1).click(position={"x": 300, "y": 40})
     page.wait_for_selector("text=/[0-9]+ tokens in 4 of 16 records/")  # the step keeps the filter
     assert page.evaluate("() => $main.app.state.step") == 2
+
+
+def test_alarms_stand_at_the_top_and_lead_to_their_steps(
+    visit: Any, study: str, page_of: Any, made_run: Any, hostile: str, tmp_path: Path
+) -> None:
+    """By the page and by the terminal, beside a line that is no alarm; a sound run shows nothing of them."""
+    page = visit(study, ".strip canvas")
+    assert page.locator(".alarms").is_hidden()
+    run = tmp_path / "run"
+    shutil.copytree(made_run.folder, run)
+    common = {"statistic": f"nats of {hostile}", "value": 0.25, "threshold": 0.05, "p_value": 1e-9}
+    alarms = [
+        {"name": "surprise", "step": 1, "causes": "Top-k, or \x1b[2J.", **common},
+        {"name": "reward", "step": 900, "causes": "Another's.", **common},  # beyond what is exported
+    ]
+    path = run / "metrics" / "alarms.jsonl"
+    path.write_text("".join(json.dumps(alarm) + "\nno alarm\n" for alarm in alarms))
+    page = visit(page_of(run), ".strip canvas")
+    finding = f"nats of {hostile}: 0.25 (threshold 0.05, p = 1e-09 < 1e-06)"
+    assert page.locator(".alarms").inner_text().splitlines() == [
+        "2 alarms",
+        *("surprise at step 1", finding, "Top-k, or \\x1b[2J."),
+        *("reward at step 900", finding, "Another's."),
+    ]
+    problem = f"{path}: 2 lines are no alarms, or too many; they are left out"
+    assert page.locator("#notes").inner_text() == problem
+    for name, step in (("surprise at step 1", 1), ("reward at step 900", 2)):
+        page.get_by_role("button", name=name).click()
+        page.wait_for_selector(f".step-view h2:has-text('Step {step}')")
+        page.go_back()
+        page.wait_for_selector(".alarms")
+    console = Console(file=io.StringIO(), record=True, width=1000, markup=False)
+    show(Exports(run), tokenizer=None, record_index=1, console=console)
+    shown = console.export_text().splitlines()
+    assert shown[0].startswith(problem)
+    assert shown[1].rstrip() == f"ALARM surprise at step 1: {finding}. Top-k, or \\x1b[2J."
+    assert shown[2].rstrip() == f"ALARM reward at step 900: {finding}. Another's."
 
 
 def test_a_brush_looks_closer_in_all_curves_and_there_is_a_way_back(visit: Any, study: str) -> None:

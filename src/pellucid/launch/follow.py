@@ -6,6 +6,9 @@ from typing import Any
 
 import orjson
 
+from pellucid.data.alarms import Alarm, alarms_path, as_alarm
+from pellucid.data.files import require_file
+
 Record = Mapping[str, Any]
 """One line of a metrics file: `{"step": 3, "loss": 0.1, …}`."""
 
@@ -18,13 +21,30 @@ class JsonlFollower:
         self._offset = 0
 
     def read(self) -> list[Record]:
+        return [orjson.loads(line) for line in self.lines()]
+
+    def lines(self) -> list[bytes]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
             *lines, torn = file.read().split(b"\n")
             self._offset = file.tell() - len(torn)
-        return [orjson.loads(line) for line in lines]
+        return lines
+
+
+class AlarmFollower:
+    """The alarms that ring after it was made; a line that is no alarm is left out."""
+
+    def __init__(self, output_dir: Path) -> None:
+        """Raises DataError where the file is none: a process that rings would wait for a pipe."""
+        path = alarms_path(output_dir)
+        require_file(path)
+        self._follower = JsonlFollower(path)
+        self._follower.lines()  # those of the run that is resumed
+
+    def read(self) -> list[Alarm]:
+        return [alarm for line in self._follower.lines() if (alarm := as_alarm(line)) is not None]
 
 
 class StepJoin:

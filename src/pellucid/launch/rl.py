@@ -26,6 +26,7 @@ from pellucid.config import (
     ZmqTransportConfig,
 )
 from pellucid.config.save import save
+from pellucid.data.alarms import read_alarms
 from pellucid.data.files import append_whole
 from pellucid.errors import ConfigError, DiskError, LedgerError, ProcessError
 from pellucid.launch.console import (
@@ -38,14 +39,13 @@ from pellucid.launch.console import (
     make_console,
     open_view,
 )
-from pellucid.launch.follow import JsonlFollower, Record, StepJoin
+from pellucid.launch.follow import AlarmFollower, JsonlFollower, Record, StepJoin
 from pellucid.launch.preflight import check_rl
 from pellucid.launch.resume import rewind_rl, take_over
 from pellucid.launch.run_folder import claimed, has_begun, settle_export
 from pellucid.launch.summary import Summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
-from pellucid.metrics.alarms import alarms_path, as_alarm, read_alarms
 from pellucid.metrics.evaluation import evaluation_line, evaluations_in
 from pellucid.orchestrator.progress import progress_path, read_progress
 from pellucid.workers import num_cores
@@ -290,8 +290,7 @@ class StepProgress:
         self._followers = [JsonlFollower(metrics_dir / f"{name}.jsonl") for name in REPORTERS]
         self._join = StepJoin(len(self._followers))
         self._evaluated = JsonlFollower(metrics_dir / "eval.jsonl")
-        self._alarms = JsonlFollower(alarms_path(metrics_dir.parent))
-        self._alarms.read()  # those of the run that is resumed
+        self._alarms = AlarmFollower(metrics_dir.parent)
         self._progress = progress_path(metrics_dir.parent)
         self._progress.unlink(missing_ok=True)  # of the run that is resumed
         self._views = views
@@ -315,9 +314,9 @@ class StepProgress:
         for record in self._evaluated.read():
             self.evaluations.append(record)
             self._note(record)
-        for record in self._alarms.read():
+        for alarm in self._alarms.read():
             for view in self._views:
-                view.note(as_alarm(record).line())
+                view.note(alarm.line())
         progress = read_progress(self._progress)
         for view in self._views:
             view.status([] if progress is None else progress.lines())

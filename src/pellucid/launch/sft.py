@@ -16,6 +16,7 @@ from rich.progress import track
 
 from pellucid.config import SFTConfig
 from pellucid.config.save import save
+from pellucid.data.alarms import read_alarms
 from pellucid.launch.console import (
     SFT_COLUMNS,
     STOPPED,
@@ -25,13 +26,12 @@ from pellucid.launch.console import (
     make_console,
     open_view,
 )
-from pellucid.launch.follow import JsonlFollower, Record
+from pellucid.launch.follow import AlarmFollower, Record
 from pellucid.launch.preflight import check_sft, is_torchrun
 from pellucid.launch.resume import rewind_sft, take_over
 from pellucid.launch.run_folder import claimed, settle_export
 from pellucid.launch.summary import Fact, artefacts, progress, rung, summary_panel
 from pellucid.metrics import read_metrics
-from pellucid.metrics.alarms import alarms_path, as_alarm, read_alarms
 
 if TYPE_CHECKING:
     from pellucid.trainer.ranks import Ranks
@@ -46,13 +46,12 @@ class ViewSink:
 
     def __init__(self, view: View, output_dir: Path) -> None:
         self._view = view
-        self._alarms = JsonlFollower(alarms_path(output_dir))
-        self._alarms.read()  # those of the run that is resumed
+        self._alarms = AlarmFollower(output_dir)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._view.show({"step": step, **values})
-        for record in self._alarms.read():
-            self._view.note(as_alarm(record).line())
+        for alarm in self._alarms.read():
+            self._view.note(alarm.line())
         self._view.refresh()
 
     def close(self) -> None:

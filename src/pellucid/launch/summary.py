@@ -10,10 +10,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pellucid.data.alarms import Alarm
 from pellucid.launch.console import WIDTH
 from pellucid.launch.follow import Record
 from pellucid.ledger import MEANING, Flow, Report, State
-from pellucid.metrics.alarms import Alarm
 from pellucid.metrics.evaluation import average_in, evaluations_in
 from pellucid.transport.stable import stable_steps
 

@@ -10,56 +10,19 @@ on average, after every step of a run of any length, and ring by chance in one o
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from pellucid.data.alarms import CHANCE, Alarm, alarms_path
 from pellucid.data.files import append_whole
-from pellucid.data.plain import printable
-from pellucid.metrics.sinks import read_metrics
 
 logger = logging.getLogger(__name__)
 
-CHANCE = 1e-6
-"""The probability that a test rings in a sound run, in all of its steps together."""
-
 _NUM_BETS = 10
 _BOLDEST_BET = 0.9
-
-
-class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    step: int
-    """At which it rang first; of the orchestrator's, the step of the batch that was being sampled."""
-
-    statistic: str
-    """What is measured, in words."""
-
-    value: float
-    threshold: float
-    p_value: float | None = None
-    """None: it is no test, and nothing of it is due to chance."""
-
-    example: str = ""
-    """The first one that was seen."""
-
-    causes: str
-    """What brings this about, and what to do."""
-
-    def line(self) -> str:
-        p_value = "" if self.p_value is None else f", p = {self.p_value:.2g} < {CHANCE:g}"
-        example = f"; first seen: {self.example}" if self.example else ""
-        return printable(
-            f"ALARM {self.name} at step {self.step}: {self.statistic}: {self.value:.4g} (threshold "
-            f"{self.threshold:.4g}{p_value}){example}. {self.causes}"
-        )
-
-
-def alarms_path(output_dir: Path) -> Path:
-    return output_dir / "metrics" / "alarms.jsonl"
 
 
 class Bell:
@@ -85,20 +48,6 @@ class Bell:
 
     def metrics(self) -> dict[str, float]:
         return {f"alarms/{name}": int(rung) for name, rung in self._has_rung.items()}
-
-
-def as_alarm(record: Mapping[str, Any]) -> Alarm:
-    """A line of `metrics/alarms.jsonl`."""
-    return msgspec.convert(record, Alarm)
-
-
-def read_alarms(output_dir: Path) -> list[Alarm]:
-    """The alarms of a run, each at its first ring: a resumed run rings again what was not put right."""
-    first: dict[str, Alarm] = {}
-    for record in read_metrics(alarms_path(output_dir)):
-        alarm = as_alarm(record)
-        first.setdefault(alarm.name, alarm)
-    return list(first.values())
 
 
 class MeanZeroTest:

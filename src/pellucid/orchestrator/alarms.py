@@ -18,10 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from pellucid.data import Completion, Rollout
+from pellucid.data.alarms import Alarm
 from pellucid.data.plain import brief
 from pellucid.data.rollout import NOT_OURS
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
-from pellucid.metrics.alarms import Alarm, Bell, MeanZeroTest
+from pellucid.metrics.alarms import Bell, MeanZeroTest
 from pellucid.orchestrator.chat import copy_nested
 from pellucid.orchestrator.environment import Environment, SingleTurnEnvironment, checked_score
 from pellucid.orchestrator.session import group_of_request

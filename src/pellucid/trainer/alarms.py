@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data import TokenTable
+from pellucid.data.alarms import Alarm
 from pellucid.data.rollout import NOT_OURS
 from pellucid.loss import LossRecord
-from pellucid.metrics.alarms import Alarm, Bell, MeanZeroTest
+from pellucid.metrics.alarms import Bell, MeanZeroTest
 from pellucid.model import TokenOutput
 from pellucid.packing import MicroBatch
 from pellucid.trainer.optimizer import Update

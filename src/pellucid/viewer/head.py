@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 
+from pellucid.data.alarms import Alarm
+from pellucid.errors import printable
 from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.summary import kl_domain
 
@@ -42,8 +44,18 @@ def make_head(
         "kl_limits": kl_limits(summaries, max_mismatch),
         "metrics": run.metrics(),
         "ledger": run.ledger(),
+        "alarms": [_described(alarm) for alarm in run.alarms()],
         "losses": run.losses(),
         "notes": [*notes, *run.problems],
+    }
+
+
+def _described(alarm: Alarm) -> dict[str, Any]:
+    return {
+        "name": printable(alarm.name),
+        "step": alarm.step,
+        "finding": alarm.finding(),
+        "causes": printable(alarm.causes),
     }
 
 

@@ -1,4 +1,4 @@
-"""What a run folder says beside its exports: metrics per step, ledger, loss, the model's tokenizer."""
+"""What a run folder says beside its exports: metrics per step, ledger, alarms, loss, the tokenizer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pellucid.data.alarms import Alarm, alarms_path, read_alarms
 from pellucid.errors import DataError, PellucidError
 from pellucid.export.jsonl_source import read_json_lines
 from pellucid.ledger import Report, State, reconcile
@@ -93,6 +94,8 @@ class RunFolder:
         """Metric -> [step, value] pairs; the last word on a step counts, as a resumed run writes it again."""
         found: dict[str, dict[int, float]] = {}
         for file in self._files("metrics", "*.jsonl"):
+            if file.name == alarms_path(Path()).name:
+                continue
             try:
                 for _, record in read_json_lines(file, report=lambda _: None):
                     _add_curves(record, found)
@@ -112,6 +115,10 @@ class RunFolder:
             return _accounts(reconcile(self.folder / "ledger"))
         except (PellucidError, OSError) as error:
             return {"error": str(error)}
+
+    def alarms(self) -> list[Alarm]:
+        """What rang in the run; nothing in a sound one."""
+        return [] if self.folder is None else read_alarms(self.folder, self.problems.setdefault)
 
     def _configs(self) -> Iterator[Mapping[str, Any]]:
         for file in self._files("configs", "*.toml"):

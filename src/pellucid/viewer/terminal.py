@@ -46,9 +46,12 @@ def show(
     run = RunFolder.around(exports.path)
     vocabulary, note = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
     step, records, batch, point = _newest(exports, record_index)
+    alarms = run.alarms()
     for line in (note, *exports.warnings, *run.problems):
         if line:
             console.print(Text(printable(line), style="yellow"))
+    for alarm in alarms:
+        console.print(Text(alarm.line(), style="red"))
     console.print(_title(f"step {step}", len(records), point))
     is_skipped = run.is_skipped(step)
     if is_skipped:

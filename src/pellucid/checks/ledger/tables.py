@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pellucid.data.alarms import Alarm
 from pellucid.ledger import BESIDE, Report, State
 from pellucid.orchestrator.bias import Finding
 
@@ -98,7 +100,7 @@ def _cell(tokens: int, share: str = "") -> str:
     return f"{tokens:,} {share:>6}"
 
 
-def as_json(report: Report, by: str, findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(report: Report, by: str, findings: Sequence[Finding], alarms: Sequence[Alarm]) -> dict[str, Any]:
     parts = tallies(report, by)
     found: dict[str, Any] = {
         "balanced": report.balanced,
@@ -112,6 +114,7 @@ def as_json(report: Report, by: str, findings: Sequence[Finding]) -> dict[str, A
             for run, env in [difference.account]
         ],
         "bias": [asdict(finding) for finding in findings],
+        "alarms": [msgspec.to_builtins(alarm) for alarm in alarms],
     }
     if by == "step":
         found["steps"] = [

@@ -1,4 +1,4 @@
-// The whole run: what happened over its steps, and where its tokens went. A click on a curve opens the step; a
+// The whole run: what rang, what happened over its steps, and where its tokens went. A click on a curve opens the step; a
 // brush looks closer, in all curves.
 
 import { isSliced } from "../data/points.js";
@@ -31,9 +31,10 @@ export class RunView {
     this.range = new StepRange((low, high) => this.show(low, high), () => this.showAll());
     this.head = element("header", { class: "step-head" }, this.about, element("span", { class: "view-tools" }, this.range.root,
       saveBar("these curves", () => app.fileName(this.shown ? `run_steps_${this.shown[0]}-${this.shown[1]}` : "run"), { columns: () => this.columns(), shown: () => this.root })));
+    this.alarms = element("section", { class: "card alarms", "aria-label": "Alarms" });
     this.ledger = element("div", { class: "card ledger" });
     this.strips = element("div", { class: "strips" });
-    this.root = element("section", { class: "view run-view", "aria-label": "Run" }, this.head, this.ledger, this.strips);
+    this.root = element("section", { class: "view run-view", "aria-label": "Run" }, this.head, this.alarms, this.ledger, this.strips);
     new ResizeObserver(() => this.drawLedger()).observe(this.ledger);
     this.isDragging = false;
     this.strips.addEventListener("pointerdown", () => { this.isDragging = true; });
@@ -55,6 +56,7 @@ export class RunView {
     const asked = parseRange(state.steps);
     this.shown = asked && steps.some((step) => step >= asked[0] && step <= asked[1]) ? asked : null;
     this.drawHead(points);
+    this.drawAlarms();
     this.drawLedger();
     this.drawStrips();
   }
@@ -100,6 +102,16 @@ export class RunView {
     const rows = this.steps.map((_, i) => i).filter((i) => !this.shown || (this.steps[i] >= this.shown[0] && this.steps[i] <= this.shown[1]));
     return [{ name: "step", values: rows.map((i) => this.steps[i]) },
       ...this.drawn.flatMap(({ lines }) => lines.map(({ name, values }) => ({ name, values: rows.map((i) => values[i]) })))];
+  }
+
+  drawAlarms() {
+    const { app } = this;
+    const { alarms } = app.run.head;
+    this.alarms.hidden = !alarms.length;
+    refill(this.alarms, element("header", {}, element("h3", {}, plural(alarms.length, "alarm"))),
+      element("ul", {}, ...alarms.map((/** @type {{name: string, step: number, finding: string, causes: string}} */ { name, step, finding, causes }) => element("li", {},
+        element("button", { type: "button", class: "link", title: "open the step", onclick: () => app.go({ view: "step", step: app.run.nearestStep(step) }) }, `${name} at step ${count(step)}`),
+        element("span", {}, finding), element("small", {}, causes)))));
   }
 
   drawLedger() {
