@@ -27,4 +27,4 @@ class Turns(Environment):
 
 def keep_long(inputs: FilterInputs) -> list[bool]:
     """Keeps rollouts of two tokens and more."""
-    return [rollout.num_tokens > 1 for rollout in inputs.rollouts]
+    return [sum(turn.num_tokens for turn in rollout.turns) > 1 for rollout in inputs.rollouts]

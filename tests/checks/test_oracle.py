@@ -320,9 +320,11 @@ def parameters_of(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("hf."): value.detach() for name, value in policy.named_parameters()}
 
 
-def test_logprobs_and_entropy_are_those_of_the_policy(tiny_model: Path) -> None:
-    policy = load_policy(ModelConfig(name=str(tiny_model)), trainable=True)
-    model = ReferenceModel(str(tiny_model), parameters_of(policy))
+@pytest.mark.parametrize("fixture", ["tiny_model", "tiny_moe"])
+def test_logprobs_and_entropy_are_those_of_the_policy(request: pytest.FixtureRequest, fixture: str) -> None:
+    folder: Path = request.getfixturevalue(fixture)
+    policy = load_policy(ModelConfig(name=str(folder)), trainable=True)
+    model = ReferenceModel(str(folder), parameters_of(policy))
     ids = [3, 9, 14, 5, 5, 20, 7]
     temperatures = np.linspace(0.7, 1.3, len(ids))
     with torch.no_grad():
@@ -333,8 +335,8 @@ def test_logprobs_and_entropy_are_those_of_the_policy(tiny_model: Path) -> None:
             packed_layout([len(ids)], np.ones(len(ids), np.bool_)),
         )
     logprobs, entropy = model.logprobs(ids, temperatures)
-    assert output.logprobs == near_logprobs(logprobs, tiny_model)
-    assert output.entropy == near_logprobs(entropy, tiny_model)
+    assert output.logprobs == near_logprobs(logprobs, folder)
+    assert output.entropy == near_logprobs(entropy, folder)
 
 
 def test_the_gradient_is_the_derivative_of_the_loss(tiny_model: Path) -> None:

@@ -94,7 +94,7 @@ class ReferenceModel:
         from transformers import AutoModelForCausalLM
 
         self._hf: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float64, attn_implementation="eager"
+            name, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         ).eval()
         self._hf.requires_grad_(False)
         self._fixed = {key: value.detach() for key, value in self._hf.named_parameters()}
