@@ -1,10 +1,23 @@
 """Every view in a real browser, against numbers computed from the same records."""
 
-from typing import Any
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+
+from pellucid.config import GspoLossConfig, LossConfig
+from pellucid.loss import LossInputs, Ratios, sequence_weights
+from pellucid.loss.functions import RL_LOSSES, gspo_loss
+from pellucid.loss.script import script
+from pellucid.viewer.bundle import asset
+from tolerance import near
 
 pytestmark = pytest.mark.slow
 
@@ -181,24 +194,138 @@ def test_a_record_that_is_not_there_is_said_so(browser: Any, study: str, view: s
 
 
 @pytest.mark.parametrize(
-    ("loss", "bounds", "mask", "value"),
+    ("loss", "bounds", "masked", "value"),
     [
-        ("dppo", {"dppo_mask_high": 0.2, "dppo_mask_low": 0.2, "kl_tau": 0.1}, 1, 0.1 * 0.25),
-        ("icepop", {"min_ratio": 0.5, "max_ratio": 5, "kl_tau": 0}, 0, -0.5 * 1.6487212707),
-        ("ppo_clip", {"clip_high": 0.2, "clip_low": 0.2, "kl_tau": 0}, 1, -0.5 * 1.2),
-        ("cispo", {"clip_high": 0.4, "clip_low": 1, "kl_tau": 0}, 0, -1.4 * 0.5 * -0.25),
-        ("tis", {"max_ratio": 2, "kl_tau": 0}, 0, -1.6487212707 * 0.5 * -0.25),
+        ("dppo", {"dppo_mask_high": 0.2, "kl_tau": 0.1}, True, 0.1 * 0.25),
+        (
+            "dppo",
+            {"dppo_mask_high": 0.4, "adv_tau": 2, "teacher_tau": 0.5},
+            False,
+            -(2 * 0.5 - 0.5 * 0.75) * 1.6487212707,
+        ),
+        ("icepop", {"min_ratio": 0.5, "max_ratio": 5}, False, -0.5 * 1.6487212707),
+        ("ppo_clip", {"clip_high": 0.2}, True, -0.5 * 1.2),
+        ("gspo", {"clip_high": 0.2}, False, -0.5 * 1.1051709181),
+        ("cispo", {"clip_high": 0.4}, False, -1.4 * 0.5 * -0.25),
+        ("tis", {"max_ratio": 2}, False, -1.6487212707 * 0.5 * -0.25),
     ],
 )
 def test_losses_by_hand(
-    study_page: Any, loss: str, bounds: dict[str, float], mask: int, value: float
+    study_page: Any, loss: str, bounds: dict[str, float], masked: bool, value: float
 ) -> None:
-    """A = 0.5, log π = −0.25, log μ = −0.75: ℓ = 0.5, r = e^0.5, Δ = 0.306."""
-    token = {"A": 0.5, "delta": 0.3064, "ratio": 1.6487212707, "logRatio": 0.5, "logProb": -0.25}
+    """A = 0.5, log π = −0.25, log μ = −0.75, log teacher = −1: ℓ = 0.5 (mean 0.1), r = e^0.5, Δ = 0.306."""
+    token = {"A": 0.5, "delta": 0.3064, "ratio": 1.6487212707, "logRatio": 0.5, "sequenceLogRatio": 0.1}
     decided = study_page.evaluate(
-        "([loss, bounds, token]) => $data_what_if.decide(loss, bounds, token)", [loss, bounds, token]
+        """([loss, bounds, token]) =>
+          $data_losses.LOSSES[loss].decide($data_what_if.boundsOf(loss, bounds, null), token)""",
+        [loss, {"kl_tau": 0, **bounds}, {**token, "logProb": -0.25, "teacher": -1}],
     )
-    assert decided == {"mask": mask, "loss": pytest.approx(value)}
+    assert decided == {"loss": pytest.approx(value), "masked": masked, "high": masked, "low": False}
+
+
+def test_the_page_has_every_loss_and_every_parameter_as_python_has_it(study_page: Any) -> None:
+    """Each parameter at both ends of its slider and at its default, on tokens of every kind.
+
+    Losses are below 10; torch rounds the bounds of a clip to float32, the page does not.
+    """
+    assert asset("data/losses.js") == script()
+    generator = torch.Generator().manual_seed(0)
+    lengths = [9, 1, 30, 20]
+    columns = {name: torch.rand(sum(lengths), generator=generator, dtype=torch.float64) for name in "ABCD"}
+    pi, mu, teacher = (-3 * columns[name] for name in "ABC")
+    advantages = torch.where(columns["D"] < 0.2, 0.0, columns["D"] - 0.6)
+    teacher[::3] = torch.nan
+    inputs = LossInputs(pi, mu, advantages, torch.full((60,), True), teacher, Ratios.of(pi, mu), lengths)
+    tokens = {
+        "A": advantages,
+        "delta": inputs.ratios.prob_delta,
+        "ratio": inputs.ratios.importance_ratio,
+        "logRatio": inputs.ratios.log_importance_ratio,
+        "sequenceLogRatio": inputs.mean_per_sequence(inputs.ratios.log_importance_ratio),
+        "logProb": pi,
+        "teacher": teacher,
+    }
+    page = {name: [None if math.isnan(x) else x for x in values.tolist()] for name, values in tokens.items()}
+    losses = study_page.evaluate("() => $data_losses.LOSSES")
+    assert losses.keys() == RL_LOSSES.keys()
+    union, *_ = get_args(LossConfig)
+    kinds = {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(union)}
+    for name, loss in losses.items():
+        keys = {parameter["key"] for parameter in loss["parameters"]}
+        assert keys == kinds[name].model_fields.keys() - {"type", "reduction"}
+        assert loss["reduction"] == kinds[name].model_fields["reduction"].default
+        for parameter, end in itertools.product(loss["parameters"], ("low", "usual", "high")):
+            if name == "tis" and parameter["key"] == "max_ratio" and end == "low":
+                continue  # a cap of 0 is refused: no token would have a weight
+            config = kinds[name](type=name, **{parameter["key"]: parameter[end]})
+            record = RL_LOSSES[name](inputs, config)
+            found = study_page.evaluate(DECIDE, [name, {parameter["key"]: parameter[end]}, page])
+            where = f"{name}, {parameter['key']} = {parameter[end]}"
+            assert found["loss"] == near(record.token_loss, scale=10.0), where
+            for side in ("masked", "high", "low"):
+                mask = getattr(record, "is_masked" if side == "masked" else f"is_masked_{side}")
+                assert found[side] == ([False] * 60 if mask is None else mask.tolist()), where
+
+
+DECIDE = """([loss, chosen, columns]) => {
+  const bounds = $data_what_if.boundsOf(loss, chosen, null);
+  const decisions = columns.A.map((_, i) => $data_losses.LOSSES[loss].decide(bounds,
+    Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[i] ?? NaN]))));
+  const keys = ["loss", "masked", "high", "low"];
+  return Object.fromEntries(keys.map((key) => [key, decisions.map((each) => each[key])]));
+}"""
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "group"])
+def test_a_mean_over_sequences_or_groups_weighs_tokens_as_python_does(
+    study_page: Any, made_run: Any, reduction: str
+) -> None:
+    records = made_run.steps[1]
+    counts = np.array([sum(record["loss_mask"]) for record in records])
+    expected = sequence_weights(reduction, counts, [record["group_id"] for record in records])
+    found = study_page.evaluate(
+        """async (reduction) => {
+          const { weights, means } = $data_what_if.recordsOf(await $main.app.run.stepTokens(1), reduction);
+          return [[...weights], [...means]];
+        }""",
+        reduction,
+    )
+    assert found[0] == near(expected, terms=4, each=True)
+    means = [np.array(r["log_importance_ratio"])[np.array(r["loss_mask"])].mean() for r in records]
+    assert found[1] == near(means, terms=max(counts), scale=4.0)
+
+
+def test_a_run_that_weighs_by_sequence_gives_back_its_record(
+    visit: Any, made_run: Any, page_of: Any, tmp_path: Path
+) -> None:
+    """Under GSPO, whose mean is over sequences; the address keeps another choice."""
+    loss = GspoLossConfig(type="gspo", clip_low=0.1, clip_high=0.1)
+    folder = tmp_path / "gspo"
+    shutil.copytree(made_run.folder, folder)
+    (folder / "configs" / "rl.toml").write_text(
+        '[trainer.loss]\ntype = "gspo"\nclip_low = 0.1\nclip_high = 0.1\nreduction = "sequence"\n'
+    )
+    path = folder / "token_exports" / "step_1" / "rank_0.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    weights = sequence_weights(
+        "sequence", np.array([sum(r["loss_mask"]) for r in records]), [""] * len(records)
+    )
+    for record, weight in zip(records, weights.tolist(), strict=True):
+        pi, mu, advantages = (
+            torch.tensor(record[name], dtype=torch.float64)
+            for name in ("trainer_logprobs", "inference_logprobs", "advantages")
+        )
+        mask = torch.tensor(record["loss_mask"])
+        made = gspo_loss(LossInputs(pi, mu, advantages, mask, None, Ratios.of(pi, mu), [len(pi)]), loss)
+        decisions = {"token_loss": weight * made.token_loss, "is_masked": made.is_masked}
+        decisions |= {"is_masked_high": made.is_masked_high, "is_masked_low": made.is_masked_low}
+        record |= {name: values.tolist() for name, values in decisions.items()}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = visit(f"{page_of(folder)}#whatif?step=1", ".verdict .good")
+    assert "masks and loss are those recorded" in page.locator(".verdict").inner_text()
+    page.get_by_label("Mean over").select_option("group")
+    page.wait_for_function("location.hash.includes('reduction%3Dgroup')")
+    assert not page.locator(".verdict .good").count()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ _OPD = DppoLossConfig(adv_tau=0.0, teacher_tau=1.0)
 
 
 def dppo_loss(inputs: LossInputs, config: DppoLossConfig) -> LossRecord:
-    """DPPO + KL: −keep · (adv_tau·A + teacher_tau·(log teacher − log π)) · r + m·kl_tau·ℓ²."""
+    """DPPO + KL: −keep·(adv_tau·A + teacher_tau·(log teacher − log π))·r + kl_tau·ℓ²; a token is out
+    where A > 0 and Δ > dppo_mask_high, or A ≤ 0 and Δ < −dppo_mask_low.
+    """
     delta, advantages, trainable = inputs.ratios.prob_delta, inputs.advantages, inputs.loss_mask
     too_high = delta > config.dppo_mask_high
     too_low = delta < -config.dppo_mask_low
@@ -46,15 +48,15 @@ def dppo_loss(inputs: LossInputs, config: DppoLossConfig) -> LossRecord:
 
 
 def ppo_clip_loss(inputs: LossInputs, config: PpoClipLossConfig) -> LossRecord:
-    """PPO's clipped surrogate: −min(r·A, clip(r, 1 − low, 1 + high)·A)."""
+    """PPO clip: −min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A) + kl_tau·ℓ²."""
     return _clipped(inputs, inputs.ratios.log_importance_ratio, config)
 
 
 def gspo_loss(inputs: LossInputs, config: GspoLossConfig) -> LossRecord:
-    """GSPO: the clipped surrogate of s = exp(mean of ℓ over the sequence), one ratio for all of its tokens.
-
-    Each token carries the gradient of its own ℓ; their mean over the sequence is that of s.
+    """GSPO: −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A) + kl_tau·ℓ², with one ratio for all tokens of a
+    sequence: s = exp(mean of ℓ).
     """
+    # Each token carries the gradient of its own ℓ; their mean over the sequence is that of s.
     return _clipped(inputs, inputs.mean_per_sequence(inputs.ratios.log_importance_ratio), config)
 
 
@@ -72,19 +74,19 @@ def _clipped(inputs: LossInputs, log_ratio: Tensor, config: PpoClipLossConfig | 
 
 
 def cispo_loss(inputs: LossInputs, config: CispoLossConfig) -> LossRecord:
-    """CISPO: −stopgrad(clip(r, 1 − low, 1 + high))·A·log π."""
+    """CISPO: −stopgrad(clip(r, 1 − clip_low, 1 + clip_high))·A·log π + kl_tau·ℓ²."""
     weights = inputs.ratios.importance_ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return _record(inputs, weights * inputs.advantages * inputs.trainer_logprobs, config.kl_tau)
 
 
 def tis_loss(inputs: LossInputs, config: TisLossConfig) -> LossRecord:
-    """Truncated importance sampling: −stopgrad(min(r, cap))·A·log π."""
+    """Truncated importance sampling: −stopgrad(min(r, max_ratio))·A·log π + kl_tau·ℓ²."""
     weights = inputs.ratios.importance_ratio.clamp(max=config.max_ratio)
     return _record(inputs, weights * inputs.advantages * inputs.trainer_logprobs, config.kl_tau)
 
 
 def icepop_loss(inputs: LossInputs, config: IcepopLossConfig) -> LossRecord:
-    """IcePop: −r·A where min ≤ r ≤ max, nothing elsewhere."""
+    """IcePop: −keep·r·A + kl_tau·ℓ²; a token is out where r < min_ratio or r > max_ratio."""
     ratio = inputs.ratios.importance_ratio
     too_high = inputs.loss_mask & (ratio > config.max_ratio)
     too_low = inputs.loss_mask & (ratio < config.min_ratio)
@@ -144,7 +146,7 @@ def loss_for(config: LossConfig | None) -> dict[str, TokenLoss]:
     return {"rl": unknown_loss if config is None else _rl_loss(config), "opd": opd_loss, "sft": sft_loss}
 
 
-_RL_LOSSES: Mapping[str, Callable[[LossInputs, Any], LossRecord]] = {
+RL_LOSSES: Mapping[str, Callable[[LossInputs, Any], LossRecord]] = {
     "dppo": dppo_loss,
     "ppo_clip": ppo_clip_loss,
     "cispo": cispo_loss,
@@ -157,7 +159,7 @@ _RL_LOSSES: Mapping[str, Callable[[LossInputs, Any], LossRecord]] = {
 def _rl_loss(config: LossConfig) -> TokenLoss:
     if isinstance(config, CustomLossConfig):
         return _custom_loss(config)
-    function = _RL_LOSSES[config.type]
+    function = RL_LOSSES[config.type]
     return lambda inputs: function(inputs, config)
 
 

@@ -1,26 +1,9 @@
-// The losses again, token by token, with bounds of one's own choice: the formulas of `pellucid.loss.functions`.
+// A step once more under another loss, token by token: `losses.js` has the formulas.
 
-/**
- * @typedef {{key: string, label: string, low: number, high: number, step: number, usual: number}} Bound
- * @typedef {{title: string, formula: string, bounds: Bound[], masks: boolean}} Loss
- */
+import { LOSSES } from "./losses.js";
 
-const KL_TAU = { key: "kl_tau", label: "kl_tau", low: 0, high: 0.1, step: 0.001, usual: 0 };
-
-/** @type {Record<string, Loss>} */
-export const LOSSES = {
-  dppo: { title: "DPPO + KL", formula: "−keep·A·r + kl_tau·ℓ²; out where A > 0 and Δ > high, or A ≤ 0 and Δ < −low", masks: true, bounds: [
-    { key: "dppo_mask_high", label: "high", low: 0, high: 1, step: 0.01, usual: 0.2 }, { key: "dppo_mask_low", label: "low", low: 0, high: 1, step: 0.01, usual: 0.2 },
-    { ...KL_TAU, usual: 0.001 }] },
-  icepop: { title: "IcePop", formula: "−keep·A·r + kl_tau·ℓ²; out where r < min or r > max", masks: true, bounds: [
-    { key: "min_ratio", label: "min ratio", low: 0, high: 1, step: 0.01, usual: 0.5 }, { key: "max_ratio", label: "max ratio", low: 1, high: 10, step: 0.05, usual: 5 }, KL_TAU] },
-  ppo_clip: { title: "PPO clip", formula: "−min(r·A, clip(r, 1 − low, 1 + high)·A) + kl_tau·ℓ²", masks: true, bounds: [
-    { key: "clip_high", label: "clip high", low: 0, high: 2, step: 0.01, usual: 0.2 }, { key: "clip_low", label: "clip low", low: 0, high: 1, step: 0.01, usual: 0.2 }, KL_TAU] },
-  cispo: { title: "CISPO", formula: "−clip(r, 1 − low, 1 + high)·A·log π + kl_tau·ℓ²", masks: false, bounds: [
-    { key: "clip_high", label: "clip high", low: 0, high: 10, step: 0.05, usual: 4 }, { key: "clip_low", label: "clip low", low: 0, high: 1, step: 0.01, usual: 1 }, KL_TAU] },
-  tis: { title: "TIS", formula: "−min(r, cap)·A·log π + kl_tau·ℓ²", masks: false, bounds: [
-    { key: "max_ratio", label: "cap", low: 0.1, high: 10, step: 0.05, usual: 2 }, KL_TAU] },
-};
+/** What a loss may take the mean over. */
+export const REDUCTIONS = ["token", "sequence", "group"];
 
 /** `dppo_mask_high=0.3,kl_tau=0` @param {string} text @returns {Record<string, number>} */
 export function parseBounds(text) {
@@ -28,85 +11,102 @@ export function parseBounds(text) {
     .map(([key, value]) => [key, Number(value)]));
 }
 
-/** @param {Record<string, number>} bounds */
-export const serialiseBounds = (bounds) => Object.entries(bounds).map(([key, value]) => `${key}=${value}`).join(",");
+/** @param {Record<string, number>} bounds @param {string} reduction */
+export const serialiseBounds = (bounds, reduction) => [...Object.entries(bounds), ["reduction", reduction]].map(([key, value]) => `${key}=${value}`).join(",");
 
 /** The bounds in force: what was chosen, else the run's own, else the usual. @param {string} type @param {Record<string, number>} chosen @param {any} own */
 export function boundsOf(type, chosen, own) {
-  return Object.fromEntries(LOSSES[type].bounds.map(({ key, usual }) => [key, chosen[key] ?? (own?.type === type ? own[key] : undefined) ?? usual]));
+  return Object.fromEntries(LOSSES[type].parameters.map(({ key, usual }) => [key, chosen[key] ?? (own?.type === type ? own[key] : undefined) ?? usual]));
 }
 
-export const KEPT = 0;
-export const HIGH = 1;
-export const LOW = 2;
-export const OTHER = 3; // out of bounds, with an advantage of 0
+/** The mean in force, in the same order. @param {string} type @param {string} text the bounds of the address @param {any} own @returns {string} */
+export function reductionOf(type, text, own) {
+  const chosen = text.split(",").find((part) => part.startsWith("reduction="))?.slice("reduction=".length) ?? "";
+  return REDUCTIONS.includes(chosen) ? chosen : (own?.type === type ? own.reduction : undefined) ?? LOSSES[type].reduction;
+}
+
+/** Whether a record's tokens are trained by the loss. @param {import("./run.js").StepIndex} index @param {number} record */
+const isRl = (index, record) => (index.value("mode", record) ?? "rl") === "rl";
 
 /**
- * What a loss does with one trainable token.
- * @param {string} type @param {Record<string, number>} bounds @param {{A: number, delta: number, ratio: number, logRatio: number, logProb: number}} token
- * @returns {{mask: number, loss: number}}
+ * By record: what its tokens weigh in the step's mean (`pellucid.loss.reduction`), and the mean of ℓ over its trainable tokens.
+ * @param {import("./run.js").StepTokens} all @param {string} reduction
  */
-export function decide(type, bounds, { A, delta, ratio, logRatio, logProb }) {
-  const penalty = bounds.kl_tau * logRatio * logRatio;
-  if (type === "dppo") {
-    const out = A > 0 ? delta > bounds.dppo_mask_high : delta < -bounds.dppo_mask_low;
-    return { mask: out ? (A > 0 ? HIGH : A < 0 ? LOW : OTHER) : KEPT, loss: penalty - (out ? 0 : A * ratio) };
+export function recordsOf(all, reduction) {
+  const { index, owners } = all;
+  const logRatio = all.column("log_importance_ratio");
+  const [trainable, sums, weights] = [0, 1, 2].map(() => new Float64Array(index.length));
+  for (let i = 0; i < all.length; i += 1) {
+    if (!all.isTrainable(i)) continue;
+    trainable[owners[i]] += 1;
+    sums[owners[i]] += logRatio ? logRatio[i] : NaN;
   }
-  if (type === "icepop") {
-    const mask = ratio > bounds.max_ratio ? HIGH : ratio < bounds.min_ratio ? LOW : KEPT;
-    return { mask, loss: penalty - (mask ? 0 : A * ratio) };
+  /** @type {Map<string | number, number>} */
+  const units = new Map();
+  const unitOf = (/** @type {number} */ record) => (reduction === "group" && index.value("group", record)) || record;
+  let total = 0;
+  for (let record = 0; record < index.length; record += 1) {
+    if (!isRl(index, record) || !trainable[record]) continue;
+    total += trainable[record];
+    units.set(unitOf(record), (units.get(unitOf(record)) ?? 0) + trainable[record]);
   }
-  if (type === "ppo_clip") {
-    const mask = A > 0 && ratio > 1 + bounds.clip_high ? HIGH : A < 0 && ratio < 1 - bounds.clip_low ? LOW : KEPT;
-    const weight = mask === HIGH ? 1 + bounds.clip_high : mask === LOW ? 1 - bounds.clip_low : ratio;
-    return { mask, loss: penalty - weight * A };
-  }
-  const weight = type === "tis" ? Math.min(ratio, bounds.max_ratio) : Math.min(1 + bounds.clip_high, Math.max(1 - bounds.clip_low, ratio));
-  return { mask: KEPT, loss: penalty - weight * A * logProb };
+  return {
+    weights: weights.map((_, record) => (reduction === "token" ? 1 : total / (units.size * (units.get(unitOf(record)) ?? 1)))),
+    means: sums.map((sum, record) => sum / Math.max(1, trainable[record])),
+  };
 }
 
 /**
- * @typedef {{trainable: number, high: number, low: number, other: number, loss: number, recordedHigh: number, recordedLow: number,
- *   recordedMasked: number, recordedLoss: number, newlyMasked: number, newlyKept: number}} Tally
+ * @typedef {{trainable: number, masked: number, high: number, low: number, loss: number, recordedMasked: number, recordedLoss: number,
+ *   newlyMasked: number, newlyKept: number}} Tally
  * @typedef {{all: Tally, envs: Map<string, Tally>, changed: number[], denominator: number, hasRecord: boolean, hasLoss: boolean, skipped: number}} Outcome
  */
 
 /** @returns {Tally} */
-const tally = () => ({ trainable: 0, high: 0, low: 0, other: 0, loss: 0, recordedHigh: 0, recordedLow: 0, recordedMasked: 0, recordedLoss: 0, newlyMasked: 0, newlyKept: 0 });
+const tally = () => ({ trainable: 0, masked: 0, high: 0, low: 0, loss: 0, recordedMasked: 0, recordedLoss: 0, newlyMasked: 0, newlyKept: 0 });
+
+/**
+ * Chosen tokens as a loss sees them, one by one; `skip` is called for those of other training modes.
+ * @param {import("./run.js").StepTokens} all @param {Float64Array} means of ℓ, by record @param {Uint8Array} chosen
+ * @param {(i: number, token: import("./losses.js").LossToken) => void} visit @param {() => void} [skip] @param {number} [stride]
+ */
+export function eachToken(all, means, chosen, visit, skip = () => {}, stride = 1) {
+  const [A, delta, ratio, logRatio, logProb, teacher] = ["advantages", "prob_delta", "importance_ratio", "log_importance_ratio", "trainer_logprobs", "teacher_logprobs"]
+    .map((name) => all.column(name));
+  for (let i = 0; i < all.length; i += stride) {
+    if (!chosen[i]) continue;
+    if (!A || !ratio || !delta || !logRatio || Number.isNaN(ratio[i]) || !isRl(all.index, all.owners[i])) { skip(); continue; }
+    visit(i, { A: A[i], delta: delta[i], ratio: ratio[i], logRatio: logRatio[i], sequenceLogRatio: means[all.owners[i]], logProb: logProb ? logProb[i] : 0, teacher: teacher ? teacher[i] : NaN });
+  }
+}
 
 /**
  * A step under other bounds. Only rl tokens have a trust region that these losses speak of.
  * @param {import("./run.js").StepTokens} all @param {string} type @param {Record<string, number>} bounds
- * @param {Uint8Array} chosen which tokens count @returns {Outcome}
+ * @param {string} reduction @param {Uint8Array} chosen which tokens count @returns {Outcome}
  */
-export function outcomeOf(all, type, bounds, chosen) {
-  const [A, delta, ratio, logRatio, logProb, masked, high, low, loss] = ["advantages", "prob_delta", "importance_ratio", "log_importance_ratio",
-    "trainer_logprobs", "is_masked", "is_masked_high", "is_masked_low", "token_loss"].map((name) => all.column(name));
+export function outcomeOf(all, type, bounds, reduction, chosen) {
+  const [masked, loss] = ["is_masked", "token_loss"].map((name) => all.column(name));
+  const { weights, means } = recordsOf(all, reduction);
   const result = { all: tally(), envs: new Map(), changed: /** @type {number[]} */ ([]), denominator: all.index.value("denominator", 0) || 0, hasRecord: Boolean(masked), hasLoss: Boolean(loss), skipped: 0 };
-  const { index } = all;
-  for (let i = 0; i < all.length; i += 1) {
-    if (!chosen[i]) continue;
-    const record = all.owners[i];
-    const name = index.value("env", record) ?? "";
-    if (!A || !ratio || !delta || !logRatio || Number.isNaN(ratio[i]) || (index.value("mode", record) ?? "rl") !== "rl") { result.skipped += 1; continue; }
-    const { mask, loss: now } = decide(type, bounds, { A: A[i], delta: delta[i], ratio: ratio[i], logRatio: logRatio[i], logProb: logProb ? logProb[i] : 0 });
+  eachToken(all, means, chosen, (i, token) => {
+    const now = LOSSES[type].decide(bounds, token);
+    const name = all.index.value("env", all.owners[i]) ?? "";
     if (!result.envs.has(name)) result.envs.set(name, tally());
     const wasMasked = masked?.[i] === 1;
     for (const into of [result.all, /** @type {Tally} */ (result.envs.get(name))]) {
       into.trainable += 1;
-      if (mask === HIGH) into.high += 1;
-      if (mask === LOW) into.low += 1;
-      if (mask === OTHER) into.other += 1;
-      into.loss += now;
-      if (high?.[i] === 1) into.recordedHigh += 1;
-      if (low?.[i] === 1) into.recordedLow += 1;
+      if (now.masked) into.masked += 1;
+      if (now.high) into.high += 1;
+      if (now.low) into.low += 1;
+      into.loss += weights[all.owners[i]] * now.loss;
       if (wasMasked) into.recordedMasked += 1;
       into.recordedLoss += loss?.[i] ?? 0;
-      if (mask && !wasMasked) into.newlyMasked += 1;
-      if (!mask && wasMasked) into.newlyKept += 1;
+      if (now.masked && !wasMasked) into.newlyMasked += 1;
+      if (!now.masked && wasMasked) into.newlyKept += 1;
     }
-    if (masked && Boolean(mask) !== wasMasked) result.changed.push(i);
-  }
+    if (masked && now.masked !== wasMasked) result.changed.push(i);
+  }, () => { result.skipped += 1; });
   result.denominator ||= result.all.trainable;
   return result;
 }

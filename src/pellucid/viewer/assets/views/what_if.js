@@ -1,10 +1,11 @@
 // Other bounds of the trust region: what they would have masked in this step, and the loss it would have had,
 // beside what was recorded.
 
+import { LOSSES } from "../data/losses.js";
 import { metricOf, valuesOf } from "../data/metrics.js";
 import { selectionColumns } from "../data/save.js";
 import { select } from "../data/select.js";
-import { LOSSES, boundsOf, decide, outcomeOf, parseBounds, serialiseBounds } from "../data/what_if.js";
+import { REDUCTIONS, boundsOf, eachToken, outcomeOf, parseBounds, recordsOf, reductionOf, serialiseBounds } from "../data/what_if.js";
 import { lineChart } from "../draw/chart.js";
 import { contextLine } from "../draw/context.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
@@ -98,13 +99,14 @@ export class WhatIfView {
     this.empty.replaceChildren();
     this.scale = new ColourScale(metricOf("delta"), domainOf(/** @type {any} */ (values), (i) => all.isTrainable(i), metricOf("delta")));
     this.drawControls(state);
-    this.recompute(state, boundsOf(this.type, parseBounds(state.bounds), own));
+    this.recompute(state, boundsOf(this.type, parseBounds(state.bounds), own), reductionOf(this.type, state.bounds, own));
   }
 
   /** @param {import("../state/store.js").State} state */
   drawControls(state) {
     const own = this.app.run.lossAt(this.all.step);
-    const key = `${this.type} ${state.step}`;
+    const reduction = reductionOf(this.type, state.bounds, own);
+    const key = `${this.type} ${state.step} ${reduction}`;
     const bounds = boundsOf(this.type, parseBounds(state.bounds), own);
     if (this.controlsFor === key && this.inputs) {
       for (const [name, { slider, number }] of this.inputs) if (document.activeElement !== number) { slider.value = number.value = String(bounds[name]); }
@@ -113,29 +115,31 @@ export class WhatIfView {
     this.controlsFor = key;
     this.inputs = new Map();
     const loss = LOSSES[this.type];
-    const sliders = loss.bounds.map(({ key: name, label, low, high, step }) => {
+    const sliders = loss.parameters.map(({ key: name, low, high, step }) => {
       const set = (/** @type {string} */ text, /** @type {boolean} */ keep) => {
         const next = { ...boundsOf(this.type, parseBounds(this.app.state.bounds), own), [name]: Number(text) };
         slider.value = number.value = text;
-        if (keep) this.app.go({ bounds: serialiseBounds(next), loss: this.type }); else this.recompute(this.app.state, next);
+        if (keep) this.app.go({ bounds: serialiseBounds(next, reduction), loss: this.type }); else this.recompute(this.app.state, next, reduction);
       };
-      const slider = element("input", { type: "range", min: low, max: high, step, value: bounds[name], "aria-label": label, oninput: () => set(slider.value, false), onchange: () => set(slider.value, true) });
-      const number = element("input", { type: "number", min: 0, step, value: bounds[name], "aria-label": `${label}, as a number`, onchange: () => set(number.value, true) });
+      const slider = element("input", { type: "range", min: low, max: high, step, value: bounds[name], "aria-label": name, oninput: () => set(slider.value, false), onchange: () => set(slider.value, true) });
+      const number = element("input", { type: "number", min: 0, step: "any", value: bounds[name], "aria-label": `${name}, as a number`, onchange: () => set(number.value, true) });
       this.inputs?.set(name, { slider, number });
       const mark = own?.type === this.type ? `the run's: ${short(own[name])}` : "";
-      return element("div", { class: "slider" }, element("span", {}, label, element("small", { class: "muted" }, ` ${mark}`)), slider, number);
+      return element("div", { class: "slider" }, element("span", {}, name, element("small", { class: "muted" }, ` ${mark}`)), slider, number);
     });
     refill(this.controls, element("header", {}, choice("Loss", Object.entries(LOSSES).map(([name, { title }]) => [name, title + (own?.type === name ? " (the run's)" : "")]), this.type, (next) => this.app.go({ loss: next, bounds: "" })),
       element("button", { type: "button", onclick: () => { this.controlsFor = ""; this.app.go({ loss: "", bounds: "" }); } }, "as recorded")),
-    element("p", { class: "formula" }, loss.formula), ...sliders);
+    element("p", { class: "formula" }, loss.formula), ...sliders,
+    choice("Mean over", REDUCTIONS.map((name) => [name, name + (own?.type === this.type && name === (own.reduction ?? loss.reduction) ? " (the run's)" : "")]), reduction,
+      (next) => this.app.go({ loss: this.type, bounds: serialiseBounds(boundsOf(this.type, parseBounds(this.app.state.bounds), own), next) })));
   }
 
-  /** @param {import("../state/store.js").State} state @param {Record<string, number>} bounds */
-  recompute(state, bounds) {
+  /** @param {import("../state/store.js").State} state @param {Record<string, number>} bounds @param {string} reduction */
+  recompute(state, bounds, reduction) {
     const { all } = this;
     const chosen = select(all, this.app.run.vocabulary, { ...state, brush: "" });
-    const result = outcomeOf(all, this.type, bounds, chosen.tokens);
-    this.drawVerdict(result, bounds);
+    const result = outcomeOf(all, this.type, bounds, reduction, chosen.tokens);
+    this.drawVerdict(result, bounds, reduction);
     this.drawCurve(bounds, chosen.tokens);
     refill(this.changedBar, element("h3", {}, "Tokens that change"),
       element("small", {}, result.hasRecord ? `${plural(result.all.newlyMasked, "token")} would be masked, ${count(result.all.newlyKept)} would train` : "masks are not recorded, so there is nothing to compare with"));
@@ -144,15 +148,16 @@ export class WhatIfView {
     this.table.root.hidden = !result.changed.length;
   }
 
-  /** @param {import("../data/what_if.js").Outcome} result @param {Record<string, number>} bounds */
-  drawVerdict(result, bounds) {
+  /** @param {import("../data/what_if.js").Outcome} result @param {Record<string, number>} bounds @param {string} reduction */
+  drawVerdict(result, bounds, reduction) {
     const own = this.app.run.lossAt(this.all.step);
     const names = [...result.envs.keys()].sort();
-    const isOwn = own?.type === this.type && LOSSES[this.type].bounds.every(({ key }) => bounds[key] === own[key]);
+    const loss = LOSSES[this.type];
+    const isOwn = own?.type === this.type && reduction === (own.reduction ?? loss.reduction) && loss.parameters.every(({ key, usual }) => bounds[key] === (own[key] ?? usual));
     const rows = [["all", result.all], ...(names.length > 1 ? names.map((name) => [name || "no name", result.envs.get(name)]) : [])];
     const cells = (/** @type {any} */ [name, tally]) => {
       const share = (/** @type {number} */ number) => (tally.trainable ? number / tally.trainable : null);
-      const now = share(tally.high + tally.low + tally.other);
+      const now = share(tally.masked);
       const before = result.hasRecord ? share(tally.recordedMasked) : null;
       return element("tr", {}, element("th", { scope: "row", class: "text" }, name), td(percent(before)), td(percent(now), changed(before, now)),
         td(`${count(tally.high)} / ${count(tally.low)}`), td(result.hasLoss ? signed(tally.recordedLoss / result.denominator, 6) : "–"),
@@ -160,8 +165,7 @@ export class WhatIfView {
     };
     const gap = Math.abs(result.all.loss - result.all.recordedLoss) / result.denominator;
     const agrees = gap <= 1e-6 * Math.max(1, Math.abs(result.all.recordedLoss / result.denominator)) && result.all.newlyMasked + result.all.newlyKept === 0;
-    const check = !isOwn || !result.hasLoss ? null : own.reduction && own.reduction !== "token"
-      ? element("p", { class: "muted" }, `The run weighs tokens by ${own.reduction}; here every token counts alike, so losses differ.`)
+    const check = !isOwn || !result.hasLoss ? null
       : element("p", { class: agrees ? "good" : "bad" }, agrees ? "✓ With the run's own bounds, masks and loss are those recorded." : `✗ With the run's own bounds the loss differs from the record by ${short(gap)}.`);
     refill(this.verdict, element("header", {}, element("h3", {}, "Recorded, and with these bounds")),
       element("table", { class: "plain-table" }, element("thead", {}, element("tr", {}, ...["", "masked, recorded", "masked, now", "high / low", "loss, recorded", "loss, now"].map((text, i) => element("th", { scope: "col", class: i ? "number" : "text" }, text)))),
@@ -174,19 +178,15 @@ export class WhatIfView {
     const loss = LOSSES[this.type];
     this.curve.hidden = !loss.masks;
     if (!loss.masks) return;
-    const shown = loss.bounds.filter(({ key }) => key !== "kl_tau");
+    const shown = loss.parameters.filter(({ key }) => !key.endsWith("_tau"));
     const { all } = this;
-    const [A, delta, ratio] = ["advantages", "prob_delta", "importance_ratio"].map((name) => /** @type {any} */ (all.column(name)));
-    /** @type {{A: number, delta: number, ratio: number, logRatio: number, logProb: number}[]} */
+    /** @type {import("../data/losses.js").LossToken[]} */
     const tokens = [];
-    const stride = Math.max(1, Math.floor(all.length / 60_000));
-    for (let i = 0; i < all.length; i += stride) {
-      if (chosen[i] && !Number.isNaN(ratio[i])) tokens.push({ A: A[i], delta: delta[i], ratio: ratio[i], logRatio: 0, logProb: 0 });
-    }
+    eachToken(all, recordsOf(all, "token").means, chosen, (_, token) => tokens.push(token), undefined, Math.max(1, Math.floor(all.length / 60_000)));
     const top = Math.max(...shown.map(({ high }) => high));
     const x = Array.from({ length: CURVE_POINTS + 1 }, (_, i) => (i / CURVE_POINTS) * top);
-    const lines = shown.map(({ key, label, low, high }, i) => ({ label, colour: `series-${i + 2}`,
-      values: x.map((value) => (value < low || value > high ? NaN : tokens.filter((token) => decide(this.type, { ...bounds, [key]: value }, token).mask).length / (tokens.length || 1))) }));
+    const lines = shown.map(({ key, low, high }, i) => ({ label: key, colour: `series-${i + 2}`,
+      values: x.map((value) => (value < low || value > high ? NaN : tokens.filter((token) => loss.decide({ ...bounds, [key]: value }, token).masked).length / (tokens.length || 1))) }));
     this.curveRoot.replaceChildren(element("p", { class: "strip-value" }, ...lines.map(({ label, colour }) => {
       const swatch = element("i", { class: "swatch" });
       swatch.style.background = `var(--${colour})`;

@@ -1,0 +1,201 @@
+"""The built-in losses as JavaScript: the viewer's "what if" computes by the functions that train.
+
+    python -m pellucid.loss.script > src/pellucid/viewer/assets/data/losses.js
+
+Each of `RL_LOSSES` is traced once, with symbols for the columns of a token and for the loss's settings. Every
+operation becomes a line, and the settings with their limits and defaults become sliders:
+
+    too_high = delta > config.dppo_mask_high        const a1 = t.delta > p.dppo_mask_high;
+
+The page asks about trainable tokens alone, so `loss_mask` is true and what it guards falls away.
+"""
+
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic.fields import FieldInfo
+from torch import Tensor, fx
+
+from pellucid.loss.functions import RL_LOSSES
+from pellucid.loss.record import LossInputs, LossRecord, Ratios
+
+_HEAD = """\
+// What each loss makes of a trainable token. Written by `python -m pellucid.loss.script`.
+
+/**
+ * `sequenceLogRatio` is the mean over the token's sequence; `teacher` is NaN without one.
+ * @typedef {{A: number, delta: number, ratio: number, logRatio: number, sequenceLogRatio: number,
+ *   logProb: number, teacher: number}} LossToken
+ * @typedef {{key: string, low: number, high: number, step: number, usual: number}} Parameter
+ * @typedef {{loss: number, masked: boolean, high: boolean, low: boolean}} Decision
+ * @typedef {{title: string, formula: string, masks: boolean, reduction: string, parameters: Parameter[],
+ *   decide: (p: Record<string, number>, t: LossToken) => Decision}} Loss
+ */
+
+/** @type {Record<string, Loss>} */
+export const LOSSES = {
+"""
+
+_COLUMNS = {
+    "advantages": "t.A",
+    "prob_delta": "t.delta",
+    "importance_ratio": "t.ratio",
+    "log_importance_ratio": "t.logRatio",
+    "sequence_log_ratio": "t.sequenceLogRatio",
+    "trainer_logprobs": "t.logProb",
+    "teacher_logprobs": "t.teacher",
+    "loss_mask": "true",
+}
+_SIGNS = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.gt: ">",
+    operator.lt: "<",
+    operator.and_: "&&",
+    operator.or_: "||",
+}
+
+
+def script() -> str:
+    """The whole module."""
+    return _HEAD + "".join(_loss(name, function) for name, function in RL_LOSSES.items()) + "};\n"
+
+
+def _loss(name: str, function: Callable[..., LossRecord]) -> str:
+    settings = function.__annotations__["config"].model_fields
+    names = sorted(settings.keys() - {"type", "reduction"}, key=lambda name: (name == "kl_tau", name))
+    fields = {name: settings[name] for name in names}
+    lines, (loss, *masks) = _lines(_trace(function, fields))
+    title, _, formula = " ".join((function.__doc__ or "").split()).rstrip(".").partition(": ")
+    facts = {
+        "title": title,
+        "formula": formula,
+        "masks": masks[0] is not None,
+        "reduction": settings["reduction"].default,
+    }
+    masked, high, low = (mask or "false" for mask in masks)
+    return "\n".join(
+        [
+            f"  {name}: {{",
+            *(f"    {key}: {json.dumps(value, ensure_ascii=False)}," for key, value in facts.items()),
+            "    parameters: [",
+            *(f"      {json.dumps(_slider(key, field))}," for key, field in fields.items()),
+            "    ],",
+            "    decide(p, t) {",
+            *(f"      {line}" for line in lines),
+            f"      return {{ loss: {loss}, masked: {masked}, high: {high}, low: {low} }};",
+            "    },",
+            "  },\n",
+        ]
+    )
+
+
+def _slider(key: str, field: FieldInfo) -> dict[str, Any]:
+    """A parameter from its lower limit to five times its default, or to its upper limit."""
+    limits = {
+        name: getattr(each, name) for each in field.metadata for name in ("ge", "le") if hasattr(each, name)
+    }
+    low = limits.get("ge", 0)
+    high = min(low + (5 * (field.default - low) or 1), limits.get("le", math.inf))
+    step = float(f"{(high - low) / 200:.3g}")
+    return {"key": key, "low": low, "high": float(f"{high:.3g}"), "step": step, "usual": field.default}
+
+
+def _trace(function: Callable[..., LossRecord], settings: Mapping[str, FieldInfo]) -> fx.Graph:
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    symbols: dict[str, Any] = {
+        name: fx.Proxy(graph.placeholder(name), tracer) for name in (*_COLUMNS, *settings)
+    }
+
+    class SymbolicInputs(LossInputs):
+        """Inputs of a loss for which the page has ℓ, and its mean over a sequence, as columns."""
+
+        def log_ratio(self, where: Tensor | None = None) -> Tensor:
+            return torch.where(
+                self.loss_mask if where is None else where, self.ratios.log_importance_ratio, 0.0
+            )
+
+        def mean_per_sequence(self, values: Tensor) -> Tensor:
+            assert values is self.ratios.log_importance_ratio
+            mean: Tensor = symbols["sequence_log_ratio"]
+            return mean
+
+    inputs = SymbolicInputs(
+        trainer_logprobs=symbols["trainer_logprobs"],
+        inference_logprobs=torch.empty(0),
+        advantages=symbols["advantages"],
+        loss_mask=symbols["loss_mask"],
+        teacher_logprobs=symbols["teacher_logprobs"],
+        ratios=Ratios(
+            log_importance_ratio=symbols["log_importance_ratio"],
+            importance_ratio=symbols["importance_ratio"],
+            mismatch_kl=torch.empty(0),
+            prob_delta=symbols["prob_delta"],
+        ),
+        lengths=(),
+    )
+    record: Any = function(inputs, type("Settings", (), {name: symbols[name] for name in settings}))
+    columns = (record.token_loss, record.is_masked, record.is_masked_high, record.is_masked_low)
+    graph.output(tuple(None if column is None else column.node for column in columns))
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _lines(graph: fx.Graph) -> tuple[list[str], list[str | None]]:
+    """One constant per operation; and the names of the loss and of the three masks, None if it has none."""
+    constants: dict[str, str] = {}
+    known: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            known[node] = _COLUMNS.get(node.name, f"p.{node.name}")
+        elif node.op != "output":
+            operands, options = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            expression = _operation(node.target, operands, options)
+            is_new = expression not in known.values()
+            known[node] = constants.setdefault(expression, f"a{len(constants) + 1}") if is_new else expression
+    (columns,) = graph.output_node().args
+    lines = [f"const {name} = {expression};" for expression, name in constants.items()]
+    return lines, [None if column is None else known[column] for column in columns]
+
+
+def _operation(target: Any, operands: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """The JavaScript of an operation of torch. A loss that needs another adds it here."""
+    first, *rest = operands
+    match target:
+        case operator.and_ if "true" in operands:
+            return str(rest[0] if first == "true" else first)
+        case torch.where:
+            return str(rest[0]) if first == "true" else f"{first} ? {rest[0]} : {rest[1]}"
+        case operator.invert:
+            return f"!{first}"
+        case operator.neg:
+            return f"-{first}"
+        case "exp":
+            return f"Math.exp({first})"
+        case "square":
+            return f"{first} * {first}"
+        case "isnan":
+            return f"Number.isNaN({first})"
+        case "detach":
+            return str(first)
+        case "clamp":
+            low, high = (*rest, None, None)[:2]
+            return _clamped(first, options.get("min", low), options.get("max", high))
+    if target in _SIGNS:
+        return f"{first} {_SIGNS[target]} {rest[0]}"
+    raise NotImplementedError(f"{target}: say in pellucid.loss.script what that is in JavaScript")
+
+
+def _clamped(value: str, low: Any, high: Any) -> str:
+    at_least = value if low is None else f"Math.max({low}, {value})"
+    return at_least if high is None else f"Math.min({high}, {at_least})"
+
+
+if __name__ == "__main__":
+    print(script(), end="")
