@@ -277,7 +277,7 @@ class Laboratory:
         return "passed" if ended.returncode == 0 else "failed"
 
     def _planted(self, mutant: Mutant) -> "Planted":
-        return Planted(self.folder / "src" / "pellucid" / mutant.file, PACKAGE / mutant.file, mutant.source)
+        return Planted(self.folder / "src" / "pellucid" / mutant.file, mutant.source)
 
     def _ask(
         self, scenario: Scenario, baseline: Baseline | None, env: Mapping[str, str] | None = None
@@ -349,14 +349,18 @@ class Planted:
     """Context manager: the module at `path` is the mutated one; its compiled original stays valid."""
 
     path: Path
-    original: Path
     source: str
 
+    @property
+    def _original(self) -> Path:
+        return self.path.with_suffix(".original")
+
     def __enter__(self) -> None:
+        shutil.copy2(self.path, self._original)
         self.path.write_text(self.source)
 
     def __exit__(self, *_: object) -> None:
-        shutil.copy2(self.original, self.path)
+        self._original.replace(self.path)
 
 
 # All of them
