@@ -58,6 +58,9 @@ UNCOUNTED = (NOT_REACHED, NO_EFFECT, ROUNDING)
 BROKEN = ("import", "crash", "hang")
 CHECKS = ("ledger", "replay", "verify")
 TIMEOUT_FACTOR, SHORTEST_TIMEOUT_S = 4.0, 30.0
+STARTING = threading.Lock()
+"""Held while a command is started: the first start makes the one warm Python."""
+
 THIRD_PARTY = f"""
 import sys
 from importlib import import_module
@@ -306,14 +309,15 @@ class Laboratory:
 
     def _run(self, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str]) -> Answer:
         began = time.monotonic()
-        command = warm.start(
-            arguments,
-            module="mutated",
-            cwd=self.folder,
-            env={**self._env(), **env},
-            merged=True,
-            imported=self.third_party,
-        )
+        with STARTING:
+            command = warm.start(
+                arguments,
+                module="mutated",
+                cwd=self.folder,
+                env={**self._env(), **env},
+                merged=True,
+                imported=self.third_party,
+            )
         code: int | None = None
         with suppress(TimeoutError):
             code = command.wait(timeout_s)

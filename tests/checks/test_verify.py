@@ -14,7 +14,7 @@ from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
 from pellucid.errors import ConfigError
 from pellucid.inference import engine
-from pellucid.model import attention, layout, routing
+from pellucid.model import attention, head, layout, routing
 from pellucid.model.head import TokenOutput
 from pellucid.model.policy import Policy
 from pellucid.trainer.step import StepBatch
@@ -88,6 +88,17 @@ def test_a_denominator_per_micro_batch(config, monkeypatch) -> None:
 def test_padding_that_trains(config, monkeypatch) -> None:
     monkeypatch.setitem(COLUMNS, "loss_mask", replace(COLUMNS["loss_mask"], fill=True))
     assert "its tokens count as trainable" in failures(config, gradients.check_packing)["packing"]
+
+
+def test_chunks_of_logits_whose_gradient_is_another(config, monkeypatch) -> None:
+    differentiate = head._differentiate
+
+    def doubled(logits, *others):
+        differentiate(logits, *others)
+        logits *= 2
+
+    monkeypatch.setattr(head, "_differentiate", doubled)
+    assert "in chunks" in failures(config, gradients.check_packing)["packing"]
 
 
 def test_a_mask_that_leaks(config, monkeypatch) -> None:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.errors import ModelError
 from pellucid.model.attention import AttentionPlan
-from pellucid.model.head import TokenOutput, predict, unpredicted
+from pellucid.model.head import MAX_LOGITS, TokenOutput, predict, unpredicted
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
 
@@ -23,6 +23,9 @@ class Policy(nn.Module):
         self.hf = hf
         self.replay: ExpertReplay | None = None
         """Present: every forward is given the experts of its tokens."""
+
+        self.max_logits = MAX_LOGITS
+        """Logits that may be there at once: those of more tokens are computed in chunks."""
 
     @property
     def vocab_size(self) -> int:
@@ -89,6 +92,7 @@ class Policy(nn.Module):
             token_ids[predicted],
             temperatures[predicted],
             layout.read,
+            max_logits=self.max_logits,
         )
 
     def forward(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from pellucid.checks.finding import Finding
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import TokenTable
+from pellucid.model import Policy
 from pellucid.packing import pack_batch
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.run import Run
@@ -19,6 +21,8 @@ from pellucid.trainer.step import StepBatch, loss_weights
 
 TOLERANCE = 1e-5
 PADDING = 16
+CHUNK = 7
+"""Tokens whose logits are computed at a time: a divisor of few batches, so that the last chunk is smaller."""
 
 Gradients = dict[str, Tensor]
 
@@ -38,6 +42,7 @@ def check_packing(subject: Subject) -> Iterator[Finding]:
     for way, how in ways.items():
         yield _compared("packing", way, alone, gradients(run, table, **how), _PACKING)
     yield _check_padding(run, table, padded)
+    yield from _check_chunks(run, table, alone)
     backwards = table.select(np.arange(table.num_sequences)[::-1])
     yield _compared("packing", "in reverse order", alone, gradients(run, backwards, cap=total), _PACKING)
 
@@ -61,6 +66,35 @@ def _check_padding(run: Run, table: TokenTable, padded: dict[str, Any]) -> Findi
     )
 
 
+def _check_chunks(run: Run, table: TokenTable, alone: Gradients) -> Iterator[Finding]:
+    """Has the head compute the logits of a few tokens at a time, as it does where a vocabulary is large."""
+    how = {"cap": table.num_tokens, "share": False}
+    [batch] = batches_of(run, table, **how)
+    entropies = []
+    for max_logits in (run.policy.max_logits, CHUNK * run.policy.vocab_size):
+        with _chunked(run.policy, max_logits), torch.no_grad():
+            entropies.append(torch.cat([run.forward(each).entropy for each in batch.micro_batches]))
+    with _chunked(run.policy, CHUNK * run.policy.vocab_size):
+        found = gradients(run, table, **how)
+    yield _compared("packing", f"logits of {CHUNK} tokens at a time", alone, found, _CHUNKS)
+    yield Finding(
+        "packing",
+        f"entropy, logits of {CHUNK} tokens at a time: largest difference",
+        float((entropies[0] - entropies[1]).abs().max()),
+        TOLERANCE * math.log(run.policy.vocab_size),
+        _CHUNKS,
+    )
+
+
+@contextmanager
+def _chunked(policy: Policy, max_logits: int) -> Iterator[None]:
+    before, policy.max_logits = policy.max_logits, max_logits
+    try:
+        yield
+    finally:
+        policy.max_logits = before
+
+
 def check_ranks(subject: Subject) -> Iterator[Finding]:
     """Ranks one after the other in this process; with unequal numbers of trainable tokens on each."""
     table, run = subject.table, subject.run
@@ -74,6 +108,10 @@ def check_ranks(subject: Subject) -> Iterator[Finding]:
 _PACKING = (
     "the gradient depends on how sequences are packed. Either a sequence sees its neighbours (look at "
     "`leakage`), or something is divided per micro batch instead of by the trainable tokens of the step"
+)
+_CHUNKS = (
+    "the head computes something else in chunks than at once. Look at `pellucid.model.head`: which rows a "
+    "chunk has, and what it adds to the gradients of hidden states and weight"
 )
 _RANKS = (
     "the gradient depends on the number of ranks. Every rank has to divide by the trainable tokens of the "
