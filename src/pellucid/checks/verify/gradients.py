@@ -68,7 +68,7 @@ def _check_padding(run: Run, table: TokenTable, padded: dict[str, Any]) -> Findi
 
 def _check_chunks(run: Run, table: TokenTable, alone: Gradients) -> Iterator[Finding]:
     """Has the head compute the logits of a few tokens at a time, as it does where a vocabulary is large."""
-    how = {"cap": table.num_tokens, "share": False}
+    how: dict[str, Any] = {"cap": table.num_tokens, "share": False}
     [batch] = batches_of(run, table, **how)
     entropies = []
     for max_logits in (run.policy.max_logits, CHUNK * run.policy.vocab_size):
