@@ -1,6 +1,7 @@
 """The picture of who may import whom, asserted; and what commands do without, so that they start at once."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,14 +40,38 @@ CLIENT_SIDE = {"client", "examine", "http", "fake", "pool", "protocol"}
 
 def _imports(path: Path) -> set[str]:
     """Modules of pellucid that a file imports, as dotted names below the package."""
+    return _modules_of(ast.parse(path.read_text()), str(path))
+
+
+def _modules_of(tree: ast.AST, where: str) -> set[str]:
+    """Also `from pellucid import x`, and modules that are named by a string such as "pellucid.cli:run"."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
+            assert node.level == 0, f"{where}: relative import"
+            names = [f"pellucid.{alias.name}" for alias in node.names]
+            found |= set(names) if node.module == "pellucid" else {node.module or ""}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = re.fullmatch(r"(pellucid\.(\w+)(?:\.\w+)*)(?::\w+)?", node.value)
+            found |= {named[1]} if named and list(ROOT.glob(f"{named[2]}*")) else set()
     return {name.removeprefix("pellucid.") for name in found if name.startswith("pellucid.")}
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("from pellucid import trainer, errors", {"trainer", "errors"}),
+        ("import pellucid.data as data", {"data"}),
+        ("from pellucid.loss import dppo_loss", {"loss"}),
+        ('load("pellucid.trainer.loop:train")', {"trainer.loop"}),
+        ('import_module("pellucid.viewer")', {"viewer"}),
+        ('logger = getLogger("pellucid.access")\nimport pellucid, torch', set()),
+    ],
+)
+def test_every_form_of_import_is_seen(source: str, modules: set[str]) -> None:
+    assert _modules_of(ast.parse(source), "source") == modules
 
 
 def _files(package: str) -> list[Path]:
