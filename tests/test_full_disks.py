@@ -8,12 +8,14 @@ import errno
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+import warm
 from pellucid.cli import main
 from pellucid.errors import DiskError
 from pellucid.ledger import reconcile
@@ -64,6 +66,36 @@ def test_a_run_whose_folder_is_full_goes_on_once_it_is_not(
         run.finish()
         (line,) = reconcile(run.ledger_dir).verdict()
         assert line.startswith("balanced: every one of the ")
+
+
+RL = """rl --resume --max-steps 2 --seq-len 64 --orchestrator.env '[{"id": "reverse-text"}]'
+    --orchestrator.batch-size 8 --orchestrator.rollouts-per-example 4 --orchestrator.sampling.max-tokens 4"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["ledger", "batches", "weights"])
+def test_a_command_whose_folder_is_full_exits_with_74_and_names_the_file_first(
+    tiny_model: Path, small_disk: SmallDisk, tmp_path: Path, target: str
+) -> None:
+    """One page is the room of one file of the ledger, of one batch, or of no weights."""
+    folder = tmp_path / "run"
+    command = [*shlex.split(RL), "--model.name", str(tiny_model), "--output-dir", str(folder)]
+    with small_disk("4k", at=folder / target) as disk:
+        struck = warm.run(command, merged=True)
+        assert struck.returncode == 74, struck.stdout
+        assert re.search(
+            r"^error: \w+ exited with code 74 \(the disk is full, or cannot be written to\)\n"
+            rf" +error: {re.escape(str(disk))}/\S+ cannot be written \(No space left on device\); "
+            "free some space and go on with --resume$",
+            struck.stdout,
+            re.MULTILINE,
+        )
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        resumed = warm.run(command, merged=True)
+        assert resumed.returncode == 0, resumed.stdout
+        (line,) = reconcile(folder / "ledger").verdict()
+    assert line.startswith("balanced: every one of the ")
+    assert [record["step"] for record in read_metrics(folder / "metrics" / "trainer.jsonl")] == [0, 1]
 
 
 SFT = "--seq-len 64 --max-steps 6 --data.batch-size 3 --trainer.threads 1 --trainer.ckpt.interval 2"
