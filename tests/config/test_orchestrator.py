@@ -8,6 +8,7 @@ from pellucid.config import (
     CustomAdvantageConfig,
     DefaultAdvantageConfig,
     GroupAdvantageConfig,
+    OrchestratorRunConfig,
     RLConfig,
     SamplingConfig,
 )
@@ -116,3 +117,23 @@ def test_tool_tokens_cost_as_much_as_sampled_ones_by_default(tmp_path: Path) -> 
     assert isinstance(own.advantage, DefaultAdvantageConfig)
     penalty = own.advantage.length_penalty
     assert (penalty.completion_weight, penalty.tool_response_weight) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "in_flight", "held"),
+    [
+        ([], 4 * 64, 64 + 4096),
+        (["--inference.max-concurrent", "8", "--inference.max-queued", "2"], 4 * 8, 10),
+        (["--inference.servers", '["http://a:1", "http://b:1"]'], 4 * 64 * 2, 2 * (64 + 4096)),
+        (["--inference.max-concurrent", "1", "--orchestrator.rollouts-per-example", "16"], 16, 1 + 4096),
+        (["--orchestrator.max-inflight-rollouts", "5000"], 5000, 64 + 4096),
+    ],
+    ids=["default", "few slots", "two servers", "a group", "set"],
+)
+def test_rollouts_in_flight_are_four_for_each_slot_of_the_servers(
+    flags: list[str], in_flight: int, held: int
+) -> None:
+    env = '[{"id": "arithmetic"}]'
+    arguments = ["--model.name", "m", "--orchestrator.env", env, *flags]
+    config = parse(OrchestratorRunConfig, arguments, prog="pellucid orchestrator").config
+    assert (config.max_inflight_rollouts, config.max_held_requests) == (in_flight, held)

@@ -298,6 +298,20 @@ def test_a_run_with_failures_and_delays_balances(tmp_path: Path) -> None:
     assert all("injected failure" in record["reason"] for record in failed)
 
 
+@pytest.mark.parametrize("max_queued", [17, 18])
+def test_more_rollouts_in_flight_than_the_servers_hold_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_queued: int
+) -> None:
+    """20 are in flight."""
+    inference = {"max_concurrent": 2, "max_queued": max_queued}
+    config = configure(tmp_path, max_steps=1, inference=inference)
+    run(config, {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
+    named = [message for message in caplog.messages if "requests that the servers hold" in message]
+    assert [line.partition(" (")[0] for line in named] == [
+        "orchestrator.max_inflight_rollouts = 20 exceeds the 19 requests that the servers hold"
+    ] * (max_queued == 17)
+
+
 def test_received_equals_states_plus_sent_at_every_flush(tmp_path: Path) -> None:
     client = FakeInferenceClient(letters, fails=lambda generator: generator.random() < 0.1)
     run(configure(tmp_path), {"guess": Guess(seed=1)}, client)

@@ -1,5 +1,6 @@
 import asyncio
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.transport import size_in_process
 from pellucid.data import Completion, Example, Rollout
 from pellucid.data.tokenizer import CHATML
 from pellucid.errors import InferenceError, ModelError, RolloutError
@@ -473,3 +475,32 @@ def test_conversations_that_branch_have_the_prompts_of_the_simple_way(
             assert [*turn.prompt_ids, *turn.completion.token_ids] == tokens and turn.role_spans == spans
 
     asyncio.run(converse())
+
+
+def converse(num_turns: int, num_sampled: int) -> Rollout:
+    """A rollout whose environment answers each reply; the session and all that it knew are gone."""
+    client = FakeInferenceClient(lambda prompt_ids, generator: encode("r" * (num_sampled - 1) + "<|im_end|>"))
+    chat = ChatTemplate(TOKENIZER)
+    rollout = Rollout("g0-r0", "g0", Example("0", USER), "env", 0.7)
+    session = Session(rollout, Sampler(client, chat, "run", 11, 0.7, num_sampled, 10**6), PromptCache(chat))
+
+    async def talk() -> None:
+        messages = []
+        for number in range(num_turns):
+            messages.append({"role": "user", "content": f"{number:048}"})
+            messages.append({"role": "assistant", "content": await session.respond(messages)})
+        await session.close()
+
+    asyncio.run(talk())
+    return rollout
+
+
+def test_a_rollout_of_200_turns_holds_what_its_tokens_take() -> None:
+    """Texts are left aside; `test_samples` has the same for turns that no session made."""
+    num_turns, num_sampled = 200, 100
+    rollout = converse(num_turns, num_sampled)
+    held = size_in_process(rollout.turns) - sum(sys.getsizeof(turn.text) for turn in rollout.turns)
+    num_tokens = rollout.turns[-1].num_known
+    tokens_bytes = 4 * num_tokens + 4 * num_turns * num_sampled + 2 * num_tokens // 8  # ids, logprobs, masks
+    assert num_tokens == 33_599
+    assert held <= 1.5 * tokens_bytes, (held, tokens_bytes)

@@ -164,6 +164,12 @@ class OrchestratorRunConfig(RunConfig):
         num_slots = self.inference.max_concurrent * len(self.inference.urls)
         return max(_ROLLOUTS_PER_SLOT * num_slots, own.rollouts_per_example)
 
+    @property
+    def max_held_requests(self) -> int:
+        """Requests that the servers hold at a time, running or waiting; others wait in the orchestrator."""
+        each = self.inference.max_concurrent + self.inference.max_queued
+        return each * len(self.inference.urls)
+
     @model_validator(mode="after")
     def _has_an_environment(self) -> "OrchestratorRunConfig":
         if not self.orchestrator.env:

@@ -81,7 +81,9 @@ class Turn:
         "_line",
         "_num_blocks",
         "_num_logprobs",
-        "_reply",
+        "_reply_role",
+        "_reply_start",
+        "_reply_stop",
         "_text",
         "finish_reason",
         "link",
@@ -120,7 +122,9 @@ class Turn:
         self._first_logprob, self._num_logprobs = self._line.num_logprobs, len(completion.logprobs)
         self._line.extend(completion.token_ids, completion.logprobs)
         self._blocks: BlockLine = BlockLine() if last is None else last._blocks
-        self._reply = role_spans[-1] if role_spans else None
+        # Not as the tuple that they are: with 200 turns it would be a twentieth of what a rollout holds.
+        self._reply_role: str | None = role_spans[-1][0] if role_spans else None
+        self._reply_start, self._reply_stop = role_spans[-1][1:] if role_spans else (0, 0)
         self._blocks.extend(role_spans[len(self._blocks) : -1])
         self._num_blocks = len(self._blocks)
         self._experts = _added_experts(completion.routed_experts, last)
@@ -189,7 +193,10 @@ class Turn:
 
     @property
     def role_spans(self) -> list[RoleSpan]:
-        return [] if self._reply is None else [*self._blocks.spans(self._num_blocks), self._reply]
+        if self._reply_role is None:
+            return []
+        reply = (self._reply_role, self._reply_start, self._reply_stop)
+        return [*self._blocks.spans(self._num_blocks), reply]
 
     def extends(self, last: "Turn") -> bool:
         """Whether the prompt starts with all tokens of `last`."""

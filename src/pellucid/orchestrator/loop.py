@@ -143,6 +143,14 @@ class Orchestrator:
         start = self._scheduler.batches_sent
         for change in record_settings(self._config, "orchestrator", start):
             log.info(change.line(start))
+        if self._config.max_inflight_rollouts > self._config.max_held_requests:
+            log.warning(
+                "orchestrator.max_inflight_rollouts = %d exceeds the %d requests that the servers hold "
+                "(inference.max_concurrent + inference.max_queued, each); others wait in the orchestrator, "
+                "growing old; lower it, unless rollouts spend most of their time in their environment",
+                self._config.max_inflight_rollouts,
+                self._config.max_held_requests,
+            )
         services: list[asyncio.Task[None]] = []
         async with self._closing_in_time() as stack:
             try:
