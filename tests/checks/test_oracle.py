@@ -15,16 +15,20 @@ from pydantic import TypeAdapter
 import pellucid.checks.oracle
 from pellucid.checks.oracle import (
     AdamWState,
+    FinishedGroup,
     ReferenceModel,
     ReferenceSequence,
     Sampled,
     adamw_step,
     advantages_of,
     clip_factor,
+    expected_batches,
     expected_samples,
     learning_rate,
     loss_weights_of,
     off_policy_levels,
+    response_ids_of,
+    response_length_of,
     token_losses,
     truncated,
 )
@@ -33,6 +37,7 @@ from pellucid.config import LossConfig, ModelConfig, SchedulerConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.loss import LossInputs, Ratios, loss_for, sequence_weights
 from pellucid.model import load_policy, packed_layout
+from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator.advantage import AdvantageInputs, ScoredRollout, load_advantage
 from pellucid.orchestrator.samples import build_samples
 from pellucid.trainer.optimizer import lr_factor
@@ -284,6 +289,30 @@ def test_truncation_keeps_the_beginning_and_levels_count_from_the_step() -> None
     assert short.token_ids == [1, 2, 7, 8]
     assert short.is_trainable == [False, False, True, True]
     assert short.logprobs == [0.0, 0.0, -1.0, -2.0]
+
+
+def test_batches_take_whole_groups_in_order_and_leave_out_the_stale_ones() -> None:
+    groups = [
+        FinishedGroup("a", 3, 0),
+        FinishedGroup("flat", 0, 0),
+        FinishedGroup("b", 2, 0),
+        FinishedGroup("c", 4, 0),
+        FinishedGroup("old", 3, 0),
+        FinishedGroup("d", 1, 1),
+        FinishedGroup("e", 3, 2),
+        FinishedGroup("late", 3, 2),
+    ]
+    batches, stale = expected_batches(groups, batch_size=4, max_off_policy_steps=1, num_batches=3)
+    assert batches == [["a", "b"], ["c"], ["d", "e"]]
+    assert stale == {"old"}
+
+
+def test_a_response_counts_without_the_opening_of_the_next_reply() -> None:
+    tokenizer = character_tokenizer()  # a token per character, and one per marker
+    messages = [{"role": "user", "content": "hi"}]
+    assert response_length_of(tokenizer, messages, {"role": "tool", "content": "42"}) == len("(tool.42).")
+    added = response_ids_of(tokenizer, messages, tokenizer.eos_token_id, {"role": "tool", "content": "42"})
+    assert len(added) == len(".(tool.42).(assistant.")  # from the end of the reply on
 
 
 def test_adamw_with_clipping_is_torchs() -> None:

@@ -1,29 +1,32 @@
 """`verify` holds the real path to the oracle: a planted fault is caught, and its stage named."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from pellucid.checks.oracle import ReferenceModel
-from pellucid.checks.verify import agreement, path, subject
-from pellucid.checks.verify.differences import STAGES
+from pellucid.checks.oracle import ReferenceModel, ReferenceSequence, ReferenceStep
+from pellucid.checks.verify import agreement, path, scenario, subject
+from pellucid.checks.verify.differences import STAGES, Differences
 from pellucid.checks.verify.expected import ExpectedRun, group_of
+from pellucid.checks.verify.rollout_stages import check_rollouts
 from pellucid.checks.verify.scenario import NUM_STEPS, play
 from pellucid.checks.verify.training_stages import trained_weights
 from pellucid.config import VerifyConfig
-from pellucid.data import TokenTable
+from pellucid.data import Rollout, TokenTable
+from pellucid.export import TokenExporter
 from pellucid.inference import engine
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
 from pellucid.model.policy import Policy
-from pellucid.orchestrator import advantage, chat, samples, scheduler, session
-from pellucid.trainer import trained
+from pellucid.orchestrator import advantage, books, chat, samples, scheduler, session
+from pellucid.trainer import observer, trained
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import LossResult
@@ -48,9 +51,59 @@ def opened(tiny_model: Path) -> Iterator[subject.Subject]:
         yield own
 
 
-def first_difference(opened: subject.Subject) -> str | None:
+class RememberingModel(ReferenceModel):
+    """Computes a step once, as most planted faults leave the weights of the first steps as they are."""
+
+    steps: ClassVar[dict[bytes, ReferenceStep]] = {}
+
+    def step(self, sequences: Sequence[ReferenceSequence], loss: Any, reduction: str) -> ReferenceStep:
+        digest = hashlib.sha256(repr((loss, reduction, sequences)).encode())
+        for value in self.parameters.values():
+            digest.update(value.numpy().tobytes())
+        key = digest.digest()
+        if key not in self.steps:
+            self.steps[key] = super().step(sequences, loss, reduction)
+        return self.steps[key]
+
+
+@dataclass
+class Sound:
+    """A scenario that nothing is wrong with, and the oracle's model before the first step."""
+
+    opened: subject.Subject
+    model: ReferenceModel
+    initial: dict[str, torch.Tensor]
+    expected: ExpectedRun
+    played_in: Path
+
+    def of_rollouts(self, folder: Path) -> Differences:
+        """Plays the scenario again, and holds what the orchestrator made of it."""
+        self.model.parameters = dict(self.initial)
+        differences = Differences()
+        played = play(self.opened.config, folder, self.opened.tokenizer, self.model)
+        check_rollouts(ExpectedRun(played, self.opened.tokenizer), differences)
+        return differences
+
+    def of_training(self, folder: Path) -> Differences:
+        """Trains on the batches of the sound scenario again."""
+        self.model.parameters = dict(self.initial)
+        differences = Differences()
+        path.check_training(self.opened.config, self.expected, self.model, folder, differences)
+        return differences
+
+
+@pytest.fixture(scope="module")
+def sound(opened: subject.Subject, tmp_path_factory: pytest.TempPathFactory) -> Sound:
+    folder = tmp_path_factory.mktemp("sound")
+    model = RememberingModel(opened.config.model.name, trained_weights(opened.run))
+    initial = dict(model.parameters)
+    expected = ExpectedRun(play(opened.config, folder, opened.tokenizer, model), opened.tokenizer)
+    return Sound(opened, model, initial, expected, folder)
+
+
+def first_difference(differences: Differences) -> str | None:
     """The stage that is named as the first one; None if all agree."""
-    failed = [finding for finding in path.check_oracle(opened) if not finding.passed]
+    failed = [finding for finding in differences.findings() if not finding.passed]
     named = [finding for finding in failed if finding.meaning.startswith("the first stage that differs")]
     assert len(named) == bool(failed)
     return named[0].what.partition(":")[0] if named else None
@@ -82,8 +135,18 @@ def test_a_sound_path_agrees_in_every_stage(opened: subject.Subject) -> None:
             },
             "orchestrator": {"advantage": {"type": "grpo_std"}, "filter_zero_advantages": False},
         },
+        {
+            "trainer": {"loss": {"type": "custom", "import_path": "pellucid.loss:sft_loss"}},
+            "orchestrator": {
+                "advantage": {
+                    "type": "default",
+                    "length_penalty": {"type": "tokens", "tool_response_weight": 3.0},
+                },
+                "pace_sampling": True,
+            },
+        },
     ],
-    ids=["gspo, adapter, cosine", "cispo, groups, linear"],
+    ids=["gspo, adapter, cosine", "cispo, groups, linear", "custom loss, length penalty, paced"],
 )
 def test_other_settings_agree(opened: subject.Subject, settings: dict[str, Any]) -> None:
     own = opened.config
@@ -95,35 +158,44 @@ def test_other_settings_agree(opened: subject.Subject, settings: dict[str, Any])
     }
     with subject.opened(VerifyConfig.model_validate(merged)) as other:
         findings = list(path.check_oracle(other))
-    assert [finding.meaning for finding in findings if not finding.passed] == []
-    assert {"update", "token losses", "advantages"} <= {
-        finding.what.partition(":")[0] for finding in findings
-    }
+    held = [finding for finding in findings if finding.is_held]
+    assert [finding.meaning for finding in held if not finding.passed] == []
+    assert [finding.what.partition(":")[0] for finding in held] == list(STAGES)
+    is_custom = settings["trainer"]["loss"]["type"] == "custom"
+    assert ["pellucid.loss:sft_loss" in finding.meaning for finding in findings if not finding.is_held] == (
+        [True] if is_custom else []
+    )
 
 
-def test_the_scenario_has_a_sample_of_every_kind(opened: subject.Subject, tmp_path: Path) -> None:
+def test_the_scenario_has_a_sample_of_every_kind(sound: Sound) -> None:
     """Else the checks would agree on nothing but the usual."""
-    model = ReferenceModel(opened.config.model.name, trained_weights(opened.run))
-    expected = ExpectedRun(play(opened.config, tmp_path, opened.tokenizer, model), opened.tokenizer)
+    expected = sound.expected
+    sound.model.parameters = dict(sound.initial)
     kinds = set()
-    for number in range(NUM_STEPS):
+    for number in range(NUM_STEPS + 1):
         sequences = expected.sequences(number, expected.seq_len)
-        result = model.step(list(sequences.values()), opened.config.trainer.loss.model_dump(), "token")
+        loss = sound.opened.config.trainer.loss.model_dump()
+        result = sound.model.step(list(sequences.values()), loss, "token")
         for (rollout_id, sample), each, losses in zip(
             sequences, sequences.values(), result.losses, strict=True
         ):
             rollout = expected.rollouts[rollout_id]
-            kinds |= {rollout.env_name}
+            kinds |= {rollout.env_name, each.mode}
             kinds |= {"branch"} if sample else set()
             is_cut = len(each.token_ids) < len(rollout.samples[sample].token_ids)
             kinds |= {"truncated"} if is_cut and each.trainable.any() else set()
-            kinds |= {"masked high"} if losses.is_masked_high.any() else set()
-            kinds |= {"masked low"} if losses.is_masked_low.any() else set()
+            if each.mode == "rl":
+                kinds |= {"masked high"} if losses.is_masked_high.any() else set()
+                kinds |= {"masked low"} if losses.is_masked_low.any() else set()
             kinds |= {"untrainable"} if not each.trainable.any() else set()
+            versions = {version for version in rollout.samples[sample].versions if version >= 0}
+            kinds |= {"of two versions"} if len(versions) > 1 else set()
+            kinds |= {"off-policy"} if number < NUM_STEPS and min(versions) < number else set()
     kinds |= {
         "no signal" for each in expected.rollouts.keys() - expected.failed if expected.advantage(each) == 0
     }
     kinds |= {"resumed" for each in expected.rollouts if ".1-" in each}
+    kinds |= {str(each["outcome"]) for each in expected.played.settled if each["outcome"] == "stale"}
     kinds |= {
         "member of a failed one"
         for each in expected.failed
@@ -131,7 +203,8 @@ def test_the_scenario_has_a_sample_of_every_kind(opened: subject.Subject, tmp_pa
     }
     assert kinds == {
         "answer", "tools", "branch", "truncated", "masked high", "masked low", "untrainable", "no signal",
-        "fragile", "member of a failed one", "resumed",
+        "fragile", "member of a failed one", "resumed", "of two versions", "off-policy", "stale", "rl", "opd",
+        "sft",
     }  # fmt: skip
 
 
@@ -322,34 +395,151 @@ def weights_lost(patch: Patch) -> None:
     patch.setattr(path, "restore", restore)
 
 
+def teacher_forgotten(patch: Patch) -> None:
+    patch.setattr(functions, "_teacher_gap", lambda inputs: inputs.advantages)
+
+
+def halved_sft_loss(patch: Patch) -> None:
+    loss = functions.sft_loss
+    patch.setattr(
+        functions, "sft_loss", lambda inputs: replace(loss(inputs), token_loss=loss(inputs).token_loss / 2)
+    )
+
+
+def entropy_of_all_tokens(patch: Patch) -> None:
+    """The logged entropy is averaged over prompts, too."""
+    original = observer.observe_loss
+
+    def averaged(stats: Any, inputs: Any, record: Any, entropy: torch.Tensor, account: Any) -> None:
+        original(stats, inputs, record, entropy.mean().expand_as(entropy), account)
+
+    patch.setattr(observer, "observe_loss", averaged)
+
+
+def versions_not_exported(patch: Patch) -> None:
+    original = TokenExporter.add
+
+    def first_version(self: Any, table: TokenTable, *arguments: Any, **keywords: Any) -> None:
+        versions = np.zeros_like(table["policy_versions"])
+        columns = {**{name: table[name] for name in table.columns}, "policy_versions": versions}
+        original(self, TokenTable(table.lengths, columns), *arguments, **keywords)
+
+    patch.setattr(TokenExporter, "add", first_version)
+
+
+def initial_model_saved(patch: Patch) -> None:
+    original = trained.WholeModel.save
+
+    def shrunk(self: Any, folder: Path) -> None:
+        with torch.no_grad():
+            weight = next(self.policy.parameters())
+            kept = weight.clone()
+            weight.mul_(0.5)
+            original(self, folder)
+            weight.copy_(kept)
+
+    patch.setattr(trained.WholeModel, "save", shrunk)
+
+
+def never_stale(patch: Patch) -> None:
+    patch.setattr(scheduler.Scheduler, "_is_too_old", lambda self, version: False)
+
+
+def newest_first(patch: Patch) -> None:
+    patch.setattr(scheduler.Scheduler, "_by_age", lambda self: self._ready[::-1])
+
+
+def half_a_batch(patch: Patch) -> None:
+    original = scheduler.Rules.size
+    patch.setattr(scheduler.Rules, "size", lambda self, verdict: 2 * original(self, verdict))
+
+
+def group_lost(patch: Patch) -> None:
+    original = scheduler.Scheduler._admit
+
+    def forget(self: Any, verdicts: Any) -> None:
+        if verdicts[0].rollout.group_id != "g5":
+            original(self, verdicts)
+
+    patch.setattr(scheduler.Scheduler, "_admit", forget)
+
+
+def levels_of_another_step(patch: Patch) -> None:
+    original = books.add_off_policy_levels
+    patch.setattr(
+        books, "add_off_policy_levels", lambda metrics, step, table: original(metrics, step + 1, table)
+    )
+
+
+def tools_for_free(patch: Patch) -> None:
+    patch.setattr(Rollout, "num_tool_tokens", property(lambda self: 0))
+
+
 @pytest.mark.parametrize(
     ("plant", "stage"),
     [
-        (wrong_sign, "token losses"),
-        (swapped_sides, "masks"),
-        (twice_the_loss, "gradient"),
-        (never_cleared, "gradient"),
-        (tenfold_rate, "update"),
-        (no_clipping, "update"),
-        (frozen_layer, "gradient"),
-        (end_of_turn_untrained, "samples"),
-        (half_centred, "advantages"),
-        (last_tokens_kept, "truncation"),
-        (another_temperature, "logprobs"),
-        (stale_publication, "published"),
         (rendered_again, "prompts"),
         (reasoning_dropped, "prompts"),
         (examples_lost, "examples"),
+        (end_of_turn_untrained, "samples"),
+        (tools_for_free, "samples"),
+        (half_centred, "advantages"),
         (failed_members_counted, "advantages"),
-        (moments_lost, "update"),
-        (weights_lost, "checkpoint"),
+        (never_stale, "staleness"),
+        (newest_first, "batches"),
+        (half_a_batch, "batches"),
+        (group_lost, "batches"),
+        (levels_of_another_step, "metrics of batches"),
     ],
 )
-def test_a_planted_fault_is_named_by_its_stage(
-    opened: subject.Subject, monkeypatch: Patch, plant: Plant, stage: str
+def test_a_fault_of_the_orchestrator_is_named_by_its_stage(
+    sound: Sound, tmp_path: Path, monkeypatch: Patch, plant: Plant, stage: str
+) -> None:
+    monkeypatch.setattr(scenario, "STUCK_S", 1.0)
+    plant(monkeypatch)
+    assert first_difference(sound.of_rollouts(tmp_path)) == stage
+
+
+@pytest.mark.parametrize(
+    ("plant", "stage"),
+    [
+        (last_tokens_kept, "truncation"),
+        (versions_not_exported, "off-policy levels"),
+        (another_temperature, "logprobs"),
+        (swapped_sides, "masks"),
+        (wrong_sign, "token losses"),
+        (entropy_of_all_tokens, "metrics of steps"),
+        (twice_the_loss, "gradient"),
+        (never_cleared, "gradient"),
+        (frozen_layer, "gradient"),
+        (tenfold_rate, "update"),
+        (no_clipping, "update"),
+        (stale_publication, "published"),
+    ],
+)
+def test_a_fault_of_the_trainer_is_named_by_its_stage(
+    sound: Sound, tmp_path: Path, monkeypatch: Patch, plant: Plant, stage: str
 ) -> None:
     plant(monkeypatch)
-    assert first_difference(opened) == stage
+    monkeypatch.setattr(path, "_train_resumed", lambda *arguments: None)  # they show before
+    assert first_difference(sound.of_training(tmp_path)) == stage
+
+
+@pytest.mark.parametrize(
+    ("plant", "stage"),
+    [
+        (weights_lost, "checkpoint"),
+        (moments_lost, "update"),
+        (teacher_forgotten, "token losses"),
+        (halved_sft_loss, "token losses"),
+        (initial_model_saved, "model"),
+    ],
+)
+def test_a_fault_of_a_resumed_trainer_is_named_by_its_stage(
+    sound: Sound, tmp_path: Path, monkeypatch: Patch, plant: Plant, stage: str
+) -> None:
+    plant(monkeypatch)
+    assert first_difference(sound.of_training(tmp_path)) == stage
 
 
 def test_an_engine_that_draws_from_its_top_tokens(opened: subject.Subject, monkeypatch: Patch) -> None:

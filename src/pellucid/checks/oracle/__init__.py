@@ -1,6 +1,6 @@
 """A second implementation of everything between a rollout and the updated weights, to hold the first one to.
 
-    conversation.py   messages -> prompts; turns -> samples, advantages, truncation, staleness
+    conversation.py   messages -> prompts; turns -> samples, advantages, batches, truncation
     losses.py         logprobs -> token losses, their derivatives, masks; weights and denominator of a step
     training.py       token ids -> logprobs -> gradient -> clipping -> AdamW -> new weights
 
@@ -12,12 +12,15 @@ trainer is not in here as well, unless it was made twice.
 
 from pellucid.checks.oracle.conversation import (
     Conversation,
+    FinishedGroup,
     Sampled,
     advantages_of,
+    expected_batches,
     expected_samples,
     off_policy_levels,
     prompt_ids_of,
     response_ids_of,
+    response_length_of,
     truncated,
 )
 from pellucid.checks.oracle.losses import (
@@ -39,6 +42,7 @@ from pellucid.checks.oracle.training import (
 __all__ = [
     "AdamWState",
     "Conversation",
+    "FinishedGroup",
     "ReferenceModel",
     "ReferenceSequence",
     "ReferenceStep",
@@ -47,6 +51,7 @@ __all__ = [
     "adamw_step",
     "advantages_of",
     "clip_factor",
+    "expected_batches",
     "expected_samples",
     "learning_rate",
     "loss_weights_of",
@@ -54,6 +59,7 @@ __all__ = [
     "prompt_ids_of",
     "ratios_of",
     "response_ids_of",
+    "response_length_of",
     "token_losses",
     "truncated",
 ]

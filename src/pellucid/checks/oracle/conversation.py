@@ -89,6 +89,17 @@ def response_ids_of(tokenizer: Any, messages: Sequence[Any], last: int, response
     return ids[1:] if ids[:1] == [last] else ids
 
 
+def response_length_of(tokenizer: Any, messages: Sequence[Any], response: Any) -> int:
+    """Counts the tokens that the template writes for a response, the opening of the next reply left out."""
+    mark = "marked reply"
+    reply = [*messages, {"role": "assistant", "content": mark}]
+    texts = [tokenizer.apply_chat_template(each, tokenize=False) for each in (reply, [*reply, response])]
+    before, after = (
+        len(tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]) for text in texts
+    )
+    return after - before
+
+
 def truncated(sample: Conversation, seq_len: int) -> Conversation:
     """Keeps the first `seq_len` tokens."""
     return replace(
@@ -102,10 +113,49 @@ def truncated(sample: Conversation, seq_len: int) -> Conversation:
 
 
 def off_policy_levels(step: int, sample: Conversation) -> list[int]:
-    """Computes how many steps old each trainable token is: the step that trains it minus its version."""
+    """Computes how many steps old each sampled token is: the step that trains it minus its version."""
     return [
-        step - version for version, trains in zip(sample.versions, sample.is_trainable, strict=True) if trains
+        step - version
+        for version, is_sampled in zip(sample.versions, sample.is_sampled, strict=True)
+        if is_sampled
     ]
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A group whose rollouts are all back."""
+
+    name: str
+    num_trained: int
+    """Rollouts that have something to train on."""
+
+    oldest_version: int
+
+
+def expected_batches(
+    groups: Sequence[FinishedGroup], *, batch_size: int, max_off_policy_steps: int, num_batches: int
+) -> tuple[list[list[str]], set[str]]:
+    """Fills batches with whole groups, in the order in which they were finished; returns the stale ones, too.
+
+    A batch is full with `batch_size` rollouts. A group with a token that is too old for the batch that it
+    would be in is stale.
+    """
+    batches: list[list[str]] = []
+    stale: set[str] = set()
+    names: list[str] = []
+    size = 0
+    for group in groups:
+        if len(batches) == num_batches:
+            break
+        if len(batches) - group.oldest_version > max_off_policy_steps:
+            stale.add(group.name)
+        elif group.num_trained:
+            names.append(group.name)
+            size += group.num_trained
+        if size >= batch_size:
+            batches.append(names)
+            names, size = [], 0
+    return batches, stale
 
 
 def advantages_of(

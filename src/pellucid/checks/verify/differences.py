@@ -18,8 +18,11 @@ STAGES: Mapping[str, str] = {
     "samples": "turns → token ids, trainable and sampled tokens, logprobs, versions of a sample",
     "rewards": "score → reward of its own sample",
     "advantages": "rewards of a group → advantages",
-    "batches": "groups → batches: whole, each rollout once, nothing without a signal",
+    "batches": "groups → batches: whole, in order, full, each rollout once, nothing without a signal",
+    "staleness": "groups → those with a token that is too old, which are dropped",
+    "metrics of batches": "batches → rewards and off-policy levels that are logged",
     "truncation": "samples → sequences of at most seq_len tokens",
+    "off-policy levels": "versions of sampled tokens → export",
     "denominator": "trainable tokens of the step",
     "logprobs": "token ids → the trainer's logprobs",
     "entropy": "token ids → entropy",
@@ -27,12 +30,14 @@ STAGES: Mapping[str, str] = {
     "masks": "ratios and advantages → trust region",
     "token losses": "the loss of each token, weighted",
     "loss": "token losses → the loss of the step",
+    "metrics of steps": "tokens → loss, entropy and mismatch KL that are logged",
     "gradient": "loss → gradient",
     "norm": "gradient → its norm",
     "learning rate": "step → learning rate",
     "update": "gradient → clipping → AdamW → weights",
     "published": "weights → weights/step_N",
     "checkpoint": "checkpoint → weights of the trainer that goes on from it",
+    "model": "weights → model/, the result of a run",
 }
 """Stages in the order in which a token meets them."""
 

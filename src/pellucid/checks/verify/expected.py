@@ -12,16 +12,30 @@ import numpy as np
 
 from pellucid.checks.oracle import (
     Conversation,
+    FinishedGroup,
     ReferenceSequence,
     Sampled,
     advantages_of,
     expected_samples,
+    response_length_of,
     truncated,
 )
-from pellucid.checks.verify.scenario import Played, fragile_reward_of, reward_of
-from pellucid.checks.verify.script import BROKEN
+from pellucid.checks.verify.scenario import (
+    GROUP_SIZE,
+    NUM_STEPS,
+    SECOND_RESPONSE,
+    TOOL_RESPONSE,
+    Played,
+    Tools,
+    after,
+    fragile_reward_of,
+)
+from pellucid.checks.verify.script import BROKEN, reward_of
 from pellucid.config import CustomAdvantageConfig
-from pellucid.data import TokenTable
+from pellucid.data import TokenTable, TrainingMode
+
+NUM_TURNS = {"tools": 4}
+"""Requests of a rollout, where it is not one."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ class ExpectedRun:
     def advantage(self, rollout_id: str) -> float:
         """The advantage of a rollout among its group, or the recorded one where a custom function made it."""
         if not self.knows_advantages:
-            return float(self._recorded_advantages[rollout_id])
+            return float(self._recorded_advantages.get(rollout_id, 0.0))
         members = self.members(group_of(rollout_id))
         rollouts = [self.rollouts[member] for member in members]
         settings = self.config.orchestrator.advantage.model_dump()
@@ -96,21 +110,58 @@ class ExpectedRun:
             settings["type"],
             [each.reward for each in rollouts],
             completion_tokens=[sum(len(turn.reply_ids) for turn in each.turns) for each in rollouts],
-            tool_tokens=[0 for _ in rollouts],
+            tool_tokens=[self.num_tool_tokens(member) for member in members],
             num_turns=[len(each.turns) for each in rollouts],
             length_penalty=settings.get("length_penalty"),
         )
         return advantages[members.index(rollout_id)]
 
+    def num_tool_tokens(self, rollout_id: str) -> int:
+        """Tokens of the tools' responses that the last turn of a whole rollout saw."""
+        return self._num_tool_tokens if self.rollouts[rollout_id].env_name == "tools" else 0
+
+    @cached_property
+    def _num_tool_tokens(self) -> int:
+        messages = Tools(seed=0).example(0).messages
+        called = after(messages, "reply", TOOL_RESPONSE)
+        return response_length_of(self.tokenizer, messages, TOOL_RESPONSE) + response_length_of(
+            self.tokenizer, called, SECOND_RESPONSE
+        )
+
     @cached_property
     def _recorded_advantages(self) -> dict[str, float]:
         return {
-            rollout_id: advantage
-            for table in self.tables
-            for rollout_id, advantage in zip(
-                table["rollout_id"].tolist(), table["advantage"].tolist(), strict=True
-            )
+            each["rollout_id"]: each["advantage"]
+            for each in self.played.settled
+            if each["advantage"] is not None
         }
+
+    def finished_groups(self) -> list[FinishedGroup]:
+        """Groups of which every request was answered, in the order of their last ones."""
+        missing: dict[str, int] = {}
+        finished = []
+        for request in self.played.requests:
+            group = group_of(request.rollout_id)
+            num_turns = NUM_TURNS.get(request.env_name, 1)
+            missing[group] = missing.get(group, GROUP_SIZE * num_turns) - 1
+            if not missing[group]:
+                finished.append(FinishedGroup(group, len(self.trained_members(group)), self.oldest(group)))
+        return finished
+
+    def oldest(self, group: str) -> int:
+        """The oldest policy version among the tokens of a group that could train; of none, the newest one."""
+        versions = [
+            version
+            for member in self.members(group)
+            for turn in self.rollouts[member].turns
+            for version in turn.versions
+        ]
+        return min(versions, default=NUM_STEPS)
+
+    def trained_members(self, group: str) -> list[str]:
+        """The rollouts of a group that have a signal."""
+        keeps_all = not self.config.orchestrator.drops_zero_advantages
+        return [member for member in self.members(group) if keeps_all or self.advantage(member) != 0]
 
     def members(self, group: str) -> list[str]:
         """The rollouts of a group that an advantage compares: those that did not fail."""
@@ -120,22 +171,56 @@ class ExpectedRun:
             if group_of(rollout_id) == group and rollout_id not in self.failed
         ]
 
+    def table(self, step: int) -> TokenTable:
+        """The batch of a step; after those of the orchestrator comes one to distil from."""
+        return self.tables[step] if step < NUM_STEPS else self._distilled
+
+    @cached_property
+    def _distilled(self) -> TokenTable:
+        """The first batch once more, its samples opd and sft in turn, with a teacher's logprobs."""
+        table = self.tables[0]
+        said = np.random.default_rng(0).uniform(-4.0, -0.1, table.num_tokens).astype(np.float32)
+        said[~table["sampled"]] = np.nan
+        modes = [TrainingMode.SFT if row % 2 else TrainingMode.OPD for row in range(table.num_sequences)]
+        columns = {
+            **{name: table[name] for name in table.columns},
+            "training_mode": np.array([mode.value for mode in modes], object),
+            "teacher_logprobs": said,
+        }
+        return TokenTable(table.lengths, columns)
+
+    def conversations(self, step: int, seq_len: int) -> dict[tuple[str, int], Conversation]:
+        """The samples of a step, by rollout and number of the sample, truncated."""
+        return {
+            (rollout_id, number): truncated(whole, seq_len)
+            for rollout_id in rollouts_of(self.table(step))
+            for number, whole in enumerate(self.rollouts[rollout_id].samples)
+        }
+
     def sequences(self, step: int, seq_len: int) -> dict[tuple[str, int], ReferenceSequence]:
-        """The sequences of a step, by rollout and number of the sample."""
+        """The same as they train."""
         found = {}
-        for rollout_id in rollouts_of(self.tables[step]):
-            for number, whole in enumerate(self.rollouts[rollout_id].samples):
-                sample = truncated(whole, seq_len)
-                is_sampled = np.array(sample.is_sampled)
-                found[rollout_id, number] = ReferenceSequence(
-                    sample.token_ids,
-                    np.array(sample.is_trainable),
-                    np.array(sample.logprobs),
-                    np.where(is_sampled, float(np.float32(self.advantage(rollout_id))), 0.0),
-                    np.full(len(is_sampled), float(np.float32(self.temperature))),
-                    group=group_of(rollout_id),
-                )
+        rows = rollouts_of(self.table(step))
+        for (rollout_id, number), sample in self.conversations(step, seq_len).items():
+            is_sampled = np.array(sample.is_sampled)
+            sequence = ReferenceSequence(
+                sample.token_ids,
+                np.array(sample.is_trainable),
+                np.array(sample.logprobs),
+                np.where(is_sampled, float(np.float32(self.advantage(rollout_id))), 0.0),
+                np.full(len(is_sampled), float(np.float32(self.temperature))),
+                group=group_of(rollout_id),
+            )
+            if step == NUM_STEPS and number < len(rows[rollout_id]):
+                sequence = self._taught(sequence, rows[rollout_id][number])
+            found[rollout_id, number] = sequence
         return found
+
+    def _taught(self, sequence: ReferenceSequence, row: int) -> ReferenceSequence:
+        table = self._distilled
+        start = int(table.token_offsets[row])
+        teacher = table["teacher_logprobs"][start : start + len(sequence.token_ids)].astype(np.float64)
+        return replace(sequence, mode=table["training_mode"][row], teacher=teacher)
 
 
 def rollouts_of(table: TokenTable) -> dict[str, list[int]]:

@@ -1,18 +1,28 @@
 """The stages of the orchestrator, from the chat template to its batches, each held to what was sampled."""
 
+import math
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.checks.oracle import prompt_ids_of, response_ids_of
+from pellucid.checks.oracle import expected_batches, off_policy_levels, prompt_ids_of, response_ids_of
 from pellucid.checks.verify.differences import EPS, Differences
 from pellucid.checks.verify.expected import ExpectedRun, group_of, rollouts_of
-from pellucid.checks.verify.scenario import DOUBT, ENVIRONMENTS, TOOL_RESPONSE
+from pellucid.checks.verify.scenario import (
+    DOUBT,
+    ENVIRONMENTS,
+    NUM_STEPS,
+    RESUMED_AT,
+    SECOND_RESPONSE,
+    TOOL_RESPONSE,
+    after,
+)
 from pellucid.data import TokenTable
-from pellucid.ledger import State
+from pellucid.ledger import Flow, State
 
 
 def check_rollouts(expected: ExpectedRun, differences: Differences) -> None:
@@ -25,6 +35,7 @@ def check_rollouts(expected: ExpectedRun, differences: Differences) -> None:
             check_prompts(expected, differences, rollout_id, table["example_id"][rows[0]], where)
             check_samples(expected, differences, rollout_id, table, rows, where)
     check_batches(expected, differences)
+    check_batch_metrics(expected, differences)
 
 
 def check_examples(expected: ExpectedRun, differences: Differences) -> None:
@@ -50,6 +61,9 @@ def check_settled(expected: ExpectedRun, differences: Differences) -> None:
         reason = each["reason"] if each["outcome"] == State.REJECTED else None
         differences.same("samples", None, reason, f"rollout {rollout_id}: why it was rejected")
         if advantage is not None:
+            found = each["num_tool_tokens"]
+            tools = expected.num_tool_tokens(rollout_id)
+            differences.same("samples", tools, found, f"rollout {rollout_id}: tokens of tools' responses")
             _check_advantage(expected, differences, rollout_id, advantage, f"rollout {rollout_id}")
 
 
@@ -69,9 +83,12 @@ def check_prompts(
     first, *later = rollout.turns
     prompt = prompt_ids_of(expected.tokenizer, messages)
     differences.same("prompts", prompt, list(first.prompt_ids), f"{where}, turn 0")
-    for number, (turn, response) in enumerate(zip(later, (TOOL_RESPONSE, DOUBT), strict=False), 1):
-        known = [*first.prompt_ids, *first.reply_ids]
-        added = response_ids_of(expected.tokenizer, messages, known[-1], response)
+    called = after(messages, "reply", TOOL_RESPONSE)
+    goes_on = [(first, messages, TOOL_RESPONSE), (first, messages, DOUBT)]
+    goes_on += [(turn, called, SECOND_RESPONSE) for turn in later[:1]]
+    for number, (turn, (last, asked, response)) in enumerate(zip(later, goes_on, strict=False), 1):
+        known = [*last.prompt_ids, *last.reply_ids]
+        added = response_ids_of(expected.tokenizer, asked, known[-1], response)
         differences.same("prompts", known + added, list(turn.prompt_ids), f"{where}, turn {number}")
 
 
@@ -109,17 +126,63 @@ def check_samples(
 
 
 def check_batches(expected: ExpectedRun, differences: Differences) -> None:
-    """Holds batches to whole groups, without members that have no signal, and to each rollout once."""
+    """Holds batches to groups in the order in which they were finished: whole, and as many as fill them."""
+    settings = expected.config.orchestrator
+    batches, stale = expected_batches(
+        expected.finished_groups(),
+        batch_size=settings.batch_size,
+        max_off_policy_steps=settings.max_off_policy_steps,
+        num_batches=NUM_STEPS,
+    )
+    stale |= _cut_short(expected)
+    found_stale = {each["group_id"] for each in expected.played.settled if each["outcome"] == State.STALE}
+    differences.same("staleness", sorted(stale), sorted(found_stale), "stale groups")
     taken: Counter[str] = Counter()
     for step, table in enumerate(expected.tables):
         found = rollouts_of(table)
         taken.update(found.keys())
-        wanted = {
-            member
-            for group in {group_of(rollout_id) for rollout_id in found}
-            for member in expected.members(group)
-            if expected.advantage(member) != 0 or not expected.config.orchestrator.drops_zero_advantages
-        }
+        groups = list(dict.fromkeys(map(group_of, found)))
+        wanted = [member for group in groups for member in expected.trained_members(group)]
         differences.same("batches", sorted(wanted), sorted(found), f"step {step}: its rollouts")
+        differences.same("batches", batches[step : step + 1], [groups], f"step {step}: its groups")
     repeated = {rollout_id: number for rollout_id, number in taken.items() if number > 1}
     differences.same("batches", {}, repeated, "rollouts in several batches")
+
+
+def _cut_short(expected: ExpectedRun) -> set[str]:
+    """Groups that were too old before their last rollout was back, which is when the run was stopped."""
+    finished = {group.name for group in expected.finished_groups()}
+    limit = RESUMED_AT - expected.config.orchestrator.max_off_policy_steps
+    unfinished = {group_of(rollout_id) for rollout_id in expected.rollouts} - finished
+    return {group for group in unfinished if expected.oldest(group) < limit}
+
+
+def check_batch_metrics(expected: ExpectedRun, differences: Differences) -> None:
+    """Holds what the orchestrator logs of rewards and off-policy levels to what was sampled."""
+    for step, table in enumerate(expected.tables):
+        logged = expected.played.logged.get(step, {})
+        levels = [
+            level
+            for rollout_id in rollouts_of(table)
+            for sample in expected.rollouts[rollout_id].samples
+            for level in off_policy_levels(step, sample)
+        ]
+        rewards = [
+            expected.rollouts[each["rollout_id"]].reward
+            for each in expected.played.settled
+            if each["step"] == step and each["reward"] is not None and _is_logged(each)
+        ]
+        means = {
+            "off_policy_level/all/mean": statistics.fmean(levels),
+            "off_policy_level/all/max": float(max(levels)),
+            "reward/all/mean": statistics.fmean(rewards),
+        }
+        for name, value in means.items():
+            found = logged.get(name, math.nan)
+            differences.near("metrics of batches", value, found, 16 * EPS, f"step {step}, {name}")
+
+
+def _is_logged(settled: Mapping[str, Any]) -> bool:
+    """Metrics are of one process, which does not log what was settled before it started."""
+    is_resumed = "." in settled["group_id"] or settled["outcome"] == Flow.SENT
+    return settled["step"] != RESUMED_AT or is_resumed

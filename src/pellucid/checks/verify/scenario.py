@@ -2,17 +2,20 @@
 
     environment   what it does                                                        shows
     answer        one turn; the reward is read off the text                           advantages, masks
-    tools         a reply, a tool's response, a reply; then a question that forgets   turns in one sample,
-                  the tool; its last reply is not to be trained                       branches, loss masks
+    tools         a reply, a tool's response, a reply, another response, a reply;     turns in one sample,
+                  in between a question that forgets the tool, whose reply is not     branches, loss masks,
+                  to be trained                                                       tool tokens
     flat          one turn, always the same reward                                    no signal
     fragile       one turn; the reply of each group's first member makes it raise     members that failed
 
-The run is stopped once, while a group is in flight, and resumed.
+The run is stopped once, while groups are in flight, and resumed. A stand-in for the trainer publishes a new
+policy version for every batch, without weights; `script` tells which groups wait for which version.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,28 +25,39 @@ import orjson
 
 import pellucid.orchestrator
 from pellucid.checks.oracle import ReferenceModel
-from pellucid.checks.verify.script import BROKEN, REPLY_TOKENS, ScriptedClient, ScriptedRequest
+from pellucid.checks.verify.script import (
+    BROKEN,
+    REPLY_TOKENS,
+    ScriptedClient,
+    ScriptedRequest,
+    reward_of,
+)
 from pellucid.config import OrchestratorRunConfig, VerifyConfig
 from pellucid.config.orchestrator import EnvConfig, SamplingConfig
 from pellucid.data import Example
+from pellucid.metrics import read_metrics
 from pellucid.orchestrator import Environment, Orchestrator, Score, Session, SingleTurnEnvironment
 from pellucid.orchestrator.chat import Message
 from pellucid.orchestrator.records import FILE
-from pellucid.transport import Batch, stable_steps
+from pellucid.transport import Batch, publish_folder, stable_steps
 from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
+from pellucid.transport.weights import weights_folder
 
 NUM_STEPS = 3
 RESUMED_AT = 2
 """Batches before the orchestrator, and steps before the trainer, is stopped and resumed."""
 
 GROUP_SIZE = 3
+MAX_OFF_POLICY_STEPS = 1
+TURNS_OF_STILLNESS = 100
+"""Turns of the event loop; a rollout goes on, or another one starts, within a few."""
+
+STUCK_S = 5.0
+"""A run that goes on without a batch or an answer for this long has lost groups that the script counts on."""
+
 TOOL_RESPONSE = {"role": "tool", "content": "42"}
+SECOND_RESPONSE = {"role": "tool", "content": "7"}
 DOUBT = {"role": "user", "content": "Sure?"}
-
-
-def reward_of(text: str) -> float:
-    """Reads a reward off a reply, so that a reply and its reward cannot be parted unnoticed."""
-    return (sum(map(ord, text)) % 5) / 4
 
 
 class OneReply(SingleTurnEnvironment):
@@ -69,8 +83,10 @@ class Fragile(OneReply):
 class Tools(OneReply):
     async def rollout(self, example: Example, session: Session) -> Score:
         first = await session.respond(example.messages)
-        second = await session.respond(after(example.messages, first, TOOL_RESPONSE))
+        called = after(example.messages, first, TOOL_RESPONSE)
+        second = await session.respond(called)
         session.withdraw(await session.sample(after(example.messages, first, DOUBT)))
+        await session.respond(after(called, second, SECOND_RESPONSE))
         return Score(reward_of(first + second))
 
 
@@ -101,6 +117,9 @@ class Played:
     batches: list[Batch]
     settled: list[dict[str, Any]]
     """Every rollout that was written down, also those that no batch has."""
+
+    logged: Mapping[int, Mapping[str, Any]]
+    """The orchestrator's metrics of each step."""
 
 
 def sharp_temperature(model: ReferenceModel, prompt_ids: Sequence[int]) -> float:
@@ -133,7 +152,8 @@ def play(config: VerifyConfig, folder: Path, tokenizer: Any, model: ReferenceMod
             "token_batch_size": None,
             "rollouts_per_example": GROUP_SIZE,
             "max_inflight_rollouts": 2 * GROUP_SIZE,  # so that no kind of group gets far ahead of another
-            "max_off_policy_steps": NUM_STEPS,
+            "max_off_policy_steps": MAX_OFF_POLICY_STEPS,
+            "pace_sampling": False,
             "max_retries": 0,
             "tasks_per_minute": None,
             "sampling": SamplingConfig(temperature=temperature, max_tokens=REPLY_TOKENS),
@@ -144,7 +164,7 @@ def play(config: VerifyConfig, folder: Path, tokenizer: Any, model: ReferenceMod
         output_dir=folder,
         orchestrator=own.model_dump(),
         max_steps=NUM_STEPS,
-        max_async_level=NUM_STEPS,
+        max_async_level=MAX_OFF_POLICY_STEPS,
         monitors={},
         resume=False,
     )
@@ -153,13 +173,15 @@ def play(config: VerifyConfig, folder: Path, tokenizer: Any, model: ReferenceMod
     client = ScriptedClient(model, temperature, tokenizer)
     sender = FilesystemSender(folder)
     with _quiet():
-        asyncio.run(_interrupt(Orchestrator(part, environments, tokenizer, client, sender), folder))
-        client.is_interrupted = False
-        resumed = part.model_copy(update={"resume": True})
-        asyncio.run(Orchestrator(resumed, environments, tokenizer, client, sender).run())
+        first = Orchestrator(part, environments, tokenizer, client, sender)
+        if asyncio.run(_interrupt(first, client, folder)):
+            _publish(folder, RESUMED_AT)
+            resumed = part.model_copy(update={"resume": True})
+            asyncio.run(Orchestrator(resumed, environments, tokenizer, client, sender).run())
     receiver = FilesystemReceiver(folder)
     batches = [receiver.receive(step) for step in range(NUM_STEPS)]
-    return Played(part, client.requests, batches, _settled(folder))
+    logged = {record["step"]: record for record in read_metrics(folder / "metrics" / "orchestrator.jsonl")}
+    return Played(part, client.requests, batches, _settled(folder), logged)
 
 
 def _settled(folder: Path) -> list[dict[str, Any]]:
@@ -179,11 +201,38 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-async def _interrupt(orchestrator: Orchestrator, folder: Path) -> None:
-    """Runs it until it has sent `RESUMED_AT` batches; the next one waits for the interrupted group."""
+def _publish(folder: Path, version: int) -> None:
+    """Announces a policy version; the client loads no weights."""
+    publish_folder(weights_folder(folder, version), lambda target: None)
+
+
+async def _is_still(client: ScriptedClient) -> bool:
+    """Whether all that is in flight waits for a policy version: many turns of the loop bring no answer."""
+    num_answered = len(client.requests)
+    for _ in range(TURNS_OF_STILLNESS):
+        await asyncio.sleep(0)
+    return client.num_waiting > 0 and len(client.requests) == num_answered
+
+
+async def _interrupt(orchestrator: Orchestrator, client: ScriptedClient, folder: Path) -> bool:
+    """Runs it until it has sent `RESUMED_AT` batches and waits for groups that nobody answers.
+
+    The version after each batch but the last is published. Returns False if the orchestrator came to its end.
+    """
     running = asyncio.create_task(orchestrator.run())
-    while len(stable_steps(folder / "batches")) < RESUMED_AT and not running.done():
+    published = num_answered = 0
+    changed_at = time.monotonic()
+    while not running.done() and not (published == RESUMED_AT and await _is_still(client)):
+        if len(stable_steps(folder / "batches")) > published:
+            published += 1
+            if published < RESUMED_AT:
+                _publish(folder, published)
+        if len(client.requests) > num_answered:
+            num_answered, changed_at = len(client.requests), time.monotonic()
+        elif time.monotonic() - changed_at > STUCK_S:
+            client.lose_patience()
         await asyncio.sleep(0.01)
-    running.cancel()
+    is_stopped = running.cancel()
     with suppress(asyncio.CancelledError):
         await running
+    return is_stopped

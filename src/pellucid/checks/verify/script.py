@@ -1,8 +1,18 @@
-"""The client that stands in for an engine: what it answers, and what it keeps.
+"""The client that stands in for an engine: what it answers, and when, and what it keeps.
 
-It answers with the likeliest token and some unlikely ones, and reports logprobs that are off the model's by
-chosen distances, so that tokens fall on both sides of a trust region. It keeps what it sampled: that, and
-nothing that the orchestrator says, is what the oracle starts from.
+It answers with the likeliest token and some unlikely ones, chosen such that a reply earns the reward that its
+member of the group should have. It reports logprobs that are off the model's by chosen distances, so that
+tokens fall on both sides of a trust region. It keeps what it sampled: that, and nothing that the orchestrator
+says, is what the oracle starts from.
+
+Some answers wait for a policy version, so that the groups of a run come back as follows:
+
+    g0, g3         version 0                                             batch 0
+    g1             version 0, and after its first turn version 1         batch 1, one step old in part
+    g4             version 0, but its last member waits for version 2    stale once batch 1 is formed
+    g5             version 1                                             batch 1
+    g7 and later   version 2, which is published after the resume        in flight when the run is stopped
+    g2, g6         no signal
 """
 
 import asyncio
@@ -10,6 +20,8 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +33,6 @@ from pellucid.data.tokenizer import end_of_turn_ids
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 
-INTERRUPTED = "g4"
-"""The group that is in flight when the orchestrator is stopped: nobody answers it."""
-
 REPLY_TOKENS = 6
 OFFSETS = (0.02, -0.4, 0.9, -0.03, 0.0, 1.5)
 """log μ − log π of the tokens of a reply, in turn; on the likeliest token μ is made far smaller or larger."""
@@ -33,6 +42,26 @@ REASONING = "<think>no</think>"
 
 BROKEN = "broken"
 """The start of a reply that makes the fragile environment raise."""
+
+REWARDS = (1.0, 0.25, 1.0)
+"""Rewards of the members of a group: the best come twice, so that a length penalty tells them apart, and no
+advantage is 0."""
+
+MAX_DRAWS = 200
+"""Replies that are drawn for one that earns the wanted reward."""
+
+
+def reward_of(text: str) -> float:
+    """Reads a reward off a reply, so that a reply and its reward cannot be parted unnoticed."""
+    return (sum(map(ord, text)) % 5) / 4
+
+
+def earliest_version(group: str, rollout_id: str, turn: int) -> int:
+    """The policy version that a request waits for."""
+    number = int(group.removeprefix("g").partition(".")[0])
+    if number >= 7 or rollout_id == "g4-r2":
+        return 2
+    return 1 if number >= 5 or (group == "g1" and turn > 0) else 0
 
 
 @dataclass(frozen=True)
@@ -55,22 +84,27 @@ class ScriptedClient(FakeInferenceClient):
         self._reasoning: list[int] = tokenizer(REASONING, add_special_tokens=False)["input_ids"]
         self._broken: list[int] = tokenizer(BROKEN, add_special_tokens=False)["input_ids"]
         self._silent = sorted(special - set(end_of_turn_ids(tokenizer)))[:1]
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._given_up: set[str] = set()
+        self._is_patient = True
         self.requests: list[ScriptedRequest] = []
-        self.is_interrupted = True
-        """Whether the requests of `INTERRUPTED` wait until they are aborted."""
+        """Those that were answered, in order."""
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        _, group, rollout_id, number = request_id.rsplit("/", 3)
-        if self.is_interrupted and group == INTERRUPTED:
-            return await self._wait_for_abort(request_id)
+        _, group, rollout_id, turn = request_id.rsplit("/", 3)
+        if not await self._is_served(earliest_version(group, rollout_id, int(turn)), request_id):
+            return Completion([], [], [], "abort")
         generator = random.Random(request_id)
-        reply = self._reply(prompt_ids, generator)
-        if account.env == "tools" and number == "0":
-            reply = [*self._reasoning, *reply]
-        if account.env == "fragile" and rollout_id.endswith("-r0"):
-            reply = [*self._broken, *reply]
+        wanted = None
+        opening: list[int] = []
+        if account.env == "tools" and turn == "0":
+            opening, wanted = self._reasoning, 0.0
+        elif turn == ("1" if account.env == "tools" else "0"):
+            opening = self._broken if account.env == "fragile" and rollout_id.endswith("-r0") else []
+            wanted = REWARDS[int(rollout_id.rpartition("-r")[2])]
+        reply = self._reply(prompt_ids, opening, wanted, generator)
         with torch.no_grad():
             logprobs, _ = self._model.logprobs([*prompt_ids, *reply], self._temperatures(prompt_ids, reply))
         log_pi = logprobs[len(prompt_ids) :].tolist()
@@ -86,20 +120,58 @@ class ScriptedClient(FakeInferenceClient):
         self.delivered[account] += len(reply)
         return Completion(reply, log_mu, [(self.policy_version, len(reply))], "stop")
 
-    async def _wait_for_abort(self, request_id: str) -> Completion:
-        aborted = self._aborted[request_id] = asyncio.Event()
-        await aborted.wait()
-        return Completion([], [], [], "abort")
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a policy version."""
+        return len(self._aborted)
 
-    def _reply(self, prompt_ids: Sequence[int], generator: random.Random) -> list[int]:
-        """The likeliest token, unlikely ones, one that no text shows, and the end of the turn.
+    async def _is_served(self, version: int, request_id: str) -> bool:
+        """Waits until the policy version is; False if the request was aborted before."""
+        while self._waits_for(version) and request_id not in self._given_up:
+            woken = self._aborted[request_id] = asyncio.Event()
+            await woken.wait()
+            del self._aborted[request_id]
+        return not self._waits_for(version)
 
-        Whoever tokenises the text again gets other tokens than were sampled.
+    def _waits_for(self, version: int) -> bool:
+        return self._is_patient and self.policy_version < version
+
+    def lose_patience(self) -> None:
+        """Answers from now on whatever the version: a run with a fault may never get to the one it is."""
+        self._is_patient = False
+        self._wake()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._given_up |= set(request_ids)
+        await super().abort(request_ids)
+
+    async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
+        await super().update_weights(version, folder, run)
+        self._wake()
+
+    def _wake(self) -> None:
+        for woken in self._aborted.values():
+            woken.set()
+
+    def _reply(
+        self,
+        prompt_ids: Sequence[int],
+        opening: Sequence[int],
+        wanted: float | None,
+        generator: random.Random,
+    ) -> list[int]:
+        """An opening, the likeliest token, unlikely ones, one that no text shows, and the end of the turn.
+
+        Whoever tokenises the text again gets other tokens than were sampled. `wanted`: the text's reward.
         """
         with torch.no_grad():
             likely = self._model.likeliest(prompt_ids)
-        others = generator.choices(self._ordinary, k=generator.randint(1, REPLY_TOKENS - 2))
-        return [likely, *others, *self._silent, self._end_of_turn]
+        for _ in range(MAX_DRAWS):
+            others = generator.choices(self._ordinary, k=generator.randint(1, REPLY_TOKENS - 2))
+            reply = [*opening, likely, *others, *self._silent, self._end_of_turn]
+            if wanted is None or reward_of(self._decode(reply)) == wanted:
+                break
+        return reply
 
     def _temperatures(self, prompt_ids: Sequence[int], reply: Sequence[int]) -> Any:
         return np.full(len(prompt_ids) + len(reply), self._temperature)
