@@ -443,7 +443,7 @@ class Examination:
 
 def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
     chosen.into.parent.mkdir(parents=True, exist_ok=True)
-    known = {line["name"] for line in read(chosen.into, mutants)}
+    known = {line["name"]: line["verdict"] for line in read(chosen.into, mutants)}
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     listed = subprocess.run(
         [sys.executable, "-c", THIRD_PARTY], capture_output=True, text=True, check=True, timeout=600
@@ -460,9 +460,11 @@ def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
             print(f"{scenario}: {times}; {len(baseline.lines):,} lines", flush=True)
         reached = [mutant for mutant in mutants if examination.scenario_of(mutant) is not None]
         unreached = {mutant.name for mutant in mutants} - {mutant.name for mutant in reached}
-        examination.note_unreached([each for each in mutants if each.name in unreached - known])
+        examination.note_unreached([each for each in mutants if each.name in unreached - known.keys()])
         sample = reached if chosen.sample is None else stratified(reached, chosen.sample, chosen.seed)
-        examination.examine([mutant for mutant in sample if mutant.name not in known])
+        untried = [mutant for mutant in sample if known.get(mutant.name, NOT_REACHED) == NOT_REACHED]
+        survivors = [mutant for mutant in reached if known.get(mutant.name) == SURVIVED]
+        examination.examine(survivors if chosen.again else untried)
 
 
 def stratified(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
@@ -544,6 +546,9 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="so many of those that are reached; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="mutants that are tried at a time")
+    parser.add_argument(
+        "--again", action="store_true", help="try the survivors in --into again, and no others"
+    )
     parser.add_argument("--suite", action="store_true", help="show survivors to the tests of their package")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     parser.add_argument("--report", action="store_true", help="print what is in --into and try none")

@@ -448,6 +448,33 @@ def test_advantages_come_from_the_saved_rewards(trained, tmp_path, capsys, rewar
     assert found["check"] == "advantages"
 
 
+@pytest.mark.parametrize(
+    ("reward", "token_reward", "failed"),
+    [
+        (1.0, 1.0, []),
+        (0.5, 1.0, ["rewards reward", "rewards rewards"]),
+        (1.0, 0.5, ["rewards rewards"]),
+    ],
+)
+def test_rewards_are_those_of_the_saved_rollouts(
+    trained, tmp_path, capsys, reward, token_reward, failed
+) -> None:
+    """Rollout 1 has the reward 1, and so has each of its tokens."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    save_rollouts(run, [rollout(1, reward, None)])
+    path = run / "token_exports" / "step_0" / "rank_0.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    [record] = [record for record in records if record["rollout_id"] == "r1"]
+    record["rewards"][0] = token_reward
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    _, report = replay(capsys, run, "--step", "0")
+    found = by_check(report)
+    assert [check for check, finding in found.items() if not finding["passed"]] == failed
+    assert found["rewards rewards"]["what"].startswith(f"rewards of {len(record['rewards'])} tokens")
+    if failed == ["rewards rewards"]:
+        assert "token 0: recorded 0.5, recomputed 1" in found["rewards rewards"]["meaning"]
+
+
 def small_run(folder: Path) -> Path:
     """Hand-made values; the last token of environment b is masked with π − μ = 0.471 and A = 1."""
     write_run(folder)

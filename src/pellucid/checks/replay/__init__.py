@@ -1,6 +1,7 @@
 """`pellucid replay`: what a run recorded of its tokens, computed again and compared.
 
-    advantages    from the saved rewards of each group
+    rewards       those of the saved rollouts, in every record and token
+    advantages    from the saved rewards of each group, in every record and token
     ratios        from recorded logprobs
     masks         from ratios and advantages, by the run's own loss
     losses        the same, token by token

@@ -1,9 +1,9 @@
 """A run against itself: what follows from the record has to be in the record."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ _LOSS_HINT = (
 _ADVANTAGE_HINT = (
     "rewards or the group's members changed after the advantages were computed, or [orchestrator.advantage] "
     "is not what the run had"
+)
+_REWARD_HINT = (
+    "the batch had another reward for this rollout than was saved with it, or the export repeats it wrongly"
 )
 _WEIGHTS_HINT = (
     "the weights of the step do not give the recorded logprobs: they are of another step, or the forward has "
@@ -140,6 +143,7 @@ class Checks:
         if orchestrator is None or not rollouts or "rollout_id" not in step.columns:
             self._note("advantages were not recomputed: no rollouts were saved")
             return
+        self._check_rewards(number, step, rollouts)
         try:
             untrusted = self.run.untrusted(orchestrator.advantage, "orchestrator.advantage")
             if reason := untrusted or not_replayable(rollouts, orchestrator.advantage):
@@ -155,17 +159,41 @@ class Checks:
             np.array([found[rollout["rollout_id"]] for rollout in saved]),
             lambda index: f"group {saved[index]['group_id']}, rollout {saved[index]['rollout_id']}",
         )
+        self._check_repeated(number, step, "advantages", "advantage", found, _ADVANTAGE_HINT)
+
+    def _check_rewards(self, number: int, step: ColumnBatch, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        saved = {each["rollout_id"]: each.get("reward") for each in rollouts}
+        known = {rollout: float(reward) for rollout, reward in saved.items() if reward is not None}
+        self._check_repeated(number, step, "rewards", "reward", known, _REWARD_HINT)
+
+    def _check_repeated(
+        self,
+        number: int,
+        step: ColumnBatch,
+        tokens: str,
+        record: str,
+        known: Mapping[str, float],
+        hint: str,
+    ) -> None:
+        """Compares a number of each rollout with that of its records, and of all tokens of these."""
+        ids = step.columns["rollout_id"].tolist()
         rows = [
             row
-            for row, rollout in enumerate(step.columns["rollout_id"].tolist())
-            if rollout in found and not np.isnan(step.columns["advantage"][row])
+            for row, rollout in enumerate(ids)
+            if rollout in known and not np.isnan(step.columns[record][row])
         ]
-        self._of("advantages", "advantage", ROUNDING, _ADVANTAGE_HINT, of="records").add(
-            number,
-            step.columns["advantage"][rows],
-            np.array([found[step.columns["rollout_id"][row]] for row in rows]),
-            lambda index: record_name(step, rows[index]),
+        expected = np.array([known.get(rollout, np.nan) for rollout in ids], np.float64)
+        self._of(tokens, record, ROUNDING, hint, of="records").add(
+            number, step.columns[record][rows], expected[rows], lambda index: record_name(step, rows[index])
         )
+        if tokens in step.columns:
+            places = np.flatnonzero(np.isin(step.owners, rows))
+            self._of(tokens, tokens, ROUNDING, hint).add(
+                number,
+                _floats(step, tokens)[places],
+                expected[step.owners[places]],
+                lambda index: token_name(step)(int(places[index])),
+            )
 
     def _check_weights(self, number: int, step: ColumnBatch) -> dict[str, Values]:
         if self.predictor is None or "temperatures" not in step.columns:
@@ -197,7 +225,7 @@ class Checks:
             self.notes.append(note)
 
     def findings(self) -> list[Finding]:
-        order = ("advantages", "ratios", "masks", "losses", "weights")
+        order = ("rewards", "advantages", "ratios", "masks", "losses", "weights")
         found = sorted(self._comparisons.values(), key=lambda comparison: order.index(comparison.check))
         sums = [self._trainable.finding()] if self._trainable.num_compared else []
         return [
