@@ -21,7 +21,7 @@ from pellucid.data import TokenTable, TrainingSample
 from pellucid.export import FIELDS, Field, TokenExporter
 from pellucid.export.batch import ColumnBatch, micro_batch_columns
 from pellucid.export.optional import require
-from pellucid.export.sink import JsonlSink, ParquetSink
+from pellucid.export.sink import JsonlRecords, ParquetSink
 
 NUM_TOKENS, NUM_SEQUENCES = 32_768, 12
 NUM_LARGE = 1_000_000
@@ -123,7 +123,7 @@ def _writing(folder: Path) -> Iterator[Result]:
         write_lists(folder / "lists.jsonl", batch, BASE)
 
     def jsonl(fields: Sequence[Field]) -> None:
-        sink = JsonlSink(folder / "ours.jsonl", fields)
+        sink = JsonlRecords(folder / "ours.jsonl", fields)
         sink.write(batch)
         sink.close()
 
@@ -149,7 +149,7 @@ def _writing(folder: Path) -> Iterator[Result]:
 
 def _reading(folder: Path) -> Iterator[Result]:
     jsonl, parquet = folder / "large.jsonl", folder / "large.parquet"
-    sinks = JsonlSink(jsonl, BASE), ParquetSink(parquet, BASE)
+    sinks = JsonlRecords(jsonl, BASE), ParquetSink(parquet, BASE)
     num_batches = -(-NUM_LARGE // NUM_TOKENS)
     for micro_step in range(num_batches):
         batch = make_batch(micro_step, micro_step)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.data import COLUMNS, Stored, TokenTable, TrainingMode, TrainingSample
+from pellucid.data import COLUMNS, Axis, TokenTable, TrainingMode, TrainingSample
 from pellucid.errors import PayloadError
 from pellucid.transport import Batch, decode_batch, encode_batch
 from pellucid.transport.wire import COUNTS, ENTRY, HEADER_BYTES, PREAMBLE, Limits, aligned, checksum
@@ -268,13 +268,13 @@ def check_slowly(batch: Batch) -> None:
     for index in range(batch.table.num_sequences):
         table = batch.table.select([index])
         values = {name: table[name].tolist() for name in COLUMNS}
-        size = {Stored.TOKENS: len(values["token_ids"]), Stored.SEQUENCES: 1}
-        size[Stored.SAMPLED] = sum(values["sampled"])
+        size = {Axis.TOKENS: len(values["token_ids"]), Axis.SEQUENCES: 1}
+        size[Axis.SAMPLED] = sum(values["sampled"])
         for name, column in COLUMNS.items():
             _require(
                 len(values[name]) == size[column.stored], index, f"{name} has {len(values[name])} entries"
             )
-        _require(size[Stored.TOKENS] == table.lengths[0] >= 1, index, "has another length than it says")
+        _require(size[Axis.TOKENS] == table.lengths[0] >= 1, index, "has another length than it says")
         _require(all(token < VOCAB_SIZE for token in values["token_ids"]), index, "has an unknown token")
         env = values["env_name"][0]
         _require(env not in ("", "all") and env.isprintable(), index, "has no good environment")
@@ -284,7 +284,7 @@ def check_slowly(batch: Batch) -> None:
         end = 0
         for role, start, stop in values["role_spans"][0]:
             _require(
-                end <= start <= stop <= size[Stored.TOKENS] and len(role) <= 64, index, "has no good roles"
+                end <= start <= stop <= size[Axis.TOKENS] and len(role) <= 64, index, "has no good roles"
             )
             end = stop
         _require(values["training_mode"][0] in set(TrainingMode), index, "has an unknown mode")

@@ -8,7 +8,7 @@ import orjson
 
 from pellucid.export.batch import ColumnBatch
 from pellucid.export.schema import FIELDS
-from pellucid.export.sink import JsonlSink, ParquetSink
+from pellucid.export.sink import JsonlRecords, ParquetSink
 from pellucid.export.summary import NEEDED, StepSummary
 
 VOCABULARY = 32_000
@@ -87,7 +87,7 @@ def write_file(path: Path, batch: ColumnBatch) -> None:
     """JSONL or Parquet, by the path's suffix."""
     fields = [field for field in FIELDS if field.name not in LEFT_OUT]
     path.parent.mkdir(parents=True, exist_ok=True)
-    sink = ParquetSink(path, fields) if path.suffix == ".parquet" else JsonlSink(path, fields)
+    sink = ParquetSink(path, fields) if path.suffix == ".parquet" else JsonlRecords(path, fields)
     for start in range(0, batch.num_sequences, WRITE_RECORDS):
         sink.write(batch.take(np.arange(start, min(start + WRITE_RECORDS, batch.num_sequences))))
     sink.close()

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,16 @@ def test_the_orchestrator_never_sees_the_engine() -> None:
         for name in _imports(path):
             if name.startswith("inference"):
                 assert name.split(".")[1:2] and name.split(".")[1] in CLIENT_SIDE, f"{path} imports {name}"
+
+
+def test_no_name_stands_for_two_classes() -> None:
+    found = Counter(
+        node.name
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, number in found.items() if number > 1} == set()
 
 
 HEAVY = ("torch", "transformers", "aiohttp", "pyarrow", "peft", "datasets", "verifiers", "wandb", "uvicorn")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.export import BASE, BASE_ESSENTIAL, NUM_SEQUENCES, NUM_TOKENS, make_batch, write_lists
-from pellucid.export.sink import JsonlSink, ParquetSink
+from pellucid.export.sink import JsonlRecords, ParquetSink
 from tolerance import near
 
 
@@ -16,7 +16,7 @@ from tolerance import near
 )
 def test_bytes_per_token(tmp_path, name, fields, bound) -> None:
     path = tmp_path / name
-    sink = JsonlSink(path, fields) if path.suffix == ".jsonl" else ParquetSink(path, fields)
+    sink = JsonlRecords(path, fields) if path.suffix == ".jsonl" else ParquetSink(path, fields)
     sink.write(make_batch())
     sink.close()
     assert path.stat().st_size / NUM_TOKENS <= bound
@@ -25,7 +25,7 @@ def test_bytes_per_token(tmp_path, name, fields, bound) -> None:
 def test_both_sides_write_the_same(tmp_path: Path) -> None:
     batch = make_batch()
     write_lists(tmp_path / "lists.jsonl", batch, BASE)
-    sink = JsonlSink(tmp_path / "ours.jsonl", BASE)
+    sink = JsonlRecords(tmp_path / "ours.jsonl", BASE)
     sink.write(batch)
     sink.close()
     ours, lists = (

@@ -1,4 +1,4 @@
-"""Stored rows against plain lists: selecting and cutting without inflating gives what lists give."""
+"""Axis rows against plain lists: selecting and cutting without inflating gives what lists give."""
 
 import numpy as np
 import pytest

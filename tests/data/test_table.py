@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.data import COLUMNS, Stored, TokenTable, TrainingSample
+from pellucid.data import COLUMNS, Axis, TokenTable, TrainingSample
 from pellucid.data.rows import BitRows
 from pellucid.errors import DataError
 
@@ -88,7 +88,7 @@ def test_a_column_of_the_wrong_length_is_refused() -> None:
 def inflated(table: TokenTable) -> set[str]:
     """Columns of tokens that were inflated in this table."""
     return {name for name, rows in table.columns.items() if "array" in vars(rows)} & {
-        name for name, column in COLUMNS.items() if column.stored is not Stored.SEQUENCES
+        name for name, column in COLUMNS.items() if column.stored is not Axis.SEQUENCES
     }
 
 

@@ -18,7 +18,7 @@ from pellucid.errors import ConfigError, DataError
 from pellucid.export import FIELDS
 from pellucid.export.batch import ColumnBatch
 from pellucid.export.jsonl_source import JsonlSource
-from pellucid.export.sink import JsonlSink, ParquetSink
+from pellucid.export.sink import JsonlRecords, ParquetSink
 from token_exports import write_run
 from tolerance import near
 
@@ -290,7 +290,7 @@ def test_what_is_written_is_what_is_read(batch) -> None:
     """By both formats alike, whatever the values; what is not finite is null."""
     with TemporaryDirectory() as folder:
         for sink in (
-            JsonlSink(Path(folder) / "a.jsonl", FIELDS),
+            JsonlRecords(Path(folder) / "a.jsonl", FIELDS),
             ParquetSink(Path(folder) / "a.parquet", FIELDS),
         ):
             sink.write(batch)

@@ -11,7 +11,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.scoring import Scoring
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.inference.vllm_args import MAX_SCORINGS
-from pellucid.inference.vllm_engine import Sampled, Scored, VllmEngine
+from pellucid.inference.vllm_engine import SampledToken, Scored, VllmEngine
 
 ENV = Account("run", "env")
 BLOCK = 4
@@ -64,7 +64,7 @@ class FakeCore:
         for key in [key for key in self._left if self._to_compute[key] <= 0]:
             self._last[key] += 1
             sampled.append(
-                Sampled(key, self._last[key], -float(self.num_loaded), self._shared.pop(key, None))
+                SampledToken(key, self._last[key], -float(self.num_loaded), self._shared.pop(key, None))
             )
             self._left[key] -= 1
             if not self._left[key]:

@@ -16,9 +16,9 @@ from pellucid.launch.console import (
     STATUS_EVERY_S,
     VALIDATED_SFT_COLUMNS,
     WIDTH,
-    Column,
     LiveView,
     PlainView,
+    StepColumn,
     has_terminal,
     header_row,
     make_console,
@@ -69,7 +69,7 @@ def test_the_validation_loss_stands_beside_the_loss():
 
 
 def test_a_missing_value_is_a_dash_and_one_that_is_not_finite_is_nan():
-    columns = (Column("step", "step", 4, "{:d}"), Column("loss", "loss", 6, "{:.2f}"))
+    columns = (StepColumn("step", "step", 4, "{:d}"), StepColumn("loss", "loss", 6, "{:.2f}"))
 
     assert step_row({"step": 1}, columns) == "   1       -"
     assert step_row({"step": 1, "loss": None}, columns) == "   1     nan"
@@ -78,7 +78,7 @@ def test_a_missing_value_is_a_dash_and_one_that_is_not_finite_is_nan():
 
 def test_a_skipped_step_has_a_line_of_its_own():
     lines: list[str] = []
-    view = PlainView((Column("step", "step", 4, "{:d}"),), lines.append)
+    view = PlainView((StepColumn("step", "step", 4, "{:d}"),), lines.append)
     view.show({"step": 6, "skipped_steps": 0})
     view.show({"step": 7, "skipped_steps": 1})
     assert lines[2:] == [
@@ -90,7 +90,7 @@ def test_a_skipped_step_has_a_line_of_its_own():
 
 def test_plain_lines_repeat_the_header_every_25_steps():
     lines: list[str] = []
-    columns = (Column("step", "step", 4, "{:d}"),)
+    columns = (StepColumn("step", "step", 4, "{:d}"),)
     view = PlainView(columns, lines.append)
 
     for step in range(26):
@@ -104,7 +104,7 @@ def test_plain_lines_repeat_the_header_every_25_steps():
 def test_plain_lines_tell_the_status_only_while_no_step_comes():
     lines: list[str] = []
     now = 100.0
-    view = PlainView((Column("step", "step", 4, "{:d}"),), lines.append, clock=lambda: now)
+    view = PlainView((StepColumn("step", "step", 4, "{:d}"),), lines.append, clock=lambda: now)
     view.status(["step 0: 1 running"])
     assert lines == []
     now += STATUS_EVERY_S
@@ -124,7 +124,7 @@ def test_plain_lines_tell_the_status_only_while_no_step_comes():
 
 def test_a_note_between_two_steps():
     out = io.StringIO()
-    view = open_view((Column("step", "step", 4, "{:d}"),), 2, Console(file=out, width=40))
+    view = open_view((StepColumn("step", "step", 4, "{:d}"),), 2, Console(file=out, width=40))
     view.show({"step": 0})
     view.note("eval    1  held-out  avg@1 0.500 [b]")
     view.show({"step": 1})

@@ -28,7 +28,13 @@ from pellucid.export import TokenExporter
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import State
 from pellucid.orchestrator import Environment, Score, Session
-from pellucid.orchestrator.progress import Progress, Tally, progress_path, read_progress, write_progress
+from pellucid.orchestrator.progress import (
+    BatchProgress,
+    WasteTally,
+    progress_path,
+    read_progress,
+    write_progress,
+)
 from pellucid.orchestrator.report import sample_line
 from pellucid.orchestrator.scheduler import SchedulerState
 from pellucid.orchestrator.snapshot import read_snapshot, take_snapshot, write_snapshot
@@ -285,8 +291,10 @@ def test_odd_rollouts_are_shown_and_saved(tmp_path: Path) -> None:
     assert again.rollout.turns[0].text == encodable(ODD * 500)
     assert again.rollout.stop_reason == encodable(HALF) and again.reason == verdict.reason
     (tmp_path / "metrics").mkdir()
-    tally = Tally().add([[verdict]])
-    write_progress(tmp_path, Progress.of(tally, step=1, num_ready=0, num_running=1, waits_for_weights=False))
+    tally = WasteTally().add([[verdict]])
+    write_progress(
+        tmp_path, BatchProgress.of(tally, step=1, num_ready=0, num_running=1, waits_for_weights=False)
+    )
     progress = read_progress(progress_path(tmp_path))
     assert progress is not None and progress.outcomes == {"rejected": 1}
 

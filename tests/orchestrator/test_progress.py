@@ -4,7 +4,13 @@ from pathlib import Path
 
 from pellucid.data import Example, Rollout
 from pellucid.ledger import Flow, State
-from pellucid.orchestrator.progress import Progress, Tally, progress_path, read_progress, write_progress
+from pellucid.orchestrator.progress import (
+    BatchProgress,
+    WasteTally,
+    progress_path,
+    read_progress,
+    write_progress,
+)
 from pellucid.orchestrator.verdict import Outcome, Verdict
 
 
@@ -26,13 +32,13 @@ GROUPS = [
 ]
 
 
-def progress_of(tally: Tally, **changes: bool) -> Progress:
+def progress_of(tally: WasteTally, **changes: bool) -> BatchProgress:
     settings = {"step": 7, "num_ready": 12, "num_running": 1640, "waits_for_weights": False, **changes}
-    return Progress.of(tally, **settings)
+    return BatchProgress.of(tally, **settings)
 
 
 def test_rollouts_that_do_not_train_are_told_by_reason_with_the_first_failure() -> None:
-    assert progress_of(Tally().add(GROUPS)).lines() == [
+    assert progress_of(WasteTally().add(GROUPS)).lines() == [
         "step 7: 12 rollouts ready, 1,640 running; do not train: 3 without a signal (equal rewards in a "
         "group, mean 0.500), 1 failed, 1 stale",
         "  the first that failed or was dropped: rollout g1-r0 of env, failed_rollout: ValueError: no answer",
@@ -40,19 +46,19 @@ def test_rollouts_that_do_not_train_are_told_by_reason_with_the_first_failure() 
 
 
 def test_nothing_is_explained_where_nothing_is_lost() -> None:
-    assert progress_of(Tally(), waits_for_weights=True).lines() == [
+    assert progress_of(WasteTally(), waits_for_weights=True).lines() == [
         "step 7: 12 rollouts ready, 1,640 running; waits for newer weights"
     ]
 
 
 def test_nothing_is_said_before_the_first_rollout_starts() -> None:
-    assert Progress(step=0, num_ready=0, num_running=0).lines() == []
+    assert BatchProgress(step=0, num_ready=0, num_running=0).lines() == []
 
 
 def test_what_is_written_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     path = progress_path(tmp_path)
     assert read_progress(path) is None
-    progress = progress_of(Tally().add(GROUPS))
+    progress = progress_of(WasteTally().add(GROUPS))
     write_progress(tmp_path, progress)
     assert read_progress(path) == progress
     path.write_bytes(b"{")

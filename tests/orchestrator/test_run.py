@@ -46,7 +46,7 @@ from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.evaluation import prepare_evaluation
 from pellucid.orchestrator.filters import FilterInputs, load_filter
 from pellucid.orchestrator.pace import RateLimit
-from pellucid.orchestrator.progress import Progress, progress_path
+from pellucid.orchestrator.progress import BatchProgress, progress_path
 from pellucid.orchestrator.report import sample_line, shorten, step_line
 from pellucid.orchestrator.servers import run_identity
 from pellucid.orchestrator.session import group_of_request
@@ -733,7 +733,7 @@ def test_a_run_without_a_signal_says_so_while_it_goes_on(
 ) -> None:
     """Before anything is written down, and after; what the batch of a step trains on is not counted."""
     monkeypatch.setattr(loop, "_SHOW_PROGRESS_EVERY_S", 0.001)
-    seen: list[Progress] = []
+    seen: list[BatchProgress] = []
     monkeypatch.setattr(loop, "write_progress", lambda folder, progress: seen.append(progress))
     client = FakeInferenceClient(letters, delay_s=lambda generator: 0.002)
     config = configure(tmp_path, orchestrator={"max_signalless_groups": 100})

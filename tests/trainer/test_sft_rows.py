@@ -1,4 +1,4 @@
-"""Rows of files, folders and the hub, and what is said when they cannot be read."""
+"""SftRows of files, folders and the hub, and what is said when they cannot be read."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
 """The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts."""
 
-from pellucid.data.columns import COLUMNS, Column, Stored, TrainingMode
+from pellucid.data.columns import COLUMNS, Axis, Column, TrainingMode
 from pellucid.data.conversation import RoleSpan
 from pellucid.data.experts import RecordedExperts, join_experts
 from pellucid.data.list_payload import read_list_payload
@@ -12,6 +12,7 @@ from pellucid.data.table import TokenTable
 __all__ = [
     "COLUMNS",
     "NOT_OURS",
+    "Axis",
     "Column",
     "Completion",
     "Example",
@@ -19,7 +20,6 @@ __all__ = [
     "RecordedExperts",
     "RoleSpan",
     "Rollout",
-    "Stored",
     "TokenTable",
     "TrainingMode",
     "TrainingSample",

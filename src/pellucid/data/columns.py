@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 
-class Stored(StrEnum):
+class Axis(StrEnum):
     """The axis a column lives on: one entry per token, per sampled token, or per sequence."""
 
     TOKENS = "tokens"
@@ -50,7 +50,7 @@ class Column:
     fill: Any
     """Value of padding, of tokens outside a sampled-only column, and of sequences that lack the column."""
 
-    stored: Stored = Stored.TOKENS
+    stored: Axis = Axis.TOKENS
     encoding: Encoding = Encoding.RAW
     required: bool = False
 
@@ -71,11 +71,11 @@ class Column:
 
 
 def _number(fill: float = 0.0) -> Column:
-    return Column(np.float32, fill, Stored.SEQUENCES)
+    return Column(np.float32, fill, Axis.SEQUENCES)
 
 
 def _text(fill: str = "", *, required: bool = False) -> Column:
-    return Column(object, fill, Stored.SEQUENCES, required=required, holds=str)
+    return Column(object, fill, Axis.SEQUENCES, required=required, holds=str)
 
 
 COLUMNS: dict[str, Column] = {
@@ -85,10 +85,10 @@ COLUMNS: dict[str, Column] = {
     "teacher_logprobs": Column(np.float32, np.nan, shares_prompts=True),
     "routed_experts": Column(np.int16, -1, shares_prompts=True, dims=("layers", "top_k"), narrow=np.uint8),
     "mm_token_types": Column(np.uint8, 0, encoding=Encoding.RUNS),
-    "inference_logprobs": Column(np.float32, 0.0, Stored.SAMPLED, required=True),
-    "policy_versions": Column(np.int32, -1, Stored.SAMPLED, Encoding.RUNS, required=True),
-    "temperatures": Column(np.float32, 1.0, Stored.SAMPLED, stand_in="temperature"),
-    "advantages": Column(np.float32, 0.0, Stored.SAMPLED, stand_in="advantage"),
+    "inference_logprobs": Column(np.float32, 0.0, Axis.SAMPLED, required=True),
+    "policy_versions": Column(np.int32, -1, Axis.SAMPLED, Encoding.RUNS, required=True),
+    "temperatures": Column(np.float32, 1.0, Axis.SAMPLED, stand_in="temperature"),
+    "advantages": Column(np.float32, 0.0, Axis.SAMPLED, stand_in="advantage"),
     "temperature": _number(1.0),
     "advantage": _number(),
     "reward": _number(np.nan),
@@ -100,6 +100,6 @@ COLUMNS: dict[str, Column] = {
     "sample_id": _text(),
     "run_id": _text(),
     "stop_reason": _text(),
-    "role_spans": Column(object, (), Stored.SEQUENCES, holds=RoleSpans),
-    "mm_tensors": Column(object, b"", Stored.SEQUENCES, holds=bytes),
+    "role_spans": Column(object, (), Axis.SEQUENCES, holds=RoleSpans),
+    "mm_tensors": Column(object, b"", Axis.SEQUENCES, holds=bytes),
 }

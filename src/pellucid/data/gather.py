@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import COLUMNS, Column, Encoding, Stored
+from pellucid.data.columns import COLUMNS, Axis, Column, Encoding
 from pellucid.data.packed import BITS, PAIR_BYTES, RUN, SPAN, PackedArray
 from pellucid.data.rows import BitRows, CellRows, Integers, PieceRows, Rows, RunRows, SpanRows
 from pellucid.errors import ColumnError
@@ -28,15 +28,15 @@ class Sample(Protocol):
 def gather(samples: Sequence[Sample], only: Collection[str] = COLUMNS.keys()) -> dict[str, Rows]:
     """Every column that some sample has; where another lacks it, its stand-in or its fill."""
     lengths = {
-        Stored.TOKENS: np.array([sample.length for sample in samples], np.int64),
-        Stored.SAMPLED: np.array([sample.num_sampled for sample in samples], np.int64),
+        Axis.TOKENS: np.array([sample.length for sample in samples], np.int64),
+        Axis.SAMPLED: np.array([sample.num_sampled for sample in samples], np.int64),
     }
     names = set[str]().union(*(sample.arrays for sample in samples), *(sample.values for sample in samples))
     rows: dict[str, Rows] = {}
     for name, column in COLUMNS.items():
         if name not in only or (name not in names and not column.required):
             continue
-        if column.stored is Stored.SEQUENCES:
+        if column.stored is Axis.SEQUENCES:
             rows[name] = CellRows(_cells(name, samples))
         elif column.encoding is Encoding.SPANS:
             rows[name] = _mask_rows(name, samples, lengths[column.stored])
@@ -101,7 +101,7 @@ def _value_rows(name: str, samples: Sequence[Sample], lengths: Integers) -> Rows
 
 def _absent(name: str, sample: Sample, dims: tuple[int, ...]) -> NDArray[Any]:
     column = COLUMNS[name]
-    array = filled(column, sample.length if column.stored is Stored.TOKENS else sample.num_sampled, dims)
+    array = filled(column, sample.length if column.stored is Axis.TOKENS else sample.num_sampled, dims)
     if column.stand_in is not None and column.stand_in in sample.values:
         array[:] = sample.values[column.stand_in]
     return array

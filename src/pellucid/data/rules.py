@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import COLUMNS, Stored, TrainingMode
+from pellucid.data.columns import COLUMNS, Axis, TrainingMode
 from pellucid.data.labels import check_ids, check_names, check_roles, first_row
 from pellucid.data.rows import (
     BitRows,
@@ -217,7 +217,7 @@ def _check_range(
     rows = columns[name]
     if _is_within(rows, allowed, bool(may_lack.all())):
         return
-    is_per_token = COLUMNS[name].stored is Stored.TOKENS
+    is_per_token = COLUMNS[name].stored is Axis.TOKENS
     for block in _blocks(loss_mask.lengths):
         values, trained, was_sampled = (_part(each, block) for each in (rows, loss_mask, sampled))
         lengths = loss_mask.lengths[block]

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pellucid.data.columns import COLUMNS, Column, Stored
+from pellucid.data.columns import COLUMNS, Axis, Column
 from pellucid.data.gather import gather
 from pellucid.data.packed import PackedArray
 from pellucid.data.rules import JUDGED, check_rules
@@ -108,7 +108,7 @@ def _packed(columns: Mapping[str, Any]) -> tuple[dict[str, PackedArray], dict[st
     for name, value in columns.items():
         if value is None:
             continue
-        if COLUMNS[name].stored is Stored.SEQUENCES:
+        if COLUMNS[name].stored is Axis.SEQUENCES:
             values[name] = value
         elif isinstance(value, PackedArray):
             arrays[name] = value
@@ -185,11 +185,11 @@ def _check_lengths(arrays: Mapping[str, PackedArray], num_sampled: int) -> None:
     num_tokens = len(arrays["token_ids"])
     if num_tokens == 0:
         raise DataError("sample has no tokens")
-    needed = {Stored.TOKENS: num_tokens, Stored.SAMPLED: num_sampled}
+    needed = {Axis.TOKENS: num_tokens, Axis.SAMPLED: num_sampled}
     for name, array in arrays.items():
         stored = COLUMNS[name].stored
         if len(array) != needed[stored]:
             raise DataError(
                 f"sample column {name} has {len(array)} entries; expected {needed[stored]}, one per "
-                f"{'token' if stored is Stored.TOKENS else 'sampled token'}"
+                f"{'token' if stored is Axis.TOKENS else 'sampled token'}"
             )

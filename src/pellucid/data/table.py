@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import COLUMNS, Encoding, Stored, TrainingMode
+from pellucid.data.columns import COLUMNS, Axis, Encoding, TrainingMode
 from pellucid.data.gather import filled, gather
 from pellucid.data.rows import CellRows, FlatRows, Integers, MaskRows, Rows, SpanRows, offsets_of, spread
 from pellucid.data.sample import TrainingSample
@@ -54,7 +54,7 @@ class TokenTable:
     @classmethod
     def padding(cls, num_tokens: int) -> "TokenTable":
         """One sequence without samples, loss or owner."""
-        size = {Stored.TOKENS: num_tokens, Stored.SAMPLED: 0, Stored.SEQUENCES: 1}
+        size = {Axis.TOKENS: num_tokens, Axis.SAMPLED: 0, Axis.SEQUENCES: 1}
         columns = {
             name: filled(column, size[column.stored]) for name, column in COLUMNS.items() if column.required
         }
@@ -105,11 +105,11 @@ class TokenTable:
     def sampled_offsets(self) -> Integers:
         return offsets_of(self.sampled_lengths)
 
-    def offsets(self, stored: Stored) -> Integers:
+    def offsets(self, stored: Axis) -> Integers:
         """Where each sequence starts on an axis, and the axis' length at the end."""
-        if stored is Stored.TOKENS:
+        if stored is Axis.TOKENS:
             return self.token_offsets
-        if stored is Stored.SAMPLED:
+        if stored is Axis.SAMPLED:
             return self.sampled_offsets
         return np.arange(self.num_sequences + 1)
 
@@ -127,9 +127,9 @@ class TokenTable:
         column = COLUMNS[name]
         if name not in self.columns and column.stand_in is not None:
             return self.dense(column.stand_in)
-        if column.stored is Stored.TOKENS:
+        if column.stored is Axis.TOKENS:
             return self[name]
-        if column.stored is Stored.SEQUENCES:
+        if column.stored is Axis.SEQUENCES:
             return spread(self[name], self.lengths)
         dense = filled(column, self.num_tokens)
         if name in self.columns:
@@ -190,10 +190,10 @@ class _Selection(Mapping[str, Rows]):
             self._found[name] = self._source[name].select(self._rows, self._lengths_of(COLUMNS[name].stored))
         return self._found[name]
 
-    def _lengths_of(self, stored: Stored) -> Integers | None:
-        if self._lengths is None or stored is Stored.SEQUENCES:
+    def _lengths_of(self, stored: Axis) -> Integers | None:
+        if self._lengths is None or stored is Axis.SEQUENCES:
             return None
-        if stored is Stored.TOKENS:
+        if stored is Axis.TOKENS:
             return self._lengths
         sampled = self["sampled"]
         assert isinstance(sampled, MaskRows)
@@ -214,7 +214,7 @@ def _as_rows(lengths: Integers, columns: Mapping[str, NDArray[Any] | Rows]) -> d
     for name, column in COLUMNS.items():
         if column.required and name not in columns:
             raise DataError(f"table lacks the column {name}")
-    sizes = {Stored.TOKENS: lengths, Stored.SEQUENCES: np.ones(len(lengths), np.int64)}
+    sizes = {Axis.TOKENS: lengths, Axis.SEQUENCES: np.ones(len(lengths), np.int64)}
     rows: dict[str, Rows] = {}
     for name in sorted(columns, key=lambda name: name != "sampled"):
         if name not in COLUMNS:
@@ -223,7 +223,7 @@ def _as_rows(lengths: Integers, columns: Mapping[str, NDArray[Any] | Rows]) -> d
             rows[name] = _column_rows(name, columns[name], lengths)
             sampled = rows[name]
             assert isinstance(sampled, MaskRows)
-            sizes[Stored.SAMPLED] = sampled.counts
+            sizes[Axis.SAMPLED] = sampled.counts
         else:
             rows[name] = _column_rows(name, columns[name], sizes[COLUMNS[name].stored])
     return {name: rows[name] for name in COLUMNS if name in rows}
@@ -238,7 +238,7 @@ def _column_rows(name: str, values: NDArray[Any] | Rows, lengths: Integers) -> R
         )
     if isinstance(values, Rows):
         return values
-    if column.stored is Stored.SEQUENCES:
+    if column.stored is Axis.SEQUENCES:
         return CellRows(values)
     if column.encoding is Encoding.SPANS:
         return SpanRows.of(values, lengths)

@@ -25,7 +25,7 @@ from pellucid.export.jsonl_source import JsonlSource
 from pellucid.export.parquet_source import ParquetSource
 from pellucid.export.paths import FOLDER, LINK, MARKER, RankFile
 from pellucid.export.record import Records, Wanted, read_columns
-from pellucid.export.source import Source
+from pellucid.export.source import RecordSource
 from pellucid.export.summary import NEEDED, StepSummary
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Export:
 
     def records(self, steps: Collection[int] | None = None, **wanted: Wanted) -> Records:
         """All records, or those of some steps; `wanted` as in `Records.where`."""
-        entries: list[tuple[Source, int]] = []
+        entries: list[tuple[RecordSource, int]] = []
         for step in self._folders if self._folders is not None else (None,):
             if step is None or steps is None or step in steps:
                 found = [
@@ -102,7 +102,7 @@ class Export:
             self._note(f"{path} is damaged ({error}); its numbers are counted anew from the records")
             return None
 
-    def _open_step(self, step: int | None) -> list[Source]:
+    def _open_step(self, step: int | None) -> list[RecordSource]:
         if step is None:
             files = [RankFile.at(self.path)] if self.path.is_file() else _rank_files(self.path)
         else:
@@ -131,7 +131,7 @@ def read_records(
         yield record.as_dict()
 
 
-def _open_source(file: RankFile, report: Callable[[str], object]) -> Source:
+def _open_source(file: RankFile, report: Callable[[str], object]) -> RecordSource:
     require_file(file.path)
     if file.path.suffix == ".parquet":
         return ParquetSource(file.path, report)

@@ -13,13 +13,13 @@ from pellucid.export import frames
 from pellucid.export.batch import ColumnBatch, Values, is_per_token
 from pellucid.export.derive import derive, sources
 from pellucid.export.schema import BY_NAME, FIELDS, Field
-from pellucid.export.source import Key, Source
+from pellucid.export.source import Key, RecordSource
 
 Wanted = Any
 """A value, a collection of values, or a function that says whether a value is wanted."""
 
 
-def read_columns(source: Source, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
+def read_columns(source: RecordSource, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
     """With what can be derived in place of what is not stored; what can be neither is left out."""
     batch = source.batch(rows, names)
     columns = {name: batch.columns[name] for name in names if name in batch.columns}
@@ -40,7 +40,7 @@ class Record(Mapping[str, Any]):
     is None. Fields that follow from others are there even if the file leaves them out.
     """
 
-    source: Source
+    source: RecordSource
     row: int
     key: Key
     """(step, rank, export_sequence_idx)."""
@@ -85,7 +85,7 @@ class Record(Mapping[str, Any]):
 class Records(Sequence[Record]):
     """Some records, in the order of (step, rank, index). Nothing is read before it is asked for."""
 
-    def __init__(self, entries: Sequence[tuple[Source, int]]) -> None:
+    def __init__(self, entries: Sequence[tuple[RecordSource, int]]) -> None:
         self._entries = entries
 
     @overload
@@ -167,12 +167,12 @@ class Records(Sequence[Record]):
         return tuple(field for field in FIELDS if field.name in names)
 
     def _one_per_source(self) -> list[int]:
-        firsts: dict[Source, int] = {}
+        firsts: dict[RecordSource, int] = {}
         for index, (source, _) in enumerate(self._entries):
             firsts.setdefault(source, index)
         return list(firsts.values())
 
-    def files(self) -> Iterator[tuple[Source, list[int]]]:
+    def files(self) -> Iterator[tuple[RecordSource, list[int]]]:
         """The rows of each file, in order."""
         for source, members in groupby(self._entries, key=lambda entry: entry[0]):
             yield source, [row for _, row in members]

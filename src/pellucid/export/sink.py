@@ -25,7 +25,7 @@ _BUFFER_BYTES = 1 << 18
 """Of lines: a call for each of them would take a third longer."""
 
 
-class JsonlSink:
+class JsonlRecords:
     def __init__(self, path: Path, fields: Sequence[Field]) -> None:
         self._fields = fields
         self._file = path.open("wb", buffering=_BUFFER_BYTES)

@@ -29,7 +29,7 @@ Owner = tuple[int, int | None]
 
 
 @dataclass(slots=True)
-class Mean:
+class RunningMean:
     sum: float = 0.0
     count: int = 0
 
@@ -38,7 +38,7 @@ class Mean:
         self.sum += float(known.sum())
         self.count += len(known)
 
-    def merge(self, other: "Mean") -> None:
+    def merge(self, other: "RunningMean") -> None:
         self.sum += other.sum
         self.count += other.count
 
@@ -52,8 +52,8 @@ class Slice:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
     """`ended`: sequences that say why sampling ended; `cut`: those of them that were cut by length."""
 
-    reward: Mean = field(default_factory=Mean)
-    entropy: Mean = field(default_factory=Mean)
+    reward: RunningMean = field(default_factory=RunningMean)
+    entropy: RunningMean = field(default_factory=RunningMean)
     kl: Distribution = field(default_factory=Distribution)
 
     def add(self, batch: ColumnBatch, rows: NDArray[np.bool_], tokens: NDArray[np.int64]) -> None:
@@ -95,8 +95,8 @@ class Slice:
     def from_dict(cls, value: Mapping[str, Any]) -> "Slice":
         return cls(
             {name: value[name] for name in _COUNTED},
-            Mean(*value["reward"]),
-            Mean(*value["entropy"]),
+            RunningMean(*value["reward"]),
+            RunningMean(*value["entropy"]),
             Distribution.from_dict(value["mismatch_kl"]),
         )
 

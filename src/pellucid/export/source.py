@@ -10,7 +10,7 @@ Key = tuple[int, ...]
 Report = Callable[[str], object]
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """Rows are records, numbered as they lie in the file; one that is torn or damaged is not among them."""
 
     path: Path

@@ -13,7 +13,7 @@ from pellucid.data.files import append_file, replace_file
 from pellucid.export.batch import ColumnBatch
 from pellucid.export.paths import ExportPaths, partial_of
 from pellucid.export.schema import Field
-from pellucid.export.sink import JsonlSink, ParquetSink, RecordSink
+from pellucid.export.sink import JsonlRecords, ParquetSink, RecordSink
 from pellucid.export.summary import StepSummary
 
 
@@ -65,7 +65,7 @@ class StepWriter:
         if self._sink is None:
             path = partial_of(self.paths.file(step, self.rank))
             path.parent.mkdir(parents=True, exist_ok=True)
-            kind = JsonlSink if self.paths.suffix == ".jsonl" else ParquetSink
+            kind = JsonlRecords if self.paths.suffix == ".jsonl" else ParquetSink
             self._sink = kind(path, self.fields)
         return self._sink
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data import PackedArray
-from pellucid.inference.kv_cache import KVCache, Row
+from pellucid.inference.kv_cache import CacheRow, KVCache
 from pellucid.inference.sampling import draw
 from pellucid.inference.scoring import Scoring, score
 from pellucid.inference.slots import Request, SlottedEngine
@@ -34,7 +34,7 @@ from pellucid.transport.adapter import ServedWeights
 MAX_PREFILL_TOKENS = 8192
 
 
-class Engine(SlottedEngine[Row]):
+class Engine(SlottedEngine[CacheRow]):
     def __init__(
         self,
         policy: Policy,
@@ -101,9 +101,9 @@ class Engine(SlottedEngine[Row]):
                 self.counts.scored_tokens += len(logprobs)
                 scoring.finish(logprobs, self.version)
 
-    def _admit(self, donors: Mapping[bytes, Row]) -> dict[bytes, list[Row]]:
+    def _admit(self, donors: Mapping[bytes, CacheRow]) -> dict[bytes, list[CacheRow]]:
         """Gives waiting requests free slots; their rows, by prompt."""
-        admitted: dict[bytes, list[Row]] = {}
+        admitted: dict[bytes, list[CacheRow]] = {}
         budget = MAX_PREFILL_TOKENS
         while self._waiting and len(self._running) < self.num_slots and budget > 0:
             request = next(iter(self._waiting))
@@ -121,7 +121,7 @@ class Engine(SlottedEngine[Row]):
             self._latest_prompt = (prompt_ids, np.asarray(prompt_ids, np.int64).tobytes())
         return self._latest_prompt[1]
 
-    def _donors(self) -> dict[bytes, Row]:
+    def _donors(self) -> dict[bytes, CacheRow]:
         """Rows whose prompt was computed under the current weights, by prompt."""
         if not self._waiting:
             return {}
@@ -131,7 +131,9 @@ class Engine(SlottedEngine[Row]):
             if request.started_at == self.version
         }
 
-    def _share(self, admitted: Mapping[bytes, list[Row]], donors: Mapping[bytes, Row]) -> list[Prompt]:
+    def _share(
+        self, admitted: Mapping[bytes, list[CacheRow]], donors: Mapping[bytes, CacheRow]
+    ) -> list[Prompt]:
         """Copies the prompts that are in the cache already; the others are to be computed, each once.
 
         The last token of a prompt is always computed by its request: it predicts the first token sampled.
@@ -150,7 +152,7 @@ class Engine(SlottedEngine[Row]):
             self.counts.shared_tokens += len(token_ids) * (len(rows) - (donor is None))
         return [prompt for prompt in fresh if len(prompt.token_ids)]
 
-    def _forward(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> Tensor:
+    def _forward(self, prompts: Sequence[Prompt], rows: Sequence[CacheRow]) -> Tensor:
         """Last hidden state of each row."""
         device = self._policy.device
         last_tokens = [self._running[row].last_token for row in rows]
@@ -165,7 +167,9 @@ class Engine(SlottedEngine[Row]):
             self._keep_experts(self._recorder.last(), prompts, rows)
         return hidden[-len(rows) :]
 
-    def _keep_experts(self, experts: NDArray[Any], prompts: Sequence[Prompt], rows: Sequence[Row]) -> None:
+    def _keep_experts(
+        self, experts: NDArray[Any], prompts: Sequence[Prompt], rows: Sequence[CacheRow]
+    ) -> None:
         """Of the tokens of a step: a prompt's go to all who start with it, then one token's to each row."""
         first = 0
         for prompt in prompts:
@@ -176,7 +180,7 @@ class Engine(SlottedEngine[Row]):
         for row, own in zip(rows, experts[first:], strict=True):
             self._running[row].experts += own.tobytes()
 
-    def _copy_experts(self, source: Row, target: Row, num_tokens: int) -> None:
+    def _copy_experts(self, source: CacheRow, target: CacheRow, num_tokens: int) -> None:
         if self._recorder is not None:
             num_bytes = num_tokens * self._recorder.shape.num_bytes
             self._running[target].experts += self._running[source].experts[:num_bytes]
@@ -184,5 +188,5 @@ class Engine(SlottedEngine[Row]):
     def _experts_of(self, request: Request) -> PackedArray | None:
         return None if self._recorder is None else self._recorder.pack(request.experts)
 
-    def _free(self, slot: Row) -> None:
+    def _free(self, slot: CacheRow) -> None:
         self._cache.remove(slot)

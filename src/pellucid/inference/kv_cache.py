@@ -26,7 +26,7 @@ _FIRST_ROWS = 8
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class CacheRow:
     """Where the keys and values of one sequence are; the cache moves it as the sequence grows."""
 
     length: int
@@ -42,7 +42,7 @@ class Shelf:
     def __init__(self, capacity: int, max_rows: int, empty: Tensor) -> None:
         """`empty` is [keys and values, layers, no rows, heads, no positions, width]."""
         self.capacity = capacity
-        self.rows: list[Row | None] = []
+        self.rows: list[CacheRow | None] = []
         self._max_rows = max_rows
         self._store = empty.new_zeros(*empty.shape[:4], capacity, empty.shape[5])
 
@@ -51,7 +51,7 @@ class Shelf:
         keys, values = self._store[:, :, : len(self.rows)].flatten(2, 3)
         return list(zip(keys.unbind(), values.unbind(), strict=True))
 
-    def put(self, row: Row) -> None:
+    def put(self, row: CacheRow) -> None:
         """Gives a sequence a row, with whatever is in it."""
         gaps = (index for index, holder in enumerate(self.rows) if holder is None)
         row.shelf, row.index = self, next(gaps, len(self.rows))
@@ -96,20 +96,20 @@ class KVCache:
         self.shelves = [Shelf(capacity, num_slots, empty) for capacity in _capacities(max_length)]
         """Shortest rows first."""
 
-    def add(self, length: int) -> Row:
+    def add(self, length: int) -> CacheRow:
         """A row for a new sequence; nothing is written yet."""
-        row = Row(length, self.shelves[0], 0)
+        row = CacheRow(length, self.shelves[0], 0)
         self._shelf_for(length).put(row)
         return row
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: CacheRow) -> None:
         row.shelf.rows[row.index] = None
 
-    def copy_prefix(self, source: Row, target: Row, length: int) -> None:
+    def copy_prefix(self, source: CacheRow, target: CacheRow, length: int) -> None:
         """A prompt that is already computed."""
         target.shelf.copy(target.index, source.shelf, source.index, length)
 
-    def arrange(self) -> list[Row]:
+    def arrange(self) -> list[CacheRow]:
         """Moves what has outgrown its shelf and closes the gaps; the rows in the order of the shelves."""
         for row in self._rows():
             if row.length > row.shelf.capacity:
@@ -118,7 +118,7 @@ class KVCache:
             shelf.close_gaps()
         return list(self._rows())
 
-    def _move_up(self, row: Row) -> None:
+    def _move_up(self, row: CacheRow) -> None:
         source, source_index = row.shelf, row.index
         self._shelf_for(row.length).put(row)
         row.shelf.copy(row.index, source, source_index, row.length - 1)
@@ -127,7 +127,7 @@ class KVCache:
     def _shelf_for(self, length: int) -> Shelf:
         return next(shelf for shelf in self.shelves if length <= shelf.capacity)
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[CacheRow]:
         return (row for shelf in self.shelves for row in shelf.rows if row is not None)
 
 

@@ -86,7 +86,7 @@ class PooledServer:
         return len(self.placed) / (self.max_concurrent or 1)
 
 
-class Line:
+class WaitingLine:
     """Places requests, and keeps those that no server can take in order of arrival."""
 
     def __init__(

@@ -47,7 +47,7 @@ from pellucid.inference.client import (
     UnreachableError,
 )
 from pellucid.inference.examine import Expected
-from pellucid.inference.placement import Line, PlacedRequest, PooledServer
+from pellucid.inference.placement import PlacedRequest, PooledServer, WaitingLine
 from pellucid.inference.protocol import Health
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ServerPool:
         self._ask_again_s = ask_again_s
         self._patience_s = patience_s
         self._names = uuid.uuid4().hex[:8], itertools.count()
-        self._line = Line(self._servers, group_of, self._serves, self._name_request)
+        self._line = WaitingLine(self._servers, group_of, self._serves, self._name_request)
         self._weights: tuple[int, Path] | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._is_started = False

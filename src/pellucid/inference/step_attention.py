@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pellucid.inference.kv_cache import Row, Shelf
+from pellucid.inference.kv_cache import CacheRow, Shelf
 from pellucid.model import PackedAttention
 
 Indices = NDArray[np.int64]
@@ -26,7 +26,7 @@ class Prompt:
     """A prompt that this step computes, without its last token, and who starts with it."""
 
     token_ids: Indices
-    rows: list[Row]
+    rows: list[CacheRow]
 
 
 class StepAttention:

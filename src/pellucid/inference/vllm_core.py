@@ -18,7 +18,7 @@ from pellucid.data.tokenizer import check_vocabulary
 from pellucid.errors import ModelError
 from pellucid.inference.client import SamplingParams
 from pellucid.inference.vllm_args import engine_args, require_vllm
-from pellucid.inference.vllm_engine import Sampled, Scored, VllmEngine
+from pellucid.inference.vllm_engine import SampledToken, Scored, VllmEngine
 from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
 from pellucid.transport.adapter import check_adapter, is_adapter
 from pellucid.transport.weights import check_weights, weight_shapes
@@ -114,7 +114,7 @@ class VllmCore:
         self._new.discard(key)
         self._engine.abort_request([key])
 
-    def step(self) -> tuple[list[Sampled], list[Scored]]:
+    def step(self) -> tuple[list[SampledToken], list[Scored]]:
         sampled, scored = [], []
         for output in self._engine.step():
             key = output.request_id
@@ -126,7 +126,7 @@ class VllmCore:
             for token, logprobs in zip(choice.token_ids, choice.logprobs, strict=True):
                 shared = output.num_cached_tokens if key in self._new else None
                 self._new.discard(key)
-                sampled.append(Sampled(key, token, logprobs[token].logprob, shared))
+                sampled.append(SampledToken(key, token, logprobs[token].logprob, shared))
         return sampled, scored
 
     def load(self, folder: Path) -> bool:

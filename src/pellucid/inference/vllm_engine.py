@@ -22,7 +22,7 @@ from pellucid.inference.slots import Request, SlottedEngine
 from pellucid.inference.vllm_args import MAX_SCORINGS
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     key: str
     token: int
     logprob: float
@@ -46,7 +46,7 @@ class Core(Protocol):
     def stop(self, key: str) -> None:
         """One that has ended already is left alone."""
 
-    def step(self) -> tuple[Sequence[Sampled], Sequence[Scored]]: ...
+    def step(self) -> tuple[Sequence[SampledToken], Sequence[Scored]]: ...
 
     def load(self, folder: Path) -> bool:
         """Whether what runs goes on under the new weights; if not, it has to be started again.
@@ -168,7 +168,7 @@ class VllmEngine(SlottedEngine[str]):
             str(self.version),
         )
 
-    def _count_prompts(self, sampled: Sequence[Sampled]) -> None:
+    def _count_prompts(self, sampled: Sequence[SampledToken]) -> None:
         for each in sampled:
             if each.num_shared is not None:
                 request = self._running[each.key]

@@ -31,7 +31,7 @@ Values = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class TensorArrangement:
     """Where the tokens of each sequence are in tensors of this shape."""
 
     is_token: NDArray[np.bool_]
@@ -48,7 +48,7 @@ class Arrangement:
         loss_mask: Given,
         attention_mask: Given | None,
         lengths: PerSequence | None,
-    ) -> "Arrangement":
+    ) -> "TensorArrangement":
         if (attention_mask is None) == (lengths is None):
             raise DataError(
                 "give attention_mask with padded [sequences, columns] tensors, or lengths with flat ones; "
@@ -69,7 +69,7 @@ class Arrangement:
         return cls(np.ones((1, num_tokens), np.bool_), counts.astype(np.int64), frozenset({num_tokens}))
 
     @classmethod
-    def _padded(cls, shape: tuple[int, ...], loss_mask: Given, attention_mask: Given) -> "Arrangement":
+    def _padded(cls, shape: tuple[int, ...], loss_mask: Given, attention_mask: Given) -> "TensorArrangement":
         if (found := _shape("attention_mask", attention_mask, 2)) != shape:
             raise ColumnError("attention_mask", None, f"has shape {found}; token_ids has {shape}")
         is_token = as_mask("attention_mask", as_array("attention_mask", attention_mask))

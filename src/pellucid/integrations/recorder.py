@@ -28,7 +28,7 @@ from pellucid.data.tensors import to_tensors
 from pellucid.errors import ColumnError, ConfigError, DataError
 from pellucid.export import TokenExporter
 from pellucid.export import open as open_export
-from pellucid.integrations.arrange import Arrangement, Given, PerSequence, as_array
+from pellucid.integrations.arrange import Given, PerSequence, TensorArrangement, as_array
 from pellucid.loss import LossInputs, loss_for, sequence_weights
 from pellucid.metrics import Guarded, JsonlSink
 
@@ -36,7 +36,7 @@ _UNKNOWN_VERSION = -1
 _CPU = torch.device("cpu")
 
 
-class _Loss(Section):
+class _RecordedLoss(Section):
     loss: LossConfig
 
 
@@ -45,7 +45,7 @@ class _Config(Section):
 
     recorded: RecordedConfig
     model: ModelConfig | None = None
-    trainer: _Loss | None = None
+    trainer: _RecordedLoss | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class TokenRecorder:
         it is what the named loss makes of the logprobs. `names` are texts of the sequences, one for all or
         one for each: env_name, example_id, group_id, rollout_id, sample_id, stop_reason.
         """
-        where = Arrangement.of(token_ids, loss_mask, attention_mask, lengths)
+        where = TensorArrangement.of(token_ids, loss_mask, attention_mask, lengths)
         trainable = where.mask("loss_mask", loss_mask)
         was_sampled = trainable if sampled is None else where.mask("sampled", sampled)
         columns: dict[str, NDArray[Any]] = {
@@ -218,7 +218,7 @@ class TokenRecorder:
         self.close()
 
     def _inference_logprobs(
-        self, where: Arrangement, given: Given | None, training_mode: str
+        self, where: TensorArrangement, given: Given | None, training_mode: str
     ) -> NDArray[np.float32]:
         if given is not None:
             return where.numbers("inference_logprobs", given, fill=0.0)
@@ -268,7 +268,7 @@ class TokenRecorder:
         config = _Config(
             recorded=recorded,
             model=None if model is None else ModelConfig(name=str(model)),
-            trainer=None if self._loss is None else _Loss(loss=self._loss),
+            trainer=None if self._loss is None else _RecordedLoss(loss=self._loss),
         )
         save(config, self._dir / "configs" / "trainer.toml")
 
@@ -301,7 +301,7 @@ def _check_folder(folder: Path, first_step: int) -> None:
         )
 
 
-def _texts(where: Arrangement, names: Mapping[str, str | Sequence[str]]) -> dict[str, NDArray[Any]]:
+def _texts(where: TensorArrangement, names: Mapping[str, str | Sequence[str]]) -> dict[str, NDArray[Any]]:
     known = [name for name, column in COLUMNS.items() if column.holds is str and name != "training_mode"]
     for name in names:
         if name not in known:

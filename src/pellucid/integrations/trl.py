@@ -44,7 +44,7 @@ _ROWS = "exported_rows"
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ScoredCompletion:
     """What is known of a completion when it is scored."""
 
     env: str
@@ -152,7 +152,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         weights = self._trainer.reward_weights.to(per_function.device)
         self._rewards = (per_function * weights).nansum(dim=1)
 
-    def rows(self, inputs: Sequence[dict[str, Any]]) -> list[_Row]:
+    def rows(self, inputs: Sequence[dict[str, Any]]) -> list[_ScoredCompletion]:
         """Those of a group come one after the other, and may go on in the next process."""
         rewards, self._rewards = self._rewards, None
         assert rewards is not None
@@ -163,7 +163,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         for place, example in enumerate(inputs, start):
             group = f"g{self._num_generated}.{place // size}"
             rows.append(
-                _Row(
+                _ScoredCompletion(
                     env=str(example.get("env_name", self._env_name)),
                     example=str(example.get("example_id", "")),
                     group=group,
@@ -184,7 +184,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         self._logprobs = self._entropy = None
         assert self._recorder is not None and logprobs is not None
         self._loss = self._loss + loss.detach()
-        rows: list[_Row] = inputs[_ROWS]
+        rows: list[_ScoredCompletion] = inputs[_ROWS]
         mask = inputs["completion_mask"]
         old = inputs.get("old_per_token_logps")
         self._recorder.add(

@@ -42,8 +42,8 @@ STATUS_EVERY_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """`Column("loss", "loss", 9, "{:.4f}")` shows a record's `loss` as `   0.1234`."""
+class StepColumn:
+    """`StepColumn("loss", "loss", 9, "{:.4f}")` shows a record's `loss` as `   0.1234`."""
 
     title: str
     key: str
@@ -59,50 +59,50 @@ class Column:
 
 
 RL_COLUMNS = (
-    Column("step", "step", 6, "{:d}"),
-    Column("reward", "reward/all", 8, "{:.4f}"),
-    Column("loss", "loss", 10, "{:.4f}"),
-    Column("entropy", "entropy/all/mean", 8, "{:.4f}"),
-    Column("mismatch KL", "mismatch_kl/all/mean", 11, "{:.2e}"),
-    Column("tokens", "tokens", 9, "{:,.0f}"),
-    Column("tokens/s", "throughput/tokens_per_s", 10, "{:,.0f}"),
-    Column("off-policy", "off_policy_level/all/mean", 10, "{:.2f}"),
-    Column("time", "time/step_s", 9, "{:.2f} s"),
+    StepColumn("step", "step", 6, "{:d}"),
+    StepColumn("reward", "reward/all", 8, "{:.4f}"),
+    StepColumn("loss", "loss", 10, "{:.4f}"),
+    StepColumn("entropy", "entropy/all/mean", 8, "{:.4f}"),
+    StepColumn("mismatch KL", "mismatch_kl/all/mean", 11, "{:.2e}"),
+    StepColumn("tokens", "tokens", 9, "{:,.0f}"),
+    StepColumn("tokens/s", "throughput/tokens_per_s", 10, "{:,.0f}"),
+    StepColumn("off-policy", "off_policy_level/all/mean", 10, "{:.2f}"),
+    StepColumn("time", "time/step_s", 9, "{:.2f} s"),
 )
 
-TEACHER_COLUMN = Column("teacher KL", "teacher_kl/all", 10, "{:.4f}")
+TEACHER_COLUMN = StepColumn("teacher KL", "teacher_kl/all", 10, "{:.4f}")
 
 SFT_COLUMNS = (
-    Column("step", "step", 6, "{:d}"),
-    Column("loss", "loss", 10, "{:.4f}"),
-    Column("entropy", "entropy/all/mean", 8, "{:.4f}"),
-    Column("grad norm", "grad_norm", 9, "{:.3g}"),
-    Column("lr", "lr", 9, "{:.2e}"),
-    Column("tokens", "tokens", 9, "{:,.0f}"),
-    Column("tokens/s", "throughput/tokens_per_s", 10, "{:,.0f}"),
-    Column("time", "time/step_s", 9, "{:.2f} s"),
+    StepColumn("step", "step", 6, "{:d}"),
+    StepColumn("loss", "loss", 10, "{:.4f}"),
+    StepColumn("entropy", "entropy/all/mean", 8, "{:.4f}"),
+    StepColumn("grad norm", "grad_norm", 9, "{:.3g}"),
+    StepColumn("lr", "lr", 9, "{:.2e}"),
+    StepColumn("tokens", "tokens", 9, "{:,.0f}"),
+    StepColumn("tokens/s", "throughput/tokens_per_s", 10, "{:,.0f}"),
+    StepColumn("time", "time/step_s", 9, "{:.2f} s"),
 )
 
 VALIDATED_SFT_COLUMNS = (
     *SFT_COLUMNS[:2],
-    Column("val. loss", "validation/loss", 9, "{:.4f}"),
+    StepColumn("val. loss", "validation/loss", 9, "{:.4f}"),
     *SFT_COLUMNS[2:],
 )
 
 
-def step_cells(record: Record, columns: Sequence[Column]) -> list[str]:
+def step_cells(record: Record, columns: Sequence[StepColumn]) -> list[str]:
     return [column.cell(record) for column in columns]
 
 
-def step_row(record: Record, columns: Sequence[Column]) -> str:
+def step_row(record: Record, columns: Sequence[StepColumn]) -> str:
     return _align(step_cells(record, columns), columns)
 
 
-def header_row(columns: Sequence[Column]) -> str:
+def header_row(columns: Sequence[StepColumn]) -> str:
     return _align([column.title for column in columns], columns)
 
 
-def _align(cells: Sequence[str], columns: Sequence[Column]) -> str:
+def _align(cells: Sequence[str], columns: Sequence[StepColumn]) -> str:
     return "  ".join(cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True))
 
 
@@ -114,7 +114,7 @@ def skip_note(record: Record) -> str | None:
     return f"step {record['step']} is skipped: {cause}"
 
 
-class View(Protocol):
+class StepView(Protocol):
     """Where steps are shown."""
 
     def show(self, record: Record) -> None: ...
@@ -136,7 +136,7 @@ class PlainView:
 
     def __init__(
         self,
-        columns: Sequence[Column],
+        columns: Sequence[StepColumn],
         write: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -181,7 +181,7 @@ class _RateColumn(ProgressColumn):
 class LiveView:
     """The latest steps as a table, above a progress bar with rate and time left."""
 
-    def __init__(self, columns: Sequence[Column], max_steps: int, console: Console) -> None:
+    def __init__(self, columns: Sequence[StepColumn], max_steps: int, console: Console) -> None:
         self._columns = columns
         self._latest: deque[Record] = deque(maxlen=NUM_LIVE_ROWS)
         self._progress = Progress(
@@ -258,7 +258,7 @@ def has_terminal(console: Console) -> bool:
     return console.file.isatty() and not console.is_dumb_terminal
 
 
-def open_view(columns: Sequence[Column], max_steps: int, console: Console) -> View:
+def open_view(columns: Sequence[StepColumn], max_steps: int, console: Console) -> StepView:
     if has_terminal(console):
         return LiveView(columns, max_steps, console)
     return PlainView(columns, console.out)

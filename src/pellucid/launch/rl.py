@@ -33,9 +33,9 @@ from pellucid.launch.console import (
     RL_COLUMNS,
     STOPPED,
     TEACHER_COLUMN,
-    Column,
     PlainView,
-    View,
+    StepColumn,
+    StepView,
     make_console,
     open_view,
 )
@@ -267,7 +267,7 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
     return progress
 
 
-def columns(config: RLConfig) -> list[Column]:
+def columns(config: RLConfig) -> list[StepColumn]:
     """What is shown of a step; with a teacher that scores, the distance to it instead of staleness."""
     teacher = config.orchestrator.teacher
     scores = teacher is not None and teacher.mode != "sft"
@@ -286,7 +286,7 @@ class StepProgress:
     Evaluations are shown as they come; those of the run that is resumed are known, but not shown again.
     """
 
-    def __init__(self, metrics_dir: Path, views: Sequence[View], start: int = 0) -> None:
+    def __init__(self, metrics_dir: Path, views: Sequence[StepView], start: int = 0) -> None:
         self._followers = [JsonlFollower(metrics_dir / f"{name}.jsonl") for name in REPORTERS]
         self._join = StepJoin(len(self._followers))
         self._evaluated = JsonlFollower(metrics_dir / "eval.jsonl")

@@ -21,7 +21,7 @@ from pellucid.launch.console import (
     SFT_COLUMNS,
     STOPPED,
     VALIDATED_SFT_COLUMNS,
-    View,
+    StepView,
     has_terminal,
     make_console,
     open_view,
@@ -36,7 +36,7 @@ from pellucid.metrics import read_metrics
 if TYPE_CHECKING:
     from pellucid.trainer.ranks import Ranks
     from pellucid.trainer.sft_data import DataSize, SFTData
-    from pellucid.trainer.sft_rows import Row, Rows
+    from pellucid.trainer.sft_rows import Row, SftRows
 
 VALIDATION_LOSS = "validation/loss"
 
@@ -44,7 +44,7 @@ VALIDATION_LOSS = "validation/loss"
 class ViewSink:
     """Shows each step as it is logged, and the alarms that ring."""
 
-    def __init__(self, view: View, output_dir: Path) -> None:
+    def __init__(self, view: StepView, output_dir: Path) -> None:
         self._view = view
         self._alarms = AlarmFollower(output_dir)
 
@@ -112,7 +112,7 @@ def _load(config: SFTConfig, console: Console) -> "SFTData":
     from pellucid.data.tokenizer import load_tokenizer
     from pellucid.trainer.sft_data import DataSize, load_data
 
-    def show(rows: "Rows", title: str) -> Iterable["Row"]:
+    def show(rows: "SftRows", title: str) -> Iterable["Row"]:
         return track(
             rows,
             f"tokenising {title}",

@@ -76,7 +76,7 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunEnding:
     """How a run ends; neither failed nor interrupted is a finished run."""
 
     failure: Exit | None = None
@@ -85,16 +85,16 @@ class Outcome:
 
 def decide(
     children: Sequence[Child], exits: Sequence[Exit], interrupt: Signals | None = None
-) -> Outcome | None:
+) -> RunEnding | None:
     """What the exits so far, in their order, mean for the run; None: it goes on."""
     workers = {child.name for child in children if not child.service}
     for end in exits:
         if end.code != 0 or (workers and end.name not in workers):
-            return Outcome(failure=end)
+            return RunEnding(failure=end)
         workers.discard(end.name)
     if interrupt is not None:
-        return Outcome(interrupt=interrupt)
-    return None if workers else Outcome()
+        return RunEnding(interrupt=interrupt)
+    return None if workers else RunEnding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def supervise(
     _raise(outcome, fleet, fleet.exits[num_exits:])
 
 
-def _announce(outcome: Outcome) -> str:
+def _announce(outcome: RunEnding) -> str:
     if outcome.failure:
         return f"{outcome.failure}; stopping the others"
     if outcome.interrupt:
@@ -138,7 +138,7 @@ def _announce(outcome: Outcome) -> str:
     return "all steps done; stopping the services"
 
 
-def _raise(outcome: Outcome, fleet: "_Fleet", late: Sequence[Exit]) -> None:
+def _raise(outcome: RunEnding, fleet: "_Fleet", late: Sequence[Exit]) -> None:
     """The error of a run that did not finish; `late` are the exits after it was told to stop."""
     if outcome.failure:
         # Who notices a failure may be quicker to end than who failed.
@@ -194,7 +194,7 @@ class _Fleet:
             for name, process in self._processes.items():
                 Thread(target=self._await_exit, args=(name, process), daemon=True).start()
 
-    def watch(self, on_tick: Callable[[], None]) -> Outcome:
+    def watch(self, on_tick: Callable[[], None]) -> RunEnding:
         while (outcome := decide(list(self._children.values()), self.exits, self.interrupt)) is None:
             on_tick()
             workers = self._running(services=False)

@@ -34,7 +34,7 @@ DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class LatestMetrics:
     """The latest step; before the first one, the start of the process."""
 
     time: float
@@ -47,7 +47,7 @@ class PrometheusSink:
 
     def __init__(self, process: str, host: str, port: int) -> None:
         self._process = process
-        self._snapshot = Snapshot(time.monotonic(), {})
+        self._snapshot = LatestMetrics(time.monotonic(), {})
         self._listener = _Listener(
             host,
             port,
@@ -55,7 +55,7 @@ class PrometheusSink:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._snapshot = Snapshot(time.monotonic(), dict(values), step)
+        self._snapshot = LatestMetrics(time.monotonic(), dict(values), step)
 
     def close(self) -> None:
         self._listener.close()

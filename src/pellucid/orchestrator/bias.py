@@ -55,7 +55,7 @@ class _Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class BiasGap:
     what: str
     dropped: float
     kept: float
@@ -66,13 +66,13 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BiasFinding:
     """How the rollouts that were dropped for one reason differ from those that were kept, beyond chance."""
 
     state: State
     num_dropped: int
     num_kept: int
-    differences: list[Difference]
+    differences: list[BiasGap]
 
     def __str__(self) -> str:
         total = self.num_dropped + self.num_kept
@@ -94,15 +94,15 @@ class DropAudit:
         elif outcome in REMEDIES:
             self._dropped[State(outcome)].add(env_name, num_tokens, reward)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[BiasFinding]:
         return [
-            Finding(state, side.num_rollouts, self._kept.num_rollouts, differences)
+            BiasFinding(state, side.num_rollouts, self._kept.num_rollouts, differences)
             for state, side in self._dropped.items()
             if (differences := _differences(side, self._kept, may_be_cut=state is State.STALE))
         ]
 
 
-def _differences(dropped: _Side, kept: _Side, *, may_be_cut: bool) -> list[Difference]:
+def _differences(dropped: _Side, kept: _Side, *, may_be_cut: bool) -> list[BiasGap]:
     """Beyond chance; the clearest first."""
     if min(dropped.num_rollouts, kept.num_rollouts) < MIN_ROLLOUTS:
         return []
@@ -111,7 +111,7 @@ def _differences(dropped: _Side, kept: _Side, *, may_be_cut: bool) -> list[Diffe
         pairs.append(("length", dropped.length, kept.length))
     environments = sorted({*kept.environments, *dropped.environments})
     pairs += [(f"share of {env}", dropped.share(env), kept.share(env)) for env in environments]
-    found = [Difference(what, a.mean, b.mean, z_score(a, b)) for what, a, b in pairs]
+    found = [BiasGap(what, a.mean, b.mean, z_score(a, b)) for what, a, b in pairs]
     return sorted((each for each in found if abs(each.z) > SIGNIFICANT), key=lambda each: -abs(each.z))
 
 

@@ -79,7 +79,7 @@ class _Tally:
 
 
 @dataclass(slots=True)
-class _OpenGroup:
+class _OpenExample:
     """The attempts at one example."""
 
     version: int
@@ -117,7 +117,7 @@ class Evaluator:
         self._failures = failures
         self._timeout_s = config.orchestrator.rollout_timeout_s
         self._free = asyncio.Semaphore(config.max_inflight_rollouts)
-        self._open: dict[str, _OpenGroup] = {}
+        self._open: dict[str, _OpenExample] = {}
         self._stopped = False
 
     @property
@@ -174,7 +174,7 @@ class Evaluator:
         measures = tally.measures(evaluation.config.pass_reward)
         return {**measures, "time_s": time.monotonic() - started}
 
-    def _open_group(self, evaluation: Evaluation, version: int, index: int, tally: _Tally) -> _OpenGroup:
+    def _open_group(self, evaluation: Evaluation, version: int, index: int, tally: _Tally) -> _OpenExample:
         name = evaluation.config.label
         sampler = self._samplers[name]
         run = GroupRun(
@@ -187,10 +187,10 @@ class Evaluator:
             prompts=PromptCache(sampler.chat),
             timeout_s=self._timeout_s,
         )
-        group = self._open[run.group_id] = _OpenGroup(version, run, tally)
+        group = self._open[run.group_id] = _OpenExample(version, run, tally)
         return group
 
-    async def _attempt(self, group: _OpenGroup, rollout: Rollout) -> None:
+    async def _attempt(self, group: _OpenExample, rollout: Rollout) -> None:
         try:
             await group.run.attempt(rollout)
         finally:
@@ -199,7 +199,7 @@ class Evaluator:
             if group.num_returned == group.run.size:
                 self._settle(group)
 
-    def _settle(self, group: _OpenGroup) -> None:
+    def _settle(self, group: _OpenExample) -> None:
         if self._open.pop(group.run.group_id, None) is None:
             return  # settled without waiting any longer
         for rollout in group.rollouts:

@@ -48,7 +48,7 @@ from pellucid.orchestrator.evaluation import Evaluation, Evaluator
 from pellucid.orchestrator.filters import load_filter
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.pace import Pace, RateLimit
-from pellucid.orchestrator.progress import Progress, Tally, remove_progress, write_progress
+from pellucid.orchestrator.progress import BatchProgress, WasteTally, remove_progress, write_progress
 from pellucid.orchestrator.resume import settle_orchestrator
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
@@ -127,7 +127,7 @@ class Orchestrator:
         self._failures = FailureLog()
         self._evaluator = Evaluator(config, evaluations, sampler, eval_books, self._start, self._failures)
         self._pace = Pace()
-        self._tally = Tally()
+        self._tally = WasteTally()
         """Of what was settled and written down since the last batch."""
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
         self._groups: dict[str, GroupRun] = {}
@@ -203,7 +203,7 @@ class Orchestrator:
         scheduler = self._scheduler
         try:
             while scheduler.batches_sent < self._config.max_steps:
-                progress = Progress.of(
+                progress = BatchProgress.of(
                     self._tally.copy().add(scheduler.settled),
                     step=scheduler.batches_sent,
                     num_ready=scheduler.num_ready,
@@ -310,7 +310,7 @@ class Orchestrator:
             **self._alarms.judge_batch(verdicts, self._environments),
         }
         self._may_start.set()
-        self._tally = Tally()
+        self._tally = WasteTally()
         await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), own)
 
     async def _save(self) -> None:

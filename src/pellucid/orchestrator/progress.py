@@ -29,7 +29,7 @@ _WORDS = {
 
 
 @dataclass(slots=True)
-class Tally:
+class WasteTally:
     """Rollouts that were settled and will not train, by what became of them."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ class Tally:
 
     first_failure: str = ""
 
-    def add(self, groups: Iterable[Sequence[Verdict]]) -> "Tally":
+    def add(self, groups: Iterable[Sequence[Verdict]]) -> "WasteTally":
         for verdict in (verdict for verdicts in groups for verdict in verdicts if not verdict.is_sent):
             self.outcomes[verdict.outcome.value] += 1
             if verdict.outcome is State.ZERO_ADVANTAGE:
@@ -47,8 +47,8 @@ class Tally:
                 self.first_failure = describe_loss(verdict)
         return self
 
-    def copy(self) -> "Tally":
-        return Tally(self.outcomes.copy(), self.zero_reward, self.first_failure)
+    def copy(self) -> "WasteTally":
+        return WasteTally(self.outcomes.copy(), self.zero_reward, self.first_failure)
 
 
 def describe_loss(verdict: Verdict) -> str:
@@ -57,7 +57,7 @@ def describe_loss(verdict: Verdict) -> str:
     return f"rollout {rollout.rollout_id} of {rollout.env_name}, {verdict.outcome.value}: {reason}"
 
 
-class Progress(msgspec.Struct, frozen=True):
+class BatchProgress(msgspec.Struct, frozen=True):
     step: int
     """Of the batch that is being sampled."""
 
@@ -76,8 +76,8 @@ class Progress(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, tally: Tally, *, step: int, num_ready: int, num_running: int, waits_for_weights: bool
-    ) -> "Progress":
+        cls, tally: WasteTally, *, step: int, num_ready: int, num_running: int, waits_for_weights: bool
+    ) -> "BatchProgress":
         num_zero = tally.outcomes[State.ZERO_ADVANTAGE.value]
         return cls(
             step,
@@ -116,7 +116,7 @@ def progress_path(run_dir: Path) -> Path:
     return run_dir / "metrics" / PROGRESS_FILE
 
 
-def write_progress(run_dir: Path, progress: Progress) -> None:
+def write_progress(run_dir: Path, progress: BatchProgress) -> None:
     """A full disk ends the run where a record cannot be written; this is none."""
     with suppress(OSError):
         replace_file(progress_path(run_dir), msgspec.json.encode(progress))
@@ -127,9 +127,9 @@ def remove_progress(run_dir: Path) -> None:
         progress_path(run_dir).unlink(missing_ok=True)
 
 
-def read_progress(path: Path) -> Progress | None:
+def read_progress(path: Path) -> BatchProgress | None:
     """None if there is nothing to read: before the first rollout, and once the last batch is sent."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Progress)
+        return msgspec.json.decode(path.read_bytes(), type=BatchProgress)
     except (OSError, msgspec.DecodeError):
         return None

@@ -17,14 +17,14 @@ from pellucid.config import DataConfig, SFTConfig
 from pellucid.config.data import ValidationConfig
 from pellucid.data import TokenTable, TrainingMode, TrainingSample
 from pellucid.errors import ConfigError, DataError
-from pellucid.trainer.sft_rows import Row, Rows, open_rows
+from pellucid.trainer.sft_rows import Row, SftRows, open_rows
 from pellucid.trainer.sft_tokens import ExampleTokenizer
 
 ENV_NAME = "sft"
 _HOLD_OUT_SEED = 0
 _PACKED_TOGETHER = 1024
 
-Track = Callable[[Rows, str], Iterable[Row]]
+Track = Callable[[SftRows, str], Iterable[Row]]
 """Hands out rows and may show how far it is; the text says what they are."""
 
 
@@ -52,7 +52,7 @@ class SFTData:
 
 
 def load_data(config: SFTConfig, tokenizer: Any, track: Track = lambda rows, title: rows) -> SFTData:
-    def read(rows: Rows, title: str) -> list[TrainingSample]:
+    def read(rows: SftRows, title: str) -> list[TrainingSample]:
         return read_samples(track(rows, title), tokenizer, run_id=config.run_name)
 
     settings = config.data

@@ -26,15 +26,15 @@ class Row:
     record: Mapping[str, Any]
 
 
-class Rows(Protocol):
+class SftRows(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Row]: ...
 
 
-def open_rows(config: DatasetConfig) -> Rows:
+def open_rows(config: DatasetConfig) -> SftRows:
     """The rows of a file, a folder or a hub data set; none of them is looked at yet."""
-    rows: Rows
+    rows: SftRows
     if config.path is not None and not config.path.is_dir():
         rows = _JsonlRows(config)
     else:

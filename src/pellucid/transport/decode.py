@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data import COLUMNS, Column, Stored, TokenTable
+from pellucid.data import COLUMNS, Axis, Column, TokenTable
 from pellucid.data.columns import Encoding, RoleSpans
 from pellucid.data.packed import PAIR_BYTES, RUN, SPAN
 from pellucid.data.rows import (
@@ -149,7 +149,7 @@ def _read_header(payload: memoryview, limits: Limits) -> _Header:
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class _DecodedSection:
     name: str
     form: Form
     dtype: np.dtype[Any] | None
@@ -174,11 +174,11 @@ class _Section:
             raise self.refuse(f"{self.num_bytes} bytes; expected {num_bytes}")
 
 
-def _read_directory(payload: memoryview, header: _Header, limits: Limits) -> dict[str, _Section]:
+def _read_directory(payload: memoryview, header: _Header, limits: Limits) -> dict[str, _DecodedSection]:
     position = header.end + ENTRY.size * header.num_sections
     if position > len(payload):
         raise Refusal(60, f"a directory of {header.num_sections} sections reaches beyond the end")
-    sections: dict[str, _Section] = {}
+    sections: dict[str, _DecodedSection] = {}
     inflated = 0
     for number in range(header.num_sections):
         at = header.end + ENTRY.size * number
@@ -204,7 +204,7 @@ def _read_directory(payload: memoryview, header: _Header, limits: Limits) -> dic
     return sections
 
 
-def _read_entry(payload: memoryview, at: int, position: int) -> _Section:
+def _read_entry(payload: memoryview, at: int, position: int) -> _DecodedSection:
     raw_name, form, dtype, squeezed, zero, *dims, last_zero, offset, stored, num_bytes = ENTRY.unpack_from(
         payload, at
     )
@@ -225,7 +225,7 @@ def _read_entry(payload: memoryview, at: int, position: int) -> _Section:
         )
     if squeezed == Squeeze.NONE and stored != num_bytes:
         raise Refusal(at + 56, f"section {name}: {stored} bytes cannot inflate to {num_bytes}")
-    section = _Section(
+    section = _DecodedSection(
         name,
         Form(form),
         DTYPES.get(dtype),
@@ -239,7 +239,7 @@ def _read_entry(payload: memoryview, at: int, position: int) -> _Section:
     return section
 
 
-def _check_declaration(section: _Section, at: int) -> None:
+def _check_declaration(section: _DecodedSection, at: int) -> None:
     """Form, dtype and dimensions against what the column declares."""
     forms, dtypes, num_dims = _declared(section.name)
     is_right = all(section.dims[:num_dims]) and not any(section.dims[num_dims:])
@@ -271,19 +271,19 @@ def _declared(name: str) -> tuple[set[Form], set[np.dtype[Any] | None], int]:
 class _Columns:
     """Sections as rows, once lengths and masks are known to be consistent."""
 
-    def __init__(self, header: _Header, sections: Mapping[str, _Section], limits: Limits) -> None:
+    def __init__(self, header: _Header, sections: Mapping[str, _DecodedSection], limits: Limits) -> None:
         self._header = header
         self._sections = sections
         self._limits = limits
         self._num_rows = header.num_sequences
-        self._lengths: dict[Stored, Integers] = {Stored.SEQUENCES: np.ones(self._num_rows, np.int64)}
+        self._lengths: dict[Axis, Integers] = {Axis.SEQUENCES: np.ones(self._num_rows, np.int64)}
 
     def read(self) -> dict[str, Rows]:
-        self._lengths[Stored.TOKENS] = self._read_lengths()
+        self._lengths[Axis.TOKENS] = self._read_lengths()
         prefixes = self._read_shared() if SHARED in self._sections else None
         masks = {name: self._read_mask(name) for name in ("sampled", "loss_mask")}
         self._check_masks(masks)
-        self._lengths[Stored.SAMPLED] = masks["sampled"].counts
+        self._lengths[Axis.SAMPLED] = masks["sampled"].counts
         return {
             name: masks.get(name) or self._read_column(column, self._sections[name], prefixes)
             for name, column in COLUMNS.items()
@@ -304,7 +304,7 @@ class _Columns:
         section = self._sections[SHARED]
         section.expect(8 * self._num_rows)
         owners, shared = section.content().view("<u4").astype(np.int64).reshape(-1, 2).T
-        rows, lengths = np.arange(self._num_rows), self._lengths[Stored.TOKENS]
+        rows, lengths = np.arange(self._num_rows), self._lengths[Axis.TOKENS]
         is_bad = (owners > rows) | (shared > lengths) | ((owners == rows) & (shared > 0))
         is_bad |= (owners != rows) & (shared == 0)
         if not is_bad.any():
@@ -317,7 +317,7 @@ class _Columns:
         return Prefixes(owners, shared)
 
     def _read_mask(self, name: str) -> MaskRows:
-        section, lengths = self._sections[name], self._lengths[Stored.TOKENS]
+        section, lengths = self._sections[name], self._lengths[Axis.TOKENS]
         if section.form is Form.BITS:
             return self._read_bits(section, lengths)
         num_spans, pairs = self._read_pairs(section)
@@ -334,7 +334,7 @@ class _Columns:
             )
         return SpanRows(spans, num_spans, lengths)
 
-    def _read_bits(self, section: _Section, lengths: Integers) -> BitRows:
+    def _read_bits(self, section: _DecodedSection, lengths: Integers) -> BitRows:
         num_bytes = (lengths + 7) // 8
         section.expect(int(num_bytes.sum()))
         rows = BitRows(section.content(), lengths)
@@ -343,7 +343,7 @@ class _Columns:
             raise section.refuse("bits behind the end of a sequence are set")
         return rows
 
-    def _read_pairs(self, section: _Section) -> tuple[Integers, NDArray[np.uint8]]:
+    def _read_pairs(self, section: _DecodedSection) -> tuple[Integers, NDArray[np.uint8]]:
         if section.num_bytes < 4 * self._num_rows:
             raise section.refuse(f"{section.num_bytes} bytes; the counts alone have {4 * self._num_rows}")
         content = section.content()
@@ -359,7 +359,7 @@ class _Columns:
         if type(masks["sampled"]) is not type(masks["loss_mask"]):
             raise self._sections["loss_mask"].refuse("has another form than sampled")
 
-    def _read_column(self, column: Column, section: _Section, prefixes: Prefixes | None) -> Rows:
+    def _read_column(self, column: Column, section: _DecodedSection, prefixes: Prefixes | None) -> Rows:
         lengths = self._lengths[column.stored]
         match section.form:
             case Form.RUNS:
@@ -372,9 +372,9 @@ class _Columns:
                 raise section.refuse(f"needs the section {SHARED}")
         own = prefixes if section.form is Form.TAILS else None
         values = self._read_values(section, column, lengths if own is None else lengths - own.lengths)
-        return CellRows(values) if column.stored is Stored.SEQUENCES else FlatRows(values, lengths, own)
+        return CellRows(values) if column.stored is Axis.SEQUENCES else FlatRows(values, lengths, own)
 
-    def _read_values(self, section: _Section, column: Column, lengths: Integers) -> NDArray[Any]:
+    def _read_values(self, section: _DecodedSection, column: Column, lengths: Integers) -> NDArray[Any]:
         assert section.dtype is not None
         dims = section.dims[: len(column.dims)]
         num_bytes = section.dtype.itemsize * int(lengths.sum())
@@ -387,7 +387,7 @@ class _Columns:
             raise section.refuse(f"holds {values.max()}; the vocabulary has {limit} tokens")
         return values
 
-    def _read_runs(self, section: _Section, lengths: Integers) -> RunRows:
+    def _read_runs(self, section: _DecodedSection, lengths: Integers) -> RunRows:
         assert section.dtype is not None
         num_runs, pairs = self._read_pairs(section)
         runs = pairs.view(RUN).reshape(-1, 2)
@@ -402,13 +402,13 @@ class _Columns:
             raise section.refuse(f"runs of sequence {row} hold {sums[row]} values; expected {lengths[row]}")
         return RunRows(runs, num_runs, lengths, section.dtype)
 
-    def _read_codes(self, section: _Section) -> tuple[Integers, NDArray[np.uint8]]:
+    def _read_codes(self, section: _DecodedSection) -> tuple[Integers, NDArray[np.uint8]]:
         if section.num_bytes < 4 * self._num_rows:
             raise section.refuse(f"{section.num_bytes} bytes; the codes alone have {4 * self._num_rows}")
         content = section.content()
         return content[: 4 * self._num_rows].view("<u4").astype(np.int64), content[4 * self._num_rows :]
 
-    def _read_text(self, section: _Section, column: Column) -> CellRows:
+    def _read_text(self, section: _DecodedSection, column: Column) -> CellRows:
         codes, packed = self._read_codes(section)
         if _array_length(packed[:5].tobytes()) > self._num_rows:
             raise section.refuse("has more distinct values than there are sequences")
@@ -423,14 +423,16 @@ class _Columns:
             self._measure_text(section, codes, distinct, packed.size)
         return rows
 
-    def _count_spans(self, section: _Section, codes: Integers, distinct: list[msgspec.Raw]) -> None:
+    def _count_spans(self, section: _DecodedSection, codes: Integers, distinct: list[msgspec.Raw]) -> None:
         """Before they become Python objects, of which every sequence may have the same many."""
         counts = np.array([_array_length(bytes(memoryview(each)[:5])) for each in distinct], np.int64)
         allowed = max(self._limits.max_bytes // _OBJECT_BYTES, self._num_rows)
         if codes.max() < len(counts) and (total := int(counts[codes].sum())) > allowed:
             raise section.refuse(f"{total} spans; at most {allowed} are taken")
 
-    def _measure_text(self, section: _Section, codes: Integers, distinct: list[str], num_bytes: int) -> None:
+    def _measure_text(
+        self, section: _DecodedSection, codes: Integers, distinct: list[str], num_bytes: int
+    ) -> None:
         """What each sequence has of it, though it came once; nothing is measured that is small anyhow."""
         limits = self._limits
         if num_bytes > limits.max_text_bytes and (longest := max(map(len, distinct))) > limits.max_text_bytes:
@@ -440,7 +442,7 @@ class _Columns:
             if total > limits.max_bytes:
                 raise section.refuse(f"{too_large(total, limits.max_bytes)} as the text of all sequences")
 
-    def _read_blobs(self, section: _Section) -> CellRows:
+    def _read_blobs(self, section: _DecodedSection) -> CellRows:
         codes, rest = self._read_codes(section)
         if rest.size < 4 or rest.size < 4 + 8 * (count := int(rest[:4].view("<u4")[0])):
             raise section.refuse("ends before the sizes of its values")
@@ -452,7 +454,7 @@ class _Columns:
         distinct = [heap[start:stop].tobytes() for start, stop in pairwise(bounds)]
         return self._chosen(section, codes, distinct)
 
-    def _chosen(self, section: _Section, codes: Integers, distinct: list[Any]) -> CellRows:
+    def _chosen(self, section: _DecodedSection, codes: Integers, distinct: list[Any]) -> CellRows:
         if codes.max() >= len(distinct):
             raise section.refuse(f"code {codes.max()}, but there are {len(distinct)} distinct values")
         values = np.empty(len(distinct), object)

@@ -44,7 +44,7 @@ from pellucid.transport.wire import (
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class _EncodedSection:
     name: str
     form: Form
     chunks: Sequence[Any]
@@ -68,7 +68,7 @@ def encode_batch(batch: Batch, *, compression: Compression = "none") -> bytes:
     return _assemble(batch, sections)
 
 
-def _sections(table: TokenTable) -> Iterator[_Section]:
+def _sections(table: TokenTable) -> Iterator[_EncodedSection]:
     yield _values(LENGTHS, table.lengths.astype("<u4"))
     prefixes = find_shared_prompts(table)
     if prefixes is not None:
@@ -113,15 +113,15 @@ def _head(pieces: Pieces, length: int) -> bytes:
     return np.concatenate(pieces)[:length].tobytes()
 
 
-def _value_section(name: str, rows: ValueRows, prefixes: Prefixes | None) -> _Section:
+def _value_section(name: str, rows: ValueRows, prefixes: Prefixes | None) -> _EncodedSection:
     if prefixes is None or not COLUMNS[name].shares_prompts or not _agree(name, rows, prefixes):
-        return _Section(name, Form.VALUES, rows.all_pieces(), rows.dtype, rows.dims)
+        return _EncodedSection(name, Form.VALUES, rows.all_pieces(), rows.dtype, rows.dims)
     tails = [
         piece
         for pieces, skip in zip(rows.pieces(), prefixes.lengths.tolist(), strict=True)
         for piece in _tail(pieces, skip)
     ]
-    return _Section(name, Form.TAILS, tails, rows.dtype, rows.dims)
+    return _EncodedSection(name, Form.TAILS, tails, rows.dtype, rows.dims)
 
 
 def _agree(name: str, rows: ValueRows, prefixes: Prefixes) -> bool:
@@ -149,31 +149,31 @@ def _smaller_as_bits(table: TokenTable) -> bool:
     return num_spans * 8 > len(masks) * table.num_tokens / 8
 
 
-def _spans(name: str, rows: MaskRows) -> _Section:
+def _spans(name: str, rows: MaskRows) -> _EncodedSection:
     assert isinstance(rows, SpanRows)
     return _pairs(name, Form.SPANS, rows.num_spans, rows.spans.astype("<u4", copy=False), None)
 
 
-def _bits(name: str, rows: MaskRows) -> _Section:
+def _bits(name: str, rows: MaskRows) -> _EncodedSection:
     if isinstance(rows, BitRows):
-        return _Section(name, Form.BITS, [rows.bits])
+        return _EncodedSection(name, Form.BITS, [rows.bits])
     offsets = offsets_of(rows.lengths).tolist()
     mask = rows.array
     packed = [np.packbits(mask[start:stop], bitorder="little") for start, stop in pairwise(offsets)]
-    return _Section(name, Form.BITS, packed)
+    return _EncodedSection(name, Form.BITS, packed)
 
 
 def _pairs(
     name: str, form: Form, counts: Integers, pairs: NDArray[Any], dtype: np.dtype[Any] | None
-) -> _Section:
-    return _Section(name, form, [counts.astype("<u4"), np.ascontiguousarray(pairs)], dtype)
+) -> _EncodedSection:
+    return _EncodedSection(name, form, [counts.astype("<u4"), np.ascontiguousarray(pairs)], dtype)
 
 
-def _values(name: str, values: NDArray[Any]) -> _Section:
-    return _Section(name, Form.VALUES, [values], values.dtype, values.shape[1:])
+def _values(name: str, values: NDArray[Any]) -> _EncodedSection:
+    return _EncodedSection(name, Form.VALUES, [values], values.dtype, values.shape[1:])
 
 
-def _cells(name: str, rows: CellRows) -> _Section:
+def _cells(name: str, rows: CellRows) -> _EncodedSection:
     if COLUMNS[name].dtype is not object:
         return _values(name, rows.array)
     cells = rows.array.tolist()
@@ -181,16 +181,16 @@ def _cells(name: str, rows: CellRows) -> _Section:
         which = {cell: code for code, cell in enumerate(dict.fromkeys(cells))}
         codes = np.array([which[cell] for cell in cells], "<u4")
         sizes = np.array([len(cell) for cell in which], "<u8")
-        return _Section(name, Form.BLOBS, [codes, np.array([len(which)], "<u4"), sizes, *which])
+        return _EncodedSection(name, Form.BLOBS, [codes, np.array([len(which)], "<u4"), sizes, *which])
     if COLUMNS[name].holds is str:
         which = {cell: code for code, cell in enumerate(dict.fromkeys(cells))}
         codes = np.array([which[cell] for cell in cells], "<u4")
-        return _Section(name, Form.TEXT, [codes, msgspec.msgpack.encode(list(which))])
+        return _EncodedSection(name, Form.TEXT, [codes, msgspec.msgpack.encode(list(which))])
     codes = np.arange(len(cells), dtype="<u4")
-    return _Section(name, Form.TEXT, [codes, msgspec.msgpack.encode(cells)])
+    return _EncodedSection(name, Form.TEXT, [codes, msgspec.msgpack.encode(cells)])
 
 
-def _squeezed(section: _Section) -> _Section:
+def _squeezed(section: _EncodedSection) -> _EncodedSection:
     raw = np.concatenate(
         [np.zeros(0, np.uint8), *(np.frombuffer(chunk, np.uint8) for chunk in section.chunks)]
     )
@@ -200,7 +200,7 @@ def _squeezed(section: _Section) -> _Section:
     return replace(section, chunks=planes, squeezed=raw.size)
 
 
-def _assemble(batch: Batch, sections: Sequence[_Section]) -> bytes:
+def _assemble(batch: Batch, sections: Sequence[_EncodedSection]) -> bytes:
     table, run_id = batch.table, batch.run_id.encode()
     start = aligned(HEADER_BYTES + len(run_id))
     position = start + ENTRY.size * len(sections)
@@ -225,7 +225,7 @@ def _assemble(batch: Batch, sections: Sequence[_Section]) -> bytes:
     return b"".join([PREAMBLE.pack(MAGIC, VERSION, 0, checksum(head, *body)), head, *body])
 
 
-def _entry(section: _Section, offset: int, num_bytes: int) -> bytes:
+def _entry(section: _EncodedSection, offset: int, num_bytes: int) -> bytes:
     dims = (*section.dims, 0, 0)[:2]
     return ENTRY.pack(
         section.name.encode(),

@@ -19,12 +19,12 @@ from pellucid.viewer.page import page_text, write_page
 from pellucid.viewer.source import ServedRun
 from pellucid.viewer.spread import PAGE_BUDGET
 
-__all__ = ["View", "ViewSettings", "run_view"]
+__all__ = ["View", "ViewOptions", "run_view"]
 
 log = logging.getLogger(__name__)
 
 
-class ViewSettings(Protocol):
+class ViewOptions(Protocol):
     """`pellucid.config.tools.ViewSettings`, as far as the viewer reads it."""
 
     @property
@@ -57,7 +57,7 @@ class ViewSettings(Protocol):
     def open_browser(self) -> bool: ...
 
 
-def run_view(settings: ViewSettings) -> None:
+def run_view(settings: ViewOptions) -> None:
     if settings.output is not None:
         _require_file(settings.output)
     exports = _open(settings.path, Selection(settings.step, settings.rank, settings.env_name))

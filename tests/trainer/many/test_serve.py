@@ -23,7 +23,7 @@ from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run, open_journal
 from pellucid.trainer.loop import train
 from pellucid.trainer.many.join import join_trainer
-from pellucid.trainer.many.roster import Outcome, Roster
+from pellucid.trainer.many.roster import Roster, RunOutcome
 from pellucid.trainer.many.serve import serve_runs
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
@@ -164,7 +164,7 @@ def test_each_run_is_trained_as_if_it_were_alone(tiny_model, tmp_path) -> None:
         send(config, seed)
     with on_roster(*runs) as outcomes:
         serve_runs(shared(tiny_model, tmp_path), Ranks())
-    assert outcomes == {name: (Outcome.DONE, "") for name in ("one", "two", "three")}
+    assert outcomes == {name: (RunOutcome.DONE, "") for name in ("one", "two", "three")}
     for seed, config in enumerate(runs):
         folder = tmp_path / "alone" / config.run_name
         alone(config, seed, folder)
@@ -219,7 +219,7 @@ def test_the_gradient_of_a_run_is_untouched_by_another(tiny_model, tmp_path, mon
         send(config, seed)
     with on_roster(*runs) as outcomes:
         serve_runs(shared(tiny_model, tmp_path), Ranks())
-    assert outcomes == {name: (Outcome.DONE, "") for name in ("one", "two")}
+    assert outcomes == {name: (RunOutcome.DONE, "") for name in ("one", "two")}
     allowed = gradient_bound(tiny_model, NUM_TOKENS)
     for seed, config in enumerate(runs):
         folder = tmp_path / "alone" / config.run_name
@@ -252,9 +252,9 @@ def test_a_run_whose_steps_are_skipped_is_evicted_in_the_end_and_the_other_goes_
         sender.send(step, encode_batch(Batch("bad", step, table)))
     with on_roster(good, bad) as outcomes:
         serve_runs(shared(tiny_model, tmp_path), Ranks())
-    assert outcomes["good"] == (Outcome.DONE, "")
+    assert outcomes["good"] == (RunOutcome.DONE, "")
     outcome, reason = outcomes["bad"]
-    assert outcome is Outcome.EVICTED
+    assert outcome is RunOutcome.EVICTED
     assert reason.startswith(
         "steps 2 to 3 were skipped, as many in a row as trainer.max_skipped_steps = 2 allows"
     )
@@ -280,9 +280,9 @@ def test_a_run_that_sends_garbage_is_evicted_and_the_other_goes_on(tiny_model, t
     Spool(bad.output_dir).store(0, b"not a batch")
     with on_roster(good, bad) as outcomes:
         serve_runs(shared(tiny_model, tmp_path), Ranks())
-    assert outcomes["good"] == (Outcome.DONE, "")
+    assert outcomes["good"] == (RunOutcome.DONE, "")
     outcome, reason = outcomes["bad"]
-    assert outcome is Outcome.EVICTED and "batch.bin" in reason
+    assert outcome is RunOutcome.EVICTED and "batch.bin" in reason
     assert not (bad.output_dir / "model").exists()
     alone(good, 0, tmp_path / "alone")
     allowed = rounding(tiny_model, good)
@@ -302,8 +302,8 @@ def test_a_run_whose_gradient_is_not_finite_leaves_nothing_behind(tiny_model, tm
     with on_roster(bad, next_one) as outcomes:
         serve_runs(shared(tiny_model, tmp_path, max_runs=1), Ranks())
     outcome, reason = outcomes["bad"]
-    assert outcome is Outcome.EVICTED and "the norm of the gradient is inf" in reason
-    assert outcomes["next"] == (Outcome.DONE, "")
+    assert outcome is RunOutcome.EVICTED and "the norm of the gradient is inf" in reason
+    assert outcomes["next"] == (RunOutcome.DONE, "")
     alone(next_one, 0, tmp_path / "alone")
     allowed = rounding(tiny_model, next_one)
     assert difference(weights(tmp_path / "alone", 2), weights(next_one.output_dir, 2)) <= allowed
@@ -327,9 +327,9 @@ def test_a_run_that_does_not_fit_is_told_so(tiny_model, tmp_path, changes, reaso
     send(good, 0)
     with on_roster(odd, good) as outcomes:
         serve_runs(shared(tiny_model, tmp_path), Ranks())
-    assert outcomes["good"] == (Outcome.DONE, "")
+    assert outcomes["good"] == (RunOutcome.DONE, "")
     outcome, told = outcomes["odd"]
-    assert outcome is Outcome.EVICTED and re.search(reason, told)
+    assert outcome is RunOutcome.EVICTED and re.search(reason, told)
 
 
 @pytest.mark.parametrize("place", ["path", "output_dir"])
@@ -343,9 +343,11 @@ def test_a_run_that_would_write_into_another_is_refused(tiny_model, tmp_path, pl
     send(runs[0], 0)
     with on_roster(*runs) as outcomes:
         serve_runs(shared(tiny_model, tmp_path), Ranks())
-    assert outcomes["one"] == (Outcome.DONE, "")
+    assert outcomes["one"] == (RunOutcome.DONE, "")
     outcome, reason = outcomes["two"]
-    assert outcome is Outcome.EVICTED and re.search(r"another run \(\S*one\) is writing|earlier run", reason)
+    assert outcome is RunOutcome.EVICTED and re.search(
+        r"another run \(\S*one\) is writing|earlier run", reason
+    )
     export = pellucid.export.open(runs[0].output_dir)
     assert export.steps == (0, 1) and set(export.records().column("run_id")) == {"one"}
 
@@ -367,13 +369,13 @@ def test_a_run_comes_and_goes_and_comes_back(tiny_model, tmp_path) -> None:
             wait_for((leaves.output_dir / "weights" / "step_1" / "STABLE").exists)
             roster.leave("leaves")
             wait_for(lambda: roster.outcome("leaves") is not None)
-            assert roster.outcome("leaves") == (Outcome.LEFT, "")
+            assert roster.outcome("leaves") == (RunOutcome.LEFT, "")
         assert (leaves.output_dir / "checkpoints" / "step_1" / "STABLE").exists()
         (tmp_path / "kept").rename(batch)
         send(stays, 0)
         with on_roster(leaves.model_copy(update={"resume": True})) as again:
             server.join()
-    assert outcomes == {"stays": (Outcome.DONE, "")} and again == {"leaves": (Outcome.DONE, "")}
+    assert outcomes == {"stays": (RunOutcome.DONE, "")} and again == {"leaves": (RunOutcome.DONE, "")}
     for seed, config in ((0, stays), (1, leaves)):
         alone(config, seed, tmp_path / "alone" / config.run_name)
         expected = weights(tmp_path / "alone" / config.run_name, config.max_steps)
@@ -393,7 +395,7 @@ def test_a_run_whose_process_died_makes_room(tiny_model, tmp_path) -> None:
         (folder / name).write_bytes(content)
     with on_roster(good) as outcomes:
         serve_runs(shared(tiny_model, tmp_path, max_runs=1), Ranks())
-    assert outcomes == {"good": (Outcome.DONE, "")}
+    assert outcomes == {"good": (RunOutcome.DONE, "")}
     assert not folder.exists()
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from pellucid.data.files import read_lines
 from pellucid.errors import DataError
-from pellucid.orchestrator.bias import DropAudit, Finding
+from pellucid.orchestrator.bias import BiasFinding, DropAudit
 from pellucid.orchestrator.records import FILE
 from pellucid.transport import step_folders
 
@@ -24,7 +24,7 @@ class Dropped(msgspec.Struct):
     reward: float | None = None
 
 
-def audit(run: Path) -> list[Finding]:
+def audit(run: Path) -> list[BiasFinding]:
     drops = DropAudit()
     decoder = msgspec.json.Decoder(Dropped)
     for place, line in rollout_lines(run):

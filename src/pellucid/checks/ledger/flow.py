@@ -18,7 +18,7 @@ from pellucid.ledger import HANDS_ON, MEANING, TAKES_IN, Flow, Report, Stage, St
 _NEXT = {Stage.INFERENCE: "to the orchestrator", Stage.ORCHESTRATOR: "to the trainer"}
 
 
-class Line(NamedTuple):
+class FlowLine(NamedTuple):
     depth: int
     is_last: bool
     name: str
@@ -26,9 +26,9 @@ class Line(NamedTuple):
     meaning: str = ""
 
 
-def flow_lines(report: Report) -> Iterator[Line]:
+def flow_lines(report: Report) -> Iterator[FlowLine]:
     stages = list(Stage)
-    yield Line(0, True, "sampled by the engine", report.stages[Stage.INFERENCE][Flow.SAMPLED.value])
+    yield FlowLine(0, True, "sampled by the engine", report.stages[Stage.INFERENCE][Flow.SAMPLED.value])
     for depth, stage in enumerate(stages, start=1):
         counts = report.stages[stage]
         ends = [(state, counts[state.value]) for state in State if counts[state.value]]
@@ -41,11 +41,11 @@ def flow_lines(report: Report) -> Iterator[Line]:
             ends.append((State.IN_FLIGHT, in_flight))
         for number, (state, tokens) in enumerate(ends, start=1):
             is_last = depth == len(stages) and number == len(ends)
-            yield Line(depth, is_last, state.value, tokens, MEANING[state])
+            yield FlowLine(depth, is_last, state.value, tokens, MEANING[state])
         if depth < len(stages):
             following = stages[depth]
             received = report.stages[following][TAKES_IN[following].value]
-            yield Line(depth, True, _NEXT[stage], received)
+            yield FlowLine(depth, True, _NEXT[stage], received)
 
 
 def print_flow(report: Report, console: Console) -> None:
@@ -61,7 +61,7 @@ def print_flow(report: Report, console: Console) -> None:
     console.out("")
 
 
-def _indent(line: Line) -> str:
+def _indent(line: FlowLine) -> str:
     """Everything hangs on the last branch of what is above it, so that there is nothing to draw beside it."""
     if line.depth == 0:
         return ""

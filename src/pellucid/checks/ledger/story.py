@@ -18,7 +18,7 @@ from pellucid.metrics import read_metrics
 _SHOWN = 200
 
 
-class Turn(msgspec.Struct):
+class SavedTurn(msgspec.Struct):
     text: str
     num_prompt_tokens: int
     num_tokens: int
@@ -40,7 +40,7 @@ class SavedRollout(msgspec.Struct):
     advantage: float | None
     num_tokens: int
     stop_reason: str | None
-    trajectory: list[Turn]
+    trajectory: list[SavedTurn]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pellucid.data.alarms import Alarm
 from pellucid.ledger import BESIDE, Report, State
-from pellucid.orchestrator.bias import Finding
+from pellucid.orchestrator.bias import BiasFinding
 
 TALLIES_PER_TABLE = 4
 
@@ -100,7 +100,9 @@ def _cell(tokens: int, share: str = "") -> str:
     return f"{tokens:,} {share:>6}"
 
 
-def as_json(report: Report, by: str, findings: Sequence[Finding], alarms: Sequence[Alarm]) -> dict[str, Any]:
+def as_json(
+    report: Report, by: str, findings: Sequence[BiasFinding], alarms: Sequence[Alarm]
+) -> dict[str, Any]:
     parts = tallies(report, by)
     found: dict[str, Any] = {
         "balanced": report.balanced,

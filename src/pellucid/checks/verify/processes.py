@@ -25,7 +25,7 @@ from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
 
 
-class Outcome(NamedTuple):
+class BatchResult(NamedTuple):
     """Of one batch; the same in every process."""
 
     denominators: list[int]
@@ -74,7 +74,7 @@ def _ways(table: TokenTable) -> Iterator[tuple[str, TokenTable, dict[str, Any]]]
     yield "with one sequence in all", table.select([0]), {}
 
 
-def _train(run: Run, table: TokenTable, settings: dict[str, Any]) -> Outcome:
+def _train(run: Run, table: TokenTable, settings: dict[str, Any]) -> BatchResult:
     """A step without its update."""
     configured = run.config
     run.config = configured.model_copy(update=settings)
@@ -82,10 +82,10 @@ def _train(run: Run, table: TokenTable, settings: dict[str, Any]) -> Outcome:
     run.config = configured
     observer = accumulate(run, batch)
     report = observer.report(run.ranks.gather(observer.metrics()))
-    return Outcome(run.ranks.gather(batch.denominator), report["loss"], take_gradients(run))
+    return BatchResult(run.ranks.gather(batch.denominator), report["loss"], take_gradients(run))
 
 
-def _compare(subject: Subject | None, table: TokenTable, together: Outcome, what: str) -> list[Finding]:
+def _compare(subject: Subject | None, table: TokenTable, together: BatchResult, what: str) -> list[Finding]:
     run = _of_main(subject).run
     alone = _train(run, table, {})
     expected = max(1, table.truncate(run.config.model.seq_len).num_trainable)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pellucid.checks.finding import Finding
 from pellucid.checks.verify.gradients import batches_of
 from pellucid.checks.verify.subject import Subject
-from pellucid.data import COLUMNS, Stored
+from pellucid.data import COLUMNS, Axis
 from pellucid.packing import pack_batch
 from pellucid.transport import Batch, decode_batch, encode_batch
 
@@ -70,7 +70,7 @@ def check_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def _on_axis(dense: NDArray[Any], name: str, is_sampled: NDArray[np.bool_]) -> NDArray[Any]:
-    return dense[is_sampled] if COLUMNS[name].stored is Stored.SAMPLED else dense
+    return dense[is_sampled] if COLUMNS[name].stored is Axis.SAMPLED else dense
 
 
 def check_record(subject: Subject) -> Iterator[Finding]:

@@ -52,7 +52,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                 name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()
             }
             schemas, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
-            tools = Tools(schemas, dispatch, connections, http, tool_interception_url)
+            tools = RolloutTools(schemas, dispatch, connections, http, tool_interception_url)
             while True:
                 body = {"model": ctx.model, "messages": messages, "tools": tools.schemas or None}
                 async with http.post(f"{endpoint.rstrip('/')}/chat/completions", json=body) as answer:
@@ -74,7 +74,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         return [*opening, *(message_to_wire(message) for message in prompt or ())]
 
 
-class Tools:
+class RolloutTools:
     """The tools of one rollout; what goes wrong in a call is told to the model."""
 
     def __init__(

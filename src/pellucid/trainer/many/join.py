@@ -9,7 +9,7 @@ from pellucid.config.save import to_toml
 from pellucid.data.model_folder import everywhere
 from pellucid.ending import DISK_SILENCE_S, say
 from pellucid.errors import ProcessError
-from pellucid.trainer.many.roster import Outcome, Roster
+from pellucid.trainer.many.roster import Roster, RunOutcome
 from pellucid.trainer.stop import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def join_trainer(config: TrainerRunConfig) -> None:
         raise SystemExit(128 + stopped.signal)
     assert said is not None
     outcome, reason = said
-    if outcome is not Outcome.DONE:
+    if outcome is not RunOutcome.DONE:
         raise ProcessError(f"run {name} was {outcome.value} by the trainer in {folder}: {reason}")
 
 

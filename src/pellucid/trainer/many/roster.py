@@ -27,7 +27,7 @@ _OUTCOME = "OUTCOME"
 _SERVING = ".serving"
 
 
-class Outcome(Enum):
+class RunOutcome(Enum):
     DONE = "done"
     LEFT = "left"
     EVICTED = "evicted"
@@ -65,7 +65,7 @@ class Roster:
     def config_path(self, name: str) -> Path:
         return self._runs / name / _CONFIG
 
-    def say(self, name: str, outcome: Outcome, reason: str = "") -> None:
+    def say(self, name: str, outcome: RunOutcome, reason: str = "") -> None:
         """The last word on a run; its folder goes where nobody is left to read it."""
         folder = self._runs / name
         with suppress(FileNotFoundError):
@@ -110,13 +110,13 @@ class Roster:
     def has_trainer(self) -> bool:
         return _is_locked(self._folder / _SERVING)
 
-    def outcome(self, name: str) -> tuple[Outcome, str] | None:
+    def outcome(self, name: str) -> tuple[RunOutcome, str] | None:
         """What the trainer said of it, if it did."""
         try:
             word, _, reason = (self._runs / name / _OUTCOME).read_text(encoding="utf-8").partition("\n")
         except FileNotFoundError:
             return None
-        return Outcome(word), reason
+        return RunOutcome(word), reason
 
     def _names(self) -> list[str]:
         return sorted(folder.name for folder in self._runs.glob("[!.]*") if is_stable(folder))

@@ -28,7 +28,7 @@ from pellucid.trainer.batches import BatchSource, NoBatches, OrchestratorBatches
 from pellucid.trainer.build import assemble_run, load_trained, open_journal
 from pellucid.trainer.log_sink import LogSink
 from pellucid.trainer.many.member import Member
-from pellucid.trainer.many.roster import Outcome, Roster
+from pellucid.trainer.many.roster import Roster, RunOutcome
 from pellucid.trainer.many.turns import take_turns
 from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.resume import restore
@@ -76,7 +76,7 @@ def train_many(runs: "ManyRuns") -> None:
 class News:
     """What the main process saw; every process does the same about it, in this order."""
 
-    ended: list[tuple[str, Outcome, str]] = field(default_factory=list)
+    ended: list[tuple[str, RunOutcome, str]] = field(default_factory=list)
     joined: list[tuple[str, TrainerRunConfig]] = field(default_factory=list)
     received: list[tuple[str, bytes]] = field(default_factory=list)
     is_over: bool = False
@@ -125,7 +125,7 @@ class ManyRuns:
                     member.run.close_books()
                     member.run.save_model()
                 if member.name in self.members:
-                    self._end(member.name, Outcome.DONE)
+                    self._end(member.name, RunOutcome.DONE)
 
     @contextmanager
     def evicting(self, member: Member, *, everywhere: bool = False) -> Iterator[None]:
@@ -141,7 +141,7 @@ class ManyRuns:
                 raise
             if not isinstance(error, PellucidError):
                 logger.exception("run %s", member.name)
-            self._end(member.name, Outcome.EVICTED, f"{error}" or repr(error))
+            self._end(member.name, RunOutcome.EVICTED, f"{error}" or repr(error))
 
     def say_stopping(self) -> None:
         """Tells the launcher that the round that is trained is finished first."""
@@ -150,7 +150,7 @@ class ManyRuns:
 
     def stop_all(self, reason: str) -> None:
         for name in list(self.members):
-            self._leave(name, Outcome.STOPPED, reason)
+            self._leave(name, RunOutcome.STOPPED, reason)
 
     # In the main process.
 
@@ -164,7 +164,7 @@ class ManyRuns:
         return news
 
     def _news(self) -> News:
-        ended = [(name, Outcome.LEFT, "") for name in self.members if self._roster.is_leaving(name)]
+        ended = [(name, RunOutcome.LEFT, "") for name in self.members if self._roster.is_leaving(name)]
         gone = {name for name, _, _ in ended}
         received = []
         for name, member in self.members.items():
@@ -174,7 +174,7 @@ class ManyRuns:
                 if (batch := self._receivers[name].poll(member.step)) is not None:
                     received.append((name, encode_batch(_checked(batch, member))))
             except (PayloadError, DataError, OSError) as error:
-                ended.append((name, Outcome.EVICTED, str(error)))
+                ended.append((name, RunOutcome.EVICTED, str(error)))
         self._roster.sweep()
         joined = self._newcomers(len(self._free) + len(ended))
         is_over = not (self._stay or self.members or joined or self._roster.waiting()) and self._had_any
@@ -204,11 +204,11 @@ class ManyRuns:
         if (receiver := self._receivers.pop(name, None)) is not None:
             receiver.close()
         if self._ranks.is_main:
-            self._roster.say(name, Outcome.EVICTED, str(error))
+            self._roster.say(name, RunOutcome.EVICTED, str(error))
 
     def _act_on(self, news: News) -> None:
         for name, outcome, reason in news.ended:
-            if outcome is Outcome.LEFT:
+            if outcome is RunOutcome.LEFT:
                 self._leave(name, outcome, reason)
             else:
                 self._end(name, outcome, reason)
@@ -244,7 +244,7 @@ class ManyRuns:
             member.step = run.start
         logger.info("run %s joined at step %d of %d", name, member.step, run.max_steps)
 
-    def _leave(self, name: str, outcome: Outcome, reason: str) -> None:
+    def _leave(self, name: str, outcome: RunOutcome, reason: str) -> None:
         """After a checkpoint of the steps that are finished; the batch that it was at is trained again."""
         member = self.members[name]
         with self.evicting(member, everywhere=True):
@@ -253,7 +253,7 @@ class ManyRuns:
         if name in self.members:
             self._end(name, outcome, reason)
 
-    def _end(self, name: str, outcome: Outcome, reason: str = "") -> None:
+    def _end(self, name: str, outcome: RunOutcome, reason: str = "") -> None:
         member = self.members.pop(name)
         member.forget_gradients()
         member.run.close()
@@ -262,7 +262,7 @@ class ManyRuns:
             receiver.close()
         if self._ranks.is_main:
             self._roster.say(name, outcome, reason)
-        say = logger.error if outcome is Outcome.EVICTED else logger.info
+        say = logger.error if outcome is RunOutcome.EVICTED else logger.info
         say("run %s %s at step %d%s", name, outcome.value, member.step, reason and f": {reason}")
 
 
