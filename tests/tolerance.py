@@ -4,9 +4,10 @@ A floating-point operation is off by up to eps/2 of its result, up or down. Wher
 up, in an order that the CPU, the number of threads and the batch choose, the errors partly cancel: their sum
 grows like √terms, not like terms. A value that is made of numbers as large as `scale` is therefore known to
 
-    bound(scale, terms, dtype) = 2 · √terms · eps(dtype) · scale
+    bound(scale, terms, dtype) = 2 · √terms · eps(dtype) · (scale + the smallest normal number)
 
 which allows each of the two computations that are compared √terms roundings of full size, eps/2, twice over.
+Numbers below the smallest normal one are rounded to multiples of eps times it.
 
     a sum of n terms                          near(…, terms=n, scale=largest partial sum, or |sum| itself)
     a formula of k operations per element     near(…, terms=k, each=True): the scale is each value itself
@@ -37,12 +38,16 @@ from pellucid.model import load_policy
 
 def eps(dtype: torch.dtype | type[np.floating[Any]] = torch.float32) -> float:
     """The distance from 1 to the next number of `dtype`."""
-    return float((torch.finfo if isinstance(dtype, torch.dtype) else np.finfo)(dtype).eps)
+    return float(_finfo(dtype).eps)
+
+
+def _finfo(dtype: Any) -> Any:
+    return (torch.finfo if isinstance(dtype, torch.dtype) else np.finfo)(dtype)
 
 
 def bound(scale: Any, terms: float, dtype: Any = torch.float32) -> Any:
     """What rounding may do to a value made of `terms` numbers as large as `scale`."""
-    return 2 * math.sqrt(terms) * eps(dtype) * scale
+    return 2 * math.sqrt(terms) * eps(dtype) * (scale + _finfo(dtype).smallest_normal)
 
 
 def chain(model: nn.Module | Path, length: int) -> int:

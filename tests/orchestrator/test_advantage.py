@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.advantage import make_rollouts, per_group
@@ -119,12 +119,15 @@ def test_equal_rewards_give_exactly_zero(kind: str, reward: float, size: int) ->
 
 
 @given(rewards_of_a_group)
+@example([0.0, 1.401298464324817e-45])  # the smallest float32: half of it is rounded up or down
 def test_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
     for kind in ("default", "rloo", "grpo_std", "max_rl"):
         advantages = of_kind(kind, rewards)
-        # They are differences from a mean, known to eps of the rewards, however small and scaled they are.
+        # They are differences from a mean, known to eps of the rewards (or of the smallest normal number),
+        # however small and scaled they are.
         apart = max(abs(reward - sum(rewards) / len(rewards)) for reward in rewards) or 1.0
-        scale = max(map(abs, advantages)) * max(1.0, max(map(abs, rewards)) / apart)
+        known_to = max(map(abs, rewards)) + float(np.finfo(np.float32).smallest_normal)
+        scale = max(map(abs, advantages)) * max(1.0, known_to / apart)
         assert sum(advantages) == near(0.0, terms=len(rewards) + 4, scale=len(rewards) * scale)
 
 

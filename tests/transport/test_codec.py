@@ -15,7 +15,7 @@ from pellucid.data.rows import BitRows, SpanRows
 from pellucid.errors import PayloadError
 from pellucid.transport import Batch, Limits, decode_batch, encode_batch
 from pellucid.transport.encode import _assemble as assemble
-from pellucid.transport.encode import _Section as Section
+from pellucid.transport.encode import _EncodedSection as Section
 from pellucid.transport.encode import _sections as sections
 from pellucid.transport.encode import _squeezed as squeezed
 from pellucid.transport.wire import ENTRY, HEADER_BYTES, PREAMBLE, Form, checksum

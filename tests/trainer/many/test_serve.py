@@ -410,6 +410,21 @@ def test_joining_returns_when_the_run_is_trained(tiny_model, tmp_path) -> None:
     assert not (tmp_path / "shared" / "runs" / "one").exists()
 
 
+def test_a_trainer_that_says_how_a_run_ended_may_go_at_once(tiny_model, tmp_path, monkeypatch) -> None:
+    """It speaks and goes after the run has looked for its outcome, and before it looks for the trainer."""
+    looks = []
+
+    def has_trainer(roster: Roster) -> bool:
+        looks.append(None)
+        if len(looks) == 2:
+            roster.say("one", RunOutcome.DONE)
+        return len(looks) < 2
+
+    monkeypatch.setattr(Roster, "has_trainer", has_trainer)
+    join_trainer(joining(tiny_model, tmp_path, "one"))
+    assert len(looks) == 2
+
+
 def test_joining_ends_with_the_reason(tiny_model, tmp_path) -> None:
     config = joining(tiny_model, tmp_path, "one", seq_len=128)
     server = threading.Thread(target=serve_runs, args=(shared(tiny_model, tmp_path), Ranks()), daemon=True)

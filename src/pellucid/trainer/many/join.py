@@ -25,7 +25,7 @@ def join_trainer(config: TrainerRunConfig) -> None:
     roster, name = Roster(folder), config.run_name
     stop, stopped = StopRequest(), None
     with stop.listening(), roster.joined(name, to_toml(_absolute(config))):
-        presence = _Presence(roster, folder)
+        presence = _Presence(roster, folder, name)
         while (said := roster.outcome(name)) is None:
             try:
                 stop.check()
@@ -46,17 +46,19 @@ def join_trainer(config: TrainerRunConfig) -> None:
 
 
 class _Presence:
-    """Of the trainer: waited for at first, and missed once it was there."""
+    """Whether the trainer is there: a run waits for it at first, and misses it once it was there."""
 
-    def __init__(self, roster: Roster, folder: Path) -> None:
+    def __init__(self, roster: Roster, folder: Path, name: str) -> None:
         self._roster = roster
         self._folder = folder
+        self._name = name
         self._was_there = False
         self._reminded = -_REMIND_S
 
     def check(self) -> bool:
         is_there = self._roster.has_trainer()
-        if self._was_there and not is_there:
+        has_ended = self._roster.outcome(self._name) is not None  # a trainer says so before it goes
+        if self._was_there and not is_there and not has_ended:
             raise ProcessError(
                 f"the trainer in {self._folder} is gone; start it again, then go on with --resume"
             )
