@@ -1,4 +1,4 @@
-"""One loading and one forward for trainer and engine, so that their logprobs can be compared at all."""
+"""Loading, attention and logprobs for trainer and engine alike, so that their logprobs can be compared."""
 
 from pellucid.model.adapter import Adapter, Adapters
 from pellucid.model.attention import AttentionPlan, PackedAttention

@@ -1,4 +1,4 @@
-"""The policy: an HF causal language model behind the one forward that trainer and engine share."""
+"""The policy: an HF causal language model whose attention follows a plan, for trainer and engine alike."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
