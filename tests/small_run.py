@@ -419,8 +419,10 @@ class SmallRun:
     batch_size: int = 2
     """A group has 2 rollouts: with more, one that is ready waits for another."""
 
+    resume: bool = False
+
     def __post_init__(self) -> None:
-        self.start(resume=False)
+        self.start(resume=self.resume)
 
     @property
     def ledger_dir(self) -> Path:
@@ -524,6 +526,17 @@ class SmallRun:
         while self.orchestrator is not None or self.trainer is not None:
             self.advance(steady())
         self.engine.stop()
+
+
+def stop_after_four_steps(folder: Path) -> None:
+    """Leaves a run that has checkpoints after two and four steps."""
+    run, attempts = SmallRun(folder), steady()
+    while run.trainer is not None and run.trainer.num_trained < 4:
+        run.go_on()
+        run.advance(attempts)
+        if run.trainer is not None and run.trainer.num_trained == 2:
+            run.trainer.save()
+    run.crash([])
 
 
 class SavedRollout(msgspec.Struct):

@@ -9,13 +9,9 @@ import json
 import os
 import pickle
 import re
-import resource
 import shutil
-import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,18 @@ import pytest
 from starlette.testclient import TestClient
 
 import pellucid.export
+from hostile import (
+    added,
+    bounded,
+    edit,
+    instead,
+    linked_away,
+    outside,
+    removed,
+    replaced,
+    sparse,
+    unix_socket,
+)
 from pellucid.cli import main
 from pellucid.config import RLConfig
 from pellucid.config.save import save
@@ -35,7 +43,7 @@ from pellucid.transport import stable_steps
 from pellucid.viewer.access import Exports
 from pellucid.viewer.server import make_app
 from pellucid.viewer.source import ServedRun
-from small_run import MAX_STEPS, SOURCES, SmallRun, steady
+from small_run import MAX_STEPS, SOURCES, stop_after_four_steps
 from token_exports import write_run
 
 pytestmark = pytest.mark.slow
@@ -43,9 +51,6 @@ pytestmark = pytest.mark.slow
 READERS = ("ledger", "story", "replay", "page", "terminal", "server", "rewind")
 EXPORT = "token_exports/step_1/rank_0.jsonl"
 NEWER = "99"
-MANY = 1 << 30
-MAX_MEMORY_BYTES = 200 << 20
-MAX_S = 20
 ESCAPE = "\x1b]0;pwned\x07\x1b[31m\x9b31m"
 
 
@@ -66,14 +71,7 @@ def settings_of(folder: Path) -> RLConfig:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of real parts that was stopped after four steps, with exports of two."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    run = SmallRun(folder)
-    attempts = steady()
-    while run.trainer is not None and run.trainer.num_trained < 4:
-        run.go_on()
-        run.advance(attempts)
-        if run.trainer is not None and run.trainer.num_trained == 2:
-            run.trainer.save()
-    run.crash([])
+    stop_after_four_steps(folder)
     write_run(folder)
     export = pellucid.export.open(folder)
     losses = [
@@ -88,77 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes every line of a JSONL file."""
-    changed = lines(path)
-    for entry in changed:
-        change(entry)
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in changed))
-
-
 SNAPSHOTS = ("checkpoints/orchestrator.bin", "checkpoints/orchestrator.before.bin")
-
-
-def replaced(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda run: (run / name).write_bytes(content)
-
-
-def added(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda run: (run / name).write_bytes((run / name).read_bytes() + content)
-
-
-def removed(name: str) -> Callable[[Path], object]:
-    def remove(run: Path) -> None:
-        path = run / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    return remove
-
-
-def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Something else under the name of a file or folder."""
-
-    def put(run: Path) -> None:
-        removed(name)(run)
-        make(run / name)
-
-    return put
-
-
-def linked_away(pattern: str) -> Callable[[Path], object]:
-    """Links in the place of what lies outside of the folder now."""
-
-    def link(run: Path) -> None:
-        (run.parent / "outside").mkdir()
-        for number, path in enumerate(sorted(run.glob(pattern))):
-            target = run.parent / "outside" / f"{number}"
-            path.rename(target)
-            path.symlink_to(target)
-
-    return link
-
-
-def outside(run: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in (run.parent / "outside").rglob("*") if path.is_file()}
-
-
-def sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(MANY)
-
-
-def unix_socket(path: Path) -> None:
-    here = Path.cwd()
-    os.chdir(path.parent)  # the name of a socket has to be short
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path.name)
-    finally:
-        os.chdir(here)
 
 
 def parquet(table: Any, **options: Any) -> Callable[[Path], object]:
@@ -442,25 +370,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a folder that is not there": shutil.rmtree,
     "a folder that is a pipe": lambda run: [shutil.rmtree(run), os.mkfifo(run)],
 }
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """Time and memory."""
-
-    def ring(*_: object) -> None:
-        raise AssertionError(f"still at it after {MAX_S} s")
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    previous = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(MAX_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < MAX_MEMORY_BYTES, f"{grown:,} bytes more"
 
 
 def serve(run: Path) -> int:

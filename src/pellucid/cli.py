@@ -50,7 +50,8 @@ class Command:
     """Import path of the function that `--dry-run` calls with the config, to check more than its values."""
     reads_run: bool = False
     """Whether it reads what somebody's run left behind. It does not see modules of the current folder then,
-    one of which could pose as a library; and a file that it cannot read is no bug but the folder's fault."""
+    one of which could pose as a library; and a file that it cannot read is no bug but the folder's fault, as
+    it is where a run is resumed."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -205,8 +206,9 @@ def _run(name: str, command: Command, argv: Sequence[str]) -> int:
         return _load(command.run)(parsed.config) or 0
     except OSError as error:
         if error.errno not in DiskError.REMEDIES:
-            if command.reads_run and error.filename is not None:
-                raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+            reads_run = command.reads_run or getattr(parsed.config, "resume", False)
+            if reads_run and error.filename is not None:
+                raise DataError(f"{error.filename} cannot be read or written: {error.strerror}") from error
             raise
         raise DiskError.of(error, can_resume="resume" in command.config.model_fields) from error
 

@@ -12,6 +12,7 @@ The key is a random word in the file `key` of the run folder, readable by the ru
 process of the run comes first makes it, and the others read it.
 """
 
+import errno
 import hmac
 import ipaddress
 import logging
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 KEY_NAME = "key"
 _KEY = re.compile(r"[!-~]{16,1000}")
+_MAX_KEY_BYTES = 4096
 
 
 def is_loopback(host: str) -> bool:
@@ -102,8 +104,11 @@ def _make_key(path: Path) -> None:
 def read_key(path: Path, setting: str) -> str:
     """The key in a file; `setting` names the file in messages, which never show what is in it."""
     try:
-        key = path.read_text(encoding="ascii").strip()
         mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):  # a pipe would make us wait
+            raise OSError(errno.EINVAL, "it is no file")
+        with path.open("rb") as file:
+            key = file.read(_MAX_KEY_BYTES).decode("ascii").strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII"
         raise ConfigError(

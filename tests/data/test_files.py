@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from full_disk import full_disk
 from pellucid.data.files import append_whole, replace_file, writing
 
 FULL = Path("/dev/full")
@@ -60,17 +61,25 @@ def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(path))
 
 
-@needs_full_device
 def test_a_replacement_that_does_not_fit_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    path, partial = tmp_path / "state", tmp_path / ".state.partial"
+    path = tmp_path / "state"
     path.write_bytes(b"old")
-    partial.symlink_to(FULL)
-    with pytest.raises(OSError) as full:
+    with full_disk(), pytest.raises(OSError) as full:
         replace_file(path, b"new")
-    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(path))
+    assert (full.value.errno, full.value.filename) == (errno.EFBIG, str(path))
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["state"]
     replace_file(path, b"new")
     assert path.read_bytes() == b"new"
+
+
+def test_a_replacement_never_goes_through_a_link(tmp_path: Path) -> None:
+    """The hidden name of what is written is known, and a folder may come from anybody."""
+    path, others = tmp_path / "state", tmp_path / "others"
+    others.write_bytes(b"precious")
+    (tmp_path / ".state.partial").symlink_to(others)
+    replace_file(path, b"new")
+    assert (path.read_bytes(), others.read_bytes()) == (b"new", b"precious")
+    assert not path.is_symlink()
 
 
 class LibraryError(Exception):

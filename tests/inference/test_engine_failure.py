@@ -6,12 +6,12 @@ import re
 import socket
 import threading
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
 
 from engine_server import KEY, EngineServer
+from full_disk import full_disk
 from pellucid.cli import main
 from pellucid.config import ModelConfig
 from pellucid.errors import InferenceError
@@ -83,11 +83,7 @@ def test_every_waiter_gets_what_it_has_and_whoever_asks_later_the_cause(tiny_mod
 
 def test_books_that_cannot_be_written_take_the_server_down(tiny_model, tmp_path) -> None:
     """The journal is on a disk that is full: the first flush fails, and the last one, too."""
-    if not Path("/dev/full").is_char_device():
-        pytest.skip("needs /dev/full")
     served = EngineServer(tiny_model, tmp_path)
-    (tmp_path / "inference.jsonl").unlink()
-    (tmp_path / "inference.jsonl").symlink_to("/dev/full")
 
     async def run() -> httpx.Response:
         async with served.client() as client:
@@ -95,13 +91,15 @@ def test_books_that_cannot_be_written_take_the_server_down(tiny_model, tmp_path)
                 response = await client.post("/inference/v1/generate_many", json=asked("r1"))
             return response
 
-    served.thread.start()
-    try:
-        asyncio.run(run())
-    finally:
-        served.thread.stop()
+    with full_disk():
+        served.thread.start()
+        try:
+            asyncio.run(run())
+        finally:
+            served.thread.stop()
     (failure,) = served.failures
-    assert isinstance(failure, OSError) and failure.errno == errno.ENOSPC
+    assert isinstance(failure, OSError) and failure.errno == errno.EFBIG
+    assert failure.filename == str(tmp_path / "inference.jsonl")
 
 
 class StuckSink:

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.launch.follow import JsonlFollower, StepJoin
-from pellucid.metrics import JsonlSink
+from pellucid.metrics import JsonlSink, parse_metrics
 
 
 def test_a_file_may_appear_and_grow(tmp_path):
     path = tmp_path / "metrics" / "trainer.jsonl"
-    follower = JsonlFollower(path)
+    follower = JsonlFollower(path, parse_metrics)
     assert follower.read() == []
 
     sink = JsonlSink(path)
@@ -23,7 +23,7 @@ def test_a_file_may_appear_and_grow(tmp_path):
 
 def test_a_torn_line_is_read_once_it_is_complete(tmp_path):
     path = tmp_path / "trainer.jsonl"
-    follower = JsonlFollower(path)
+    follower = JsonlFollower(path, parse_metrics)
 
     with path.open("wb", buffering=0) as file:
         file.write(b'{"step": 0}\n{"st')

@@ -18,7 +18,7 @@ from pellucid.launch.preflight import check_rl
 from pellucid.launch.rl import StepProgress, free_port, resolve, rl_children, run_processes, write_configs
 from pellucid.launch.supervisor import Child
 from pellucid.metrics.alarms import Bell
-from pellucid.orchestrator.progress import Progress, progress_path, write_progress
+from pellucid.orchestrator.progress import BatchProgress, progress_path, write_progress
 
 
 def config(output_dir: Path, **changes: object) -> RLConfig:
@@ -356,7 +356,7 @@ def test_the_status_goes_with_the_orchestrators_progress(tmp_path):
 
     view = Shown(RL_COLUMNS, print)
     progress = StepProgress(tmp_path / "metrics", [view])
-    write_progress(tmp_path, Progress(step=3, num_ready=96, num_running=32))
+    write_progress(tmp_path, BatchProgress(step=3, num_ready=96, num_running=32))
     progress.update()
     assert view.lines == ["step 3: 96 rollouts ready, 32 running"]
     progress_path(tmp_path).unlink()

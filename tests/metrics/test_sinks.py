@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from full_disk import full_disk
 from pellucid.config import RunConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.metrics import Guarded, JsonlSink, Tee, open_sinks, read_metrics
@@ -78,10 +79,9 @@ def test_a_failure_to_close_is_reported_too(caplog):
     assert "monitors.wandb failed and is switched off (RuntimeError: cannot close either)" in caplog.text
 
 
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="Linux has a file that is always full")
-def test_a_record_that_cannot_be_written_stops_the_run():
-    sink = JsonlSink(Path("/dev/full"))
-    with pytest.raises(OSError, match="No space left"):
+def test_a_record_that_cannot_be_written_stops_the_run(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    with full_disk(), pytest.raises(OSError, match="File too large"):
         sink.log(0, {})
     sink.close()
 

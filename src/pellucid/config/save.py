@@ -23,6 +23,7 @@ def save(config: Section, path: Path) -> None:
     """Write `config` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)  # a link that somebody put there would be followed
     partial.write_text(to_toml(config), encoding="utf-8")
     os.replace(partial, path)
 

@@ -55,8 +55,17 @@ def require_own(path: Path) -> None:
             )
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of a JSONL file; nothing if it does not exist.
+def open_lock(path: Path) -> IO[str]:
+    """Opens the file that a process locks, and makes it if there is none; a link is refused, as by
+    `require_own`, but the folder may be one."""
+    require_file(path)
+    if path.is_symlink():
+        raise DataError(f"{path} is a link, where a file is expected that processes lock; delete it")
+    return path.open("a+", encoding="utf-8", errors="replace")
+
+
+def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of a JSONL file from byte `start` on; nothing if it does not exist.
 
     Only the last line may lack its end: it is being written, or its writer died.
     """
@@ -64,6 +73,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     if not path.exists():
         return
     with path.open("rb") as file:
+        file.seek(start)
         number = 0
         while line := file.readline(MAX_LINE_BYTES):
             number += 1
@@ -84,6 +94,7 @@ def replace_file(
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
         try:
+            partial.unlink(missing_ok=True)  # of a killed writer, or a link that somebody put there
             with partial.open("wb") as file:
                 file.writelines([content] if isinstance(content, bytes) else content)
                 if durable:

@@ -12,7 +12,7 @@ import orjson
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from pellucid.data.files import require_file
+from pellucid.data.files import read_whole, require_file
 from pellucid.data.tokenizer import check_vocabulary, first_line, no_chat_template, require_folder
 from pellucid.errors import DataError, ModelError
 
@@ -71,6 +71,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _tensor_digests(path: Path) -> list[bytes]:
+    check_safetensors(path)
     with path.open("rb") as file:
         num_header_bytes = int.from_bytes(file.read(8), "little")
         header = orjson.loads(file.read(num_header_bytes))
@@ -156,7 +157,7 @@ def _has_chat_template(folder: Path) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = orjson.loads(path.read_bytes())
+        content = orjson.loads(read_whole(path))
     except orjson.JSONDecodeError as error:
         raise ModelError(f"{path} is damaged: not JSON ({error}); copy or download it again") from error
     if not isinstance(content, dict):

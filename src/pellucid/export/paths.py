@@ -14,6 +14,7 @@ folder finds them:
 One run at a time writes to a place, and only the run that began it goes on with it.
 """
 
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
-from pellucid.data.files import read_whole, replace_file, try_lock
+from pellucid.data.files import open_lock, read_whole, replace_file, try_lock
 from pellucid.errors import ConfigError, DataError, DiskError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ FOLDER = "token_exports"
 MARKER = "STABLE"
 LINK = ".link.json"
 _UNKNOWN = "an unknown one"
+_MAX_LOCK_BYTES = 1 << 16
 _IN_STEP = re.compile(r"(?:summary\.)?rank_(\d+)(?:\.jsonl|\.parquet|\.json|\.link\.json)")
 
 
@@ -109,14 +111,22 @@ class ExportPaths:
             if found := re.fullmatch(rf"{stem}\.(?:step_(\d+)\.)?rank_(\d+){self.suffix}", path.name):
                 yield (int(found[1]) if found[1] else None), int(found[2]), path
 
+    def delete_partials(self) -> None:
+        """What killed writers left; a link that somebody put there would be followed."""
+        places = [*(self.run_dir / FOLDER).glob("step_*/.rank_*.partial")]
+        if self.explicit is not None:
+            places += self.explicit.parent.glob(f".{glob.escape(self.explicit.stem)}.*rank_*.partial")
+        for path in places:
+            path.unlink(missing_ok=True)
+
     def check(self, *, resume: bool) -> None:
         """Raises ConfigError where this run cannot write, where another run writes, or has written what this
         one does not go on with."""
         owner = None
         with self._writing():
             if self._lock_path.exists():
-                with self._lock_path.open("r+", encoding="utf-8") as lock:
-                    owner = self._owner(lock.read())
+                with open_lock(self._lock_path) as lock:
+                    owner = self._owner(read_whole(self._lock_path, _MAX_LOCK_BYTES).decode(errors="replace"))
                     if not try_lock(lock):
                         raise ConfigError(self._taken(str(owner or _UNKNOWN)))
             is_own = owner == self.run_dir.resolve() or (resume and owner is None)
@@ -131,7 +141,7 @@ class ExportPaths:
         self.check(resume=resume)
         with self._writing(), ExitStack() as opened:
             self._lock_path.parent.mkdir(parents=True, exist_ok=True)
-            lock = opened.enter_context(self._lock_path.open("a+", encoding="utf-8"))
+            lock = opened.enter_context(open_lock(self._lock_path))
             if not try_lock(lock):
                 raise ConfigError(self._taken("which has just begun"))
             lock.truncate(0)
@@ -142,17 +152,21 @@ class ExportPaths:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns an OSError into a ConfigError, unless the disk is full or read-only (`DiskError`)."""
+        """Turns an OSError, or a lock that is no file, into a ConfigError, unless the disk is full or
+        read-only (`DiskError`)."""
         try:
             yield
-        except OSError as error:
-            if error.errno in DiskError.REMEDIES:
-                raise
+        except (OSError, DataError) as error:
+            reason = str(error)
+            if isinstance(error, OSError):
+                reason = error.strerror or reason
+                if error.errno in DiskError.REMEDIES:
+                    raise
             key = f"output_dir = {self.run_dir}"
             if self.explicit is not None:
                 key = f"trainer.experimental.token_export.path = {self.explicit}"
             raise ConfigError(
-                f"{key}: the token export cannot be written there ({error.strerror or error}); "
+                f"{key}: the token export cannot be written there ({reason}); "
                 "choose another path, or make its folder writable"
             ) from error
 
@@ -165,6 +179,8 @@ class ExportPaths:
 
     def _owner(self, identity: str) -> Path | None:
         """Returns the run folder that a lock file names; None if it names none."""
+        if "\0" in identity:
+            raise DataError(f"{self._lock_path} is damaged: it names no run folder; delete it")
         return (self._lock_path.parent / identity).resolve() if identity else None
 
     @property

@@ -21,7 +21,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from pellucid.data import TokenTable
-from pellucid.data.files import replace_file
+from pellucid.data.files import read_lines, replace_file
+from pellucid.errors import DataError
 from pellucid.export.batch import micro_batch_columns
 from pellucid.export.optional import require
 from pellucid.export.paths import ExportPaths
@@ -121,6 +122,7 @@ class TokenExporter:
         written.
         """
         self._lock = self.paths.claim(resume=resume)
+        self._attempt(0, self.paths.delete_partials)
         if not resume:
             self.forget_ranks_from(0, 0)
         logger.info("token exports go to %s", self.paths)
@@ -206,10 +208,13 @@ def _cut_before(step: int, path: Path) -> None:
     if step == 0:
         path.unlink()
         return
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _is_before(step, line)]
+    kept = [line for number, line in read_lines(path) if _is_before(step, line, f"{path}:{number}")]
     replace_file(path, b"".join(kept))
 
 
-def _is_before(step: int, line: bytes) -> bool:
+def _is_before(step: int, line: bytes, place: str) -> bool:
     """False for a torn line, too."""
-    return line.endswith(b"\n") and orjson.loads(line)["step"] < step
+    try:
+        return line.endswith(b"\n") and bool(orjson.loads(line)["step"] < step)
+    except (orjson.JSONDecodeError, TypeError, KeyError) as error:
+        raise DataError(f"{place} is no record of an export ({error!r}); delete that line") from error

@@ -1,36 +1,43 @@
 """What the processes of a run report, followed while they write it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-import orjson
+from typing import Any, Generic, TypeVar
 
 from pellucid.data.alarms import Alarm, alarms_path, as_alarm
-from pellucid.data.files import require_file
+from pellucid.data.files import read_lines
+
+T = TypeVar("T")
 
 Record = Mapping[str, Any]
 """One line of a metrics file: `{"step": 3, "loss": 0.1, …}`."""
 
 
-class JsonlFollower:
+def number_in(record: Record, name: str) -> float | None:
+    """None where it is missing or was not finite, and for words, which another version may have written."""
+    value = record.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+class JsonlFollower(Generic[T]):
     """The lines added to a JSONL file since the last look; a line is read once, when it is complete."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, parse: Callable[[str, bytes], T]) -> None:
+        """`parse` is told where a line is, and what it is."""
         self._path = path
+        self._parse = parse
         self._offset = 0
+        self._num_lines = 0
 
-    def read(self) -> list[Record]:
-        return [orjson.loads(line) for line in self.lines()]
-
-    def lines(self) -> list[bytes]:
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            *lines, torn = file.read().split(b"\n")
-            self._offset = file.tell() - len(torn)
-        return lines
+    def read(self) -> list[T]:
+        found = []
+        for _, line in read_lines(self._path, self._offset):
+            if not line.endswith(b"\n"):
+                break
+            self._offset += len(line)
+            self._num_lines += 1
+            found.append(self._parse(f"{self._path}:{self._num_lines}", line))
+        return found
 
 
 class AlarmFollower:
@@ -38,13 +45,11 @@ class AlarmFollower:
 
     def __init__(self, output_dir: Path) -> None:
         """Raises DataError where the file is none: a process that rings would wait for a pipe."""
-        path = alarms_path(output_dir)
-        require_file(path)
-        self._follower = JsonlFollower(path)
-        self._follower.lines()  # those of the run that is resumed
+        self._follower = JsonlFollower(alarms_path(output_dir), lambda _, line: as_alarm(line))
+        self._follower.read()  # those of the run that is resumed
 
     def read(self) -> list[Alarm]:
-        return [alarm for line in self._follower.lines() if (alarm := as_alarm(line)) is not None]
+        return [alarm for alarm in self._follower.read() if alarm is not None]
 
 
 class StepJoin:

@@ -39,13 +39,14 @@ from pellucid.launch.console import (
     make_console,
     open_view,
 )
-from pellucid.launch.follow import AlarmFollower, JsonlFollower, Record, StepJoin
+from pellucid.launch.follow import AlarmFollower, JsonlFollower, Record, StepJoin, number_in
 from pellucid.launch.preflight import check_rl
 from pellucid.launch.resume import rewind_rl, take_over
 from pellucid.launch.run_folder import claimed, has_begun, settle_export
 from pellucid.launch.summary import Summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
+from pellucid.metrics import parse_metrics
 from pellucid.metrics.evaluation import evaluation_line, evaluations_in
 from pellucid.orchestrator.progress import progress_path, read_progress
 from pellucid.workers import num_cores
@@ -287,9 +288,9 @@ class StepProgress:
     """
 
     def __init__(self, metrics_dir: Path, views: Sequence[StepView], start: int = 0) -> None:
-        self._followers = [JsonlFollower(metrics_dir / f"{name}.jsonl") for name in REPORTERS]
+        self._followers = [JsonlFollower(metrics_dir / f"{name}.jsonl", parse_metrics) for name in REPORTERS]
         self._join = StepJoin(len(self._followers))
-        self._evaluated = JsonlFollower(metrics_dir / "eval.jsonl")
+        self._evaluated = JsonlFollower(metrics_dir / "eval.jsonl", parse_metrics)
         self._alarms = AlarmFollower(metrics_dir.parent)
         self._progress = progress_path(metrics_dir.parent)
         self._progress.unlink(missing_ok=True)  # of the run that is resumed
@@ -307,7 +308,7 @@ class StepProgress:
             self._join.add(source, follower.read())
         for record in self._join.complete():
             self.num_steps += 1
-            if (reward := record.get("reward/all")) is not None:
+            if (reward := number_in(record, "reward/all")) is not None:
                 self.rewards.append(reward)
             if record["step"] >= self._start:
                 self._show(record)

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pellucid.config import RLConfig, RunConfig, TrainerRunConfig
-from pellucid.data.files import step_folders, try_lock
+from pellucid.data.files import open_lock, step_folders, try_lock
 from pellucid.errors import ConfigError
 from pellucid.export.paths import ExportPaths
 from pellucid.guard import KEY_NAME
@@ -54,7 +54,7 @@ _RESULTS = ("metrics", "rollouts", "batches", "weights", "token_exports", "profi
 def claimed(folder: Path) -> Iterator[None]:
     """Makes the folder, if need be, and keeps any other run out of it."""
     _make_writable(folder)
-    with (folder / LOCK).open("a") as lock:
+    with open_lock(folder / LOCK) as lock:
         if not try_lock(lock):
             raise ConfigError(
                 f"output_dir = {folder} is in use by a run that is still going on; choose another folder, or "
@@ -107,7 +107,7 @@ def _has_content(path: Path) -> bool:
     if not path.is_dir():
         return True
     return any(
-        child.is_dir() or child.stat().st_size
+        child.is_dir() or child.lstat().st_size
         for child in path.iterdir()
         if PROGRESS_FILE not in child.name  # half-written or whole: what an orchestrator does, not has done
     )

@@ -26,7 +26,7 @@ from pellucid.launch.console import (
     make_console,
     open_view,
 )
-from pellucid.launch.follow import AlarmFollower, Record
+from pellucid.launch.follow import AlarmFollower, Record, number_in
 from pellucid.launch.preflight import check_sft, is_torchrun
 from pellucid.launch.resume import rewind_sft, take_over
 from pellucid.launch.run_folder import claimed, settle_export
@@ -154,7 +154,7 @@ class SFTSummary:
     output_dir: Path
 
     def panel(self, width: int) -> Panel:
-        losses = [record["loss"] for record in self.records if record["loss"] is not None]
+        losses = [loss for record in self.records if (loss := number_in(record, "loss")) is not None]
         facts = [
             *progress(self.duration_s, len(self.records), "loss", losses),
             *self._skipped(),
@@ -166,34 +166,32 @@ class SFTSummary:
         return summary_panel(self.run_name, losses, facts, width)
 
     def _skipped(self) -> list[Fact]:
-        num_skipped = sum(record.get("skipped_steps", 0) for record in self.records)
+        num_skipped = int(self._total("skipped_steps"))
         text = f"{num_skipped:,} of these steps: loss or gradient was not finite"
         return [("skipped", text)] if num_skipped else []
 
     def _validation(self) -> list[Fact]:
-        measured = [record for record in self.records if record.get(VALIDATION_LOSS) is not None]
+        measured = [record for record in self.records if number_in(record, VALIDATION_LOSS) is not None]
         if not measured:
             return []
         best, last = min(measured, key=lambda record: record[VALIDATION_LOSS]), measured[-1]
-        initial = self.records[0].get("validation/initial_loss")
+        initial = number_in(self.records[0], "validation/initial_loss")
         before = "" if initial is None else f"{initial:.4f} (before) → "
         text = (
             f"{before}{last[VALIDATION_LOSS]:.4f} (last), best {best[VALIDATION_LOSS]:.4f} after step "
-            f"{best['step']:,}, over {last['validation/tokens']:,} tokens"
+            f"{best['step']:,}, over {number_in(last, 'validation/tokens') or 0:,} tokens"
         )
         return [("validation", text)]
 
     def _tokens(self) -> list[Fact]:
-        def total(name: str) -> int:
-            return sum(int(record[name]) for record in self.records)
+        packed = self._total("tokens") - self._total("padding_tokens")
+        text = (
+            f"{packed:,.0f} trained on, {self._total('loss_tokens'):,.0f} of them with loss; "
+            f"{self._total('truncated_tokens'):,.0f} cut off"
+        )
+        seconds = self._total("time/step_s") - self._total("time/validate_s")
+        speed = [("tokens/s", f"{packed / seconds:,.0f} while training")] if seconds else []
+        return [("tokens", text), *speed]
 
-        packed = total("tokens") - total("padding_tokens")
-        seconds = sum(record["time/step_s"] - record.get("time/validate_s", 0.0) for record in self.records)
-        return [
-            (
-                "tokens",
-                f"{packed:,} trained on, {total('loss_tokens'):,} of them with loss; "
-                f"{total('truncated_tokens'):,} cut off",
-            ),
-            ("tokens/s", f"{packed / seconds:,.0f} while training"),
-        ]
+    def _total(self, name: str) -> float:
+        return sum(number_in(record, name) or 0 for record in self.records)

@@ -78,6 +78,7 @@ class Journal:
     ) -> None:
         """`sum_up_bytes`: what the journal may grow by before its lines are summed up."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        require_own(path)
         try:
             path.touch(exist_ok=resume)
         except FileExistsError:
@@ -181,6 +182,7 @@ def sum_entries(entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
 
 def append_entries(path: Path, entries: Sequence[LedgerEntry]) -> None:
     if entries:
+        require_own(path)
         with path.open("ab", buffering=0) as file:
             append_whole(file, b"".join(map(_encode, entries)))
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from pellucid.data.alarms import CHANCE, Alarm, alarms_path
-from pellucid.data.files import append_whole
+from pellucid.data.files import append_whole, require_own
+from pellucid.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +34,14 @@ class Bell:
         self._has_rung = dict.fromkeys(names, False)
 
     def ring(self, alarm: Alarm) -> None:
-        """Raises nothing: on a full disk the line is in the log alone."""
+        """Raises nothing: where the file cannot be written, the line is in the log alone."""
         if self._has_rung[alarm.name]:
             return
         self._has_rung[alarm.name] = True
         logger.warning("%s", alarm.line())
-        with suppress(OSError):
+        with suppress(OSError, DataError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            require_own(self._path)
             with self._path.open("ab", buffering=0) as file:
                 append_whole(file, msgspec.json.encode(alarm) + b"\n")
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from pellucid.data.files import append_whole, read_lines, replace_file
+from pellucid.data.files import append_whole, read_lines, replace_file, require_own
 from pellucid.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        require_own(path)
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._resumes = resume
@@ -101,13 +102,18 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in read_lines(path):
         if not line.endswith(b"\n"):
             return
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise DataError(f"{path}:{number} is damaged: {error}; delete that line") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise DataError(f"{path}:{number} is no object with a step; delete that line")
-        yield record
+        yield parse_metrics(f"{path}:{number}", line)
+
+
+def parse_metrics(place: str, line: bytes) -> dict[str, Any]:
+    """One record: `step`, and numbers by their names, with null for those that are not finite."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{place} is damaged: {error}; delete that line") from error
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise DataError(f"{place} is no object with a step; delete that line")
+    return record
 
 
 def drop_metrics(path: Path, start: int) -> None:

@@ -5,6 +5,7 @@ one of its runs never go back. The id of each is kept in the run folder, so that
 there continues here.
 """
 
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +13,15 @@ from pathlib import Path
 import wandb
 
 from pellucid.config import RunConfig, WandbConfig
-from pellucid.errors import ConfigError
+from pellucid.data.files import read_whole, replace_file
+from pellucid.errors import ConfigError, DataError
 
 FINISH_TIMEOUT_S = 60.0
 """wandb would wait for its upload for ever, and with it the end of the run; the rest stays on disk."""
+
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MAX_ID_BYTES = 4096
 
 
 class WandbSink:
@@ -57,6 +63,8 @@ class WandbSink:
 def stable_id(path: Path) -> str:
     """The id in `path`; a new one is written there first."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(8))
-    return path.read_text()
+        replace_file(path, secrets.token_hex(8).encode())
+    found = read_whole(path, _MAX_ID_BYTES).decode(errors="replace")
+    if not _ID.fullmatch(found):
+        raise DataError(f"{path} holds no id of a wandb run; delete it, and wandb shows a new run")
+    return found

@@ -15,7 +15,7 @@ import orjson
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout
-from pellucid.data.files import append_whole
+from pellucid.data.files import append_whole, require_own
 from pellucid.ledger import State
 from pellucid.metrics import Tee, open_sinks, read_metrics
 from pellucid.orchestrator.records import rollout_record
@@ -54,6 +54,7 @@ class EvalBooks:
             orjson.dumps(rollout_record(version, verdict, sampling_args), option=orjson.OPT_APPEND_NEWLINE)
             for verdict in verdicts
         )
+        require_own(folder / FILE)
         with (folder / FILE).open("ab" if version == self._version else "wb", buffering=0) as file:
             append_whole(file, lines)
         self._version = version

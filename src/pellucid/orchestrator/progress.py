@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from pellucid.data.files import replace_file
+from pellucid.data.files import read_whole, replace_file
+from pellucid.errors import DataError
 from pellucid.ledger import State
 from pellucid.orchestrator.verdict import Verdict
 
@@ -128,8 +129,8 @@ def remove_progress(run_dir: Path) -> None:
 
 
 def read_progress(path: Path) -> BatchProgress | None:
-    """None if there is nothing to read: before the first rollout, and once the last batch is sent."""
+    """None if there is nothing that can be read: before the first rollout, once the last batch is sent."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=BatchProgress)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(read_whole(path), type=BatchProgress)
+    except (OSError, DataError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -44,6 +44,7 @@ class RolloutLog:
         )
         folder = self._parent / f"step_{step}"
         folder.mkdir(parents=True, exist_ok=True)
+        require_own(folder / FILE)
         with (folder / FILE).open("ab", buffering=0) as file:
             append_whole(file, lines)
         self._unsynced.add(folder / FILE)

@@ -12,14 +12,17 @@ from typing import Any
 from pellucid.config import OrchestratorRunConfig
 from pellucid.config.inference import base_url
 from pellucid.config.orchestrator import TeacherConfig
-from pellucid.data.files import replace_file
+from pellucid.data.files import read_whole, replace_file
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.vocabulary import fingerprint
+from pellucid.errors import DataError
 from pellucid.guard import read_key, server_key
 from pellucid.inference.examine import Expected
 from pellucid.inference.pool import ServerPool
 from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import stable_steps
+
+_MAX_IDENTITY_BYTES = 4096
 
 Claims = dict[str, str]
 """Who uses a server, by its id; a server is the policy's or a teacher's, never both's."""
@@ -94,6 +97,8 @@ def run_identity(run_dir: Path, name: str) -> str:
     """The identity of the run in this folder; a folder without one gets it."""
     path = run_dir / "checkpoints" / "identity"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, f"{name}-{uuid.uuid4().hex[:8]}".encode())
-    return path.read_text(encoding="utf-8")
+    identity = read_whole(path, _MAX_IDENTITY_BYTES).decode(errors="replace")
+    if not identity or not identity.isprintable():
+        raise DataError(f"{path} is damaged: it holds no name; delete it, and restart the run's servers")
+    return identity

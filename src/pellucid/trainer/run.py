@@ -144,6 +144,7 @@ class Run:
             yield
         path = self.output_dir / "profiles" / f"step_{step}.rank_{self.ranks.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a link would be followed
         profile.export_chrome_trace(str(path))
 
     def next_batch(self, step: int) -> StepBatch:

@@ -15,10 +15,12 @@ from pathlib import Path
 import zmq
 
 from pellucid.config.tools import KeysSettings
-from pellucid.errors import ConfigError
+from pellucid.data.files import read_whole
+from pellucid.errors import ConfigError, DataError
 
 PARTS = ("trainer", "orchestrator")
 _KEY_LENGTH = 40
+_MAX_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,10 @@ def allowed_keys(folder: Path) -> frozenset[bytes]:
 
 def _read(path: Path, kind: str) -> bytes:
     try:
-        key = tomllib.loads(path.read_text(encoding="ascii"))[kind]
+        key = tomllib.loads(read_whole(path, _MAX_FILE_BYTES).decode("ascii"))[kind]
         if not isinstance(key, str) or len(key) != _KEY_LENGTH:
             raise ValueError(f"a key has {_KEY_LENGTH} characters")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, DataError, ValueError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"transport.keys: {path} holds no {kind} key ({error}); make the folder with "
             f"`pellucid keys {path.parent}`"

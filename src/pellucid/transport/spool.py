@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from pellucid.data.files import replace_file
+from pellucid.data.files import read_whole, replace_file, step_number
 from pellucid.errors import PayloadError
 from pellucid.transport.channel import Batch
 from pellucid.transport.codec import decode_batch
@@ -23,6 +23,7 @@ _FILE = "batch.bin"
 _REASON = "reason.txt"
 _TAKEN = "TAKEN"
 _REFUSED = "refused_step_"
+_MAX_REASON_BYTES = 1 << 20
 
 
 class Spool:
@@ -46,34 +47,41 @@ class Spool:
         """What the stored payload says of itself; None if there is none."""
         if not self.has(step):
             return None
-        with (self._folder(step) / _FILE).open("rb") as file:
-            head = file.read(PREAMBLE.size)
+        try:
+            with self._open(step) as file:
+                head = file.read(PREAMBLE.size)
+        except PayloadError:
+            return None
         return int(PREAMBLE.unpack(head)[3]) if len(head) == PREAMBLE.size else None
 
     def read(self, step: int) -> Batch:
         """Raises PayloadError for a bad one."""
-        if not (self._folder(step) / _FILE).is_file():  # a pipe would make us wait
-            raise PayloadError(str(self._folder(step) / _FILE), 0, "is gone, or no file")
-        with (self._folder(step) / _FILE).open("rb") as file:
+        with self._open(step) as file:
             return self._judge(step, file)
 
     def take(self, step: int) -> Batch:
         """The batch, marked as taken. A bad one is put aside, so that a good one can take its place."""
-        path = self._folder(step) / _FILE
+        inode = _inode(self._folder(step) / _FILE)
         try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            gone = PayloadError(str(path), 0, "is gone")
-            self._put_aside(step, None, gone)
-            raise gone from None
-        with file:
-            try:
+            with self._open(step) as file:
+                inode = os.fstat(file.fileno()).st_ino
                 batch = self._judge(step, file)
-            except PayloadError as error:
-                self._put_aside(step, os.fstat(file.fileno()).st_ino, error)
-                raise
-        (path.parent / _TAKEN).touch()
+        except PayloadError as error:
+            self._put_aside(step, inode, error)
+            raise
+        (self._folder(step) / _TAKEN).touch()
         return batch
+
+    def _open(self, step: int) -> BinaryIO:
+        """Raises PayloadError where there is no file: a pipe, for one, would make us wait."""
+        path = self._folder(step) / _FILE
+        no_file = PayloadError(str(path), 0, "is gone, or no file")
+        if not path.is_file():
+            raise no_file
+        try:
+            return path.open("rb")
+        except FileNotFoundError:
+            raise no_file from None
 
     def _judge(self, step: int, file: BinaryIO) -> Batch:
         sender, limit = file.name, self._limits.max_bytes
@@ -98,14 +106,17 @@ class Spool:
     def forget_refusals(self) -> None:
         """Those steps are sampled anew, and what comes of that is judged anew."""
         for folder in self._batches.glob(f"{_REFUSED}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir():
+                retract_folder(folder)
 
     def refusals(self) -> dict[int, str]:
         """Why each batch that was put aside, and that no other has replaced yet, was refused."""
         found = {}
         for path in self._batches.glob(f"{_REFUSED}*/{_REASON}"):
+            step = step_number(path.parent.name.removeprefix("refused_"))
             with suppress(FileNotFoundError):  # replaced meanwhile
-                found[int(path.parent.name.removeprefix(_REFUSED))] = path.read_text()
+                if step is not None:
+                    found[step] = read_whole(path, _MAX_REASON_BYTES).decode(errors="replace")
         return found
 
     def num_waiting(self) -> int:
@@ -125,6 +136,7 @@ class Spool:
 
 
 def _inode(path: Path) -> int | None:
+    """None where nothing is, or a link that leads nowhere."""
     return path.stat().st_ino if path.exists() else None
 
 

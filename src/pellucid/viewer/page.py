@@ -67,6 +67,7 @@ def write_page(
     contents = _Contents(exports, run, texts, budget, start_record, max_mismatch)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    partial.unlink(missing_ok=True)  # a link that somebody put there would be followed
     try:
         with partial.open("w", encoding="utf-8") as file:
             steps = _write(file, contents)

@@ -16,8 +16,8 @@ from enum import Enum
 from pathlib import Path
 from typing import IO
 
-from pellucid.data.files import replace_file, try_lock
-from pellucid.errors import ConfigError
+from pellucid.data.files import open_lock, read_whole, replace_file, try_lock
+from pellucid.errors import ConfigError, DataError
 from pellucid.transport import is_stable, publish_folder
 
 _CONFIG = "run.toml"
@@ -25,6 +25,7 @@ _ALIVE = "alive"
 _LEAVE = "LEAVE"
 _OUTCOME = "OUTCOME"
 _SERVING = ".serving"
+_MAX_OUTCOME_BYTES = 1 << 20
 
 
 class RunOutcome(Enum):
@@ -45,7 +46,7 @@ class Roster:
     def serving(self) -> Iterator[None]:
         """Runs that joined before are forgotten: their processes noticed that they were left alone."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / _SERVING).open("a") as lock:
+        with open_lock(self._folder / _SERVING) as lock:
             if not try_lock(lock):
                 raise ConfigError(
                     f"output_dir = {self._folder} is in use by a trainer that is still going on; choose "
@@ -55,7 +56,7 @@ class Roster:
 
     def waiting(self) -> list[str]:
         """Runs that want to be trained, in order of their names."""
-        return [name for name in self._names() if self.outcome(name) is None and not self.is_leaving(name)]
+        return [name for name in self._names() if not self._has_outcome(name) and not self.is_leaving(name)]
 
     def is_leaving(self, name: str) -> bool:
         """Whether it asked to, or its process is gone."""
@@ -112,18 +113,26 @@ class Roster:
 
     def outcome(self, name: str) -> tuple[RunOutcome, str] | None:
         """What the trainer said of it, if it did."""
+        path = self._runs / name / _OUTCOME
         try:
-            word, _, reason = (self._runs / name / _OUTCOME).read_text(encoding="utf-8").partition("\n")
+            word, _, reason = read_whole(path, _MAX_OUTCOME_BYTES).decode(errors="replace").partition("\n")
+            return RunOutcome(word), reason
         except FileNotFoundError:
             return None
-        return RunOutcome(word), reason
+        except ValueError as error:
+            raise DataError(f"{path} does not say what became of the run: {error}") from error
+
+    def _has_outcome(self, name: str) -> bool:
+        return (self._runs / name / _OUTCOME).exists()
 
     def _names(self) -> list[str]:
         return sorted(folder.name for folder in self._runs.glob("[!.]*") if is_stable(folder))
 
 
 def _is_locked(path: Path) -> bool:
-    """By a living process."""
+    """By a living process; nobody locks what is no file."""
+    if not path.is_file():
+        return False
     try:
         with path.open("r+") as file:
             return not try_lock(file)

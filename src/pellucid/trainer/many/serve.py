@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import pydantic
-
 from pellucid.config import TrainerRunConfig
+from pellucid.data.files import read_whole
 from pellucid.data.model_folder import everywhere
 from pellucid.errors import ConfigError, DataError, PayloadError, PellucidError
 from pellucid.export.paths import ExportPaths
@@ -269,8 +268,8 @@ class ManyRuns:
 def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:
     """What a run asks for, if this trainer can give it."""
     try:
-        config = TrainerRunConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError, pydantic.ValidationError) as error:
+        config = TrainerRunConfig.model_validate(tomllib.loads(read_whole(path).decode()))
+    except (OSError, DataError, ValueError, RecursionError) as error:  # neither TOML nor settings
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
     for key, wanted, given in (
         ("model.name", everywhere(config.model.name), everywhere(own.model.name)),
