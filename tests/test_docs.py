@@ -14,6 +14,7 @@ from pellucid.cli import main
 from pellucid.config import CustomAdvantageConfig, CustomLossConfig, DppoLossConfig, EnvConfig, FilterConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.export import FIELDS
+from pellucid.launch.run_folder import LOCK, WRITTEN_BY_A_RUN
 from pellucid.loss import LossInputs, Ratios, dppo_loss, loss_for
 from pellucid.orchestrator import AdvantageInputs, FilterInputs
 from pellucid.orchestrator.advantage import ScoredRollout, load_advantage
@@ -229,3 +230,18 @@ def test_links_lead_somewhere(page) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_security_page_names_every_file_of_a_run_and_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    tests = set(re.findall(r"`(tests/[^`]+\.py)`", page))
+    assert len(tests) > 15
+    assert [name for name in sorted(tests) if not (ROOT / name).exists()] == []
+    table = page.partition("## Files")[2].partition("## What is not covered")[0]
+    first_cells = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    missing = [
+        name
+        for name in (*WRITTEN_BY_A_RUN, LOCK, "runs")
+        if not re.search(rf"`{re.escape(name)}\b", first_cells)
+    ]
+    assert missing == []

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -207,3 +208,16 @@ def test_a_damaged_line_is_named(tmp_path):
     path.write_bytes(b'{"step": 0}\n\0\0\0\n{"step": 2}\n')
     with pytest.raises(DataError, match=rf"^{path}:2 is damaged: .*; delete that line$"):
         list(read_metrics(path))
+
+
+@pytest.mark.parametrize("content", [b"../../x", b"\xff", b"two words", b"x" * 5000])
+def test_the_id_of_a_wandb_run_is_kept_and_nothing_but_a_word(tmp_path, content):
+    pytest.importorskip("wandb")
+    from pellucid.metrics.wandb_sink import stable_id
+
+    path = tmp_path / "wandb" / "trainer.id"
+    made = stable_id(path)
+    assert re.fullmatch("[0-9a-f]{16}", made) and stable_id(path) == made
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"trainer\.id (holds no id|has 5,000 bytes)"):
+        stable_id(path)
