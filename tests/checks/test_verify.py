@@ -13,7 +13,7 @@ from pellucid.config import VerifyConfig
 from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
 from pellucid.errors import ConfigError
-from pellucid.inference import engine
+from pellucid.inference import engine, sampling
 from pellucid.model import attention, head, layout, routing
 from pellucid.model.head import TokenOutput
 from pellucid.model.policy import Policy
@@ -88,6 +88,16 @@ def test_a_denominator_per_micro_batch(config, monkeypatch) -> None:
 def test_padding_that_trains(config, monkeypatch) -> None:
     monkeypatch.setitem(COLUMNS, "loss_mask", replace(COLUMNS["loss_mask"], fill=True))
     assert "its tokens count as trainable" in failures(config, gradients.check_packing)["packing"]
+
+
+def test_an_engine_that_is_not_greedy_at_temperature_0(config, monkeypatch) -> None:
+    draw = sampling.draw
+
+    def never_greedy(logits, temperatures, uniforms):
+        return draw(logits, [temperature or 1.0 for temperature in temperatures], uniforms)
+
+    monkeypatch.setattr(engine, "draw", never_greedy)
+    assert "evaluations are not greedy" in failures(config, agreement.check_sampling)["sampling"]
 
 
 def test_chunks_of_logits_whose_gradient_is_another(config, monkeypatch) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pellucid.checks.finding import Finding
 from pellucid.checks.verify.gradients import gradients
@@ -27,6 +28,7 @@ UNMOVED = 1e-6
 NUM_SWAPS = 3
 NUM_DRAWS = 2048
 MAX_SURPRISE = 9.0
+NUM_GREEDY = 16
 FORCED_LR = 1e-3
 
 Floats = NDArray[np.float32]
@@ -163,6 +165,7 @@ def check_sampling(subject: Subject) -> Iterator[Finding]:
         "the engine does not draw from the distribution whose logprobs it reports: something reshapes it "
         "(top-k, top-p, a penalty, another temperature), or draws share their random numbers",
     )
+    yield _check_greedy(subject, logits.log_softmax(-1).cpu())
     stopped = subject.draw(1, stop_token_ids=range(len(expected)))
     wrong = [each.finish_reason for each in drawn if each.finish_reason != "length"]
     wrong += [each.finish_reason for each in stopped if each.finish_reason != "stop"]
@@ -173,6 +176,24 @@ def check_sampling(subject: Subject) -> Iterator[Finding]:
         0,
         f"a finish reason is {' or '.join(sorted(set(wrong)))} where it is not: an answer that was cut "
         "counts as finished, or the other way round. Rewards, filters and stop rates are misled",
+    )
+
+
+def _check_greedy(subject: Subject, logprobs: Tensor) -> Finding:
+    """Draws at temperature 0, where logprobs are those of temperature 1, as evaluations do."""
+    drawn = subject.draw(NUM_GREEDY, temperature=0.0)
+    gaps = [
+        max(float(logprobs.max() - logprobs[token]), abs(float(logprobs[token]) - logprob))
+        for completion in drawn
+        for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    return Finding(
+        "sampling",
+        f"{NUM_GREEDY} tokens drawn at temperature 0, against the likeliest: largest difference of a logprob",
+        max(gaps),
+        LOGPROB[next(subject.served.parameters()).dtype],
+        "at temperature 0 the engine does not take the likeliest token, or reports another logprob than that "
+        "of temperature 1: evaluations are not greedy",
     )
 
 

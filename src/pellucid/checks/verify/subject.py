@@ -73,14 +73,17 @@ class Subject:
         run_to_end(self.engine, requests)
         return [samples[index] for index in sorted(samples)]
 
-    def draw(self, num_tokens: int, stop_token_ids: Sequence[int] = ()) -> list[Completion]:
-        """Samples that many tokens after the first prompt, each on its own."""
+    def draw(
+        self, num_tokens: int, stop_token_ids: Sequence[int] = (), *, temperature: float | None = None
+    ) -> list[Completion]:
+        """Samples that many tokens after the first prompt, each on its own; by default at the run's
+        temperature."""
         drawn: list[Completion] = []
         requests = [
             Request(
                 self.prompts[0],
                 SamplingParams(
-                    temperature=self.temperature,
+                    temperature=self.temperature if temperature is None else temperature,
                     max_tokens=1,
                     seed=seed,
                     stop_token_ids=list(stop_token_ids),
