@@ -36,7 +36,7 @@ from pellucid.orchestrator import Orchestrator, Score, SingleTurnEnvironment
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.scheduler import Rules, Scheduler, Source
-from pellucid.orchestrator.signals import loop_factory, spare_the_loop
+from pellucid.orchestrator.signals import infrequent_gc, loop_factory
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
@@ -189,7 +189,7 @@ def _without_warnings() -> Iterator[None]:
 
 def under_load() -> tuple[float, float]:
     """Rollouts per second, and the 99th percentile of the lag in milliseconds."""
-    with tempfile.TemporaryDirectory() as name, spare_the_loop():
+    with tempfile.TemporaryDirectory() as name, infrequent_gc():
         config = _config(Path(name), NUM_INFLIGHT, num_steps=1_000_000, batch_size=BATCH_SIZE)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             times, lags = runner.run(_watch(config))

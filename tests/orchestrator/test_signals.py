@@ -14,7 +14,7 @@ from pellucid.orchestrator.servers import base_url
 PROGRAM = """
 import asyncio
 from pellucid.orchestrator.signals import run_until_signalled
-from pellucid.orchestrator.tasks import outlast
+from pellucid.orchestrator.tasks import finish_despite_cancellation
 
 async def wind_down():
     print("winding down", flush=True)
@@ -26,7 +26,7 @@ async def main():
         print("ready", flush=True)
         await asyncio.sleep(60)
     finally:
-        await outlast(wind_down())
+        await finish_despite_cancellation(wind_down())
 
 run_until_signalled(main)
 """

@@ -35,7 +35,8 @@ __all__ = [
 def run_orchestrator(config: OrchestratorRunConfig) -> None:
     """Sends `max_steps` batches from the server at `inference.host:port` into the run folder.
 
-    Told to stop by SIGTERM or Ctrl-C, it winds down, closes its books and exits with 128 + the signal.
+    On SIGTERM or Ctrl-C it cancels running rollouts, accounts for their tokens and exits with 128 + the
+    signal.
     """
     if config.inference.port == 0 and not config.inference.servers:
         raise ConfigError(

@@ -33,7 +33,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """What an advantage may depend on."""
+    """One rollout as an advantage function sees it: reward, token counts, and the rollout itself if known."""
 
     reward: float
     completion_tokens_per_turn: Sequence[int]
@@ -107,21 +107,21 @@ Columnar = Callable[[Sequence[ScoredRollout], Floats, Groups], Floats]
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """An advantage function whose answers are checked."""
+    """An advantage function, and the checks on what it returns."""
 
     name: str
     function: Callable[[AdvantageInputs], AdvantageOutputs]
-    """Of one group."""
+    """Computes the advantages of one group."""
 
     columnar: Columnar | None = None
-    """Of many groups at once; the built-in ones have it."""
+    """Computes the advantages of many groups at once; None: `function` is called per group."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """The advantages of one group."""
+        """Returns the advantages of one group."""
         return self._ask([ScoredRollout.of(rollout) for rollout in rollouts])
 
     def compute(self, rollouts: Sequence[ScoredRollout]) -> list[float]:
-        """The advantages of many groups, in the order of the rollouts, which may be mixed."""
+        """Returns the advantages of many groups, in the order of `rollouts`; groups may be interleaved."""
         if not rollouts:
             return []
         numbers: dict[object, int] = {}
@@ -209,7 +209,11 @@ def _one_group(columnar: Columnar, inputs: AdvantageInputs) -> AdvantageOutputs:
 
 
 def _of_columns(columnar: Columnar, rollouts: Sequence[ScoredRollout], groups: Groups) -> list[float]:
-    """Rewards near the ends of float32 give advantages beyond it: their samples are rejected, each alone."""
+    """Computes advantages in float32.
+
+    Rewards near the largest float32 overflow to infinite advantages; the samples that get one are rejected
+    later.
+    """
     rewards = np.array([rollout.reward for rollout in rollouts], np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         advantages: list[float] = columnar(rollouts, rewards, groups).tolist()
@@ -260,7 +264,7 @@ _BUILT_IN: Mapping[str, Columnar] = {
 
 
 def _ratio(values: Floats, by: Floats) -> Floats:
-    """0 where `by` is not above 0."""
+    """Divides elementwise; 0 where `by` is not above 0."""
     return np.divide(values, by, out=np.zeros_like(values), where=by > 0)
 
 

@@ -34,17 +34,19 @@ log = logging.getLogger(__name__)
 SERVED_VERSIONS, FIRST_TOKENS, REWARD = "served_versions", "first_tokens", "reward"
 
 FIRST_TOKENS_TOLERANCE = 0.02
-"""In the share of first tokens that repeat: in bfloat16, members of a group do not quite agree on chances."""
+"""Difference in the share of repeated first tokens that is no alarm: in bfloat16, the logprobs that members
+of a group report for one prompt differ slightly."""
 
 REWARD_TOLERANCE = 1e-6
-"""Of the reward, or of 1 if that is larger: samples carry it in float32."""
+"""Relative difference between two scores of one rollout that is no alarm: samples carry rewards in float32.
+It is relative to the reward, or to 1 where the reward is smaller."""
 
 _MAX_GROUPS = 4096
 
 
 class OrchestratorAlarms:
     def __init__(self, output_dir: Path, step: Callable[[], int], seed: int) -> None:
-        """`step` tells that of the batch which is being sampled."""
+        """`step` returns the step of the batch that is being sampled."""
         self._bell = Bell(output_dir, (SERVED_VERSIONS, FIRST_TOKENS, REWARD))
         self._weights = output_dir / "weights"
         self._step = step
@@ -90,7 +92,7 @@ class OrchestratorAlarms:
         )
 
     def add_first_tokens(self, values: Sequence[float], group: str) -> None:
-        """Further draws: for each, whether it is among the earlier ones, 1 or 0, less the chance of that."""
+        """Adds draws: each value is 1 if the token repeats an earlier one, else 0, minus its probability."""
         test = self._first_tokens
         test.add(len(values), sum(values), sum(value * value for value in values))
         if not test.rings:
@@ -143,7 +145,7 @@ class OrchestratorAlarms:
 
 
 def _reward_again(environment: Environment, rollout: Rollout) -> float | None:
-    """None where it is not to be asked for, or cannot be had."""
+    """Scores the rollout once more; None if its reward cannot be repeated, or scoring raised."""
     if not isinstance(environment, SingleTurnEnvironment) or not can_repeat(environment):
         return None
     example = replace(rollout.example, messages=copy_nested(list(rollout.example.messages)))
@@ -171,18 +173,21 @@ class _Group:
     prompt_ids: Sequence[int]
     temperature: float
     requests: dict[str, tuple[int, float, int] | None] = field(default_factory=dict)
-    """Token, logprob and policy version of each; None: it is not back, or came to nothing."""
+    """First token, its logprob and its policy version, by request; None: not answered yet, or failed."""
 
     num_out: int = 0
     version: int | None = None
     known: set[int] = field(default_factory=set)
-    """Tokens that came so far."""
+    """First tokens seen so far."""
 
     chance: float = 0.0
-    """The probability that the next one is among these."""
+    """Probability that the next first token is one of `known`."""
 
     def take(self) -> list[float]:
-        """1 for each token that is known, else 0, less the chance; in the order of the requests."""
+        """Returns 1 or 0 for each token that was known or not, minus the probability of that.
+
+        Tokens come in the order of the requests; the first, and those of other policy versions, are left out.
+        """
         values = []
         for token, logprob, version in filter(None, self.requests.values()):
             if self.version is None:
@@ -199,7 +204,7 @@ class _Group:
 
 
 class WatchedClient:
-    """An inference client whose answers are looked at."""
+    """An inference client that shows every answer to the alarms before it returns it."""
 
     def __init__(self, client: InferenceClient, alarms: OrchestratorAlarms) -> None:
         self._client = client
@@ -241,7 +246,7 @@ class WatchedClient:
         await self._client.close()
 
     def _open(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> _Group | None:
-        """The group whose first tokens this request adds one to, if it does."""
+        """Returns the group that this request adds a first token to; None if it adds to none."""
         if not request_id.endswith("/0") or params.temperature == 0:
             return None
         name = group_of_request(request_id)
@@ -258,7 +263,10 @@ class WatchedClient:
         return group
 
     def _note_first(self, group: _Group, request_id: str, completion: Completion | None) -> None:
-        """Judges what is back once nothing of the group is out: who is back first is no matter of chance."""
+        """Records an answer, and judges the group once none of its requests is running.
+
+        Not earlier: which answers come back first depends on their tokens.
+        """
         group.num_out -= 1
         if completion is not None and completion.token_ids and completion.finish_reason != REFUSED:
             first = completion.token_ids[0], completion.logprobs[0], completion.policy_versions[0][0]

@@ -53,16 +53,16 @@ class GroupRun:
     state_columns: Sequence[str] = ()
     training_mode: TrainingMode = TrainingMode.RL
     scorer: Scorer | None = None
-    """Who adds a teacher's logprobs to what was sampled; None: nobody."""
+    """Adds a teacher's logprobs to finished rollouts; None: the run has no teacher that scores."""
 
     on_request: Callable[[str], None] | None = None
-    """Is told the id of a rollout before each of its requests to the policy."""
+    """Called with the id of a rollout before each of its requests to the policy."""
 
     unusable: PellucidError | None = None
-    """Why the example cannot be attempted; all its rollouts fail for that."""
+    """Why the example cannot be attempted; all its rollouts fail with this error."""
 
     _unscored: list[Rollout] = field(default_factory=list)
-    """Members that are done and wait for `score_group`; a rollout that failed is none."""
+    """Finished members that wait for `score_group`; failed rollouts are not among them."""
 
     _kept: Example = field(init=False)
     """The example as it is written down; the environment's own may hold anything."""
@@ -128,9 +128,9 @@ class GroupRun:
             await session.close()
 
     async def _score_with_group(self, rollout: Rollout, deadline: Deadline) -> None:
-        """The member that completes the group has it scored.
+        """Calls `score_group` if this member completes the group.
 
-        If that fails, so does this member, and the others wait for the one that is attempted in its place.
+        If scoring fails, this member fails; the others wait for the rollout that is attempted in its place.
         """
         members = [*self._unscored, rollout]
         if len(members) == self.size:
@@ -163,7 +163,7 @@ class FailureLog:
 
 
 def _label(example_id: object) -> str:
-    """An example's id as text. A long one (some give the prompt) is cut, and told apart by a digest."""
+    """Returns an example's id as text. A long one (some are whole prompts) is cut and gets a digest."""
     text = str(to_plain(example_id))
     if len(text) <= _MAX_LABEL:
         return text
@@ -184,7 +184,7 @@ def _to_be_shown(text: str, width: int) -> str:
 
 
 def _is_being_cancelled() -> bool:
-    """Whether somebody cancels this very task; else a CancelledError is of the environment's own making."""
+    """Whether this task is being cancelled; if not, the environment itself raised the CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

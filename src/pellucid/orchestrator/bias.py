@@ -17,10 +17,10 @@ from pellucid.metrics import Moments
 
 SIGNIFICANT = 4.0
 MIN_ROLLOUTS = 20
-"""On each side; with fewer nothing is said."""
+"""Rollouts needed among the dropped and among the kept; with fewer, no finding is reported."""
 
 KEPT = (Flow.SENT, State.ZERO_ADVANTAGE)
-"""Judged by what they are worth, not by chance or by mishap."""
+"""Outcomes that count as kept: no accident (failure, age) kept these rollouts from training."""
 
 REMEDIES: Mapping[State, str] = {
     State.FAILED_ROLLOUT: "find out why they fail: `error` in rollouts/step_N/train_rollouts.jsonl",
@@ -28,7 +28,7 @@ REMEDIES: Mapping[State, str] = {
     State.STALE: "set orchestrator.pace_sampling, or raise orchestrator.max_off_policy_steps",
     State.REJECTED: "find out what is wrong with them: `reason` in rollouts/step_N/train_rollouts.jsonl",
 }
-"""Of the states that are audited. What a filter refuses is meant to differ."""
+"""Remedy for each audited state. Filtered rollouts are not audited: filters are meant to select."""
 
 _NONE = Moments(0.0, 0.0, 0.0, -math.inf)
 
@@ -103,7 +103,7 @@ class DropAudit:
 
 
 def _differences(dropped: _Side, kept: _Side, *, may_be_cut: bool) -> list[BiasGap]:
-    """Beyond chance; the clearest first."""
+    """Returns the significant differences, the largest |z| first."""
     if min(dropped.num_rollouts, kept.num_rollouts) < MIN_ROLLOUTS:
         return []
     pairs = [("reward", dropped.reward, kept.reward)]
@@ -116,7 +116,7 @@ def _differences(dropped: _Side, kept: _Side, *, may_be_cut: bool) -> list[BiasG
 
 
 def z_score(a: Moments, b: Moments) -> float:
-    """Welch's: the difference of the means in units of its standard error; 0 where there is none."""
+    """Returns Welch's z: the difference of the means in standard errors; 0 where that error is 0."""
     if not (a.weight and b.weight):
         return 0.0
     error = math.sqrt(a.squares / a.weight**2 + b.squares / b.weight**2)

@@ -1,4 +1,4 @@
-"""What the orchestrator writes down: ledger, metrics, saved rollouts, log. Kept together, so they agree.
+"""The orchestrator's records: ledger, metrics, saved rollouts, log. One class writes all four, so they agree.
 
 Per run and environment, at every flush: received = the tokens of every state + sent.
 """
@@ -33,7 +33,7 @@ _STEPS_BETWEEN_WARNINGS = 100
 
 class Books:
     def __init__(self, config: OrchestratorRunConfig, process: str = "", last_mark: int = 0) -> None:
-        """`process`: the name of ours in the ledger; `last_mark`: that of the snapshot to go on from."""
+        """`process`: this process's name in the ledger; `last_mark`: mark of the snapshot to resume from."""
         self._run_id = config.run_name
         self._env_names = [env.label for env in config.orchestrator.env]
         path = config.output_dir / "ledger" / "orchestrator.jsonl"
@@ -46,9 +46,9 @@ class Books:
         sampling_args = {env.label: own.sampling_of(env).model_dump() for env in own.env}
         self._rollouts = RolloutLog(config.output_dir, sampling_args)
         self._metrics = zero_metrics(self._env_names)
-        """Of what was settled since the last report."""
+        """Metrics of the groups settled since the last report."""
         self._torn: OSError | None = None
-        """What kept groups from being written down whole."""
+        """Error that interrupted `settle`: since then, journal and saved rollouts may disagree."""
         self._drops = DropAudit()
         self._next_warning = 0
 
@@ -75,7 +75,7 @@ class Books:
             self._journal.flush(step)
 
     def report(self, step: int, table: TokenTable, own: Mapping[str, float], sample: Rollout) -> None:
-        """Metrics of a batch, its log line and one of its rollouts; `own` are numbers that the loop knows."""
+        """Writes the metrics of a batch, and logs it with one of its rollouts; `own`: metrics of the loop."""
         self._rollouts.finish_step()
         add_off_policy_levels(self._metrics, step, table)
         values = {**self._metrics.report(), **own}
@@ -87,13 +87,13 @@ class Books:
 
     @property
     def process(self) -> str:
-        """The name of ours in the ledger."""
+        """This process's name in the ledger."""
         return self._journal.process
 
     def mark(self, step: int) -> int:
-        """Numbers the next snapshot; what is written so far is on the disk before that is taken.
+        """Returns the number of the next snapshot, once journal and saved rollouts so far are on the disk.
 
-        Raises if journal and saved rollouts do not tell the same any more: no run goes on from there.
+        Raises if journal and saved rollouts may disagree: a run cannot resume from such a snapshot.
         """
         if self._torn is not None:
             raise self._torn
@@ -104,16 +104,16 @@ class Books:
         return self._last_mark
 
     def finish(self, step: int) -> None:
-        """Not of a run that was stopped: its step and journal stay open, since it may be resumed."""
+        """Closes the step and the journal. Not called for a run that was stopped: it may be resumed."""
         self._rollouts.finish_step()
         self._journal.close(step)
 
     def close(self) -> None:
-        """Closes the metrics, which may take long; the books need no closing but `finish`."""
+        """Closes the metrics, which may take long. `finish` closes everything else."""
         self._sink.close()
 
     def _warn_of_bias(self, step: int) -> None:
-        """Now and then: it will not go away by itself."""
+        """Logs the findings of the drop audit, repeated every so many steps while they last."""
         if step >= self._next_warning and (findings := self._drops.findings()):
             for finding in findings:
                 log.warning("%s", finding)

@@ -35,7 +35,7 @@ _MAX_ADDED = 64  # lists of tools whose system message is remembered; every exam
 
 
 def take_messages(messages: Sequence[Message]) -> list[Message]:
-    """Messages with their text parts joined; TypeError if they are none, RolloutError if one is not text."""
+    """Joins the text parts of messages. TypeError if these are no messages, RolloutError for other parts."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
         raise TypeError(f"the messages are {brief(messages)}; give a list of dicts")
     return [
@@ -55,7 +55,7 @@ def take_message(message: Message, what: str) -> Message:
 
 
 def copy_nested(value: Any) -> Any:
-    """Dicts and lists within `value` are copied, anything else is taken over."""
+    """Copies dicts and lists within `value`; anything else is shared."""
     if isinstance(value, dict):
         return {key: copy_nested(each) for key, each in value.items()}
     return [copy_nested(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -92,7 +92,7 @@ class ChatTemplate:
         self._added: dict[tuple[str, str], list[int]] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Rendered:
-        """A conversation from its beginning, ready for a reply."""
+        """Renders a conversation from its beginning up to where the reply starts."""
         token_ids = self._encode(self._text(messages, tools, opens_reply=True))
         stops = self._stops(token_ids, messages, tools, 0, "")
         added = self._added_system(str(messages[0]["role"]), tools) if messages else []
@@ -100,9 +100,11 @@ class ChatTemplate:
         return Rendered(token_ids, [("system", len(added)), *stops] if is_there else stops)
 
     def continuation(self, messages: Sequence[Message], reply: int, tools: Tools = ()) -> Rendered | None:
-        """What follows the text of `messages[reply]`, up to the next reply; the first stop is that message's.
+        """Renders what the template puts after the text of `messages[reply]`, up to where the next reply
+        starts.
 
-        None if the template rewrites earlier messages once later ones are there, or refuses the stand-in.
+        The first of its stops is the end of `messages[reply]`. Returns None if the template rewrites earlier
+        messages once later ones follow, or refuses the stand-in for the reply.
         """
         stand_in = {"role": messages[reply]["role"], "content": _REPLY}
         known = [*messages[:reply], stand_in, *messages[reply + 1 :]]
@@ -124,7 +126,7 @@ class ChatTemplate:
         return text
 
     def _added_system(self, role: str, tools: Tools) -> list[int]:
-        """The system message that the template puts before a first message of this role; mostly none."""
+        """Returns the system message that the template adds before a first message of this role, if any."""
         key = role, repr(tools)
         if key not in self._added:
             if len(self._added) >= _MAX_ADDED:
@@ -159,7 +161,7 @@ class ChatTemplate:
     def _stop(
         self, token_ids: list[int], messages: Sequence[Message], tools: Tools, before: str
     ) -> int | None:
-        """Where these messages end in `token_ids`; None if the template renders them differently alone."""
+        """Returns where these messages end in `token_ids`; None if they are rendered differently alone."""
         try:
             text = self._text(messages, tools, opens_reply=False)
         except TemplateError:  # templates may refuse a system message alone
@@ -198,10 +200,11 @@ def _refuse_surrogates(text: str) -> None:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """What encodes and decodes for this tokenizer, if that is all that does; else None.
+    """Returns the tokenizer's backend if calling it directly gives the same result; None if a class overrides
+    it.
 
-    On the way to its backend, transformers looks at the type of every id and encodes one text as a batch for
-    many threads: both take longer than the work itself.
+    transformers checks the type of every id and encodes one text as a batch for many threads. Both take
+    longer than the encoding itself.
     """
     from transformers import PreTrainedTokenizerFast
 

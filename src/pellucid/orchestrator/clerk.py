@@ -1,10 +1,10 @@
-"""Who writes: a thread beside the event loop, which goes on meanwhile.
+"""A thread that writes books, snapshots and batches while the event loop goes on.
 
-- Jobs are done one after the other, in the order in which they are given, and each to its end: a caller that
-  is cancelled is told so only then. What a job writes is the state at the moment it was given.
-- For a batch: books, then snapshot, then the batch itself, each on the disk before the next. Whenever
-  process or machine die, the snapshot knows every batch that the trainer can have, and the books tell no less
-  than the snapshot; see `snapshot`. The batch itself may be gone: then it is sampled again.
+- Jobs run one after the other, in the order of the calls, and each to its end: a caller that is cancelled
+  sees the cancellation only then. A job writes the state at the moment of the call.
+- For a batch, the thread writes books, then snapshot, then the batch itself, each on the disk before the
+  next. If process or machine die, the snapshot knows every batch that the trainer can have, and the books
+  contain at least what the snapshot contains; see `snapshot`. A batch that was not written is sampled again.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pellucid.orchestrator.records import saved_bytes
 from pellucid.orchestrator.report import Groups, waiting_line
 from pellucid.orchestrator.scheduler import SchedulerState
 from pellucid.orchestrator.snapshot import take_snapshot, write_snapshot
-from pellucid.orchestrator.tasks import outlast
+from pellucid.orchestrator.tasks import finish_despite_cancellation
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import Batch, BatchSender, encode_batch
 
@@ -36,7 +36,7 @@ class Clerk:
     async def send(
         self, verdicts: Sequence[Verdict], settled: Groups, state: SchedulerState, own: Mapping[str, float]
     ) -> None:
-        """Writes a batch down and hands it over; `settled` is what goes into the books with it."""
+        """Writes books and snapshot, then sends the batch; `settled` are the groups for the books."""
         step = state.batches_sent - 1
 
         def job() -> None:
@@ -56,7 +56,7 @@ class Clerk:
         await self._do(job)
 
     async def settle(self, step: int, settled: Groups) -> None:
-        """Of a step that has no batch yet."""
+        """Enters settled groups into the books of a step whose batch is not full yet."""
 
         def job() -> None:
             self._books.settle(step, settled)
@@ -65,7 +65,7 @@ class Clerk:
         await self._do(job)
 
     async def save(self, settled: Groups, state: SchedulerState) -> None:
-        """Where a resumed run goes on."""
+        """Enters settled groups into the books and writes a snapshot, from which a resumed run continues."""
 
         def job() -> None:
             if settled:
@@ -75,7 +75,7 @@ class Clerk:
         await self._do(job)
 
     def close(self) -> None:
-        """Every job is done by then, or its caller has been told of the failure."""
+        """Waits until every job is done or has raised in its caller."""
         self._thread.shutdown()
 
     def _write_snapshot(self, state: SchedulerState) -> None:
@@ -88,7 +88,7 @@ class Clerk:
 
     async def _do(self, job: Callable[[], None]) -> None:
         given = asyncio.wrap_future(self._thread.submit(job))  # at once: the order is that of the calls
-        await outlast(_result(given))
+        await finish_despite_cancellation(_result(given))
 
 
 async def _result(given: "asyncio.Future[None]") -> None:

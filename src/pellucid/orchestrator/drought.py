@@ -20,14 +20,16 @@ _LEFT_OUT: tuple[Outcome, ...] = (State.ZERO_ADVANTAGE, State.FILTERED)
 
 @dataclass(slots=True)
 class Drought:
+    """The groups in a row, up to the latest, that gave nothing to train on."""
+
     num_fruitless: int = 0
-    """Groups at its end that were lost whole, in a row."""
+    """Latest groups in a row of which every rollout was lost."""
 
     kinds: Counter[Outcome] = field(default_factory=Counter)
-    """Its groups, by what became of them."""
+    """Number of groups by outcome."""
 
     total_reward: float = 0.0
-    """Of the groups without a signal, each counted with the mean of its rewards."""
+    """Sum of the mean rewards of the groups without a signal."""
 
     num_unrewarded: int = 0
     """Groups without a signal in which no rollout got more than 0."""
@@ -39,7 +41,7 @@ class Drought:
         return self.kinds.total()
 
     def add(self, verdicts: Sequence[Verdict]) -> None:
-        """A group none of whose rollouts will be sent."""
+        """Adds a group of which no rollout will be sent."""
         kind = _kind(verdicts)
         typical = [verdict for verdict in verdicts if verdict.outcome is kind]
         self.kinds[kind] += 1
@@ -51,8 +53,8 @@ class Drought:
         else:
             self.last_loss = describe_loss(typical[-1])
 
-    def complaint(self, max_fruitless: int, max_signalless: int) -> str | None:
-        """Why the run should stop, if it should."""
+    def reason_to_stop(self, max_fruitless: int, max_signalless: int) -> str | None:
+        """Returns why the run should stop; None while neither limit is reached."""
         if self.num_fruitless >= max_fruitless:
             return (
                 f"orchestrator.max_fruitless_groups = {max_fruitless}: as many groups in a row were lost "
@@ -68,7 +70,7 @@ class Drought:
         )
 
     def _explain_zeros(self) -> str:
-        """Too hard or solved, as the rewards tell it; who knows the largest possible one is the user."""
+        """Says whether the task is too hard or solved. Only the user knows the largest possible reward."""
         number = self.kinds[State.ZERO_ADVANTAGE]
         reward = f"their mean reward is {self.total_reward / number:.3f}"
         if self.num_unrewarded == number:

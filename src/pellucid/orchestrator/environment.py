@@ -1,4 +1,4 @@
-"""What an environment is: a stream of examples, and a way to attempt and score one.
+"""Environments: each is a stream of examples, and a way to attempt and score one.
 
 - `example(index)` is a function of the seed and the index alone, so the position in the stream is one
   integer. The index grows without bound.
@@ -45,18 +45,18 @@ class Score:
     """Averaged over rollouts, as `metrics/ENV/NAME`."""
 
     state: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever may be worth a look later; `orchestrator.env.state_columns` says what of it is saved."""
+    """Anything worth a look later; the keys in `orchestrator.env.state_columns` are saved."""
 
 
 class Environment(ABC):
     requires_group_scoring: ClassVar[bool] = False
-    """Rewards compare the rollouts of a group: one failure drops the whole group."""
+    """Whether `score_group` compares the rollouts of a group; one failure then drops the whole group."""
 
     offloads_to: ClassVar[Kind] = "threads"
     """Where `offload` runs things."""
 
     num_examples: int | None = None
-    """How many different ones there are, where that is known; an evaluation may not ask for more."""
+    """Number of different examples, None if unknown; an evaluation may not ask for more."""
 
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
@@ -64,35 +64,35 @@ class Environment(ABC):
 
     @abstractmethod
     def example(self, index: int) -> Example:
-        """The example at this position of the stream."""
+        """Returns the example at this position of the stream."""
 
     @abstractmethod
     async def rollout(self, example: Example, session: Session) -> Score:
-        """One attempt, scored."""
+        """Attempts the example once and returns its score."""
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> Sequence[Score]:
-        """One score per finished rollout of a whole group; only if group-scored. Its rewards are the only
-        ones: until then no member has any."""
+        """Returns one score per finished rollout of a whole group. Only called if `requires_group_scoring`;
+        no member has a reward before."""
         raise NotImplementedError(f"{type(self).__name__} requires group scoring but has no score_group")
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Around all the rollouts of a run: what needs an event loop is opened here, and closed."""
+        """Context manager around all rollouts of a run: opens and closes what needs an event loop."""
         try:
             yield
         finally:
             self._workers.close()
 
     async def offload(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of a call that takes long, computed beside the event loop."""
+        """Runs a slow call beside the event loop and returns its result; see `offloads_to`."""
         return await self._workers.run(function, *arguments)
 
     def generator(self, index: int) -> random.Random:
-        """The random numbers of one example."""
+        """Returns the random generator of one example."""
         return random.Random(stable_seed(self._seed, index))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which has no use for workers."""
+        """Leaves the workers out of the pickle: another process has no use for them."""
         return {**self.__dict__, "_workers": None}
 
 
@@ -100,11 +100,12 @@ class SingleTurnEnvironment(Environment):
     """One prompt, one answer, one reward."""
 
     heavy_reward: ClassVar[bool] = False
-    """The reward takes long to compute: it is offloaded."""
+    """Whether the reward takes long to compute and is offloaded."""
 
     repeatable_reward: ClassVar[bool] = True
-    """The same example and answer have the same reward. One rollout of each batch is scored again, and an
-    alarm rings if its reward differs. A reward that is heavy, or `async def`, is never asked for again."""
+    """Whether the same example and answer always have the same reward. One rollout of each batch is scored
+    again, and an alarm rings if its reward differs. A reward that is heavy or `async def` is never computed
+    again."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -123,11 +124,11 @@ class SingleTurnEnvironment(Environment):
 
     @abstractmethod
     def reward(self, example: Example, text: str) -> Score | Awaitable[Score]:
-        """The score of an answer; `async def` if it has to wait for something."""
+        """Returns the score of an answer; may be `async def`."""
 
 
 async def ask(method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-    """The answer of an environment's coroutine, which can end its rollout, but neither task nor process."""
+    """Awaits an environment's coroutine. Whatever it raises fails its rollout and nothing else."""
     try:
         answer = method(*arguments)
         if not inspect.isawaitable(answer):
@@ -140,7 +141,7 @@ async def ask(method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
 
 
 def checked_score(value: object, method: Callable[..., Any]) -> Score:
-    """The score that an environment's `method` returned, with plain floats; RolloutError if it is none."""
+    """Returns what an environment's `method` gave, with plain floats; RolloutError if it is no Score."""
     if not isinstance(value, Score):
         raise _wrong_answer(method, value, "a Score, such as Score(1.0)")
     if not isinstance(value.metrics, Mapping) or not isinstance(value.state, Mapping):
@@ -160,7 +161,7 @@ def checked_score(value: object, method: Callable[..., Any]) -> Score:
 
 
 def checked_scores(values: object, num_rollouts: int, method: Callable[..., Any]) -> list[Score]:
-    """The scores that `score_group` returned; RolloutError if they are not one for each rollout."""
+    """Returns the scores that `score_group` gave; RolloutError unless there is one per rollout."""
     if not isinstance(values, Sequence):
         raise _wrong_answer(method, values, f"a list of {num_rollouts} Scores, one per rollout")
     if len(values) != num_rollouts:

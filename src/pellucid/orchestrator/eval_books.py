@@ -1,6 +1,6 @@
-"""What evaluations write down: `metrics/eval.jsonl`, `rollouts/step_N/eval_rollouts.jsonl`, the ledger.
+"""The records of evaluations: `metrics/eval.jsonl`, `rollouts/step_N/eval_rollouts.jsonl`, the ledger.
 
-One record per evaluated policy version N, written once all its evaluations are over; that makes it done:
+Each evaluated policy version N has one record, written once all its evaluations are over:
 
     {"step": 50, "time": …, "eval/reverse-text/avg@8": 0.81, "eval/reverse-text/pass@1": 0.5, …}
 
@@ -28,13 +28,13 @@ Account = Callable[[int, Sequence[Verdict]], None]
 
 
 class EvalBooks:
-    """A run without evaluations writes nothing."""
+    """Writes the records of a run's evaluations; a run without evaluations writes nothing."""
 
     def __init__(self, config: OrchestratorRunConfig, account: Account) -> None:
         self._rollouts = config.output_dir / "rollouts"
         self._account = account
         self._version: int | None = None
-        """Whose rollouts are being written."""
+        """Policy version whose rollouts are being written."""
         self.done = {
             int(record["step"]) for record in read_metrics(config.output_dir / "metrics" / "eval.jsonl")
         }
@@ -42,7 +42,7 @@ class EvalBooks:
         self._sink = Tee(open_sinks(config, "eval") if config.orchestrator.eval else [])
 
     def settle(self, version: int, rollouts: Sequence[Rollout], sampling_args: Mapping[str, Any]) -> None:
-        """The rollouts of one example, as they are: a turn that comes later is in no book."""
+        """Saves the rollouts of one example and accounts for their tokens; later turns are not counted."""
         group_failed = any(rollout.error is not None for rollout in rollouts)
         verdicts = [
             Verdict(rollout, State.EVAL, _reason(rollout, group_failed=group_failed)) for rollout in rollouts

@@ -49,7 +49,7 @@ def load_evaluation(config: EvalConfig, seed: int) -> Evaluation:
 
 
 def prepare_evaluation(config: EvalConfig, environment: Environment) -> Evaluation:
-    """All examples are made at once, so that one that is missing is found before the run starts."""
+    """Makes all examples of an evaluation, so that a missing one is found before the run starts."""
     if environment.num_examples is not None and config.num_examples > environment.num_examples:
         raise ConfigError(
             f"{config.KEY}.num_examples = {config.num_examples}, but environment {config.label!r} has only "
@@ -64,11 +64,11 @@ def prepare_evaluation(config: EvalConfig, environment: Environment) -> Evaluati
 
 @dataclass(slots=True)
 class _Tally:
-    """What an evaluation found so far; its rollouts are written down and not kept."""
+    """Rewards and token counts of an evaluation so far. Its rollouts are saved and not kept in memory."""
 
     rewards: list[list[float | None]] = field(default_factory=list)
     num_tokens: int = 0
-    """Of the rollouts that have a reward."""
+    """Tokens sampled in the rollouts that have a reward."""
 
     def measures(self, pass_reward: float) -> dict[str, float]:
         measures = measure(self.rewards, pass_reward)
@@ -125,11 +125,11 @@ class Evaluator:
         return [each.environment for each in self._evaluations]
 
     def is_due(self, version: int) -> bool:
-        """Whether this version is to be evaluated, and is not yet."""
+        """Whether this version is to be evaluated and has no record yet."""
         return version not in self._books.done and bool(self._due(version))
 
     async def evaluate(self, version: int) -> dict[str, float]:
-        """The measures of a version, which has to be served until this returns; `report` makes it done."""
+        """Measures a version, which has to be served until this returns; `report` then writes its record."""
         values: dict[str, float] = {}
         for evaluation in self._due(version):
             name = evaluation.config.label
@@ -142,13 +142,13 @@ class Evaluator:
         self._books.report(version, values)
 
     def stop(self, patience_s: float) -> None:
-        """Nothing is sampled any more; see `Sampler.patience_s`."""
+        """Ends sampling; `patience_s` is set for all samplers, see `Sampler.patience_s`."""
         self._stopped = True
         for sampler in self._samplers.values():
             sampler.close(patience_s)
 
     def settle_all(self) -> None:
-        """Accounts for what is still running."""
+        """Accounts for the examples whose attempts are still running."""
         for group in list(self._open.values()):
             self._settle(group)
 

@@ -24,11 +24,11 @@ class FilterInputs:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A filter whose answers are checked."""
+    """A filter function, and the checks on what it returns."""
 
     name: str
     function: Callable[[FilterInputs], Iterable[bool]]
-    """One answer per rollout: whether it stays."""
+    """Returns for each rollout whether it may train."""
 
     def __call__(self, inputs: FilterInputs) -> list[bool]:
         where = f"filter {self.name!r}, group {inputs.rollouts[0].group_id!r}"

@@ -20,7 +20,7 @@ class Judge:
     filters: Sequence[Filter] = ()
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """One verdict per rollout; `sent` means that it is fit to be."""
+        """Returns one verdict per rollout; `sent` means that the rollout may be sent."""
         advantages = self.advantage(rollouts)
         removed_by = self._removed_by(FilterInputs(rollouts, advantages))
         why_zero = (
@@ -36,7 +36,7 @@ class Judge:
         return [next(fit) if verdict.is_sent else verdict for verdict in verdicts]
 
     def _removed_by(self, inputs: FilterInputs) -> list[str | None]:
-        """Of each rollout, the first filter that does not let it through."""
+        """Returns, for each rollout, the name of the first filter that removes it, or None."""
         removed: list[str | None] = [None] * len(inputs.rollouts)
         for each in self.filters:
             for index, keep in enumerate(each(inputs)):
@@ -52,7 +52,7 @@ class Judge:
         return Verdict(rollout, Flow.SENT, "", advantage)
 
     def _with_samples(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
-        """Or `rejected`, for those whose samples cannot train."""
+        """Adds samples to the verdicts; rollouts whose samples cannot train become `rejected`."""
         rollouts = [verdict.rollout for verdict in verdicts]
         advantages = [verdict.advantage or 0.0 for verdict in verdicts]
         try:

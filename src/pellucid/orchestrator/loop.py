@@ -53,7 +53,7 @@ from pellucid.orchestrator.resume import settle_orchestrator
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.session import PromptCache, Sampler
 from pellucid.orchestrator.snapshot import Snapshot
-from pellucid.orchestrator.tasks import cancel, outlast
+from pellucid.orchestrator.tasks import cancel, finish_despite_cancellation
 from pellucid.orchestrator.teacher import Scorer, TeacherSampler, open_sampler, training_mode
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.orchestrator.weights import follow_weights
@@ -62,7 +62,7 @@ from pellucid.transport import BatchSender, stable_steps
 log = logging.getLogger(__name__)
 
 WIND_DOWN_S = 5.0
-"""For rollouts to take in what the server has of them; an environment may not let go of one."""
+"""Seconds that cancelled rollouts get to receive their tokens; an environment may hold on to one."""
 
 _LAST_PATIENCE_S = 3.0
 _CLOSE_ENVIRONMENTS_S = 30.0
@@ -93,7 +93,7 @@ class Orchestrator:
     ) -> None:
         """`teacher`: the servers of `orchestrator.teacher`, where there is one.
 
-        `process`: the name of ours in the ledger, which the clients tell their servers.
+        `process`: this process's name in the ledger, which the clients send to their servers.
         """
         snapshot = Snapshot()
         if config.resume:
@@ -128,7 +128,7 @@ class Orchestrator:
         self._evaluator = Evaluator(config, evaluations, sampler, eval_books, self._start, self._failures)
         self._pace = Pace()
         self._tally = WasteTally()
-        """Of what was settled and written down since the last batch."""
+        """Tally of the groups settled and written down since the last batch."""
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
         self._groups: dict[str, GroupRun] = {}
         self._attempts: set[asyncio.Task[None]] = set()
@@ -174,11 +174,11 @@ class Orchestrator:
                 say_failure(error)
                 raise
             finally:
-                await outlast(self._finish(services))
+                await finish_despite_cancellation(self._finish(services))
 
     @asynccontextmanager
     async def _closing_in_time(self) -> AsyncIterator[AsyncExitStack]:
-        """A stack of environments. What one of them does to close is its own affair, but the run ends."""
+        """Opens a stack for the environments and closes it with a time limit, even if one hangs."""
         stack = AsyncExitStack()
         try:
             yield stack
@@ -193,13 +193,13 @@ class Orchestrator:
                 log.warning("the environments did not close within %g s", _CLOSE_ENVIRONMENTS_S)
 
     async def _watch_sender(self) -> None:
-        """A batch that the trainer refuses stops the run, which would wait for weights that never come."""
+        """Raises when the trainer refuses a batch; the weights that the run waits for would never come."""
         while True:
             await asyncio.sleep(_CHECK_SENDER_EVERY_S)
             self._sender.check()
 
     async def _show_progress(self) -> None:
-        """Tells whoever watches the run what becomes of its rollouts, until the last batch is sent."""
+        """Writes `metrics/progress.json` every other second until the last batch is sent."""
         scheduler = self._scheduler
         try:
             while scheduler.batches_sent < self._config.max_steps:
@@ -222,7 +222,7 @@ class Orchestrator:
             self._may_start.clear()
 
     async def _dispatch(self) -> None:
-        """All that may start now; the others get their turn every few starts."""
+        """Starts all rollouts that may start now; other tasks run after every few starts."""
         num_started = 0
         while not (wait_s := self._limit.wait_s()):
             dispatch = self._scheduler.next_dispatch()
@@ -261,7 +261,7 @@ class Orchestrator:
         self._note_change()
 
     def _cut_short_what_is_too_old(self) -> None:
-        """Ends these attempts; what the server has sampled for them is received, and settled as stale."""
+        """Cancels attempts that are too old. Their tokens so far are received and settled as stale."""
         rollout_ids = self._scheduler.take_cut()
         for rollout_id in rollout_ids:
             # Not at once: a task that is cancelled before it runs for the first time never collects.
@@ -272,15 +272,16 @@ class Orchestrator:
                 self._scheduler.batches_sent,
                 len(rollout_ids),
             )
-        # Those of which nothing was in flight: no rollout comes back that would take its group along.
+        # Groups without a rollout in flight: no rollout comes back whose `_collect` would delete them.
         for group_id in [each for each in self._groups if not self._scheduler.is_open(each)]:
             del self._groups[group_id]
 
     def _check_progress(self) -> None:
         own = self._config.orchestrator
-        complaint = self._scheduler.drought.complaint(own.max_fruitless_groups, own.max_signalless_groups)
-        if complaint is not None:
-            raise RolloutError(complaint)
+        drought = self._scheduler.drought
+        reason = drought.reason_to_stop(own.max_fruitless_groups, own.max_signalless_groups)
+        if reason is not None:
+            raise RolloutError(reason)
 
     async def _follow_weights(self) -> None:
         weights = self._config.output_dir / "weights"
@@ -297,7 +298,7 @@ class Orchestrator:
     async def _evaluate(self, version: int) -> None:
         if self._evaluator.is_due(version):
             values = await self._evaluator.evaluate(version)
-            await self._save()  # before the record: a version that is done for good is in the books for good
+            await self._save()  # before the record: a version with a record is never evaluated again
             self._evaluator.report(version, values)
             self._changed.set()
 
@@ -314,13 +315,13 @@ class Orchestrator:
         await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), own)
 
     async def _save(self) -> None:
-        """What is settled before its batch is in the books of the coming step."""
+        """Enters settled groups into the books of the coming step and writes a snapshot."""
         settled = self._scheduler.take_settled()
         self._tally.add(settled)
         await self._clerk.save(settled, self._scheduler.state())
 
     async def _write_down(self) -> None:
-        """Settled rollouts do not wait in memory for a batch that may never form."""
+        """Writes settled rollouts down once there are many: their batch may never form."""
         if self._scheduler.num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
             settled = self._scheduler.take_settled()
             self._tally.add(settled)
@@ -371,7 +372,7 @@ class Orchestrator:
             await asyncio.to_thread(self._sender.close)
 
     async def _wind_down(self) -> None:
-        """Cuts short what is running and waits until it is back, but not for ever."""
+        """Cancels running attempts and waits up to a limit until their tokens are received."""
         for sampler in self._samplers.values():
             sampler.close(_LAST_PATIENCE_S)
         self._evaluator.stop(_LAST_PATIENCE_S)
@@ -407,7 +408,7 @@ class Orchestrator:
         return self._groups[dispatch.group_id]
 
     def _draw(self, dispatch: Dispatch) -> tuple[Example, PellucidError | None]:
-        """An example, or why it cannot be used: one bad row of a data set fails its own rollouts alone."""
+        """Draws an example, and says why it cannot be used if so: one bad row fails only its own rollouts."""
         name, index = dispatch.env_name, dispatch.example_index
         try:
             return draw_example(self._environments[name], name, index), None
@@ -417,7 +418,7 @@ class Orchestrator:
             return Example(str(index), []), error
 
     def _start(self, attempt: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """An attempt is cancelled when the run ends."""
+        """Starts an attempt as a task, which is cancelled when the run ends."""
         task = self._spawn(attempt)
         self._attempts.add(task)
         return task
@@ -428,7 +429,7 @@ class Orchestrator:
         return task
 
     def _reap(self, task: asyncio.Task[None]) -> None:
-        """A task that died stops the run."""
+        """Stops the run if the task raised."""
         self._attempts.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._dead = self._dead or error

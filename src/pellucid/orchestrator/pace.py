@@ -43,5 +43,5 @@ class RateLimit:
         return max(0.0, self._next - self._clock())
 
     def note(self) -> None:
-        """A rollout was started."""
+        """Records that a rollout was started."""
         self._next = max(self._next, self._clock()) + self._interval_s

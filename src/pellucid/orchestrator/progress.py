@@ -60,7 +60,7 @@ def describe_loss(verdict: Verdict) -> str:
 
 class BatchProgress(msgspec.Struct, frozen=True):
     step: int
-    """Of the batch that is being sampled."""
+    """Step of the batch that is being sampled."""
 
     num_ready: int
     """Rollouts that wait for the batch to be full."""
@@ -118,7 +118,7 @@ def progress_path(run_dir: Path) -> Path:
 
 
 def write_progress(run_dir: Path, progress: BatchProgress) -> None:
-    """A full disk ends the run where a record cannot be written; this is none."""
+    """Replaces the file. A full disk is no error here: this file is no record of the run."""
     with suppress(OSError):
         replace_file(progress_path(run_dir), msgspec.json.encode(progress))
 

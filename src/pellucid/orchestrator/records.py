@@ -56,14 +56,17 @@ class RolloutLog:
             sync(self._unsynced.pop())
 
     def finish_step(self) -> None:
-        """The step that was appended to, if any, is complete."""
+        """Marks the step that was appended to, if any, as complete."""
         if self._folder is not None:
             (self._folder / MARKER).touch()
             self._folder = None
 
 
 def saved_bytes(run_dir: Path, start: int) -> dict[int, int]:
-    """Lengths of the saved rollouts of a step and of those after it, which only a resumed run has."""
+    """Returns the file lengths of the saved rollouts of step `start` and of later ones.
+
+    Only a resumed run has later ones.
+    """
     lengths: dict[int, int] = {}
     for step in count(start):
         path = run_dir / "rollouts" / f"step_{step}" / FILE
@@ -74,7 +77,7 @@ def saved_bytes(run_dir: Path, start: int) -> dict[int, int]:
 
 
 def cut_rollouts(run_dir: Path, start: int, lengths: Mapping[int, int]) -> None:
-    """Takes back what was saved from this step on beyond these lengths; see `saved_bytes`."""
+    """Truncates the saved rollouts of step `start` and later ones to `lengths`; see `saved_bytes`."""
     for step, folder in step_folders(run_dir / "rollouts").items():
         path = folder / FILE
         if step in lengths or step >= start:
@@ -86,9 +89,9 @@ def cut_rollouts(run_dir: Path, start: int, lengths: Mapping[int, int]) -> None:
 
 
 def discard_rollouts(run_dir: Path, steps: Iterable[int], trained: Collection[int]) -> None:
-    """What was sent with the batches of these steps will not train any more; the steps are open again.
+    """Marks the rollouts that were sent in these steps as lost, and reopens the steps.
 
-    As in the ledger: rolled back if their step is among `trained`, else lost.
+    As in the ledger, rollouts of a step in `trained` become `rolled_back`, those of other steps `lost`.
     """
     for step in steps:
         outcome = State.ROLLED_BACK if step in trained else State.LOST

@@ -38,7 +38,7 @@ _COUNTS = (
 
 
 def zero_metrics(env_names: Sequence[str]) -> MetricSet:
-    """Counts of a step for which nothing is settled yet."""
+    """Returns the counts of a step for which nothing is settled yet."""
     metrics = MetricSet()
     for name in _COUNTS:
         for scope in ("all", *env_names):
@@ -66,7 +66,7 @@ def step_line(step: int, values: Mapping[str, float]) -> str:
 
 
 def _off_policy(values: Mapping[str, float]) -> str:
-    """Nothing where no token was the policy's."""
+    """Formats the mean off-policy level; empty if the policy sampled none of the tokens."""
     level = values.get("off_policy_level/all/mean")
     return "" if level is None else f"off-policy {level:.1f}  "
 
@@ -126,7 +126,7 @@ def is_dropped(verdicts: Sequence[Verdict]) -> bool:
 
 
 def is_partial(verdicts: Sequence[Verdict], size: int) -> bool:
-    """Whether the group was judged without rollouts that failed; cut short, it was not judged at all."""
+    """Whether the group was judged, but without rollouts that failed. A group cut short is never judged."""
     cut_short = any(verdict.outcome in (State.CANCELLED, State.STALE) for verdict in verdicts)
     return count_survivors(verdicts) < size and not is_dropped(verdicts) and not cut_short
 
@@ -155,7 +155,7 @@ def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
 
 
 def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
-    """Adds those of the tokens that the policy sampled, whichever version; raises if one is negative."""
+    """Adds the off-policy level of every token that the policy sampled; raises if one is negative."""
     is_ours = table["policy_versions"] != NOT_OURS
     levels = (step - table["policy_versions"])[is_ours]
     if levels.size and levels.min() < 0:

@@ -21,14 +21,14 @@ from pellucid.data import PackedArray, Rollout, TrainingSample, Turn, join_exper
 
 
 def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[TrainingSample]:
-    """Raises DataError where a turn cannot be trained on."""
+    """Makes the samples of a rollout; raises DataError if a turn cannot be trained on."""
     return TrainingSample.build_all(_columns_of(rollout, run_id, advantage))
 
 
 def build_group(
     rollouts: Sequence[Rollout], advantages: Sequence[float], *, run_id: str
 ) -> list[list[TrainingSample]]:
-    """`build_samples` of each; all are judged at once, so that one that cannot train is an error for all."""
+    """Calls `build_samples` for each rollout, validated together: one bad sample raises for all."""
     columns = [
         _columns_of(rollout, run_id, advantage)
         for rollout, advantage in zip(rollouts, advantages, strict=True)
@@ -38,7 +38,7 @@ def build_group(
 
 
 def _columns_of(rollout: Rollout, run_id: str, advantage: float) -> list[dict[str, Any]]:
-    """Of each sample."""
+    """Returns the columns of each sample of the rollout."""
     return [
         _columns(
             turns,

@@ -1,4 +1,4 @@
-"""What may start, what is final, what is stale: a state machine without clock, socket or task.
+"""The scheduler decides what may start, what is final and what is stale, without clock, socket or task.
 
 - Every dispatched rollout reaches exactly one outcome; the outcomes of a group are settled together.
 - At most `max_inflight_rollouts` are in flight.
@@ -63,7 +63,7 @@ class Rules:
         return self.max_rollout_tokens is not None
 
     def size(self, verdict: Verdict) -> int:
-        """What a rollout adds to a batch."""
+        """Returns what a rollout adds to a batch: 1, or its tokens if `counts_tokens`; 0 unless sent."""
         if not verdict.is_sent:
             return 0
         return _length(verdict) if self.counts_tokens else 1
@@ -71,7 +71,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An environment, as far as scheduling goes."""
+    """An environment as the scheduler sees it: name, weight, how its groups are scored."""
 
     env_name: str
     weight: float = 1.0
@@ -102,14 +102,14 @@ class RolloutLength:
     num_groups: int = 1
 
     def including(self, length: float) -> "RolloutLength":
-        """The expectation once a further group had rollouts of this mean length."""
+        """Returns the expectation updated by a further group with this mean length."""
         weight = 1 / min(self.num_groups + 1, _REMEMBERED_GROUPS)
         return RolloutLength(self.mean + (length - self.mean) * weight, self.num_groups + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """All that a resumed run has to know."""
+    """The scheduler's part of a snapshot: all that a resumed run needs."""
 
     batches_sent: int
     positions: Mapping[str, int]
@@ -247,13 +247,13 @@ class Scheduler:
         return dispatch
 
     def note_request(self, rollout_id: str) -> None:
-        """A rollout asks the policy for tokens. Until it does, it is not old, whenever it was started."""
+        """Records that a rollout asks the policy for tokens. Its age counts from its first request on."""
         running = self._inflight[rollout_id].running[rollout_id]
         if running.version is None:
             running.version = self.policy_version
 
     def finish(self, rollout: Rollout) -> None:
-        """A dispatched rollout has come back, in success or (`rollout.error`) failure."""
+        """Takes back a dispatched rollout, successful or failed (`rollout.error`)."""
         group = self._inflight.pop(rollout.rollout_id)
         num_failures = group.running.pop(rollout.rollout_id).num_failures + (rollout.error is not None)
         group.returned.append(rollout)
@@ -274,7 +274,7 @@ class Scheduler:
         return group_id in self._cut
 
     def take_cut(self) -> list[str]:
-        """Rollouts that were cut short since the last call: whoever runs them should end them now."""
+        """Returns the rollouts that were cut short since the last call; the caller has to cancel them."""
         cut, self._to_cut = self._to_cut, []
         return [rollout_id for rollout_id in cut if rollout_id in self._inflight]
 
@@ -282,7 +282,7 @@ class Scheduler:
         self.policy_version = version
 
     def take_batch(self) -> list[Verdict] | None:
-        """The rollouts of the next batch, once there are enough; they count as sent from here on."""
+        """Returns the rollouts of the next batch, now counted as sent; None while there are too few."""
         if self._ready_size < self._rules.batch_size or self.batches_sent == self._rules.max_steps:
             return None
         if self.waits_for_weights or self._must_wait_for_open_groups():
@@ -306,7 +306,8 @@ class Scheduler:
         self._ready_size = sum(group.size for group in groups)
 
     def _must_wait_for_open_groups(self) -> bool:
-        """Strictly on-policy, for all of them; paced, for those that would be too old for the next batch."""
+        """Whether the batch waits: strictly on-policy, for all open groups; paced, for those that would be
+        too old for the next batch."""
         if self._rules.max_async_level == 0:
             return bool(self._open)
         versions = (self._oldest_in_flight(group) for group in self._open.values())
@@ -315,7 +316,7 @@ class Scheduler:
         )
 
     def _belongs_to_this_batch(self, group: _ReadyGroup) -> bool:
-        """Though the batch is full: a later one could not have it."""
+        """Whether even a full batch takes the group, because it would be too old for a later one."""
         too_old = self._rules.paced and self._ages_out(self._oldest_version(group.verdicts))
         return self._rules.max_async_level == 0 or too_old
 
@@ -323,18 +324,18 @@ class Scheduler:
         return self.batches_sent + 1 - version > self._rules.max_off_policy_steps
 
     def _by_age(self) -> list[_ReadyGroup]:
-        """In order of arrival; paced, what has to go first comes first."""
+        """Returns ready groups by arrival; paced, those that a later batch could not take come first."""
         if not self._rules.paced:
             return self._ready
         return sorted(self._ready, key=lambda group: not self._ages_out(self._oldest_version(group.verdicts)))
 
     def take_settled(self) -> list[list[Verdict]]:
-        """The groups settled since the last call."""
+        """Returns the groups settled since the last call."""
         settled, self._settled = self._settled, []
         return settled
 
     def stop(self) -> None:
-        """Nothing starts any more; what is open is cancelled, in flight once it is back. See `state`."""
+        """Starts nothing any more and cancels open groups; rollouts in flight follow once they are back."""
         self.stopped = True
         self._unfinished = self._find_unfinished()
         self._filling = None
@@ -349,7 +350,7 @@ class Scheduler:
                 self._close(group)
 
     def state(self) -> SchedulerState:
-        """For a run that goes on from here; of one that was stopped, as it was then."""
+        """Returns the state for a resumed run; after `stop`, the state at the time of the stop."""
         return SchedulerState(
             self.batches_sent,
             dict(self._positions),
@@ -399,7 +400,7 @@ class Scheduler:
 
     @property
     def _expected_size(self) -> float:
-        """What an open group will add to a batch, if all its rollouts train."""
+        """Returns what an open group will add to a batch if all its rollouts train: rollouts, or tokens."""
         return self._rules.rollouts_per_example * (self._rollout_length.mean if self._rollout_length else 1)
 
     def _dispatch(self, group: _OpenGroup, rollout_id: str, attempt: int) -> Dispatch:
@@ -422,7 +423,10 @@ class Scheduler:
         return max(self._sources, key=lambda source: self._credits[source.env_name] + self._share(source))
 
     def _take_turn(self, source: Source) -> None:
-        """Credits add up to what they did before: each gets its share of the group, and `source` pays it."""
+        """Gives every environment its share of a group as credit, and takes the whole group from `source`.
+
+        The sum of the credits stays the same.
+        """
         for each in self._sources:
             self._credits[each.env_name] += self._share(each)
         self._credits[source.env_name] -= 1
@@ -436,9 +440,10 @@ class Scheduler:
         return group.num_unfinished == 0 and (started_whole or self.stopped or group.cut is not None)
 
     def _close(self, group: _OpenGroup) -> None:
-        """Judged first: a group that cannot be judged stays open, and is cancelled when the run stops.
+        """Settles a final group: cut, cancelled if the run was stopped, else judged.
 
-        From then on the tokens of what trains are in its samples, and nowhere else.
+        If judging raises, the group stays open and is cancelled when the run stops. After judging, only the
+        samples hold the tokens that train; the rollouts forget theirs.
         """
         if group.cut is not None:
             self._settle_cut(group, group.cut)
@@ -469,7 +474,7 @@ class Scheduler:
         return [*failed, *self._judge(survivors)]
 
     def _note_lengths(self, verdicts: list[Verdict]) -> None:
-        """Of what failed nothing is known; what does not train is as long as what does."""
+        """Updates the expected length by all rollouts but failed ones, whose full length is unknown."""
         lengths = [_length(verdict) for verdict in verdicts if verdict.outcome is not State.FAILED_ROLLOUT]
         if lengths and self._rollout_length is not None:
             self._rollout_length = self._rollout_length.including(sum(lengths) / len(lengths))
@@ -502,7 +507,7 @@ class Scheduler:
         self._set_ready(fresh)
 
     def _aged(self, verdicts: list[Verdict]) -> list[Verdict]:
-        """The verdicts at the current step: those of a group with a token that is too old are overruled."""
+        """Returns the verdicts, all overruled as stale if a token of the group is too old."""
         oldest = self._oldest_version(verdicts)
         if not self._is_too_old(oldest):
             return verdicts
@@ -510,7 +515,7 @@ class Scheduler:
         return [verdict.overruled(State.STALE, reason) for verdict in verdicts]
 
     def _is_too_old(self, version: int) -> bool:
-        """For the next batch."""
+        """Whether tokens of this version are too old for the next batch."""
         return self.batches_sent - version > self._rules.max_off_policy_steps
 
     def _why_stale(self, version: int) -> str:
@@ -520,13 +525,13 @@ class Scheduler:
         )
 
     def _oldest_in_flight(self, group: _OpenGroup) -> int | None:
-        """No token of an open group that could train is older than this version; None: it has none yet."""
+        """Returns the oldest version that a token of an open group may have; None: it has no token yet."""
         returned = [rollout.oldest_version for rollout in group.returned if rollout.error is None]
         versions = [*returned, *(running.version for running in group.running.values())]
         return min((version for version in versions if version is not None), default=None)
 
     def _cut_short(self, group: _OpenGroup, reason: str) -> None:
-        """It gives its place to others at once, and is settled as stale once its rollouts are back."""
+        """Stops counting the group, so that others may start; it is stale once its rollouts are back."""
         group.cut, group.why_cut = frozenset(group.running), reason
         group.num_unfinished = len(group.running)
         self._retries = deque(retry for retry in self._retries if retry[0] is not group)
@@ -537,7 +542,7 @@ class Scheduler:
             self._close(group)
 
     def _settle_cut(self, group: _OpenGroup, cut: frozenset[str]) -> None:
-        """Rollouts that failed by themselves have failed; what the cut made of the others is no failure."""
+        """Settles a cut group: rollouts that failed before the cut as failed, all others as stale."""
         verdicts = []
         for rollout in group.returned:
             rollout.forget_tokens()
@@ -549,7 +554,7 @@ class Scheduler:
         del self._cut[group.group_id]
 
     def _oldest_version(self, verdicts: list[Verdict]) -> int:
-        """Of the tokens that could train."""
+        """Returns the oldest policy version among the tokens of rollouts that did not fail."""
         survivors = [verdict.rollout for verdict in verdicts if verdict.outcome is not State.FAILED_ROLLOUT]
         versions = [rollout.oldest_version for rollout in survivors]
         return min((version for version in versions if version is not None), default=self.batches_sent)
@@ -560,7 +565,7 @@ class Scheduler:
 
 
 def _length(verdict: Verdict) -> int:
-    """Tokens of the rollout's samples; where none were made, of its longest turn, which holds the others."""
+    """Counts the tokens of the rollout's samples; if it has none, those of its longest turn."""
     if verdict.is_sent:
         return sum(sample.length for sample in verdict.samples)
     turns = verdict.rollout.turns

@@ -1,4 +1,4 @@
-"""The servers of a run: where they are, and what they have to be.
+"""Connects to the servers of a run, and states what each has to be.
 
 A run has an identity, `NAME-1f0c9a3e`, made when it first starts and kept in its folder. It travels with
 every weight update, so that a server can tell whose weights it serves.
@@ -25,13 +25,13 @@ from pellucid.transport import stable_steps
 _MAX_IDENTITY_BYTES = 4096
 
 Claims = dict[str, str]
-"""Who uses a server, by its id; a server is the policy's or a teacher's, never both's."""
+"""Pool that uses a server, by server id: a server serves the policy or a teacher, never both."""
 
 
 def connect_policy(
     config: OrchestratorRunConfig, tokenizer: Any, claims: Claims, process: str = ""
 ) -> ServerPool:
-    """Must be called inside a running event loop. `process`: the name of ours in the ledger."""
+    """Makes the pool of policy servers; needs a running event loop. `process`: our name in the ledger."""
     expected = Expected(
         role="policy server",
         model=config.model.name,
@@ -68,7 +68,11 @@ def expected_of_teacher(config: OrchestratorRunConfig, teacher: TeacherConfig, t
 
 
 def _teacher_key(config: OrchestratorRunConfig, teacher: TeacherConfig) -> str | None:
-    """The run's own if its launcher serves the teacher; other servers are shown nothing but their own."""
+    """Returns the run's key if its launcher serves the teacher; else the key of `orchestrator.teacher`, if
+    any.
+
+    The run's key is never sent to somebody else's server.
+    """
     if not teacher.servers:
         return server_key(config.output_dir, config.inference.key_file)
     return None if teacher.key_file is None else read_key(teacher.key_file, "orchestrator.teacher.key_file")
@@ -94,7 +98,7 @@ def _connect(
 
 
 def run_identity(run_dir: Path, name: str) -> str:
-    """The identity of the run in this folder; a folder without one gets it."""
+    """Returns the identity of the run in this folder; makes and stores one if there is none."""
     path = run_dir / "checkpoints" / "identity"
     if not path.exists():
         replace_file(path, f"{name}-{uuid.uuid4().hex[:8]}".encode())

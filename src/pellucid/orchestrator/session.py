@@ -32,7 +32,7 @@ from pellucid.orchestrator.chat import (
     take_messages,
 )
 from pellucid.orchestrator.seeds import stable_seed
-from pellucid.orchestrator.tasks import outlast
+from pellucid.orchestrator.tasks import finish_despite_cancellation
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _ABORT_AGAIN_S = 0.5
 
 @dataclass(slots=True)
 class Sampler:
-    """What all sessions of a run share."""
+    """Client, chat template and sampling parameters that all sessions of a run share."""
 
     client: InferenceClient
     chat: ChatTemplate
@@ -52,10 +52,10 @@ class Sampler:
     max_tokens: int
     max_model_len: int
     closed: bool = False
-    """The run is over: no session samples another turn."""
+    """Whether the run is over: no session samples another turn then."""
 
     patience_s: float = _PATIENCE_S
-    """How long a request that was cut short may take to answer; after that its tokens are given up."""
+    """Seconds that a request that was cut short may take to answer; after that its tokens are given up."""
 
     def close(self, patience_s: float) -> None:
         self.closed = True
@@ -78,7 +78,7 @@ class PromptCache:
 
 
 def as_message(turn: Turn) -> Message:
-    """How a reply stands in the conversation once that goes on."""
+    """Returns the message that a reply becomes when the conversation continues."""
     return {"role": "assistant", "content": turn.text}
 
 
@@ -93,24 +93,24 @@ class _Question:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A conversation up to and with a reply: what it adds to the one that it goes on from."""
+    """A conversation that ends with a reply, stored as what it adds to the conversation it continues."""
 
     messages: list[Message]
-    """Those it adds; the last is the reply."""
+    """Messages that it adds; the last is the reply."""
 
     num_messages: int
-    """Those of the whole conversation."""
+    """Number of messages of the whole conversation."""
 
     tools: list[Message]
     turn: Turn
     number: int
-    """Conversations that were known before it."""
+    """Number of conversations that were known before it."""
 
     later: "list[_Known]" = field(default_factory=list)
-    """Conversations that go on from this one."""
+    """Conversations that continue this one."""
 
     def precedes(self, question: _Question) -> bool:
-        """Taken that what this one goes on from does."""
+        """Whether the question continues this conversation, provided that it continues the one before."""
         start = self.num_messages - len(self.messages)
         return (
             self.num_messages < len(question.messages)
@@ -123,17 +123,17 @@ class _Prompt(NamedTuple):
     token_ids: list[int]
     spans: list[RoleSpan]
     goes_on_from: Turn | None
-    """Whose tokens the prompt starts with."""
+    """Turn with whose tokens the prompt starts."""
 
     known: _Known | None
     added: list[Message]
-    """What was asked after the messages of `known`, and the tools: a copy."""
+    """Copy of the messages after those of `known`."""
 
     tools: list[Message]
 
 
 class Session:
-    """What an environment talks to during one rollout."""
+    """One rollout's conversation with the model; an environment calls `respond` or `sample`."""
 
     def __init__(
         self,
@@ -142,20 +142,20 @@ class Session:
         prompts: PromptCache,
         on_request: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_request` is told the id of the rollout before each of its requests."""
+        """`on_request` is called with the id of the rollout before each of its requests."""
         self._on_request = on_request
         self._rollout = rollout
         self._sampler = sampler
         self._prompts = prompts
         self._known: list[_Known] = []
-        """Conversations that go on from none."""
+        """Conversations that continue no other."""
         self._num_known = 0
         self._running: dict[str, asyncio.Task[Turn]] = {}
         self._num_calls = 0
         self._closed = False
 
     async def respond(self, messages: Sequence[Message]) -> str:
-        """The model's reply to the whole conversation so far."""
+        """Returns the model's reply to the whole conversation so far."""
         return (await self.sample(messages)).text
 
     async def sample(
@@ -167,29 +167,29 @@ class Session:
         max_tokens: int | None = None,
         as_message: Callable[[Turn], Message] = as_message,
     ) -> Turn:
-        """The reply, with its tokens; what is not `trainable` is accounted for, but never trained on."""
+        """Returns the reply with its tokens; if not `trainable`, they are counted, but never trained on."""
         question = _Question(take_messages(messages), list(tools), trainable, max_tokens, as_message)
         request_id = self._start(question)
         request = self._running[request_id]
         try:
             return await asyncio.shield(request)
         except asyncio.CancelledError:
-            await outlast(self._cut_short([request_id]))
+            await finish_despite_cancellation(self._cut_short([request_id]))
             raise
 
     def withdraw(self, turn: Turn) -> None:
-        """What was sampled in this turn shall not train after all."""
+        """Marks the tokens of a turn as not trainable after all."""
         turn.trainable = False
 
     async def close(self) -> None:
-        """Nothing is sampled any more, and what was sampled is recorded."""
+        """Ends sampling: cuts running requests short and records what they sampled."""
         self._closed = True
         if self._running:
-            await outlast(self._cut_short(list(self._running)))
+            await finish_despite_cancellation(self._cut_short(list(self._running)))
 
     @property
     def chat(self) -> ChatTemplate:
-        """How messages become tokens."""
+        """The template that turns messages into tokens."""
         return self._sampler.chat
 
     @property
@@ -240,7 +240,7 @@ class Session:
         return turn
 
     def _record(self, question: _Question, prompt: _Prompt, completion: Completion) -> Turn:
-        """The turn, in the rollout: whatever the tokenizer makes of its tokens, they were sampled."""
+        """Adds the turn to the rollout, even if the tokenizer cannot decode it: its tokens were sampled."""
         unreadable: Exception | None = None
         try:
             text = self._sampler.chat.decode(completion.token_ids)
@@ -271,7 +271,7 @@ class Session:
         self._num_known += 1
 
     def _longest_known(self, question: _Question) -> _Known | None:
-        """The conversation that the question goes on from; of several, the longest, then the latest."""
+        """Returns the conversation that the question continues; of several, the longest, then the latest."""
         best: _Known | None = None
         candidates = list(self._known)
         while candidates:
@@ -330,7 +330,7 @@ class Session:
         return _Prompt(rendered.token_ids, _spans([], rendered.stops, 0), None, known, added, tools)
 
     def _extend(self, last: Turn, rendered: Rendered) -> tuple[list[int], list[RoleSpan]]:
-        """The tokens of the last turn and what the template puts after them."""
+        """Appends what the template puts after the last turn to that turn's tokens and spans."""
         token_ids: list[int] = last.known_ids.tolist()
         ends = token_ids[-1] in self._sampler.chat.end_of_turn_ids
         is_repeated = ends and rendered.token_ids[:1] == token_ids[-1:]  # the model closed its turn itself

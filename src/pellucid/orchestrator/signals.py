@@ -1,4 +1,4 @@
-"""A coroutine as the whole of a process: told to stop, it winds down, and the exit code says who told it."""
+"""Runs a coroutine as the main program: a signal cancels it, and the exit code names the signal."""
 
 import asyncio
 import gc
@@ -10,28 +10,29 @@ from contextlib import contextmanager
 from signal import Signals
 from typing import Any
 
-from pellucid.orchestrator.tasks import outlast, outlive
+from pellucid.orchestrator.tasks import finish_despite_cancellation, outlive
 from pellucid.workers import DaemonThreads
 
 log = logging.getLogger(__name__)
 
 _THRESHOLDS = (2_000, 2_000, 10)
-"""Of the garbage collector: what is new is looked at in bites of a few milliseconds, what has survived that
-once in four million objects."""
+"""Thresholds of the garbage collector: it looks at new objects after every 2,000, in a few milliseconds, and
+at those that survived only after every 4 million."""
 
 Main = Callable[[], Coroutine[Any, Any, None]]
 
 
 def run_until_signalled(main: Main) -> None:
-    """Runs `main` to its end. SIGTERM and SIGINT cancel it; once it is back: SystemExit(128 + signal).
+    """Runs `main` to its end. SIGTERM and SIGINT cancel it; once it has returned, raises SystemExit(128 +
+    signal).
 
-    What an environment left running does not keep it: neither tasks that will not be cancelled nor threads.
+    Tasks that ignore cancellation and threads that an environment left running do not delay the end.
     """
     received: list[Signals] = []
     runner = asyncio.Runner(loop_factory=loop_factory())
     stubborn: list[asyncio.Task[Any]] = []
     try:
-        with spare_the_loop():
+        with infrequent_gc():
             runner.get_loop().set_default_executor(DaemonThreads())
             _run_to_the_end(runner.get_loop(), _cancelled_by_signals(main, received.append, stubborn))
     except asyncio.CancelledError:
@@ -40,16 +41,16 @@ def run_until_signalled(main: Main) -> None:
         raise SystemExit(128 + received[0]) from None
     finally:
         if stubborn:
-            # A runner would wait for them. Nobody is told about them again when they are deleted.
+            # A runner would wait for them. The handler keeps asyncio quiet when they are deleted.
             runner.get_loop().set_exception_handler(lambda loop, context: None)
         else:
             runner.close()
 
 
 def _run_to_the_end(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, None]) -> None:
-    """Goes on when a task of an environment's own calls `sys.exit`, which ends an event loop.
+    """Runs `main`, and restarts the event loop when a task of an environment ended it by `sys.exit`.
 
-    Whoever awaits that task gets the exception, too, and fails its rollout.
+    The exception also reaches whoever awaits that task, and fails its rollout.
     """
     task = loop.create_task(main)
     while not task.done():
@@ -65,7 +66,7 @@ def _run_to_the_end(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, N
 async def _cancelled_by_signals(
     main: Main, note: Callable[[Signals], None], stubborn: "list[asyncio.Task[Any]]"
 ) -> None:
-    """`stubborn` gets the tasks that are left."""
+    """Runs `main`, which signals cancel; tasks that ignore their cancellation are appended to `stubborn`."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -81,15 +82,16 @@ async def _cancelled_by_signals(
     try:
         await main()
     finally:
-        await outlast(outlive(asyncio.all_tasks() - {task}, stubborn.append))
+        await finish_despite_cancellation(outlive(asyncio.all_tasks() - {task}, stubborn.append))
 
 
 @contextmanager
-def spare_the_loop() -> Iterator[None]:
-    """Within, the garbage collector seldom walks what has lived for a while.
+def infrequent_gc() -> Iterator[None]:
+    """Context manager: the garbage collector rarely scans old objects, and never those made before (modules,
+    tokenizer).
 
-    That is every rollout in flight: 10,000 of them stop the loop for half a second, by default every other
-    second. What is there at the start (modules, tokenizer) is left out altogether.
+    Old objects are the rollouts in flight: with Python's defaults, scanning 10,000 of them stops the event
+    loop for half a second, every other second.
     """
     usual = gc.get_threshold()
     gc.freeze()
@@ -102,7 +104,7 @@ def spare_the_loop() -> Iterator[None]:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop, where there is one: twice as many rollouts per second."""
+    """Returns uvloop's factory where uvloop exists: twice as many rollouts per second."""
     if sys.platform == "win32":  # uvloop does not exist there
         return None
     import uvloop

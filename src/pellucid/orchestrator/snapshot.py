@@ -3,8 +3,8 @@
 It is on the disk *before* that batch is handed over. Whatever happens in between, a resume finds a snapshot
 that knows of every batch; a batch that it knows and cannot find was lost.
 
-What the orchestrator wrote down after the snapshot is cut off when the run is resumed, and the tokens it
-told of are lost. Rollouts that were ready for the next batch are in the snapshot, whole.
+A resume cuts off what the orchestrator wrote down after the snapshot, and the ledger counts those tokens as
+lost. Rollouts that were ready for the next batch are in the snapshot, whole.
 
     CRC-32 of the rest, 4 bytes, little-endian     MessagePack of a `Snapshot`
 
@@ -50,7 +50,7 @@ class HeldSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A verdict. `Example.info` is left out: it is for the reward, and may be what no file can hold."""
+    """A verdict in a snapshot, without `Example.info`: only the reward reads it; it may not serialize."""
 
     rollout_id: str
     group_id: str
@@ -81,7 +81,7 @@ def newest_version(group: Sequence[HeldRollout]) -> int:
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Without arguments: of a run that has not begun."""
+    """The state that a resumed run continues from; without arguments, that of a run that has not begun."""
 
     batches_sent: int = 0
     positions: dict[str, int] = {}
@@ -90,7 +90,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     unfinished: list[tuple[str, int]] = []
     ready: list[list[HeldRollout]] = []
     mark: int = 0
-    """Its number, by which the orchestrator's journal tells what it knows."""
+    """Number of the snapshot; the journal has an entry with the same number where the snapshot was taken."""
 
     rollouts_bytes: dict[int, int] = {}
     """Lengths of the saved rollouts of step `batches_sent` and later ones; see `records.saved_bytes`."""
@@ -99,10 +99,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     rollout_length: RolloutLength | None = None
 
     is_fallback: bool = False
-    """Whether a newer one was damaged: the journal, and batches, may tell of more than this one knows."""
+    """Whether a newer snapshot was damaged: journal and batches may contain more than this one knows."""
 
     def held(self) -> Counter[tuple[str, str]]:
-        """Sampled tokens of the rollouts that wait for a batch, by environment and link: not booked yet."""
+        """Counts sampled tokens that wait for a batch, by environment and link; they are not booked yet."""
         held: Counter[tuple[str, str]] = Counter()
         for group in self.ready:
             for each in group:

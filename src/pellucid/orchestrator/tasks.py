@@ -1,4 +1,4 @@
-"""Tasks that end in good order."""
+"""Cancelling asyncio tasks: finishing despite it, deadlines, tasks that ignore it."""
 
 import asyncio
 import logging
@@ -11,8 +11,8 @@ T = TypeVar("T")
 _GRACE_S = 1.0  # for work that tidies up when it is cancelled
 
 
-async def outlast(work: Coroutine[Any, Any, None]) -> None:
-    """Sees `work` through to its end; a cancellation that comes meanwhile is raised only then."""
+async def finish_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end; a cancellation that comes meanwhile is raised only then."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -26,7 +26,7 @@ async def outlast(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Deadline:
-    """A number of seconds, from now on, that several pieces of work share.
+    """A time limit, counted from now, that several pieces of work share.
 
     deadline = Deadline(60.0)
     await deadline.bound(converse())    takes 50 s
@@ -38,9 +38,10 @@ class Deadline:
         self._ends_at = asyncio.get_running_loop().time() + seconds
 
     async def bound(self, work: Coroutine[Any, Any, T], what: str = "") -> T:
-        """The result of `work`; TimeoutError if it takes too long, even if it will not be cancelled.
+        """Returns the result of `work`; raises TimeoutError if it takes too long, even if it ignores
+        cancellation.
 
-        A cancellation is passed on to `work`, which may still come to an end of its own.
+        A cancellation is passed on to `work`, which may still return or raise by itself.
         """
         task = asyncio.create_task(work)
         try:
@@ -57,13 +58,13 @@ class Deadline:
 
 
 def _cancelled_at(task: "asyncio.Task[T]") -> asyncio.CancelledError | None:
-    """The exception that ended a cancelled task: its traceback says where the task was waiting."""
+    """Returns the exception that ended a cancelled task: its traceback says where the task was waiting."""
     try:
         task.result()
     except asyncio.CancelledError as cancelled:
         return cancelled
     except (Exception, asyncio.InvalidStateError):
-        pass  # it answered the cancellation with an error of its own, or not at all
+        pass  # the task raised another error, or ignored the cancellation
     return None
 
 
@@ -75,7 +76,7 @@ async def _cancel_patiently(task: "asyncio.Task[T]") -> None:
 async def outlive(
     tasks: Collection["asyncio.Task[Any]"], note: "Callable[[asyncio.Task[Any]], None]"
 ) -> None:
-    """Cancels what others left running; `note` is told of those that will not end for it."""
+    """Cancels tasks that were left running; calls `note` with each that ignores it for `_GRACE_S`."""
     for task in tasks:
         task.cancel()
     _, stubborn = await asyncio.wait(tasks, timeout=_GRACE_S) if tasks else (tasks, ())

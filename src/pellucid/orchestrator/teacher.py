@@ -66,7 +66,7 @@ class TeacherSampler:
     """The teacher's servers, in the place of the policy's."""
 
     def __init__(self, client: InferenceClient, journal: Journal | None = None) -> None:
-        """`journal`: books of what arrives; None if the server keeps them."""
+        """`journal`: where arriving tokens are booked; None if the server books them."""
         self._client = client
         self._journal = journal
         self._flushed = time.monotonic()
@@ -81,7 +81,7 @@ class TeacherSampler:
         return msgspec.structs.replace(completion, policy_versions=runs, link=link)
 
     def _book(self, journal: Journal, account: Account, num_tokens: int) -> str:
-        """Counts for the server, with this process at both ends of the link; returns the link."""
+        """Books the tokens for the server, with this process at both ends of the link; returns the link."""
         link = link_of(journal.process, journal.process)
         for flow in (Flow.SAMPLED, Flow.DELIVERED):
             journal.count(account.run, account.env, flow, num_tokens, link)
@@ -114,7 +114,7 @@ class TeacherSampler:
 
 
 def open_sampler(config: OrchestratorRunConfig, client: InferenceClient, process: str) -> TeacherSampler:
-    """`process`: the name of ours in the ledger."""
+    """Opens the teacher's servers for sampling. `process`: this process's name in the ledger."""
     teacher = config.orchestrator.teacher
     if teacher is None or teacher.model is not None:
         return TeacherSampler(client)

@@ -1,7 +1,7 @@
-"""What became of a rollout: exactly one outcome, with its reason.
+"""Verdicts: each rollout has exactly one outcome, with its reason.
 
-An outcome is a final state of the ledger, or `sent`: then the trainer decides. Where several fit, the
-ledger's order of states does, so a failed rollout in a stale group has failed.
+An outcome is a final state of the ledger, or `sent`: then the trainer decides. Where several states fit, the
+first in the ledger's order is the outcome: a failed rollout in a stale group has failed.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ class Verdict:
     reason: str = ""
     advantage: float | None = None
     samples: Sequence[TrainingSample] = ()
-    """What trains; only if sent."""
+    """Samples to train on; empty unless sent."""
 
     @property
     def is_sent(self) -> bool:
         return self.outcome is Flow.SENT
 
     def overruled(self, state: State, reason: str) -> "Verdict":
-        """This verdict once `state` fits the rollout as well."""
+        """Returns the verdict when `state` fits the rollout as well."""
         if _PRECEDENCE[self.outcome] <= _PRECEDENCE[state]:
             return self
         return replace(self, outcome=state, reason=reason, samples=())

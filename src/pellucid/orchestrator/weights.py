@@ -26,7 +26,8 @@ async def follow_weights(
     on_update: Callable[[int], Awaitable[None]],
     is_due: Callable[[int], bool],
 ) -> None:
-    """Never returns. A refused version is tried again, or the one that is to be served by then.
+    """Serves versions as they appear; never returns. After a refusal it tries again, with the version due by
+    then.
 
     Raises InferenceError after a few refusals in a row, and at once when no server can be reached.
     """
@@ -54,6 +55,9 @@ async def follow_weights(
 
 
 def next_version(published: Sequence[int], served: int, is_due: Callable[[int], bool]) -> int | None:
-    """Of the `published` versions, ascending: the first that is due, else the newest; None if none is new."""
+    """Returns the first new version that is due, else the newest; None if none is newer than `served`.
+
+    `published` is ascending.
+    """
     newer = [version for version in published if version > served]
     return next(filter(is_due, newer), newer[-1] if newer else None)

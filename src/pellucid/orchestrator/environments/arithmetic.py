@@ -39,7 +39,7 @@ def draw_problem(generator: random.Random, operations: str, max_number: int, num
 
 
 def last_number(text: str) -> int | None:
-    """The answer of those who explain themselves."""
+    """Returns the last number in the text: the answer of a model that explains itself."""
     numbers = re.findall(r"-?\d{1,100}", text)
     return int(numbers[-1]) if numbers else None
 

@@ -33,7 +33,7 @@ def require_verifiers(env_id: str, key: str) -> None:
 
 
 def taskset_environment(env_id: str, key: str) -> Callable[..., Any]:
-    """What makes the environment of `verifiers:TASKSET`."""
+    """Returns the function that makes the environment of `verifiers:TASKSET`."""
     require_verifiers(env_id, key)
     from verifiers.v1 import import_taskset
 

@@ -29,7 +29,7 @@ _NEUTRAL = {
     "repetition_penalty": 1,
     "tool_choice": "auto",
 }
-"""Values that leave the distribution as it is."""
+"""Sampling settings that are accepted: their values do not change the distribution."""
 
 
 class SessionClient(vf.Client):
@@ -40,7 +40,7 @@ class SessionClient(vf.Client):
         self._trace = trace
         self._parser = parser
         self.turns: list[Turn] = []
-        """What was sampled for this trace."""
+        """Turns sampled for this trace."""
 
     async def get_response(
         self,
@@ -91,7 +91,7 @@ class SessionClient(vf.Client):
         return _response(turn, reply, model)
 
     def _check(self, sampling: vf.SamplingConfig) -> None:
-        """Tokens that train are sampled from the model's own distribution, at the run's temperature."""
+        """Refuses settings that change the distribution or the temperature of tokens that train."""
         neutral = {**_NEUTRAL, "temperature": self._session.temperature}
         for name, value in sampling.model_dump(exclude_none=True).items():
             if name not in _HARMLESS and (name not in neutral or value != neutral[name]):
@@ -130,10 +130,10 @@ class SessionInterception(Interception):
         super().__init__()
         self._inner = inner
         self.clients: dict[str, SessionClient] = {}
-        """By trace."""
+        """Client of each trace, by its id."""
 
     async def start(self) -> None:
-        """Whoever made the inner one started it."""
+        """Does nothing: whoever made the inner interception started it."""
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:

@@ -102,7 +102,7 @@ class TasksetEnvironment(Environment):
 
 
 def quiet_verifiers() -> None:
-    """It logs every rollout, and every failure, which the run does as well."""
+    """Silences verifiers' log lines about rollouts and failures: the run logs both itself."""
     logging.getLogger("verifiers").setLevel(logging.WARNING)
     for name in _ONE_LOG_LINE_PER_FAILURE:
         logging.getLogger(f"verifiers.v1.{name}").setLevel(logging.CRITICAL)
@@ -118,7 +118,7 @@ def _load(taskset_id: str, env: Mapping[str, Any], taskset: Mapping[str, Any]) -
 
 
 def _in_process(config: vf.EnvConfig) -> dict[str, vf.AgentConfig]:
-    """The agents that were not given a harness or a runtime, with those that cost nothing."""
+    """Returns the agents; those without a harness get `pellucid-chat`, without a runtime a subprocess."""
     agents = {}
     for name, agent in agent_config_fields(config).items():
         update: dict[str, Any] = {}
@@ -188,7 +188,7 @@ def _context(session: Session) -> vf.ModelContext:
 def _withdraw_untrainable(
     episode: vf.Episode, clients: Mapping[str, SessionClient], session: Session
 ) -> None:
-    """verifiers may find that a branch shall not train, such as a compaction that nobody went on from."""
+    """Withdraws branches that verifiers marks as untrainable, such as an abandoned compaction."""
     for trace in episode.traces:
         for branch in trace.branches:
             if not branch.trainable:

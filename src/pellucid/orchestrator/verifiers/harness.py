@@ -75,7 +75,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
 
 
 class RolloutTools:
-    """The tools of one rollout; what goes wrong in a call is told to the model."""
+    """The tools of one rollout; the model gets an error in a call as the tool's answer."""
 
     def __init__(
         self,
