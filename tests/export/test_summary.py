@@ -106,6 +106,17 @@ def test_worst_tokens_are_the_worst_of_all_parts() -> None:
     assert set(part.metrics) == {"entropy"}
 
 
+def test_names_of_any_characters_stay_apart_and_come_back() -> None:
+    names = ["a", "a\0", "a\0b", "\x1b[31m", "é\n"]
+    summary = StepSummary()
+    for number, env in enumerate(names):
+        summary.add(batch_of(3 + number, env=env))
+    found = StepSummary.from_json(orjson.dumps(summary.as_dict(), option=orjson.OPT_SERIALIZE_NUMPY))
+    assert {part.env_name: part.counts["tokens"] for part in found.parts} == {
+        env: 3 + number for number, env in enumerate(names)
+    }
+
+
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_what_the_writer_leaves_is_what_the_records_give(tmp_path, format) -> None:
     export = pellucid.export.open(write_run(tmp_path, format=format))

@@ -16,7 +16,7 @@ import pytest
 from engine_books import close_engine_books
 from pellucid.config import EnvConfig, EvalConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, DataError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
@@ -33,6 +33,7 @@ from pellucid.orchestrator import (
     loop,
     tasks,
 )
+from pellucid.orchestrator.eval_books import EvalBooks
 from pellucid.orchestrator.evaluation import Evaluation, prepare_evaluation
 from pellucid.orchestrator.progress import progress_path
 from pellucid.transport import Batch, MemoryChannel, publish_folder
@@ -551,3 +552,36 @@ def test_the_page_names_every_measure(tmp_path: Path) -> None:
     }
     measured = eval_records(tmp_path)[1]["held-out"]
     assert {name.partition("@")[0] for name in measured} == documented
+
+
+class Garbled(Guess):
+    """Fails with half of a character, in its examples and in what it says."""
+
+    def example(self, index: int) -> Example:
+        return Example(f"a\ud83d{index}", super().example(index).messages)
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        await session.respond(example.messages)
+        raise ValueError("b\ud83d")
+
+
+def test_half_of_a_character_is_spelt_out_in_what_is_saved(tmp_path: Path) -> None:
+    own = {"id": "x:Garbled", "name": "garbled", "num_examples": 2, "rollouts_per_example": 1}
+    run(configure(tmp_path, own, max_steps=1), FakeInferenceClient(letters), Garbled(seed=2))
+    saved = eval_rollouts(tmp_path, 0)
+    assert sorted(each["example_id"] for each in saved) == ["a\\ud83d0", "a\\ud83d1"]
+    assert {each["error"].partition(" (")[0] for each in saved} == {"ValueError: b\\ud83d"}
+
+
+def test_rollouts_are_not_saved_through_a_link(tmp_path: Path) -> None:
+    config = configure(tmp_path, {"id": "x:Guess", "name": "quiz"})
+    (tmp_path / "precious").write_bytes(b"precious")
+    path = tmp_path / "rollouts" / "step_3" / "eval_rollouts.jsonl"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "precious")
+    books = EvalBooks(config, lambda step, verdicts: None)
+    rollout = Rollout("r", "g", Example("0", []), "quiz", 1.0, reward=1.0)
+    with pytest.raises(DataError, match=r"eval_rollouts\.jsonl is a link"):
+        books.settle(3, [rollout], {})
+    books.close()
+    assert (tmp_path / "precious").read_bytes() == b"precious"

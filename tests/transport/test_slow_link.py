@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pellucid.data import TokenTable, TrainingSample
-from pellucid.transport import Batch, Limits, encode_batch
+from pellucid.transport import Batch, Limits, encode_batch, zmq_sender
 from pellucid.transport.spool import Spool
 from pellucid.transport.zmq_messages import Offer
 from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
@@ -156,6 +156,19 @@ def test_a_connection_that_breaks_is_gone_on_with_where_it_broke(stack, tmp_path
     # How much was on its way at each cut, and is sent again, depends on the machine; what had arrived is not.
     begun_at = [int(each) for each in re.findall(r"goes on at byte (\d+)", caplog.text)]
     assert len(begun_at) >= 2 and 0 < begun_at[0] < begun_at[-1]
+
+
+def test_a_batch_that_takes_its_time_is_told_of(stack, tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(zmq_sender, "_TELL_EVERY_S", 1e-9)
+    payload = encode_batch(make_batch(5_000))
+    inbox, receivers = open_inbox(stack, tmp_path)
+    with caplog.at_level("INFO", "pellucid"):
+        start_sending(stack, open_link(stack, inbox, 200_000), payload)
+        assert encode_batch(receivers["run"].receive(0)) == payload
+    told = re.findall(r"the batch of step 0 is on its way: (\d+) of (\d+) bytes in \d+ s", caplog.text)
+    asked = [int(num_asked) for num_asked, _ in told]
+    assert asked == sorted(asked) and asked[0] > 0 and asked[-1] <= len(payload)
+    assert {int(num_bytes) for _, num_bytes in told} == {len(payload)}
 
 
 def test_a_link_that_falls_silent_is_given_up_and_replaced(stack, tmp_path, caplog) -> None:
