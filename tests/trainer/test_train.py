@@ -22,7 +22,7 @@ from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate, train
 from pellucid.trainer.ranks import Ranks
-from pellucid.trainer.run import Told
+from pellucid.trainer.run import RankReport
 from pellucid.trainer.sft_data import load_data
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 from tolerance import gradient_bound, logprob_bound, mismatch_kl_bound, near, partial_sum
@@ -200,7 +200,7 @@ class OtherRankLost(Ranks):
     """Beside this rank another one, whose disk was full in step 0."""
 
     def gather(self, value):
-        return [value, value._replace(left_out=(0, 5))] if isinstance(value, Told) else [value]
+        return [value, value._replace(left_out=(0, 5))] if isinstance(value, RankReport) else [value]
 
 
 def test_a_step_that_a_rank_did_not_export_is_not_marked_whole(tiny_model, tmp_path) -> None:

@@ -1,6 +1,6 @@
-"""The trainer's alarms: what its steps say about sampling, versions, updates and masks; see docs/alarms.md.
+"""The trainer's alarms: they judge sampling, policy versions, updates and masks; see docs/alarms.md.
 
-Ranks note what they train (`Watched`), the main process judges it after each step.
+Each rank sums up what it trains (`Watched`). The main process judges the sum of all ranks after each step.
 """
 
 import math
@@ -31,37 +31,38 @@ Bools = NDArray[np.bool_]
 SURPRISE, VERSIONS, UPDATE, FROZEN, STOP_TOKENS = "surprise", "versions", "update", "frozen", "stop_tokens"
 
 MOST_SURPRISE = 32.0
-"""Beyond which ±(H + log π)·r is cut. What that takes from the mean of a token drawn from π is at most
-V·32·e⁻³², 7e-8 for 150,000 words."""
+"""Bound in nats at which ±(H + log π)·r is clipped. For tokens drawn from π, clipping moves the mean by at
+most V·32·e⁻³², which is 7e-8 for a vocabulary of 150,000."""
 
 SURPRISE_TOLERANCE = 0.05
-"""Nats per token that are let pass: what is sampled but not sent may differ from the rest (failed, stale and
-filtered rollouts), and in bfloat16 the engine's logprobs are not quite those that it draws from."""
+"""Mean in nats per token that rings no alarm. Rollouts that are not sent (failed, stale, filtered) may differ
+from the rest, and in bfloat16 the engine's logprobs are not quite those that it draws from."""
 
 STUCK_STEPS = 64
-"""Versions that may be published before one of them has to be in a batch."""
+"""Steps in a row whose batches may lack a newer policy version before the alarm rings."""
 
 LOST_LOOKS = 3
-"""At a tensor whose updates vanish, and has never changed, before that is said."""
+"""Looks at a tensor that has never changed, each with updates lost to rounding, before the alarm rings."""
 
 GRADIENT_LOOKS = 8
-"""At a tensor that has never had a gradient, 256 steps: an expert may wait for a token."""
+"""Looks at a tensor that has never had a gradient before the alarm rings: 256 steps, since an expert may wait
+for a token."""
 
 
 class Watched(NamedTuple):
-    """What one rank has seen of a step; those of all ranks add up."""
+    """Sums that one rank takes over its part of a step; `sum` adds up those of all ranks."""
 
     num_tokens: int = 0
     total: float = 0.0
     squares: float = 0.0
-    """Number of tokens whose surprise is tested, the sum of their surprises, and the sum of the squares."""
+    """Sum of the squared surprises; `num_tokens` counts the tested tokens, `total` sums their surprises."""
 
     num_stops: int = 0
     num_untrained: int = 0
-    """Rollouts that end with a stop token after a trainable one; of these, those whose stop token is not."""
+    """Sequences whose stop token has no loss, of `num_stops` that have one after a trainable token."""
 
     untrained: str = ""
-    """The first of these."""
+    """Id of the first rollout with an untrained stop token; "" if there is none."""
 
     @classmethod
     def sum(cls, parts: Iterable["Watched"]) -> "Watched":
@@ -79,10 +80,10 @@ class Watched(NamedTuple):
 
 
 class StepWatch:
-    """The part of a step that one rank sees; sums stay on the device until `watched`."""
+    """Sums up one rank's part of a step; the sums stay on the device until `watched` reads them."""
 
     def __init__(self, table: TokenTable) -> None:
-        """`table`: the whole batch."""
+        """`table` is the batch of the step on all ranks."""
         self._tested = fair_rollouts(table)
         self._num_tested = 0
         self._sums: Tensor | None = None
@@ -106,7 +107,10 @@ class StepWatch:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def _note_stops(self, packed: MicroBatch, sampled: Bools, loss_mask: Bools) -> None:
-        """Looks at replies that train and stop; a token that was cut off, or is a whole reply, is none."""
+        """Counts replies with a stop token after a trainable token, and those whose stop token has no loss.
+
+        Truncated sequences and replies of a single token are left out.
+        """
         table, num = packed.table, len(packed.received)
         stops = table["stop_reason"][:num] == "stop"
         stops &= (table.lengths[:num] > 1) & (table.sampled_lengths[:num] == packed.received)
@@ -128,12 +132,12 @@ class StepWatch:
 def fair_rollouts(table: TokenTable) -> set[str]:
     """Picks rollouts that are in the batch whatever they sampled, so that their tokens are a fair sample.
 
-    A group whose rewards are all equal is not sent. So each group is parted in two, by name: where the
-    rewards of one half differ, the group is sent whatever the other half is like, and that other half is
-    tested.
+    The orchestrator sends no group whose rewards are all equal. So each group is split in two by a hash of
+    the rollout ids. If the rewards of the first half differ, the group is sent whatever the second half
+    sampled, and the second half is tested.
 
         rewards   0  1  1  0 | 1  1  1  1      the second half is tested
-                  1  1  1  1 | 0  1  1  0      nothing is: it was sent because of the second half
+                  1  1  1  1 | 0  1  1  0      none is: the second half is why it was sent
     """
     rewards: dict[str, set[float]] = defaultdict(set)
     tested: dict[str, list[str]] = defaultdict(list)
@@ -150,7 +154,7 @@ def fair_rollouts(table: TokenTable) -> set[str]:
 
 
 class TrainerAlarms:
-    """The alarms of one run, which its main process judges after each step."""
+    """The alarms of one run; its main process judges them after each step."""
 
     def __init__(self, output_dir: Path, *, publishes: bool, lr: float, frozen: Sequence[str]) -> None:
         """`lr`: the highest of the schedule; `frozen`: parameters of the run that require no gradient."""
@@ -160,13 +164,13 @@ class TrainerAlarms:
         self._lr = lr
         self._frozen = frozen
         self._num_idle: Counter[str] = Counter()
-        """Looks at each tensor that found nothing to change it."""
+        """Looks per tensor that found no gradient, or updates lost to rounding."""
         self._changed: set[str] = set()
 
     def judge(
         self, step: int, table: TokenTable, ranks: Sequence[Watched], update: Update
     ) -> dict[str, float]:
-        """Rings what there is to ring after a step, and returns the metrics of all alarms."""
+        """Rings the alarms that a step gives cause for, and returns the metrics of all alarms."""
         watched = Watched.sum(ranks)
         if not update.is_skipped:
             self._judge_surprise(step, watched)
@@ -233,7 +237,7 @@ class TrainerAlarms:
                 )
             )
         is_idle = look.is_lost or not look.has_gradient
-        # A warm-up, and the end of a schedule, have updates that are too small with good reason.
+        # During warm-up and at the end of a schedule, updates may be too small for the dtype.
         if is_idle and look.name not in self._changed and lr >= self._lr / 2:
             self._num_idle[look.name] += 1
             if look.is_lost and self._num_idle[look.name] >= LOST_LOOKS:
@@ -266,12 +270,12 @@ _UPDATE_CAUSES = (
 
 @dataclass
 class VersionWatch:
-    """Policy versions of the tokens of each batch, against those that the trainer has published."""
+    """Compares the policy versions of each batch's tokens with those that the trainer has published."""
 
     publishes: bool
     newest: int = -1
     since: int = 0
-    """The step whose batch first had a token of the newest version."""
+    """Step whose batch was the first with a token of the newest version."""
 
     def fault(self, step: int, table: TokenTable) -> Alarm | None:
         versions = table["policy_versions"].astype(np.int64)

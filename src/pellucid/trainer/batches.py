@@ -1,4 +1,4 @@
-"""Where the trainer's batches come from: an orchestrator, a data set, or nowhere."""
+"""Sources of the trainer's batches: an orchestrator, a data set, or random tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,14 +15,14 @@ from pellucid.transport import UNLIMITED, Batch, BatchReceiver, decode_batch, en
 
 class BatchSource(Protocol):
     def next(self, step: int) -> TokenTable:
-        """Blocks until the samples of this step are there."""
+        """Blocks until the samples of `step` arrive, and returns them."""
 
     def release_before(self, step: int) -> None:
-        """Earlier steps are trained and saved; their batches are no longer needed."""
+        """Lets batches of earlier steps be deleted: a checkpoint covers them."""
 
 
 def share_table(ranks: Ranks, make: Callable[[], TokenTable]) -> TokenTable:
-    """A table that the main process makes, in every process: the others get its bytes."""
+    """Calls `make` in the main process alone, and returns its table in every process."""
     if ranks.group is None:
         return make()
     made: list[TokenTable] = []
@@ -36,12 +36,12 @@ def share_table(ranks: Ranks, make: Callable[[], TokenTable]) -> TokenTable:
 
 
 def from_main(payload: bytes) -> TokenTable:
-    """What the main process made of samples that it has judged, whatever limits their sender had to keep."""
+    """Decodes a table of the main process, without size limits: the main process has checked its samples."""
     return decode_batch(payload, sender="the main process", limits=UNLIMITED).table
 
 
 def open_batches(config: TrainerRunConfig) -> BatchReceiver:
-    """Refuses what the model of the run cannot train on before it counts as delivered."""
+    """Opens the receiver of a run's batches; it refuses samples that the model of the run cannot train on."""
     return open_receiver(
         config.transport,
         config.output_dir,
@@ -63,17 +63,17 @@ class OrchestratorBatches:
 
 
 class NoBatches:
-    """Of a process that gets what the main one received."""
+    """Source of a process that receives nothing itself: the main process sends it every batch."""
 
     def next(self, step: int) -> TokenTable:
         raise AssertionError(f"the batch of step {step} is received by the main process")
 
     def release_before(self, step: int) -> None:
-        """The main process holds them."""
+        """Does nothing: only the main process holds batches."""
 
 
 class DatasetBatches:
-    """A data set, shuffled, epoch after epoch; a batch depends on seed and step alone."""
+    """Batches of a data set that is shuffled anew each epoch; a batch depends on seed and step alone."""
 
     def __init__(self, samples: Sequence[TrainingSample], batch_size: int, seed: int) -> None:
         self._samples = samples
@@ -83,11 +83,11 @@ class DatasetBatches:
         return TokenTable.from_samples([self._samples[index] for index in self._order.batch(step)])
 
     def release_before(self, step: int) -> None:
-        """A data set stays where it is."""
+        """Does nothing: the samples stay in memory."""
 
 
 class FakeBatches:
-    """Random tokens; samples of full length, half of it prompt. A batch depends on seed and step alone."""
+    """Samples of random tokens, of full length, half of it prompt. A batch depends on seed and step alone."""
 
     def __init__(self, batch_size: int, *, length: int, vocab_size: int, run_id: str, seed: int) -> None:
         self._batch_size = batch_size
@@ -113,4 +113,4 @@ class FakeBatches:
         )
 
     def release_before(self, step: int) -> None:
-        """Nothing is kept."""
+        """Does nothing: batches are made when they are asked for."""

@@ -30,7 +30,7 @@ def build_run(
     *,
     publishes: bool = False,
 ) -> Run:
-    """One that has the model to itself."""
+    """Builds a run that shares its model with no other run."""
     ranks = ranks or Ranks()
     policy, [trained] = load_trained(config, ranks)
     if isinstance(trained, OneAdapter):
@@ -41,7 +41,10 @@ def build_run(
 def load_trained(
     config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1
 ) -> tuple[Policy, list[Trained]]:
-    """This process's part of the model, and what each run may train of it: adapters, if several."""
+    """Loads this process's shard of the model, and returns what each run trains of it.
+
+    That is the whole model or, with LoRA, one adapter per run; several runs need LoRA.
+    """
     settings, lora = config.trainer, config.model.lora
     torch.set_num_threads(max(1, (settings.threads or num_cores()) // ranks.num_local))
     torch.manual_seed(config.seed)
@@ -72,9 +75,9 @@ def assemble_run(
     *,
     publishes: bool,
 ) -> Run:
-    """`sinks` are those of the main process, besides the ones that the configuration asks for.
+    """Wires a run together. The main process logs to `sinks` and to those that the configuration asks for.
 
-    If one process cannot open what it needs, all of them raise, and none keeps anything open.
+    If one process fails to open a file, all processes raise, and each closes what it has opened.
     """
     settings = config.trainer
     losses = ranks.alike(lambda: loss_for(settings.loss))
@@ -107,7 +110,7 @@ def assemble_run(
 
 
 def _open_exporter(config: TrainerRunConfig, ranks: Ranks) -> TokenExporter | None:
-    """Raises ConfigError in every process where another run has the place of the export."""
+    """Opens the token export; raises ConfigError in every process if another run owns its folder."""
     export = config.trainer.experimental.token_export
     if export is None:
         return None

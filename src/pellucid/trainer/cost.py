@@ -1,4 +1,4 @@
-"""How attention compares with everything else, from the shape of a model.
+"""Cost of attention against that of the weights, from the shape of a model.
 
 A forward pass multiplies each token with every active weight, and in each layer with the keys and the values
 of the tokens before it: in a sequence of L tokens L/2 of them on average, as wide as all heads together. Both
@@ -15,13 +15,13 @@ from pellucid.packing import Cost
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     num_active: float
-    """Weights that a token meets."""
+    """Weights that the forward pass multiplies each token with."""
 
     attended: int
-    """Width of all heads of all layers together."""
+    """Sum of the head widths, over all heads of all layers."""
 
     is_frozen: bool = False
-    """Whether no weight of the model itself has a gradient; adapters beside it are small."""
+    """Whether the model's own weights have no gradient, as under LoRA; the adapters' cost is neglected."""
 
     @classmethod
     def of(cls, policy: Policy) -> "ModelShape":
@@ -34,24 +34,25 @@ class ModelShape:
         return Cost(parity=max(1, round(self.num_active / self.attended)))
 
     def flops(self, num_tokens: float, num_pairs: float) -> float:
-        """Of forward and backward, without anything computed twice to save memory.
+        """Counts the operations of forward and backward, without those that activation checkpointing repeats.
 
-        A multiplication and an addition per weight and token; per pair, both with the key and with the value.
-        Backward twice as many, for inputs and weights; with frozen weights for inputs alone.
+        The forward pass makes one multiplication and one addition per weight and token, and two of each per
+        pair of tokens: with the key and with the value. The backward pass makes twice as many, for the
+        gradients of inputs and weights; with frozen weights it needs only those of inputs.
         """
         of_weights = 2 * self.num_active * num_tokens
         return (2 if self.is_frozen else 3) * of_weights + 3 * 4 * self.attended * num_pairs
 
 
 def _head_width(config: Any) -> int:
-    """The mean of keys' and values'; latent attention tells them apart."""
+    """Returns the mean width of keys and values, which differ in latent attention."""
     if getattr(config, "kv_lora_rank", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _num_active(model: Any, config: Any) -> float:
-    """Weights that a token meets: the head's, but not the embedding's; of experts, those it is sent to."""
+    """Counts the weights that a token is multiplied with: no embedding, and the active share of experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((found for name in names if (found := getattr(config, name, None))), None)
     met = config.num_experts_per_tok / num_experts if num_experts else 1.0

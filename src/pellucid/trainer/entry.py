@@ -1,4 +1,4 @@
-"""What `pellucid trainer` and `pellucid sft` call: builds a run from its configuration and trains."""
+"""Entry of `pellucid trainer` and `pellucid sft`: builds a run from its configuration and trains it."""
 
 import logging
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def run_trainer(config: TrainerRunConfig) -> None:
     """Trains on the batches that an orchestrator sends, or on fake ones.
 
-    With `trainer.many_runs`, those of all runs that join; with `trainer.join`, it is such a run.
+    With `trainer.many_runs` it trains all runs that join; with `trainer.join` such a trainer trains this run.
     """
     if config.trainer.join is not None:
         join_trainer(config)
@@ -48,7 +48,7 @@ def run_trainer(config: TrainerRunConfig) -> None:
 
 
 def run_with(config: TrainerRunConfig, ranks: Ranks) -> None:
-    """The same, in processes that have found each other."""
+    """Trains as `run_trainer` does, in the process group that `ranks` stands for."""
     if config.trainer.many_runs is not None:
         serve_runs(config, ranks)
         return
@@ -73,9 +73,9 @@ def run_with(config: TrainerRunConfig, ranks: Ranks) -> None:
 def train_on_dataset(
     config: SFTConfig, data: SFTData | None, sinks: list[Sink], ranks: Ranks | None = None
 ) -> None:
-    """Trains on a data set, and measures the loss on the part that is kept for validation.
+    """Trains on a data set, and measures the loss on its validation examples.
 
-    Only the main process has the data; the others get from it what they need.
+    Only the main process has `data`; the other processes receive their batches from it.
     """
     batches = DatasetBatches(data.train, config.data.batch_size, config.seed) if data else NoBatches()
     run = build_run(config, batches, None, sinks, ranks)
@@ -98,7 +98,7 @@ def _validation_tables(data: SFTData | None, ranks: Ranks) -> Iterator[TokenTabl
 
 
 def _train(config: TrainerRunConfig, run: Run) -> None:
-    # Listening until all is closed: a trainer that fails is told to stop by the launcher as it closes.
+    # Signals are handled until all is closed: the launcher stops a failed trainer while it closes its files.
     with run.stop.listening(run.say_stopping), closing(run):
         try:
             run.check_settings(config)

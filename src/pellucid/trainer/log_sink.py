@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 class LogSink:
     def __init__(self, run: str = "") -> None:
-        """`run`: named in every line, where there are several."""
+        """`run` is named in every line of a trainer that serves several runs."""
         self._run = run and f"{run}: "
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -23,4 +23,4 @@ class LogSink:
         )
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing: the log stays open."""

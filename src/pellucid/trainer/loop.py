@@ -7,7 +7,7 @@
 
 The denominator is the number of trainable tokens of the whole step, known before the first micro batch,
 so that packing and the token cap cannot change the gradient. A step whose loss or gradient is not finite is
-skipped: the next policy version has the same weights, and everything else is recorded as ever.
+skipped: the next policy version has the same weights, and the step is recorded like any other.
 """
 
 from pellucid.trainer.observer import StepObserver
@@ -26,7 +26,7 @@ def train(run: Run) -> None:
 
 
 def accumulate(run: Run, batch: StepBatch, observer: StepObserver | None = None) -> StepObserver:
-    """Leaves the gradient of a step, or adds that of a part; returns what became of its tokens."""
+    """Adds the gradient of a step, or of a part of one, to the parameters; returns its observer."""
     observer = observer or run.observer(batch)
     for micro_batch in batch.micro_batches:
         output = run.forward(micro_batch)

@@ -41,7 +41,7 @@ class LossStats:
         return 0.0 if self._loss is None else float(self._loss)
 
     def count(self, name: str) -> list[int]:
-        """Of each account, the tokens for which a yes/no metric held."""
+        """Counts per account the tokens for which a yes/no metric is true."""
         if name not in self._sums:
             return [0] * len(self.environments)
         held: list[int] = self._sums[name][1].round().long().tolist()
@@ -58,7 +58,7 @@ class LossStats:
 
 
 def kl_ent_ratios(report: Mapping[str, float], environments: Iterable[str]) -> dict[str, float]:
-    """Mean mismatch KL ÷ mean entropy."""
+    """Divides the mean mismatch KL by the mean entropy, per environment and over all."""
     ratios = {}
     for scope in ("all", *environments):
         kl, entropy = report.get(f"mismatch_kl/{scope}/mean"), report.get(f"entropy/{scope}/mean")
@@ -76,7 +76,7 @@ def _metric(name: str, weight: float, total: float, squares: float, maximum: flo
 def observe_loss(
     stats: LossStats, inputs: LossInputs, record: LossRecord, entropy: Tensor, account: Tensor
 ) -> None:
-    """Adds one micro batch; `account` is the number of each token's account."""
+    """Adds one micro batch; `account` holds the index of each token's account."""
     trainable = inputs.loss_mask
     stats.add("entropy", entropy, trainable, account)
     if record.ratios is None:

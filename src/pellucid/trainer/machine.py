@@ -1,4 +1,4 @@
-"""What the machine gives: memory that was used at most, and the speed that its maker promises."""
+"""Peak memory of this process, and the peak speed of its GPU according to the vendor."""
 
 import resource
 import sys
@@ -12,11 +12,11 @@ _PEAK_FLOPS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-"""Dense bfloat16 operations per second, by a part of the device's name; the first that fits."""
+"""Dense bfloat16 operations per second, by a part of the device's name; the first match counts."""
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Of this process so far: of its GPU, or resident on a machine without one."""
+    """Returns the peak memory of this process so far: allocated on its GPU, or resident if it has none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -24,7 +24,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Per second; None where it is not known, as for every CPU."""
+    """Returns operations per second; None for CPUs and unknown GPUs."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,6 +1,6 @@
-"""What a step did, seen from three sides: metrics, ledger, export. All read the loss's own record.
+"""Records a step in metrics, ledger and export; all three read the loss's own record.
 
-Each rank observes what it trains. Its metrics know how they combine, and the books of all ranks add up.
+Each rank observes the tokens that it trains. Metrics know how they combine; the books of all ranks add up.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ _Account = tuple[str, str]
 """(run, environment)."""
 
 _PADDING = ""
-"""The environment of tokens that have no owner."""
+"""Environment that padding is booked under."""
 
 _BOOKED = ("packed", "computed", "sampled", "trainable", "received")
 
@@ -45,9 +45,9 @@ COUNTED = (
 
 
 class StepObserver:
-    """One optimizer step, whole, in however many parts it is trained.
+    """Observes one optimizer step, whether it is trained at once or in several parts.
 
-    Statistics stay on the device until `metrics`; an export reads each micro batch.
+    Statistics stay on the device until `metrics` reads them; an export reads each micro batch.
     """
 
     def __init__(self, batch: StepBatch, exporter: TokenExporter | None) -> None:
@@ -61,12 +61,12 @@ class StepObserver:
         self._counts: Counter[str] = Counter()
         self._max_micro_batch_tokens = 0
         self.num_pairs = 0
-        """Of tokens and tokens that they attend to, on this rank."""
+        """Pairs of a token and one that it attends to, on this rank."""
 
         self._stats = LossStats([env for _, env in self._accounts])
         self._watch = FiniteWatch()
         self.alarms = StepWatch(batch.table)
-        """What this rank has to say to the alarms of the run."""
+        """Sums over this rank's tokens, which the alarms of the run judge."""
 
         self._is_skipped = False
 
@@ -80,18 +80,18 @@ class StepObserver:
         return self._batch.table
 
     def not_finite(self) -> str | None:
-        """The first token of this rank whose loss is not finite, described; None if all are."""
+        """Describes this rank's first token whose loss is not finite; None if there is none."""
         return self._watch.cause()
 
     def skip(self) -> None:
-        """The gradient of this step moves no weights: its trainable tokens are neither trained nor masked."""
+        """Books the trainable tokens of this step as skipped: they move no weights."""
         self._is_skipped = True
 
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
         account = self._account_of_tokens(micro_batch)
         sampled, loss_mask = micro_batch.table["sampled"], micro_batch.table["loss_mask"]
         self._count(micro_batch, account, sampled, loss_mask)
-        # In float64, so that it is the sum of what is exported however much of it cancels out.
+        # In float64, so that it equals the sum of the exported losses even where they cancel out.
         self._stats.add_loss(result.record.token_loss.detach().sum(dtype=torch.float64) / self._denominator)
         on_device = torch.from_numpy(account).to(output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
@@ -141,12 +141,12 @@ class StepObserver:
                 self._books[name][self._numbers[micro_batch.packed.kind.run_id, _PADDING]] += filled
 
     def complete(self) -> None:
-        """Nothing more will be added: what is exported can be finished while the weights are updated."""
+        """Tells the export that the step is complete: it writes the rest while the weights are updated."""
         if self._exporter is not None:
             self._exporter.complete(self._batch.step)
 
     def metrics(self) -> MetricSet:
-        """Of this rank: its share of the optimised loss, statistics, and the accounting of what it packed."""
+        """Returns this rank's metrics: its share of the loss, statistics, and counts of packed tokens."""
         metrics = self._stats.metrics()
         metrics.add("loss", Sum(self._stats.loss()))
         num_masked = sum(self._stats.count("is_masked"))
@@ -159,7 +159,7 @@ class StepObserver:
         return metrics
 
     def report(self, ranks: Sequence[MetricSet]) -> dict[str, float]:
-        """Of all ranks together, and as `local/…` the counts of this one."""
+        """Combines the metrics of all ranks, and adds the counts of this rank as `local/…`."""
         report = MetricSet.combined(ranks).report()
         own = ranks[self._batch.rank].report()
         return {
@@ -169,7 +169,7 @@ class StepObserver:
         }
 
     def write_ledger(self, journal: Journal) -> None:
-        """What this rank trained; `received` is what it had of it before truncation."""
+        """Books this rank's tokens in the ledger; `received` counts sampled tokens before truncation."""
         masked = self._stats.count("is_masked")
         for number, (run, env) in enumerate(self._accounts):
             packed, computed, sampled, trainable, received = (

@@ -17,18 +17,18 @@ class Update:
     """One step of the optimizer."""
 
     grad_norm: float
-    """Before clipping."""
+    """Norm of all gradients before clipping."""
 
     lr: float
     is_skipped: bool = False
-    """Whether weights and AdamW's state were left as they are, because loss or gradient is not finite."""
+    """Whether weights and AdamW's state stayed as they were, because loss or gradient is not finite."""
 
     parameter: str | None = None
-    """The parameter nearest to the loss whose gradient is not finite in this process's shard of it, if
-    there is one: the backward pass met it first."""
+    """Name of the parameter nearest to the loss whose gradient is not finite in this process's shard: the
+    backward pass met it first. None if there is none."""
 
     looks: Sequence[Look] = ()
-    """What became of some weights, against what AdamW does to them."""
+    """Comparisons of a few weights with AdamW's formula."""
 
 
 class Optimizer:
@@ -53,16 +53,17 @@ class Optimizer:
         self._watch = UpdateWatch(self._named, self.adamw, optim)
 
     def step(self, *, lr: float | None = None, is_finite: bool = True) -> Update:
-        """Clips, updates and clears the gradients; only clears them if their norm is not finite.
+        """Clips and applies the gradients, then clears them; if loss or norm is not finite, only clears them.
 
-        `lr` is used instead of the schedule's. `is_finite`: whether the loss of the step is, on all ranks.
+        `lr` replaces that of the schedule. `is_finite` says whether the loss of the step is finite on all
+        ranks.
         """
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         grad_norm = float(_whole(norm))
         own_lr = self._optim.lr * lr_factor(self.num_steps, self._scheduler, self._max_steps)
         update = Update(grad_norm, own_lr if lr is None else lr)
-        if is_finite and math.isfinite(grad_norm):  # of all ranks: each of them decides alike
+        if is_finite and math.isfinite(grad_norm):  # the norm over all ranks: each decides alike
             noted = self._watch.before()
             nn.utils.clip_grads_with_norm_(self._parameters, self._optim.max_norm, norm)
             for group in self.adamw.param_groups:

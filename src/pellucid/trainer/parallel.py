@@ -28,19 +28,19 @@ from pellucid.trainer.ranks import Ranks, outcome_of
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=7)
-"""How long processes wait for the main one, which waits for batches. A process that died is noticed at once:
+"""Time that processes wait for the main one, which waits for batches. They notice at once if a process dies:
 its connections close."""
 
 BF16 = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16,
     reduce_dtype=torch.float32,
-    cast_forward_inputs=False,  # temperatures stay what they are
+    cast_forward_inputs=False,  # temperatures stay in float32
 )
 
 
 @contextmanager
 def joined(config: TrainerConfig) -> Iterator[Ranks]:
-    """The ranks of this process: those of torchrun, if it was started by it, else it is alone."""
+    """Joins the process group that torchrun started; without torchrun, the process trains alone."""
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     config.check_num_processes(num_processes)
     if "RANK" not in os.environ:
@@ -59,7 +59,7 @@ def joined(config: TrainerConfig) -> Iterator[Ranks]:
         raise ProcessError(
             f"another process of the trainer is gone; its log tells why ({first_line(error)})"
         ) from error
-    # Not after an error: the others learn of it as this process ends.
+    # Skipped after an error: the other processes notice when this one ends.
     dist.barrier(ranks.group)
     dist.destroy_process_group()
 
@@ -69,17 +69,17 @@ class Processes(Ranks):
     cp_rank: int = 0
     control: dist.ProcessGroup | None = None
     model_mesh: DeviceMesh | None = None
-    """(replicas, shards of each)."""
+    """Mesh of all processes: (replicas, shards of each)."""
 
     cp_mesh: DeviceMesh | None = None
-    """(ranks, context-parallel ranks of each)."""
+    """Mesh of all processes: (ranks, context-parallel ranks of each)."""
 
     precision: MixedPrecisionPolicy | None = None
-    """None: all in float32."""
+    """Dtypes of forward and reduction; None: all in float32."""
 
     @classmethod
     def of(cls, config: TrainerConfig, control: dist.ProcessGroup, device: torch.device) -> "Processes":
-        """All processes of the default group; each calls it."""
+        """Builds the meshes over the default group; every process calls it."""
         replicate, cp, num_processes = config.model.dp_replicate, config.model.cp, dist.get_world_size()
         meshes = [
             init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -159,8 +159,8 @@ def shard_module(
 ) -> None:
     """Shards the layers, and the rest with the root, over the last dimension of (replicas, shards).
 
-    The gradient is the sum over all processes. Both settings are needed on *every* module: with gloo, on the
-    root alone, gradients are wrong without a word.
+    The gradient is the sum over all processes. Both settings are needed on *every* module: with gloo,
+    gradients are silently wrong if only the root has them.
     """
     options: dict[str, Any] = {"mesh": mesh if mesh.size(0) > 1 else mesh["shard"]}
     if precision is not None:

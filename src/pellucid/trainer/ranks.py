@@ -24,8 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process alone; `pellucid.trainer.parallel` has the others. Every process calls the same methods in
-    the same order."""
+    """A trainer of one process; `pellucid.trainer.parallel.Processes` stands for several.
+
+    Every process calls the same methods in the same order.
+    """
 
     rank: int = 0
     num_ranks: int = 1
@@ -36,12 +38,12 @@ class Ranks:
 
     @property
     def keeps_books(self) -> bool:
-        """Whether this process speaks for its rank."""
+        """Whether this process writes the journal and the export of its rank: the first cp rank does."""
         return True
 
     @property
     def num_processes(self) -> int:
-        """On all machines."""
+        """Processes of the trainer on all machines."""
         return 1
 
     @property
@@ -56,28 +58,28 @@ class Ranks:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """What all processes talk through; None: there is nobody to talk to."""
+        """Group of all processes, for control messages; None if this process is alone."""
         return None
 
     @property
     def context(self) -> "ContextParallel | None":
-        """Those that share the micro batches of this rank; None: there are no others."""
+        """Context-parallel ranks that share this rank's micro batches; None without context parallelism."""
         return None
 
     def apart(self) -> "Ranks":
-        """The same processes, on a line of their own: a thread may use it while others use this one."""
+        """Returns the same processes with a process group of its own, for use by another thread."""
         return self
 
     def gather(self, value: Any) -> list[Any]:
-        """From a value of this rank to those of all ranks, in order."""
+        """Gathers one value per rank, in order of ranks, in every process."""
         return [value]
 
     def gather_all(self, value: Any) -> list[Any]:
-        """From a value of this process to those of all processes, in order."""
+        """Gathers one value per process, in order, in every process."""
         return [value]
 
     def share(self, make: Callable[[], T]) -> T:
-        """What `make` returns or raises in the main process, in every process; the others do not call it."""
+        """Calls `make` in the main process alone; every process returns its result, or raises its error."""
         return make()
 
     def alike(self, make: Callable[[], T]) -> T:
@@ -88,11 +90,11 @@ class Ranks:
         value, own_error = outcome_of(make)
         errors = [error for error in self.gather_all(own_error) if error is not None]
         if errors:
-            raise own_error or errors[0]  # its own has a cause and a traceback, which do not travel
+            raise own_error or errors[0]  # its own has a cause and a traceback, which are not sent
         return cast(T, value)
 
     def shard(self, policy: "Policy") -> None:
-        """Leaves this process its part of the model."""
+        """Shards the model over the processes; this one keeps its shard."""
 
 
 def outcome_of(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:

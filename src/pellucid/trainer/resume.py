@@ -1,4 +1,4 @@
-"""Takes a run to where its newest checkpoint was."""
+"""Restores a run from its newest checkpoint."""
 
 import logging
 
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def restore(run: Run) -> None:
-    """Takes a new run to where its newest intact checkpoint was, bit by bit; without one it starts at step 0.
+    """Restores a run from its newest intact checkpoint, bit by bit; without one it starts at step 0.
 
-    Books, weights and exports are taken back to there, whoever else of the run goes on.
+    Later entries of books, published weights and exports are removed.
     """
     progress = run.ranks.share(lambda: _settle(run))
     if progress is not None:
@@ -32,7 +32,7 @@ def restore(run: Run) -> None:
 
 
 def _settle(run: Run) -> Progress | None:
-    """In the main process, for all of them: no other has written anything yet."""
+    """Picks the checkpoint and removes later books and weights; called in the main process alone."""
     progress = newest_intact(run.output_dir)
     if run.publishes:
         take_back(run.output_dir, progress)

@@ -1,4 +1,4 @@
-"""The parts of one training run, wired together: what the loop calls."""
+"""One training run: its parts, wired together, and the methods that the loop calls."""
 
 import logging
 from collections import Counter
@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 _LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
 
-class Told(NamedTuple):
-    """What a rank tells the others after a step."""
+class RankReport(NamedTuple):
+    """Results of one rank after a step; every process gathers those of all ranks."""
 
     metrics: MetricSet
     left_out: tuple[int, ...]
-    """Sequences so far, by the names of `_LEFT_OUT`; empty without an export."""
+    """Sequences missing in the export so far, one count per name of `_LEFT_OUT`; empty without an export."""
 
     num_pairs: int
     watched: Watched
@@ -65,7 +65,7 @@ class Run:
     max_steps: int
     policy: Policy
     trained: Trained
-    """Of the policy."""
+    """The part of the policy's weights that this run trains: all of them, or one adapter."""
 
     losses: dict[str, TokenLoss]
     optimizer: Optimizer
@@ -85,7 +85,7 @@ class Run:
     def __post_init__(self) -> None:
         self.start = self._num_trained = self._num_saved = 0
         self.step_s = 0.0
-        """Duration of the last step."""
+        """Duration of the last step in seconds."""
         self._totals: Counter[str] = Counter()
         self._watch = Stopwatch()
         self._shape = ModelShape.of(self.policy)
@@ -104,11 +104,13 @@ class Run:
         self.start = self._num_trained = self._num_saved = progress.step
         self._totals = Counter(progress.totals)
         self.optimizer.num_steps = progress.step
-        if self.exporter is not None and self.ranks.is_main:  # the others begin at 0: the sum is the same
+        if (
+            self.exporter is not None and self.ranks.is_main
+        ):  # the other ranks start at 0, so that the sum is right
             self.exporter.num_skipped, self.exporter.num_lost = self._totals[_SKIPPED], self._totals[_LOST]
 
     def publish_start(self) -> None:
-        """Publishes the policy version to go on from, if it is missing; 0 is that of the initial weights."""
+        """Publishes the policy version that a resumed run starts from, if it is missing."""
         folder = weights_folder(self.output_dir, self.start)
         if self.publishes and self.start > 0 and not self.ranks.share(lambda: is_stable(folder)):
             self.publish(self.start - 1)
@@ -119,7 +121,7 @@ class Run:
         self.ranks.share(lambda: changed_settings(config, _part(config)))
 
     def record_settings(self, config: TrainerRunConfig) -> None:
-        """Writes down that `config` shapes the steps from here on, and logs what it changes for them."""
+        """Records that `config` holds for the steps from here on, and logs the settings that it changes."""
         changes = self.ranks.share(lambda: record_settings(config, _part(config), self.start))
         if self.ranks.is_main:
             for change in changes:
@@ -135,7 +137,7 @@ class Run:
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """`profiles/step_N.rank_R.json`, which chrome://tracing and Perfetto show."""
+        """Writes `profiles/step_N.rank_R.json` for chrome://tracing or Perfetto, if the config wants it."""
         wanted = self.config.profile
         if wanted is None or not self.ranks.keeps_books or step not in wanted.steps:
             yield
@@ -148,7 +150,10 @@ class Run:
         profile.export_chrome_trace(str(path))
 
     def next_batch(self, step: int) -> StepBatch:
-        """Also where a run is stopped: all processes before the same step, when the main one says so."""
+        """Waits for the batch of a step, and packs it.
+
+        On a stop request every process raises `Stopped` here, all of them before the same step.
+        """
         with self.waiting():
             table = share_table(self.ranks, lambda: self._receive(step))
         return self.pack(step, table)
@@ -162,7 +167,7 @@ class Run:
         return table
 
     def check(self, table: TokenTable) -> None:
-        """Raises DataError if the model cannot train on these samples; receivers refuse them."""
+        """Raises DataError if the model cannot train on these samples."""
         check_text(table.columns)
         if self.policy.replay is not None:
             check_experts(table.columns, self.policy.replay.shape.experts)
@@ -188,14 +193,14 @@ class Run:
         )
 
     def part(self, batch: StepBatch, start: int, stop: int, num_before: int) -> StepBatch:
-        """Some of its samples, packed on their own; what they weigh is decided by the whole."""
+        """Packs samples `start` to `stop` of a batch; weights and denominator are those of the whole."""
         part = self.pack(batch.step, batch.table.select(np.arange(start, stop)))
         weights = None if batch.weights is None else batch.weights[start:stop]
         is_last = stop == batch.table.num_sequences
         return replace(part, weights=weights, whole=batch, num_before=num_before, is_last=is_last)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around what is not this run's own time."""
+        """Context manager: time spent inside is logged as `time/wait_s`."""
         return self._watch("wait")
 
     def observer(self, batch: StepBatch) -> StepObserver:
@@ -223,7 +228,7 @@ class Run:
     def update(self, observer: StepObserver) -> Update:
         """Moves the weights by the gradient of a step, or skips it if its loss or gradient is not finite.
 
-        All processes decide alike: they know of each other's tokens, and the norm is that of all gradients.
+        All processes decide alike: they gather each other's bad tokens, and the norm is over all gradients.
         """
         tokens: list[str | None] = self.ranks.gather(observer.not_finite())
         update = self.optimizer.step(is_finite=not any(tokens))
@@ -256,15 +261,15 @@ class Run:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
                 self.exporter.finish(step)
-            ranks: list[Told] = self.ranks.gather(self._told(observer))
-            report = observer.report([told.metrics for told in ranks])
+            ranks: list[RankReport] = self.ranks.gather(self._rank_report(observer))
+            report = observer.report([rank.metrics for rank in ranks])
             if self.exporter is not None:
                 num_lost = self._totals[_LOST]
                 for name, counts in zip(
-                    _LEFT_OUT, zip(*(told.left_out for told in ranks), strict=True), strict=True
+                    _LEFT_OUT, zip(*(rank.left_out for rank in ranks), strict=True), strict=True
                 ):
                     self._totals[name] = sum(counts)
-                # Every rank has written, or it would not have told its metrics; and nothing was left out.
+                # Every rank has written its export before the gather, and this step lost no sequence.
                 if self.ranks.is_main and self._totals[_LOST] == num_lost:
                     self.exporter.mark_stable(step)
         if self.validation is not None:
@@ -276,8 +281,8 @@ class Run:
         self._totals.update({"total/skipped_steps": skipped["skipped_steps"]})
         report |= {"grad_norm": update.grad_norm, "lr": update.lr, **skipped, **self._totals}
         if self.ranks.is_main:
-            report |= self._alarms.judge(step, observer.table, [told.watched for told in ranks], update)
-        report |= self._times(report, sum(told.num_pairs for told in ranks))
+            report |= self._alarms.judge(step, observer.table, [rank.watched for rank in ranks], update)
+        report |= self._times(report, sum(rank.num_pairs for rank in ranks))
         for sink in self.sinks:
             sink.log(step, report)
         self._num_trained = step + 1
@@ -289,15 +294,15 @@ class Run:
             self.finish_checkpoint()
             raise self._skips.error(step, self.output_dir, is_exported=self.exporter is not None)
 
-    def _told(self, observer: StepObserver) -> Told:
+    def _rank_report(self, observer: StepObserver) -> RankReport:
         metrics = observer.metrics()
         metrics.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
         exporter = self.exporter
         left_out = () if exporter is None else (exporter.num_skipped, exporter.num_lost)
-        return Told(metrics, left_out, observer.num_pairs, observer.alarms.watched())
+        return RankReport(metrics, left_out, observer.num_pairs, observer.alarms.watched())
 
     def save_checkpoint(self) -> None:
-        """Of the steps trained so far, unless there is one; batches that it covers are let go."""
+        """Writes a checkpoint of the steps trained so far, unless it exists; releases batches it covers."""
         if self._num_trained == self._num_saved:
             return
         if self.journal is not None:
@@ -328,7 +333,7 @@ class Run:
             self.batches.release_before(needed_from)
 
     def finish_checkpoint(self) -> None:
-        """One that is still being written is complete after this."""
+        """Waits until a checkpoint that is being written is complete."""
         if self._saver.is_writing:
             with self._writing_checkpoint():
                 self._settle(wait=True)
@@ -353,7 +358,7 @@ class Run:
         }
 
     def save_model(self) -> None:
-        """The result: a folder that `AutoModelForCausalLM.from_pretrained` loads. No batch is needed then."""
+        """Writes `model/`, which `AutoModelForCausalLM.from_pretrained` loads, and releases all batches."""
         self.finish_checkpoint()
         model = self.output_dir / "model"
         lost = f"{model}, which --resume writes"
@@ -365,12 +370,12 @@ class Run:
                 self.trained.offer()
 
     def close_books(self) -> None:
-        """Only a run that came to its end, and before what takes long: any other's journal stays open."""
+        """Closes the journal of a run that has trained all its steps; other journals stay open."""
         if self.journal is not None:
             self.journal.close(self.max_steps)
 
     def say_stopping(self) -> None:
-        """Tells the launcher that the step that is being trained is finished first."""
+        """Tells the launcher that the trainer finishes the current step before it stops."""
         say_finishing(f"step {self._num_trained}", self.step_s)
 
     def close(self) -> None:
@@ -386,7 +391,7 @@ class Run:
 
 
 def say_finishing(what: str, step_s: float) -> None:
-    """Tells the launcher that a trainer stops after `what`; twice the time of the last step may pass."""
+    """Tells the launcher that the trainer stops after `what`, in up to twice the time of the last step."""
     say(
         f"finishing {what}",
         at_stake="the steps since the last checkpoint, which are trained again",

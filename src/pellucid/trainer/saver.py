@@ -1,11 +1,11 @@
-"""Writes checkpoints, at once or beside the training that goes on.
+"""Writes checkpoints, while training waits or in a thread beside it.
 
-    save ──> copy of the state ──> [ thread: write, publish ] ──> settle: batches that it covers are let go
+    save ──> copy of the state ──> [ thread: write, publish ] ──> settle: batches that it covers are released
                   │
                   └──> the next steps train meanwhile
 
-At most one is being written: the next one, and the end of a run, wait for it. It is published only once it is
-complete, as any other, and what went wrong with it is raised by `settle`, where training is.
+At most one checkpoint is written at a time: the next one, and the end of a run, wait for it. It is published
+only once it is complete. `settle` raises the errors of the thread, in the thread that trains.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class CheckpointSaver:
     def __init__(self, run_dir: Path, config: CkptConfig, ranks: Ranks) -> None:
         self._run_dir = run_dir
         self._config = config
-        # What a thread says to other processes must not get among what the training says.
+        # The thread needs a process group of its own: its messages must not mix with those of training.
         self._ranks = ranks.apart() if config.asynchronous else ranks
         self._job: _Job | None = None
 
@@ -49,14 +49,14 @@ class CheckpointSaver:
         Thread(target=self._job.run, name="checkpoint", daemon=True).start()
 
     def settle(self, *, wait: bool) -> int | None:
-        """The step from which on batches may be needed again, once a checkpoint has been published."""
+        """Returns the first step whose batch may be needed again; None if no checkpoint was published."""
         if self._job is None or not (wait or self._job.done.is_set()):
             return None
         job, self._job = self._job, None
         return job.result()
 
     def close(self) -> None:
-        """Whatever ended the run, a checkpoint that depends on this process alone is completed."""
+        """Waits for a checkpoint that is being written, unless it needs other processes: they may be gone."""
         if self._job is not None and self._ranks.group is None:
             self._job.done.wait()
 

@@ -25,7 +25,7 @@ _HOLD_OUT_SEED = 0
 _PACKED_TOGETHER = 1024
 
 Track = Callable[[SftRows, str], Iterable[Row]]
-"""Hands out rows and may show how far it is; the text says what they are."""
+"""Iterates over rows and may show progress; the text is the title of the bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class SFTData:
     """Empty without `[data.validation]`."""
 
     def validation_tables(self) -> list[TokenTable]:
-        """In parts, each packed on its own."""
+        """Splits the validation samples into tables of at most 1,024, each packed on its own."""
         starts = range(0, len(self.validation), _PACKED_TOGETHER)
         return [
             TokenTable.from_samples(self.validation[start : start + _PACKED_TOGETHER]) for start in starts
         ]
 
     def check(self, seq_len: int) -> None:
-        """Some of it can be trained on, or measured."""
+        """Raises DataError if no example of a part has a trainable token within `seq_len`."""
         for key, samples in ((DataConfig.KEY, self.train), (ValidationConfig.KEY, self.validation)):
             if samples and DataSize.of(samples, seq_len).num_trainable == 0:
                 raise DataError(
@@ -93,7 +93,7 @@ def _sample(row: Row, examples: ExampleTokenizer, run_id: str) -> TrainingSample
 
 
 def hold_out(samples: Sequence[TrainingSample], config: ValidationConfig) -> SFTData:
-    """Part of the samples is kept for validation, chosen by their number alone; both parts stay in order."""
+    """Keeps part of the samples for validation, chosen by their number alone; both parts stay in order."""
     total = len(samples)
     key = "fraction" if config.fraction is not None else "num_examples"
     count = config.num_examples or max(1, round(total * (config.fraction or 0.0)))
@@ -110,7 +110,7 @@ def hold_out(samples: Sequence[TrainingSample], config: ValidationConfig) -> SFT
 
 
 class ShuffledBatches:
-    """Which examples each step takes: consecutive ones of an endless row of epochs, each in its own order.
+    """Chooses the examples of each step: consecutive ones of an endless row of epochs, each in its own order.
 
     5 examples, batches of 3:   epoch 0  3 0 4 1 2   epoch 1  1 4 2 0 3
                                 step 0   3 0 4       step 1   1 2 1      step 2   4 2 0
@@ -136,7 +136,7 @@ class ShuffledBatches:
 
 @dataclass(frozen=True, slots=True)
 class DataSize:
-    """What a run makes of its examples under its `seq_len`."""
+    """Counts of examples and tokens after truncation to `seq_len`."""
 
     num_examples: int
     num_tokens: int
@@ -145,7 +145,7 @@ class DataSize:
     """Examples longer than `seq_len`."""
 
     num_mute: int
-    """Of them, those that lose every trainable token; they train nothing."""
+    """Examples without a trainable token within `seq_len`; they train nothing."""
 
     @classmethod
     def of(cls, samples: Sequence[TrainingSample], seq_len: int) -> "DataSize":

@@ -1,4 +1,4 @@
-"""The rows of a data set, each with the place to name if something is wrong with it.
+"""The rows of a data set, each with its place in the source, which error messages name.
 
     data.path = train.jsonl      train.jsonl:3                  line 3
     data.path = folder           folder[train] row 2            as `dataset[2]`
@@ -33,7 +33,7 @@ class SftRows(Protocol):
 
 
 def open_rows(config: DatasetConfig) -> SftRows:
-    """The rows of a file, a folder or a hub data set; none of them is looked at yet."""
+    """Opens a file, a folder or a hub data set; does not parse its rows yet."""
     rows: SftRows
     if config.path is not None and not config.path.is_dir():
         rows = _JsonlRows(config)
@@ -45,7 +45,7 @@ def open_rows(config: DatasetConfig) -> SftRows:
 
 
 def _setting(config: DatasetConfig) -> str:
-    """`data.path = 'x.jsonl'` or `data.name = 'user/chats'`."""
+    """Names the setting, for errors: `data.path = 'x.jsonl'` or `data.name = 'user/chats'`."""
     return (
         f"{config.KEY}.name = {config.name!r}"
         if config.path is None
@@ -54,7 +54,7 @@ def _setting(config: DatasetConfig) -> str:
 
 
 class _JsonlRows:
-    """Read line by line; empty lines are passed over."""
+    """Rows of a JSONL file, read line by line; empty lines are skipped."""
 
     def __init__(self, config: DatasetConfig) -> None:
         assert config.path is not None
@@ -97,7 +97,7 @@ def _present(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _DatasetRows:
-    """Read through the package `datasets`, which keeps the rows on disk."""
+    """Rows of the package `datasets`, which keeps them on disk."""
 
     def __init__(self, config: DatasetConfig) -> None:
         self._dataset = _load(config)
@@ -141,7 +141,7 @@ def _was_saved_to_disk(folder: Path) -> bool:
 
 
 def _choose_split(saved: Any, config: DatasetConfig) -> Any:
-    """The split of what `save_to_disk` wrote: several by name, or one data set as it is."""
+    """Returns the split that `config` names, or the only one there is."""
     if config.subset is not None:
         raise ConfigError(
             f"{config.KEY}.subset = {config.subset!r}: {config.path} was written by save_to_disk and has no "
@@ -160,7 +160,7 @@ def _choose_split(saved: Any, config: DatasetConfig) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of the error at the root: what wraps it only says that something failed."""
+    """Returns the first line of the root error; the errors around it only say that loading failed."""
     while isinstance(error.__cause__, Exception) and type(error).__module__.startswith("datasets"):
         error = error.__cause__
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

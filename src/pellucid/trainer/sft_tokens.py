@@ -5,9 +5,9 @@
     <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n  ho<|im_end|>  \\n
     |------------------- the prompt -------------------|  |-- loss --|
 
-A reply begins where the chat template's generation prompt ends, and is tokenised apart from what stands
-before it, so that the prompt's tokens are those that inference sends. A template that marks replies itself
-(`{% generation %}`) decides instead.
+A reply begins where the chat template's generation prompt ends. It is tokenised separately from the text
+before it, so that the prompt's tokens are those that inference sends. If a template marks replies itself
+(`{% generation %}`), its marks decide instead.
 """
 
 import re
@@ -29,7 +29,7 @@ ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 
 _MARKS_REPLIES = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SPACE = "▁"  # how SentencePiece vocabularies write one
+_SPACE = "▁"  # how SentencePiece vocabularies write a space
 
 
 @dataclass(slots=True)
@@ -37,14 +37,14 @@ class ExampleTokens:
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     role_spans: list[RoleSpan] = field(default_factory=list)
-    """(role, start, stop) in tokens; empty where it cannot be told which text a token stands for."""
+    """(role, start, stop) in tokens; empty if the tokenizer does not give the text of each token."""
 
     starts: list[int] = field(default_factory=list)
-    """Where each token's text starts; empty if the tokenizer does not say."""
+    """Position in the text where each token starts, in characters; empty if the tokenizer gives none."""
 
 
 class ExampleTokenizer:
-    """Examples that it cannot make tokens of raise a DataError."""
+    """Turns examples into tokens; raises DataError for those that it cannot tokenise."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +54,7 @@ class ExampleTokenizer:
         self._num_anchor = len(tokenizer.encode(self._anchor, add_special_tokens=False))
 
     def tokenize(self, record: Mapping[str, Any]) -> ExampleTokens:
-        """`messages`, or `prompt` and `completion`, each a text or a list of messages."""
+        """Takes `messages`, or `prompt` and `completion`, each a text or a list of messages."""
         if "messages" in record:
             messages = _messages(record["messages"], "messages")
             return self._chat(messages, "messages", 0, record.get("tools"))
@@ -68,7 +68,7 @@ class ExampleTokenizer:
         return self._chat([*before, *after], "completion", len(before), record.get("tools"))
 
     def _text(self, prompt: str, completion: str) -> ExampleTokens:
-        """The texts as they are, without a template, and the end of text."""
+        """Tokenises both texts without a template, and appends the end of text."""
         prompt_ids: list[int] = self._tokenizer.encode(prompt)
         if not prompt_ids:
             raise DataError("`prompt` is empty, and nothing predicts the first token of a text")
@@ -81,7 +81,7 @@ class ExampleTokenizer:
         return ExampleTokens(prompt_ids + completion_ids, mask)
 
     def _chat(self, messages: list[Message], key: str, first: int, tools: Any) -> ExampleTokens:
-        """Replies from message `first` on have a loss."""
+        """Tokenises a conversation; replies from message `first` on have a loss."""
         if not any(message["role"] == ASSISTANT for message in messages[first:]):
             raise DataError(f"`{key}` has no assistant turn, so there is nothing to train on; remove the row")
         chat = _Chat(self._tokenizer, messages, tools)
@@ -123,7 +123,7 @@ class ExampleTokenizer:
         tokens.starts += starts
 
     def _reply_mask(self, token_ids: Sequence[int]) -> list[bool]:
-        """A reply trains up to its end of turn; all of it, if the template has none."""
+        """Masks the tokens of a reply after its end of turn; keeps all of them if there is no end of turn."""
         ends = [position for position, token_id in enumerate(token_ids) if token_id in self._ends]
         last = ends[-1] if ends else len(token_ids)
         return [position <= last for position in range(len(token_ids))]
@@ -141,7 +141,7 @@ class ExampleTokenizer:
         return ExampleTokens(list(rendered["input_ids"]), mask, starts=starts)
 
     def _encode(self, text: str, start: int) -> tuple[list[int], list[int]]:
-        """The tokens of a text that stands at `start`, and where each starts, if the tokenizer says."""
+        """Encodes a text at position `start`; also returns where each token starts, if it is known."""
         anchor, num_anchor = (self._anchor, self._num_anchor) if start else ("", 0)
         is_fast = self._tokenizer.is_fast
         encoded = self._tokenizer(anchor + text, add_special_tokens=False, return_offsets_mapping=is_fast)
@@ -150,7 +150,7 @@ class ExampleTokenizer:
 
 
 class _Chat:
-    """A conversation, and what the template makes of its beginnings."""
+    """A conversation, and the texts that the chat template renders for its first messages."""
 
     def __init__(self, tokenizer: Any, messages: list[Message], tools: Any) -> None:
         if tokenizer.chat_template is None:
@@ -169,7 +169,7 @@ class _Chat:
         return self._tokenizer.is_fast and _MARKS_REPLIES.search(template) is not None
 
     def text(self, num_messages: int, *, opens_reply: bool = False) -> str:
-        """The first messages, ready for a reply or not."""
+        """Renders the first messages, with the generation prompt if `opens_reply`."""
         asked = num_messages, opens_reply
         if asked not in self._texts:
             self._texts[asked] = self._render(
@@ -178,7 +178,7 @@ class _Chat:
         return self._texts[asked]
 
     def marked(self) -> Mapping[str, Any]:
-        """The tokens of all messages, with the template's own marks on the replies."""
+        """Tokenises all messages, with the template's own marks on the replies."""
         rendered: Mapping[str, Any] = self._render(
             self.messages,
             return_dict=True,
@@ -195,7 +195,7 @@ class _Chat:
 
 
 def _role_spans(chat: _Chat, starts: Sequence[int]) -> list[RoleSpan]:
-    """Who speaks where, if the template renders messages one after the other; else nothing."""
+    """Finds the tokens of each message; empty unless the template renders messages one after the other."""
     text = chat.text(len(chat.messages))
     stops = [0]
     for index in range(1, len(chat.messages) + 1):

@@ -1,4 +1,4 @@
-"""Steps that are skipped because their loss or gradient is not finite: their cause, and how many in a row.
+"""Skipped steps, whose loss or gradient is not finite: their cause, and how many there are in a row.
 
 step           4       5         6         7        max_skipped_steps = 3
 loss           0.1     nan       0.2       nan
@@ -19,28 +19,28 @@ from pellucid.trainer.step import LoadedMicroBatch, LossResult
 
 
 class FiniteWatch:
-    """Finds the first token of a step whose loss is not finite; read back from the device only on demand."""
+    """Finds the first token of a step whose loss is not finite; only `cause` reads back from the device."""
 
     def __init__(self) -> None:
         self._first: list[torch.Tensor] = []
-        """Of each micro batch: whether there is one, which, and its numbers."""
+        """Row per micro batch: whether it has a bad token, its index, loss, logprobs and advantage."""
 
         self._sequences: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
-        """Of each micro batch: lengths, environments and rollouts."""
+        """Lengths, environments and rollouts of the sequences, per micro batch."""
 
     def add(self, micro_batch: LoadedMicroBatch, result: LossResult) -> None:
         losses, inputs = result.record.token_loss.detach(), result.inputs
         is_bad = ~losses.isfinite()
         token = is_bad.int().argmax().view(1)
         numbers = (losses, inputs.trainer_logprobs.detach(), inputs.inference_logprobs, inputs.advantages)
-        # `each[token]` would wait for the device.
+        # `each[token]` would synchronise with the device.
         found = [is_bad.any().view(1), token, *(each.index_select(0, token) for each in numbers)]
         self._first.append(torch.cat([each.double() for each in found]))
         table = micro_batch.table
         self._sequences.append((table.lengths, table["env_name"], table["rollout_id"]))
 
     def cause(self) -> str | None:
-        """The token and its numbers, or None if all losses are finite."""
+        """Describes the first bad token and its numbers; None if all losses are finite."""
         if not self._first:
             return None
         for found, sequences in zip(torch.stack(self._first).tolist(), self._sequences, strict=True):
@@ -75,7 +75,7 @@ def cause_of(update: Update, tokens: Sequence[str | None], parameters: Sequence[
 
 
 class Skips:
-    """Steps of a run that were skipped since the last one that was not."""
+    """Counts the steps of a run that were skipped in a row."""
 
     def __init__(self, max_in_a_row: int) -> None:
         self._max = max_in_a_row
@@ -83,7 +83,7 @@ class Skips:
         self._cause = ""
 
     def add(self, cause: str | None) -> None:
-        """One more step; `cause` is None if it was not skipped."""
+        """Counts one more step; `cause` is None if it was not skipped."""
         self._in_a_row = 0 if cause is None else self._in_a_row + 1
         self._cause = cause or ""
 
@@ -92,7 +92,7 @@ class Skips:
         return self._in_a_row >= self._max
 
     def error(self, step: int, output_dir: Path, *, is_exported: bool) -> DataError:
-        """The end of a run after `step`, of which there is a checkpoint."""
+        """Makes the error that ends a run after `step`, once its checkpoint is written."""
         first = step - self._in_a_row + 1
         which = f"step {step} was" if first == step else f"steps {first} to {step} were"
         look = f"look at their tokens with `pellucid view {output_dir}`"

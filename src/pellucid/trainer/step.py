@@ -1,4 +1,4 @@
-"""One optimizer step's worth of samples, packed, and what became of each token."""
+"""The samples of one optimizer step, packed, and their loss."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from pellucid.packing import MicroBatch, PackedBatch
 
 @dataclass(frozen=True, slots=True)
 class LoadedMicroBatch:
-    """A micro batch as tensors, inflated when its turn comes."""
+    """A micro batch as tensors; they are made when it is about to be trained."""
 
     index: int
     packed: MicroBatch
@@ -27,10 +27,10 @@ class LoadedMicroBatch:
     """False for tokens of a shared prompt that another sequence computes."""
 
     weights: torch.Tensor | None
-    """Of each token's loss in the step's mean; None: all weigh 1."""
+    """Weight of each token's loss in the step's mean; None: all weigh 1."""
 
     num_filled: int = 0
-    """Tokens of padding, not in the table, that make the slices of context parallelism equally long."""
+    """Padding tokens, not in the table, that make the slices of context parallelism equally long."""
 
     @property
     def table(self) -> TokenTable:
@@ -48,7 +48,7 @@ class LossResult:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one rank trains of a step; all ranks pack the whole of it alike."""
+    """The micro batches of a step that one rank trains; all ranks pack the whole step alike."""
 
     step: int
     packed: PackedBatch
@@ -56,28 +56,28 @@ class StepBatch:
     device: torch.device
     rank: int = 0
     weights: NDArray[np.float32] | None = None
-    """Of each sequence of the batch; None: all weigh 1."""
+    """Weight of each sequence's tokens in the step's mean; None: all weigh 1."""
 
     context: ContextParallel | None = None
-    """The ranks that share each micro batch; None: this one computes all of it."""
+    """The ranks that share each micro batch; None: this rank computes it alone."""
 
     whole: "StepBatch | None" = None
-    """What this is a part of; None: it is the whole."""
+    """The batch of the whole step, if this is a part of it; else None."""
 
     num_before: int = 0
-    """Micro batches of earlier parts."""
+    """Micro batches in earlier parts of the step."""
 
     is_last: bool = True
-    """Whether the step ends with it."""
+    """Whether this is the last part of the step."""
 
     @property
     def table(self) -> TokenTable:
-        """As received, before truncation."""
+        """Samples as received, before truncation."""
         return self.packed.table
 
     @property
     def denominator(self) -> int:
-        """Of the step, whichever part of it this is."""
+        """Number of trainable tokens of the whole step, at least 1."""
         return max(1, (self.whole or self).packed.num_trainable)
 
     @property
@@ -122,7 +122,7 @@ def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:
 
 
 def loss_weights(packed: PackedBatch, reduction: Reduction) -> NDArray[np.float32] | None:
-    """What the tokens of each sequence weigh in the step's mean; `trainer.loss` is about rl samples alone."""
+    """Weighs each sequence's tokens in the step's mean; only rl samples are reduced, all others weigh 1."""
     table = packed.table
     if reduction == "token":
         return None

@@ -1,4 +1,4 @@
-"""Told to stop, a trainer ends between two steps, where a checkpoint can be written.
+"""Stop requests: on a signal, a trainer ends between two steps, where it can write a checkpoint.
 
 SIGTERM, SIGINT or SIGHUP while a step trains     noted; raised at the next `check`
                           while it waits          raised at once (`interruptible`)
@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(BaseException):
-    """Training was told to stop. Not an error: nothing but the entry may catch it."""
+    """Raised when a signal asks training to stop. It is no error: only the entries of a trainer catch it."""
 
     def __init__(self, number: Signals) -> None:
         super().__init__(number)
@@ -38,9 +38,9 @@ class StopRequest:
 
     @contextmanager
     def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Signals arrive in the main thread only; in another, nothing is listened for.
+        """Context manager: handles signals inside, in the main thread; in any other thread it does nothing.
 
-        `tell` is called by the signal handler and says what has to be finished first.
+        The signal handler calls `tell`, which tells the launcher what the trainer finishes first.
         """
         self._tell = tell
         if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""What a run changes: all weights of the model, or one adapter beside them."""
+"""The weights that a run trains: all of the model's, or one adapter."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +16,19 @@ from pellucid.transport.weights import offer_weights, write_version, write_weigh
 class Trained(Protocol):
     @property
     def module(self) -> nn.Module:
-        """Its parameters, and no others, are optimised and kept in checkpoints."""
+        """Module whose parameters, and no others, are optimised and saved in checkpoints."""
 
     def activate(self) -> None:
-        """What is computed from now on is computed with it."""
+        """Makes the following forward passes use these weights."""
 
     def write(self, folder: Path) -> None:
-        """A policy version, for engines; of a sharded model in the main process, while the others `offer`."""
+        """Writes a policy version for engines, in the main process; if sharded, the others `offer`."""
 
     def save(self, folder: Path) -> None:
-        """The result, for `AutoModelForCausalLM.from_pretrained`; the others `offer`."""
+        """Writes the result, for `AutoModelForCausalLM.from_pretrained`; the other processes `offer`."""
 
     def offer(self) -> None:
-        """Takes part while the main process writes or saves."""
+        """Takes part in gathering the shards while the main process writes or saves."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class WholeModel:
         return self.policy
 
     def activate(self) -> None:
-        """It always is."""
+        """Does nothing: the whole model is always in use."""
 
     def write(self, folder: Path) -> None:
         write_version(self.policy.hf, folder)
@@ -66,7 +66,7 @@ class OneAdapter:
     adapter: Adapter
     config: LoraConfig
     base: str
-    """The model that it belongs to, by hub name or folder."""
+    """Hub name or folder of the base model."""
 
     tokenizer: Any
 

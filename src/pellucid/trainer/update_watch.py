@@ -1,8 +1,8 @@
-"""What a step did to a few weights of some tensors, against what AdamW does to them.
+"""Compares the update of a few weights per step with AdamW's formula.
 
-Before the gradients are clipped a few elements are noted: weight, gradient, moments. After the step the
-weights and first moments of the same elements are compared with AdamW's formula, in float64, for the gradient
-clipped at `max_norm` and the learning rate of the schedule:
+Before the gradients are clipped, `before` copies a few elements of some tensors: weight, gradient, moments.
+After the step, `after` compares the weights and first moments of the same elements with AdamW's formula, in
+float64, for the gradient clipped at `max_norm` and the learning rate of the schedule:
 
     g ← g · min(1, max_norm / norm)        m ← β₁·m + (1 − β₁)·g        v ← β₂·v + (1 − β₂)·g²
     w ← w · (1 − lr·wd) − lr · (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
@@ -30,13 +30,13 @@ TURNS = 8
 """Looks in which every tensor has its turn once."""
 
 NUM_ELEMENTS = 32
-"""Of each tensor."""
+"""Elements of each tensor that a look compares."""
 
 TOLERANCE = 1e-3
-"""Of what moves a weight. In float32, 1 − β₂ for β₂ = 0.999 is known to 6e-5 of itself."""
+"""Relative error that an update may have. In float32, 1 − β₂ for β₂ = 0.999 has a relative error of 6e-5."""
 
 _ROUNDINGS = 8
-"""Times the float32 eps of a weight, that rounding may do to it in a step."""
+"""Rounding errors that a step may add to a weight, each of float32 eps × its size."""
 
 _EPS = float(np.finfo(np.float32).eps)
 
@@ -48,42 +48,42 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One tensor in one step; elements that no gradient has ever reached tell nothing."""
+    """Comparison of one tensor's update in one step with AdamW's formula."""
 
     name: str
     has_gradient: bool
     excess: float = 0.0
-    """The largest difference from AdamW's weight or moment, ÷ what rounding explains; below 1 is sound."""
+    """Largest difference from AdamW's weight or moment ÷ the rounding error allowed; sound below 1."""
 
     is_moment: bool = False
-    """Whether that is a moment's."""
+    """Whether the largest difference is that of a first moment."""
 
     factor: float = 1.0
-    """What the weights, or moments, were moved by, ÷ what AdamW moves them by; the median."""
+    """Median of the update of a weight ÷ AdamW's update, or of a moment ÷ AdamW's moment; 1 if sound."""
 
     num_due: int = 0
-    """Elements that the step should have changed: by more than they are rounded."""
+    """Elements that the step should have changed: AdamW's update exceeds their rounding error."""
 
     num_changed: int = 0
-    """Of these, the ones that changed."""
+    """Elements among the `num_due` that changed."""
 
     is_lost: bool = False
-    """No element changed, since what AdamW adds to each vanishes in its rounding."""
+    """Whether no element changed because every update of AdamW is lost to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Elements before a step: rows are weight, gradient and both moments."""
+    """Elements of some tensors before a step; the rows of `values` are weight, gradient and both moments."""
 
     names: Sequence[str]
     places: Sequence[tuple[Tensor, slice]]
-    """The tensors, flat, and which of their elements were taken."""
+    """Flattened tensors, and the slice of elements taken of each."""
 
     sizes: Sequence[int]
-    """How many elements are of each tensor."""
+    """Number of elements taken of each tensor."""
 
     steps: Floats
-    """Of each element, how often AdamW will have moved it after this step."""
+    """Number of AdamW's updates of each element, this step included."""
 
     values: Floats
     bare: Sequence[str]
@@ -101,7 +101,7 @@ class UpdateWatch:
         self._generator = np.random.default_rng(0)
 
     def before(self) -> Noted | None:
-        """Notes elements of the tensors whose turn it is, their gradients as they are, unclipped."""
+        """Copies elements of the tensors whose turn it is, with unclipped gradients; None in most steps."""
         turn, rest = divmod(self._num_steps, EVERY)
         self._num_steps += 1
         if rest:
@@ -135,7 +135,7 @@ class UpdateWatch:
         return Noted(names, places, sizes, np.repeat(steps, sizes), values, bare)
 
     def after(self, noted: Noted | None, grad_norm: float, lr: float) -> list[Look]:
-        """Compares; `grad_norm` is that before clipping, `lr` the learning rate that the step should have."""
+        """Compares the same elements after a step; `grad_norm` is before clipping, `lr` is the step's."""
         if noted is None:
             return []
         looks = [Look(name, has_gradient=False) for name in noted.bare]
@@ -188,13 +188,13 @@ class UpdateWatch:
 
 
 def _factor(found: Floats, expected: Floats) -> float:
-    """The median ratio over the larger half of what is expected: rounding blurs the others."""
+    """Returns the median ratio over the larger half of the expected values: rounding blurs the others."""
     large = np.abs(expected) >= max(np.median(np.abs(expected)), _TINY)
     return float(np.median(found[large] / expected[large])) if large.any() else math.nan
 
 
 def own(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
+    """Returns this process's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -5,9 +5,9 @@
     validation/tokens        the tokens that it is the mean of
 
 The record of step n has the values of the weights after that step, every `interval` steps and at the last
-one, so that the last record speaks of the model that is saved. `validation/initial_loss`, in the record of
-step 0, is that of the weights before any training. Measuring has no gradient and draws nothing at random:
-a run trains the same with it and without.
+one, so that the last record holds for the model that is saved. `validation/initial_loss`, in the record of
+step 0, is the loss before any training. Measuring computes no gradient and draws no random number: a run
+trains the same with it and without.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ class Validation:
         self._initial_loss = self.measure()[LOSS]
 
     def report(self, step: int) -> dict[str, float]:
-        """What the record of a step that was just trained says about it; nothing where none is due."""
+        """Measures after a step if validation is due, and returns its metrics; else returns none."""
         num_trained = step + 1
         due = num_trained % self._interval == 0 or num_trained == self._max_steps
         report = self.measure() if due else {}

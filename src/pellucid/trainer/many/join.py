@@ -19,7 +19,7 @@ _REMIND_S = 30.0
 
 
 def join_trainer(config: TrainerRunConfig) -> None:
-    """Returns when the run is trained; raises with the reason if it will not be."""
+    """Returns once the run is trained; raises ProcessError, with the reason, if it ended earlier."""
     folder = config.trainer.join
     assert folder is not None
     roster, name = Roster(folder), config.run_name
@@ -29,11 +29,11 @@ def join_trainer(config: TrainerRunConfig) -> None:
         while (said := roster.outcome(name)) is None:
             try:
                 stop.check()
-            except Stopped as told:
+            except Stopped as request:
                 if stopped is None:
                     roster.leave(name)
                     say(f"waiting for the trainer in {folder} to save the run", silence_s=DISK_SILENCE_S)
-                stopped = told
+                stopped = request
             if not presence.check() and stopped is not None:
                 break
             time.sleep(_POLL_S)
@@ -46,7 +46,7 @@ def join_trainer(config: TrainerRunConfig) -> None:
 
 
 class _Presence:
-    """Whether the trainer is there: a run waits for it at first, and misses it once it was there."""
+    """Watches for the shared trainer: a run waits until it starts, and fails if it disappears."""
 
     def __init__(self, roster: Roster, folder: Path, name: str) -> None:
         self._roster = roster
@@ -70,7 +70,7 @@ class _Presence:
 
 
 def _absolute(config: TrainerRunConfig) -> TrainerRunConfig:
-    """The same for a process in another folder."""
+    """Makes paths absolute: the shared trainer runs in another folder."""
     model = config.model.model_copy(update={"name": everywhere(config.model.name)})
     return config.model_copy(
         update={"output_dir": config.output_dir.resolve(), "run_id": config.run_name, "model": model}

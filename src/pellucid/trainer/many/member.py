@@ -1,4 +1,4 @@
-"""One of the runs that share a model: the batch that it is at, and how far it got with it."""
+"""One of the runs that share a model: the batch that it trains, and how much of it is trained."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,10 +17,10 @@ class Member:
     name: str
     run: Run
     adapter: OneAdapter
-    """Its place among the adapters of the model."""
+    """The adapter slot of the model that this run trains."""
 
     step: int
-    """The one that is trained, or waited for."""
+    """Index of the step that is being trained, or whose batch is awaited."""
 
     batch: StepBatch | None = None
     observer: StepObserver | None = None
@@ -49,7 +49,7 @@ class Member:
         self.num_taken = self.num_micro_batches = 0
 
     def train(self, num_samples: int) -> bool:
-        """The next samples of its batch; whether they were the last ones."""
+        """Adds the gradient of the next samples of the batch; returns whether they were the last."""
         assert self.batch is not None
         self._waiting.close()
         stop = self.num_taken + num_samples
@@ -72,5 +72,5 @@ class Member:
         self._wait()
 
     def forget_gradients(self) -> None:
-        """Of a step that is not finished: whoever has the adapter next begins without them."""
+        """Clears the gradients of an unfinished step: the next run in this slot starts without them."""
         self.adapter.module.zero_grad(set_to_none=True)

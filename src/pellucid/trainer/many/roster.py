@@ -3,10 +3,10 @@
     run.toml + STABLE     a run that wants to be trained, with its own configuration
     alive                 locked by the run's process as long as it lives
     LEAVE                 the run wants to go, after a checkpoint
-    OUTCOME               what became of it, said by the trainer: done, left, evicted or stopped, and why
+    OUTCOME               how it ended, written by the trainer: done, left, evicted or stopped, and why
 
-The run writes all but `OUTCOME`, and deletes the folder once it has read that; of a run that died, the
-trainer does. `.serving`, locked, says that there is a trainer at all.
+The run writes all but `OUTCOME`, and deletes the folder once it has read that; if the run died, the trainer
+deletes it. The trainer keeps a lock on `.serving` as long as it lives.
 """
 
 import shutil
@@ -44,7 +44,7 @@ class Roster:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Runs that joined before are forgotten: their processes noticed that they were left alone."""
+        """Locks the folder for this trainer; raises ConfigError if another trainer holds it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with open_lock(self._folder / _SERVING) as lock:
             if not try_lock(lock):
@@ -55,11 +55,11 @@ class Roster:
             yield
 
     def waiting(self) -> list[str]:
-        """Runs that want to be trained, in order of their names."""
+        """Names the runs that want to be trained, sorted."""
         return [name for name in self._names() if not self._has_outcome(name) and not self.is_leaving(name)]
 
     def is_leaving(self, name: str) -> bool:
-        """Whether it asked to, or its process is gone."""
+        """Returns whether the run asked to leave, or its process is gone."""
         folder = self._runs / name
         return (folder / _LEAVE).exists() or not _is_locked(folder / _ALIVE)
 
@@ -67,7 +67,7 @@ class Roster:
         return self._runs / name / _CONFIG
 
     def say(self, name: str, outcome: RunOutcome, reason: str = "") -> None:
-        """The last word on a run; its folder goes where nobody is left to read it."""
+        """Writes how a run ended; deletes its folder instead if the run's process is gone."""
         folder = self._runs / name
         with suppress(FileNotFoundError):
             if _is_locked(folder / _ALIVE):
@@ -76,7 +76,7 @@ class Roster:
                 shutil.rmtree(folder)
 
     def sweep(self) -> None:
-        """Forgets runs whose process died before they were taken."""
+        """Deletes the folders of runs whose process has died."""
         for name in self._names():
             if not _is_locked(self._runs / name / _ALIVE):
                 shutil.rmtree(self._runs / name, ignore_errors=True)
@@ -85,7 +85,7 @@ class Roster:
 
     @contextmanager
     def joined(self, name: str, config: str) -> Iterator[None]:
-        """On the roster until the end of this; nobody else may have the name."""
+        """Keeps a run on the roster inside the `with`; raises ConfigError if a living run has its name."""
         folder = self._runs / name
         if _is_locked(folder / _ALIVE):
             raise ConfigError(
@@ -112,7 +112,7 @@ class Roster:
         return _is_locked(self._folder / _SERVING)
 
     def outcome(self, name: str) -> tuple[RunOutcome, str] | None:
-        """What the trainer said of it, if it did."""
+        """Reads how the run ended, and why; None if the trainer has not written it yet."""
         path = self._runs / name / _OUTCOME
         try:
             word, _, reason = read_whole(path, _MAX_OUTCOME_BYTES).decode(errors="replace").partition("\n")
@@ -130,7 +130,7 @@ class Roster:
 
 
 def _is_locked(path: Path) -> bool:
-    """By a living process; nobody locks what is no file."""
+    """Returns whether a living process holds a lock on the file; False for anything but a file."""
     if not path.is_file():
         return False
     try:

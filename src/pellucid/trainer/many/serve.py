@@ -1,11 +1,11 @@
 """`pellucid trainer` with `trainer.many_runs`: trains the runs that join, in turns, until they are done.
 
-    round    the main process looks who came, who goes, and whose batch is there; all processes learn of it
-             every run with samples gets its share of the token budget, and its adapter their gradients
-             a run whose batch is used up makes its step: optimizer, weights, books, metrics
+    round    the main process looks which runs joined, left or have a new batch, and shares that with all
+             every run with samples trains its share of the token budget: gradients go to its adapter
+             a run whose batch is used up finishes its step: optimizer, weights, books, metrics
 
-Its denominator is that of its own batch, so that a run's gradient does not depend on the others. Whatever is
-wrong with one run ends that run alone, with the reason.
+A run divides by the denominator of its own batch, so that its gradient does not depend on the other runs. An
+error of one run evicts that run alone, with the reason.
 """
 
 import logging
@@ -72,8 +72,8 @@ def train_many(runs: "ManyRuns") -> None:
 
 
 @dataclass(frozen=True)
-class News:
-    """What the main process saw; every process does the same about it, in this order."""
+class RosterChanges:
+    """Changes that the main process found before a round; every process applies them, in this order."""
 
     ended: list[tuple[str, RunOutcome, str]] = field(default_factory=list)
     joined: list[tuple[str, TrainerRunConfig]] = field(default_factory=list)
@@ -104,18 +104,18 @@ class ManyRuns:
         self._ranks = ranks
         self._stop = stop
         self._receivers: dict[str, BatchReceiver] = {}
-        """Of the main process."""
+        """Receivers by run; empty in all processes but the main one."""
 
         self._budget = config.trainer.model.seq_len * ranks.num_ranks
         self._had_any = False
 
     def rounds(self) -> Iterator[list[tuple[Member, int]]]:
-        """Members and how many of their samples are to be trained now."""
+        """Yields, round by round, the members to train and how many of their samples."""
         for number in count():
-            news = self._ranks.share(self._look)
-            if news.is_over:
+            changes = self._ranks.share(self._await_work)
+            if changes.is_over:
                 return
-            self._act_on(news)
+            self._apply(changes)
             waiting = {name: member.waiting for name, member in self.members.items()}
             turns = take_turns(waiting, self._budget, first=number)
             yield [(self.members[name], num_samples) for name, num_samples in turns.items()]
@@ -128,10 +128,11 @@ class ManyRuns:
 
     @contextmanager
     def evicting(self, member: Member, *, everywhere: bool = False) -> Iterator[None]:
-        """What goes wrong in here is the end of that run alone.
+        """Context manager: an exception inside evicts that run and leaves the others alone.
 
-        `everywhere`: it goes wrong in all processes at once. Otherwise, with several of them, it is the end
-        of all runs: the others would wait for this process in the middle of the model.
+        `everywhere` says that the exception is raised in all processes at once. Without it, and with several
+        processes, the exception ends the trainer: the other processes would wait for this one forever, in the
+        middle of the model.
         """
         try:
             yield
@@ -143,7 +144,7 @@ class ManyRuns:
             self._end(member.name, RunOutcome.EVICTED, f"{error}" or repr(error))
 
     def say_stopping(self) -> None:
-        """Tells the launcher that the round that is trained is finished first."""
+        """Tells the launcher that the trainer finishes the current round before it stops."""
         step_s = max((member.run.step_s for member in self.members.values()), default=0.0)
         say_finishing("the round that it is at", step_s)
 
@@ -153,16 +154,16 @@ class ManyRuns:
 
     # In the main process.
 
-    def _look(self) -> News:
-        """Returns once there is something to do."""
+    def _await_work(self) -> RosterChanges:
+        """Blocks until the roster changes or a member has samples to train."""
         with self._stop.interruptible():
-            while not (news := self._news()) and not any(
+            while not (changes := self._find_changes()) and not any(
                 member.batch is not None for member in self.members.values()
             ):
                 time.sleep(_POLL_S)
-        return news
+        return changes
 
-    def _news(self) -> News:
+    def _find_changes(self) -> RosterChanges:
         ended = [(name, RunOutcome.LEFT, "") for name in self.members if self._roster.is_leaving(name)]
         gone = {name for name, _, _ in ended}
         received = []
@@ -177,7 +178,7 @@ class ManyRuns:
         self._roster.sweep()
         joined = self._newcomers(len(self._free) + len(ended))
         is_over = not (self._stay or self.members or joined or self._roster.waiting()) and self._had_any
-        return News(ended, joined, received, is_over)
+        return RosterChanges(ended, joined, received, is_over)
 
     def _newcomers(self, num_places: int) -> list[tuple[str, TrainerRunConfig]]:
         joined: list[tuple[str, TrainerRunConfig]] = []
@@ -198,22 +199,22 @@ class ManyRuns:
     # In every process.
 
     def _refuse(self, name: str, error: PellucidError | OSError) -> None:
-        """Sends away a run that is not a member."""
+        """Evicts a run that has not become a member."""
         logger.error("run %s is refused: %s", name, error)
         if (receiver := self._receivers.pop(name, None)) is not None:
             receiver.close()
         if self._ranks.is_main:
             self._roster.say(name, RunOutcome.EVICTED, str(error))
 
-    def _act_on(self, news: News) -> None:
-        for name, outcome, reason in news.ended:
+    def _apply(self, changes: RosterChanges) -> None:
+        for name, outcome, reason in changes.ended:
             if outcome is RunOutcome.LEFT:
                 self._leave(name, outcome, reason)
             else:
                 self._end(name, outcome, reason)
-        for name, config in news.joined:
+        for name, config in changes.joined:
             self._join(name, config)
-        for name, payload in news.received:
+        for name, payload in changes.received:
             if name in self.members:
                 self.members[name].receive(from_main(payload))
 
@@ -244,7 +245,7 @@ class ManyRuns:
         logger.info("run %s joined at step %d of %d", name, member.step, run.max_steps)
 
     def _leave(self, name: str, outcome: RunOutcome, reason: str) -> None:
-        """After a checkpoint of the steps that are finished; the batch that it was at is trained again."""
+        """Ends a run after a checkpoint of its finished steps; resumed, it trains its current batch again."""
         member = self.members[name]
         with self.evicting(member, everywhere=True):
             member.run.save_checkpoint()
@@ -266,7 +267,7 @@ class ManyRuns:
 
 
 def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:
-    """What a run asks for, if this trainer can give it."""
+    """Reads the configuration of a run; raises ConfigError if this trainer cannot train such a run."""
     try:
         config = TrainerRunConfig.model_validate(tomllib.loads(read_whole(path).decode()))
     except (OSError, DataError, ValueError, RecursionError) as error:  # neither TOML nor settings

@@ -1,20 +1,20 @@
-"""Whose samples are trained next: a round takes turns under a budget of tokens, so that nobody waits long.
+"""Chooses the samples of a round: runs take turns under a budget of tokens, so that no run waits long.
 
     waiting  a: 5 5 5 5    b: 3 3 3    budget 16
-    round 1  a: 5 5        b: 3 3          16 tokens: a sample each, to whoever has had least so far
+    round 1  a: 5 5        b: 3 3          16 tokens: the next sample is of the run with fewest tokens
     round 2  a: 5 5        b: 3
 
-Who has had least is never above its share, so that with k runs none gets more than budget ÷ k tokens and one
-sample. Once a run has no more samples, the others use what it leaves.
+The run with fewest tokens is never above its share. So with k runs none gets more than budget ÷ k tokens plus
+one sample. Once a run has no more samples, the others use the rest of its share.
 """
 
 from collections.abc import Mapping, Sequence
 
 
 def take_turns(waiting: Mapping[str, Sequence[int]], budget: int, *, first: int = 0) -> dict[str, int]:
-    """How many of each run's next samples a round takes, given their lengths; at least one in all.
+    """Counts how many of each run's next samples a round takes, given their lengths; at least one in all.
 
-    `first`: which run is asked first, among those that have had equally much.
+    `first` is the index of the run that is preferred among those with equally many tokens.
     """
     names = list(waiting)
     order = [names[(first + index) % len(names)] for index in range(len(names))] if names else []
