@@ -1,4 +1,4 @@
-"""What the orchestrator asks of an inference server. The embedded engine, vLLM and the fake implement it.
+"""The protocol of inference clients. The clients of the embedded engine, vLLM and the fake implement it.
 
 Token ids in, token ids out: the client never tokenizes, so what trains is exactly what was sampled.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pellucid.inference.protocol import Health
 
 REFUSED = "refused"
-"""Finish reason of a completion whose tokens are not of a policy version that the run can tell."""
+"""Finish reason of a completion whose tokens have a policy version that the run cannot verify."""
 
 
 class UnreachableError(InferenceError):
@@ -24,7 +24,7 @@ class UnreachableError(InferenceError):
 
 
 class BusyError(InferenceError):
-    """The server is full, which is no failure: it takes the request later."""
+    """The server is full and takes the request later; the request has not failed."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
 
 class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose tokens these are, for the ledger."""
+    """The run, environment and process that the ledger books a request's tokens under."""
 
     run: str = ""
     env: str = ""
@@ -65,23 +65,23 @@ class InferenceClient(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        """One completion. Raises InferenceError with the server's reason.
+        """Samples one completion. Raises InferenceError with the server's reason.
 
-        `request_id` is the caller's own name for the request, unique while it runs. A caller that loses
-        interest calls `abort` and still awaits the answer, so that every sampled token is accounted for.
+        `request_id` is the caller's own name for the request, unique while it runs. To give a request up,
+        call `abort` and still await the answer, so that every sampled token is accounted for.
         """
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
-        """The logprob of each token given those before it, NaN for the first; nothing is sampled.
+        """Returns the logprob of each token given those before it, NaN for the first; nothing is sampled.
 
-        Raises InferenceError with the server's reason. A caller that loses interest just cancels.
+        Raises InferenceError with the server's reason. To give a request up, cancel it.
         """
 
     async def update_weights(self, version: int, folder: Path) -> None:
-        """Serve policy version `version` from now on; running sequences go on under the new weights."""
+        """Makes the server serve this policy version; running sequences continue with the new weights."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Cut these requests short: each returns what it has, with finish reason `abort`.
+        """Cuts these requests short: each returns what it has, with finish reason `abort`.
 
         Ids that are not running (finished, or not arrived yet) are passed over.
         """
@@ -90,7 +90,7 @@ class InferenceClient(Protocol):
 
 
 class ServerClient(InferenceClient, Protocol):
-    """The client of one server, which tells what it is."""
+    """The client of one server, with the server's identity and health."""
 
     @property
     def server_id(self) -> str:

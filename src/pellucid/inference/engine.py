@@ -88,7 +88,7 @@ class Engine(SlottedEngine[CacheRow]):
         self._take(requests, tokens, logprobs)
 
     def _score(self, budget: int) -> None:
-        """What was asked for first; always one sequence, and more while they are within the budget."""
+        """Scores sequences in order of arrival: at least one, and more while they fit into the budget."""
         due: list[Scoring] = []
         for scoring in self._scorings:
             budget -= len(scoring.token_ids)
@@ -102,7 +102,7 @@ class Engine(SlottedEngine[CacheRow]):
                 scoring.finish(logprobs, self.version)
 
     def _admit(self, donors: Mapping[bytes, CacheRow]) -> dict[bytes, list[CacheRow]]:
-        """Gives waiting requests free slots; their rows, by prompt."""
+        """Gives free slots to waiting requests; returns their rows, by prompt."""
         admitted: dict[bytes, list[CacheRow]] = {}
         budget = MAX_PREFILL_TOKENS
         while self._waiting and len(self._running) < self.num_slots and budget > 0:
@@ -116,13 +116,14 @@ class Engine(SlottedEngine[CacheRow]):
         return admitted
 
     def _as_bytes(self, prompt_ids: Sequence[int]) -> bytes:
-        """The ids as int64; members of a group share one list, wait in a row, and share the bytes, too."""
+        """Returns the ids as int64 bytes. Members of a group share one list and queue up together, so the
+        bytes of the last prompt are reused."""
         if prompt_ids is not self._latest_prompt[0]:
             self._latest_prompt = (prompt_ids, np.asarray(prompt_ids, np.int64).tobytes())
         return self._latest_prompt[1]
 
     def _donors(self) -> dict[bytes, CacheRow]:
-        """Rows whose prompt was computed under the current weights, by prompt."""
+        """Returns rows whose prompt was computed under the current weights, by prompt."""
         if not self._waiting:
             return {}
         return {
@@ -134,7 +135,7 @@ class Engine(SlottedEngine[CacheRow]):
     def _share(
         self, admitted: Mapping[bytes, list[CacheRow]], donors: Mapping[bytes, CacheRow]
     ) -> list[Prompt]:
-        """Copies the prompts that are in the cache already; the others are to be computed, each once.
+        """Copies the prompts that are in the cache already; returns the others, to be computed once each.
 
         The last token of a prompt is always computed by its request: it predicts the first token sampled.
         """
@@ -153,7 +154,7 @@ class Engine(SlottedEngine[CacheRow]):
         return [prompt for prompt in fresh if len(prompt.token_ids)]
 
     def _forward(self, prompts: Sequence[Prompt], rows: Sequence[CacheRow]) -> Tensor:
-        """Last hidden state of each row."""
+        """Returns the last hidden state of each row."""
         device = self._policy.device
         last_tokens = [self._running[row].last_token for row in rows]
         last_positions = [row.length - 1 for row in rows]
@@ -170,7 +171,11 @@ class Engine(SlottedEngine[CacheRow]):
     def _keep_experts(
         self, experts: NDArray[Any], prompts: Sequence[Prompt], rows: Sequence[CacheRow]
     ) -> None:
-        """Of the tokens of a step: a prompt's go to all who start with it, then one token's to each row."""
+        """Stores the routed experts of a step's tokens with their requests.
+
+        `experts` holds the tokens of all prompts, then one token per row; every request that starts with a
+        prompt gets that prompt's experts.
+        """
         first = 0
         for prompt in prompts:
             last = first + len(prompt.token_ids)

@@ -35,13 +35,13 @@ from pellucid.transport import MARKER
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 StreamEvent = tuple[int, tuple[int, float] | Completion]
-"""Which completion, and its next token with logprob, or all of it at its end."""
+"""Index of a completion, with its next token and logprob, or with the whole completion at its end."""
 _FLUSH_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """What the engine has done so far; differences are what it did since."""
+    """Totals of the engine's work so far; subtract two of them for the work in between."""
 
     busy_s: float = 0.0
     sampled_tokens: int = 0
@@ -98,13 +98,13 @@ class EngineThread:
         self._told_to_stop = False
         self._num_open = 0
         self._published: int | None = None
-        """When what is served was published; see `_published_at`."""
+        """Time in ns at which the served weights were published; see `_published_at`."""
         self.server_id = journal.process
-        """Random, new at every start."""
+        """Random id of this process, new at every start."""
         self.run = ""
         """Identity of the run whose weights are served; "" for those that the engine began with."""
         self.updating = False
-        """Weights are being loaded, so that nothing is sampled."""
+        """Whether weights are being loaded; nothing is sampled meanwhile."""
         self.busy_s = 0.0
         self.failure: BaseException | None = None
         self.stopped = False
@@ -113,18 +113,18 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after its current step; whatever is still running is cancelled and counted."""
+        """Ends the thread after its current step; running requests are counted as cancelled."""
         self._commands.put(None)
         self._thread.join()
 
     async def generate(
         self, asked: Sequence[GenerateRequest], *, tokens: bool = False, checked: bool = False
     ) -> AsyncGenerator[StreamEvent, None]:
-        """One completion each, as it ends; all of them are queued or none.
+        """Yields one completion per request, as each ends; either all of them are queued or none.
 
-        With `tokens`, each token comes as it is sampled. `checked`: the engine refuses none of them, as the
-        caller has seen. Closing frees the slots of what is still running;
-        completions that nobody asked for until then count as cancelled.
+        With `tokens`, it also yields each token as it is sampled. `checked`: the caller has seen that the
+        engine refuses none of them. Closing the generator frees the slots of running requests; completions
+        that it has not yielded by then count as cancelled.
         """
         if not checked:
             for refused in self._engine.refusals(asked).values():
@@ -175,7 +175,7 @@ class EngineThread:
                 self._commands.put(abandon)
 
     async def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
-        """One logprob per token, NaN for the first; cancelled, it takes the sequence out of the queue."""
+        """Returns one logprob per token, NaN for the first; a cancellation removes it from the queue."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[float]] = loop.create_future()
 
@@ -192,7 +192,8 @@ class EngineThread:
 
     @contextmanager
     def _opening(self, num_answers: int) -> Iterator[None]:
-        """An answer takes room until it has been read: slow readers fill the queue, not the memory."""
+        """Context manager: answers count against the queue until they have been read, so that slow readers
+        cannot fill the memory."""
         capacity = self._engine.capacity
         if self._num_open + num_answers > capacity:
             raise QueueFullError(
@@ -218,7 +219,7 @@ class EngineThread:
         await self._call(lambda: self._engine.disown(request_ids))
 
     async def _call(self, command: Callable[[], T]) -> T:
-        """Runs a command on the engine thread and gives back its result or its error."""
+        """Runs a command on the engine thread and returns its result or raises its error."""
         outcome: Future[T] = Future()
 
         def run() -> None:
@@ -235,10 +236,10 @@ class EngineThread:
         return await asyncio.wrap_future(outcome)
 
     def _swap(self, version: int, folder: Path, run: str) -> None:
-        """Loads the weights, unless they are the ones that are served already.
+        """Loads the weights, unless they are served already.
 
-        A version that was made anew after a resume has the same number, and another date. One that is gone
-        from its folder by now is served on.
+        After a resume, a version can be published again under the same number; its date then differs. If the
+        folder of the served version is gone, the engine keeps serving it.
         """
         outgoing, published = self._engine.version, _published_at(folder)
         if (version, run) != (outgoing, self.run) or published not in (None, self._published):
@@ -268,7 +269,7 @@ class EngineThread:
         self.stopped = True
 
     def _attempt(self, work: Callable[[], object]) -> None:
-        """The first failure takes the server down; what there is to do besides is done all the same."""
+        """Runs `work` and catches whatever it raises; the first failure takes the server down."""
         try:
             work()
         except BaseException as error:
@@ -278,7 +279,7 @@ class EngineThread:
                 self._on_failure(error)
 
     def _refuse_commands(self) -> None:
-        """Those that still come to a failed engine, until the server is down; see `_call`."""
+        """Answers the commands that still reach a failed engine with an error, until `stop`; see `_call`."""
         while not self._told_to_stop:
             command = self._commands.get()
             if command is None:
@@ -310,7 +311,7 @@ class EngineThread:
                 flushed = time.monotonic()
 
     def _run_commands(self) -> bool:
-        """Runs what is waiting, blocking only while there is nothing to decode; False once told to stop."""
+        """Runs waiting commands, blocking only while there is nothing to decode; False after `stop`."""
         while True:
             try:
                 command = self._commands.get(block=self._engine.is_idle, timeout=_FLUSH_S)
@@ -322,7 +323,7 @@ class EngineThread:
             command()
 
     def _flush(self) -> None:
-        """Writes down what was counted since the last time; a request without a run is in nobody's books."""
+        """Writes new counts to the journal; requests without a run are not booked."""
         counts = self._engine.counts
         for what, counter in (
             (Flow.SAMPLED, counts.sampled),
@@ -339,7 +340,7 @@ class EngineThread:
 
 
 def _published_at(folder: Path) -> int | None:
-    """When a folder of weights became visible, in ns; None if it is not there."""
+    """Returns when a folder of weights became visible, in ns; None if there is none."""
     try:
         return (folder / MARKER).stat().st_mtime_ns
     except OSError:

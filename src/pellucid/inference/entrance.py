@@ -1,4 +1,4 @@
-"""The way into the engine's HTTP server: whose requests reach a handler at all, and how long they may take.
+"""Access to the engine's HTTP server: which requests reach a handler, and how long they may take.
 
     connection ── head, within HEAD_S ──> Host ──> Origin ──> key, beyond loopback ──> content type
     ──> handler ── body, within BODY_S ──> key, for what changes a run ──> engine
@@ -30,17 +30,17 @@ from pellucid.inference.protocol import SERVER_ID_HEADER, Access, ErrorBody, Err
 from pellucid.inference.slots import QueueFullError
 
 HEAD_S = 10.0
-"""Time to send the first line and the headers of a request, once connected."""
+"""Seconds that a client has to send the first line and the headers of a request, once connected."""
 MAX_HEAD_BYTES = 64 * 1024
 LAST_ANSWERS_S = 5
-"""For answers that are under way when the server is told to stop."""
+"""Seconds that running answers get when the server is asked to stop."""
 KEEP_ALIVE_S = 30
-"""How long an idle connection is kept: longer than clients keep theirs (aiohttp: 15 s), so that the server
-never closes one that a request is on its way through."""
+"""Seconds that an idle connection is kept: longer than clients keep theirs (aiohttp: 15 s), so that the
+server never closes one while a request is under way."""
 BODY_S = 120.0
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
-"""Bodies that are being read, or made into prompts, at a time."""
+"""Total size of the bodies that are being read, or made into prompts, at a time."""
 _KEEPALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 _ACCESS = "pellucid.access"
@@ -54,13 +54,13 @@ class Door:
     key: str = field(repr=False)
 
     def access(self, http: HttpRequest) -> Access:
-        """What a request may do with the key that it shows, or without one."""
+        """Returns what a request may do, by the key that it shows."""
         if shows_key(http.headers.get("authorization", ""), self.key):
             return "all"
         return "sampling" if is_loopback(self.host) else "none"
 
     def check(self, http: HttpRequest) -> None:
-        """Raises RequestError with the reason why a request goes no further."""
+        """Raises RequestError with the reason if a request is not let in."""
         host = http.headers.get("host", "")
         if not answers_to(self.host, host):
             raise RequestError(
@@ -76,7 +76,7 @@ class Door:
 
 
 class Entrance:
-    """The application behind the door. Every answer says which process gave it."""
+    """The ASGI application behind the door. Every answer names the process that gave it in a header."""
 
     def __init__(self, app: ASGIApp, door: Door, server_id: str) -> None:
         self._app = app
@@ -104,7 +104,7 @@ class Entrance:
 
 
 class Intake:
-    """Reads the bodies of requests, and bounds what all of them take."""
+    """Reads the bodies of requests, and bounds the memory of all of them together."""
 
     def __init__(self, *, body_s: float = BODY_S, max_bodies_bytes: int = MAX_BODIES_BYTES) -> None:
         self._body_s = body_s
@@ -113,7 +113,7 @@ class Intake:
 
     @asynccontextmanager
     async def body(self, http: HttpRequest) -> AsyncIterator[bytes]:
-        """The body of a request, which takes its room until the end of the context."""
+        """Context manager: reads the body of a request, which counts against the bound until the exit."""
         raw = bytearray()
         try:
             try:
@@ -144,12 +144,12 @@ class Intake:
 
 
 class PunctualProtocol(HttpToolsProtocol):
-    """uvicorn's protocol; the head of a request has to come within a time, and a number of bytes."""
+    """uvicorn's protocol, with limits on the time and the bytes that the head of a request may take."""
 
     head_s = HEAD_S
     _head_timer: TimerHandle | None = None
     _num_head_bytes: int | None = None
-    """None while no head is being received."""
+    """Bytes of the head received so far; None while no head is being received."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -191,7 +191,7 @@ class PunctualProtocol(HttpToolsProtocol):
 
 
 def web_config(app: ASGIApp, protocol: type[PunctualProtocol] = PunctualProtocol) -> uvicorn.Config:
-    """How uvicorn serves the engine. There are no web sockets, which browsers open across sites."""
+    """Returns uvicorn's settings. Web sockets are off, since browsers open them across sites."""
     return uvicorn.Config(
         app,
         http=protocol,
@@ -204,9 +204,10 @@ def web_config(app: ASGIApp, protocol: type[PunctualProtocol] = PunctualProtocol
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes the port before the model is loaded, which may take minutes; nobody is answered until then.
+    """Takes the port before the model is loaded, which may take minutes; no connection is answered until
+    then.
 
-    The system finds out by itself when a client's machine has gone away without a word.
+    TCP keep-alive is on, so that the system notices when a client's machine is gone.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -231,7 +232,7 @@ def access_of(http: HttpRequest) -> Access:
 
 
 def require_key(http: HttpRequest) -> None:
-    """Raises RequestError unless the request shows the key: for what changes the server, or a run's books."""
+    """Raises RequestError unless the request shows the key; whatever changes server or books needs it."""
     if access_of(http) != "all":
         raise _no_key()
 

@@ -1,4 +1,4 @@
-"""Whether a server is the one that a run may use, and whether it gets on with its work. Pure.
+"""Decides whether a run may use a server, and whether the server makes progress. Pure.
 
 what differs             policy                                      teacher
 key                      refused                                     refused where it is needed
@@ -19,7 +19,7 @@ from pellucid.inference.protocol import Access, Health
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the servers of a run are held to, at the start, at every update and whenever one comes back."""
+    """Requirements on the servers of a run, checked at the start, at every update and on a return."""
 
     role: str
     """`policy server` or `teacher`, for messages."""
@@ -32,19 +32,19 @@ class Expected:
 
     max_model_len: int
     access: Access = "all"
-    """What the run has to be allowed: `sampling` is enough for a teacher that only scores."""
+    """Access that the run needs: `sampling` is enough for a teacher that only scores."""
 
     key_setting: str = "inference.key_file"
     """Which setting names the server's key, for messages."""
 
     run: str | None = None
-    """Identity of the run; None for a teacher, which serves whatever it likes."""
+    """Identity of the run; None for a teacher, which may serve any weights."""
 
     model_fingerprint: str = ""
-    """Of the model at `model`; "" where this machine does not have its weights."""
+    """Fingerprint of the model at `model`; "" where this machine does not have its weights."""
 
     has_weights: bool = False
-    """Whether the run has published weights, so that a server with any of its versions can be given them."""
+    """Whether the run has published weights: a server that serves another version of it can load them."""
 
     def check(self, url: str, health: Health) -> None:
         """Raises ConfigError with both values and the remedy if the server at `url` is not the run's."""
@@ -96,9 +96,10 @@ def other_vocabulary(who: str, model: str, remedy: str = "take one with the same
 
 
 class Pulse:
-    """How long a server has stood still: it has work, it answers, and nothing that it counts moves.
+    """Measures how long a server has made no progress: it has work and answers, but none of its counts moves.
 
-    A generation may take hours: as long as tokens are sampled, prefilled or scored, the server gets on.
+    A generation may take hours: as long as tokens are sampled, prefilled or scored, the server makes
+    progress.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,7 +108,7 @@ class Pulse:
         self._moved_at = clock()
 
     def still_s(self, health: Health, *, has_work: bool) -> float:
-        """Seconds since a count moved, or since the server was last seen without work."""
+        """Returns the seconds since a count moved, or since the server was last seen without work."""
         counts = (
             health.server_id,
             health.policy_version,

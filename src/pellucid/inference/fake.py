@@ -32,7 +32,7 @@ Scores = Callable[[Sequence[int], float], Sequence[float]]
 
 
 def half(token_ids: Sequence[int], temperature: float) -> list[float]:
-    """Every token is as likely as not; nothing predicts the first."""
+    """Gives every token probability 1/2, and NaN to the first."""
     return [math.nan] + [math.log(0.5)] * (len(token_ids) - 1)
 
 
@@ -54,20 +54,20 @@ class FakeInferenceClient:
         transit_s: float = 0.0,
         scores: Scores = half,
     ) -> None:
-        """`transit_s` is the time that a request, and its answer, is on its way."""
+        """`transit_s`: seconds that a request takes to arrive, and an answer to come back."""
         self._respond = respond
         self._delay_s = delay_s
         self._fails = fails
         self._transit_s = transit_s
         self._scores = scores
         self._aborted: dict[str, asyncio.Event] = {}
-        """Of each running request, whether it was aborted."""
+        """Event of each running request, set when it is aborted."""
         self.model = "fake"
         self.vocabulary = ""
         self.max_model_len = 1 << 20
         self.server_id = uuid.uuid4().hex
         self.run = ""
-        """Whose weights it serves."""
+        """Identity of the run whose weights it serves."""
         self.policy_version = 0
         self._awake = asyncio.Event()
         self._awake.set()
@@ -75,7 +75,7 @@ class FakeInferenceClient:
         self._deliveries: dict[str, tuple[Account, int]] = {}
         self._disowned: set[str] = set()
         self.max_concurrent = 0
-        """What it says that it decodes together; 0: it does not tell."""
+        """Sequences that `/health` claims are decoded together; 0: unknown."""
         self.max_queued = 0
         self.updates: list[tuple[int, Path]] = []
         """Every weight update, in order."""
@@ -137,7 +137,7 @@ class FakeInferenceClient:
         return list(self._scores(token_ids, temperature))
 
     def hang(self) -> None:
-        """Answers nobody, and samples nothing, until it recovers."""
+        """Stops answering and sampling until `recover`."""
         self._awake.clear()
 
     def recover(self) -> None:

@@ -69,9 +69,9 @@ class HttpInferenceClient:
     """Must be made inside a running event loop."""
 
     def __init__(self, base_url: str, key: str | None = None, process: str = "") -> None:
-        """`key`: what the server was started with; without it, see `protocol.Access`.
+        """`key`: the key that the server was started with; without it, see `protocol.Access`.
 
-        `process`: the name of ours in the ledger.
+        `process`: this process's name in the ledger.
         """
         self._base_url = base_url
         self._process = process
@@ -102,7 +102,7 @@ class HttpInferenceClient:
             await asyncio.sleep(0.1)
 
     async def watch(self) -> None:
-        """A server that cannot be reached may come back."""
+        """Never returns and never raises: a server that cannot be reached may come back."""
         await asyncio.Event().wait()
 
     async def health(self) -> Health:
@@ -130,7 +130,7 @@ class HttpInferenceClient:
             raise
 
     def _post_gathered(self) -> None:
-        """One HTTP request for the calls of a turn of the event loop that have the same prompt: a group's.
+        """Sends one HTTP request for all calls with one prompt, a group's, of a turn of the event loop.
 
         The prompt is sent once, so that a body does not grow with prompt × group.
         """
@@ -146,7 +146,7 @@ class HttpInferenceClient:
                 call.post = _Post(calls, task)
 
     async def _post(self, calls: Sequence["_Call"]) -> None:
-        """Answers the calls line by line; whatever goes wrong is the answer of those that have none."""
+        """Answers the calls line by line; an error becomes the answer of the calls that have none yet."""
         reason: Exception = UnreachableError(f"{self._base_url} ended the answer too early")
         try:
             url = f"{self._base_url}/inference/v1/generate_many"

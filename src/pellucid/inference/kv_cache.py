@@ -52,7 +52,7 @@ class Shelf:
         return list(zip(keys.unbind(), values.unbind(), strict=True))
 
     def put(self, row: CacheRow) -> None:
-        """Gives a sequence a row, with whatever is in it."""
+        """Gives a sequence a row; what the row held before stays in it."""
         gaps = (index for index, holder in enumerate(self.rows) if holder is None)
         row.shelf, row.index = self, next(gaps, len(self.rows))
         if row.index == len(self.rows):
@@ -61,7 +61,7 @@ class Shelf:
         self.rows[row.index] = row
 
     def copy(self, index: int, source: "Shelf", source_index: int, length: int) -> None:
-        """The first positions of one row into another."""
+        """Copies the first positions of one row into another."""
         self._store[:, :, index, :, :length] = source._store[:, :, source_index, :, :length]
 
     def close_gaps(self) -> None:
@@ -97,7 +97,7 @@ class KVCache:
         """Shortest rows first."""
 
     def add(self, length: int) -> CacheRow:
-        """A row for a new sequence; nothing is written yet."""
+        """Returns a row for a new sequence; nothing is written yet."""
         row = CacheRow(length, self.shelves[0], 0)
         self._shelf_for(length).put(row)
         return row
@@ -106,11 +106,11 @@ class KVCache:
         row.shelf.rows[row.index] = None
 
     def copy_prefix(self, source: CacheRow, target: CacheRow, length: int) -> None:
-        """A prompt that is already computed."""
+        """Copies the keys and values of a prompt that is already computed."""
         target.shelf.copy(target.index, source.shelf, source.index, length)
 
     def arrange(self) -> list[CacheRow]:
-        """Moves what has outgrown its shelf and closes the gaps; the rows in the order of the shelves."""
+        """Moves rows that outgrew their shelf and closes gaps; returns the rows in order of the shelves."""
         for row in self._rows():
             if row.length > row.shelf.capacity:
                 self._move_up(row)

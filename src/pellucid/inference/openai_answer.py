@@ -29,7 +29,7 @@ def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the answers need to know of the server."""
+    """Facts about the server that the answers contain or depend on."""
 
     model: str
     tokenizer: Any
@@ -72,7 +72,7 @@ class Answer(Generic[R]):
         self._head = {"id": f"{self.prefix}-{number}", "created": created, "model": served.model}
 
     def params(self) -> list[SamplingParams]:
-        """One per choice; each has a seed of its own, so a seeded answer is the same every time."""
+        """Returns parameters per choice, each with its own seed, so that a seeded answer is reproducible."""
         request = self.request
         each = SamplingParams(
             temperature=request.temperature,
@@ -96,7 +96,7 @@ class Answer(Generic[R]):
         raise NotImplementedError
 
     def extras(self, *, is_first: bool) -> dict[str, Any]:
-        """Fields beside the choices."""
+        """Returns the fields beside the choices."""
         return {}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Answer(Generic[R]):
         }
 
     async def lines(self, events: AsyncGenerator[StreamEvent, None]) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, one per chunk."""
+        """Yields server-sent events, one per chunk."""
         texts = [TextStream(self._served.decode, self.request.stop_strings()) for _ in range(self.request.n)]
         begun: set[int] = set()
         num_sampled = 0
@@ -186,7 +186,7 @@ class ChatAnswer(Answer[ChatRequest]):
     chunk_object = "chat.completion.chunk"
 
     def max_tokens(self) -> int:
-        """As many as there is room for, unless the request says."""
+        """Returns the request's limit, else as many as fit into the model's length."""
         asked = self.request.max_completion_tokens or self.request.max_tokens
         return asked or max(1, self._served.max_model_len - len(self.prompt_ids))
 

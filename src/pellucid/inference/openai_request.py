@@ -70,7 +70,7 @@ HARMLESS = frozenset(
         "parallel_tool_calls",
     }
 )
-"""Fields that do not bear on the answer."""
+"""Fields that do not affect the answer."""
 
 
 class RequestError(InferenceError):
@@ -86,9 +86,9 @@ class RequestError(InferenceError):
 
 
 def decode_request(raw: bytes, kind: type[R], max_tokens: int) -> R:
-    """A checked request; null means that a parameter was left out.
+    """Decodes and checks a request; null means that a parameter was left out.
 
-    Fields that do not bear on the answer are never decoded, and others only once they are known to be small.
+    Fields that do not affect the answer are never decoded, and others only after their size was checked.
     """
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -109,7 +109,7 @@ def _without_nulls(value: Any) -> Any:
 def _served_fields(
     fields: Mapping[str, msgspec.Raw], kind: type[OpenAIRequest], max_tokens: int
 ) -> dict[str, Any]:
-    """The fields of the request type; raises if another one asks for something that is not served."""
+    """Returns the fields of the request type; raises if another field asks for what is not served."""
     served = {}
     for name, raw in fields.items():
         if name in HARMLESS:
@@ -156,12 +156,12 @@ def _check_size(name: str, raw: bytes, max_tokens: int) -> None:
 
 
 def num_opened(raw: bytes) -> int:
-    """Objects and lists in a JSON text, at most: braces and brackets of its strings count, too."""
+    """Counts the objects and lists in a JSON text, at most: brackets in strings count, too."""
     return raw.count(b"{") + raw.count(b"[")
 
 
 def check_model(asked: str, served: str) -> None:
-    """The served name, its last part, or none at all."""
+    """Raises RequestError unless the request asks for the served name, its last part, or none at all."""
     if asked not in ("", served, served.rstrip("/").rpartition("/")[2]):
         raise RequestError(
             f"model {asked!r} is not served here; this server has {served!r}",
@@ -172,7 +172,7 @@ def check_model(asked: str, served: str) -> None:
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], max_tokens: int) -> list[int]:
-    """The conversation in the tokenizer's template, up to where the reply begins."""
+    """Renders the conversation by the tokenizer's template, up to where the reply begins."""
     plain = [{"role": message.role, "content": message.text()} for message in messages]
     _check_characters(sum(len(message["content"]) for message in plain), max_tokens)
     if tokenizer.chat_template is None:
@@ -185,12 +185,11 @@ def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], max_tokens: int
 
 
 def text_prompt(tokenizer: Any, text: str, max_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-    """The token ids of a text. One that is much too long is refused by its beginning, whatever its length.
+    """Tokenizes a text. One that is much too long is refused after tokenizing only its beginning.
 
     Beginnings of the text are tokenized, each twice as long as the last, until one has more than twice the
-    tokens that the model takes: a tokenizer looks only so far ahead, so that what follows may merge with the
-    last tokens of a beginning, not with half of them. Time and memory are those of a few times the longest
-    prompt that is served.
+    tokens that the model takes. What follows could merge with the last tokens of a beginning, but never with
+    half of them. Time and memory are therefore bounded by a few times the longest prompt that is served.
     """
 
     def encode(part: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which server of a pool gets a request, and which requests wait in line.
+"""Chooses the server of a pool that gets a request; requests that no server can take wait in line.
 
 - A new group goes to the server with the smallest part of its room taken, and only where there is room: for
   twice as many requests as the server decodes together, so that its slots never wait for the next request.
@@ -27,10 +27,10 @@ class PlacedRequest:
     """A request at a server."""
 
     wire_id: str
-    """Its name there, unlike any that was used before: it may be asked again, even of the same server."""
+    """Its id at the server, unique for good: the same request may be sent again, even to the same server."""
 
     outcome: "asyncio.Future[Any]"
-    """The answer, or why there is none."""
+    """Its answer, or the error why there is none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,16 +41,16 @@ class PooledServer:
     """Requests that it has, by their ids."""
 
     disowned: set[str] = field(default_factory=set)
-    """Wire ids of requests without an answer that was taken; it has to be told."""
+    """Wire ids of requests whose answer nobody took; the server still has to be told."""
 
     is_out: bool = False
-    """Left out: it gets nothing until it has been brought up again."""
+    """Whether the server is left out: it gets no requests until it has been brought up again."""
 
     keeps_requests: bool = True
-    """Whether what it was given may stay there while it is left out, even if others could take it."""
+    """Whether its requests stay with it while it is left out, even if other servers could take them."""
 
     server_id: str = ""
-    """Of the process that was examined."""
+    """Server id of the process that was examined."""
 
     version: int | None = None
     """Policy version that it is known to serve; None until it has been examined, or given weights."""
@@ -65,11 +65,11 @@ class PooledServer:
     max_concurrent: int = 0
     max_queued: int = 0
     busy_until: float = 0.0
-    """It said that it was full, and when to come back: a time of the event loop."""
+    """Time of the event loop until which a server that said it was full gets no requests."""
 
     pulse: Pulse = field(default_factory=Pulse)
     due: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is something to do about it now."""
+    """Set when its keeper has to look at it now."""
 
     def note_limits(self, health: Health) -> None:
         self.max_concurrent, self.max_queued = health.max_concurrent, health.max_queued
@@ -96,7 +96,7 @@ class WaitingLine:
         serves: Callable[[PooledServer], bool],
         name_request: Callable[[str], str],
     ) -> None:
-        """`group_of` a request id; `name_request` gives a request its wire id."""
+        """`group_of` returns the group of a request id, `name_request` a new wire id for a request."""
         self._servers = servers
         self._group_of = group_of
         self._serves = serves
@@ -105,7 +105,7 @@ class WaitingLine:
         self._waiting: dict[str, asyncio.Future[PooledServer]] = {}
 
     def place(self, request_id: str) -> "asyncio.Future[PooledServer]":
-        """Resolves to the server that has the request in `placed` from then on."""
+        """Returns a future of the server that gets the request and has it in `placed` from then on."""
         waiter: asyncio.Future[PooledServer] = asyncio.get_running_loop().create_future()
         server = self._server_for(request_id, is_next=not self._waiting)
         if server is None:
@@ -115,7 +115,7 @@ class WaitingLine:
         return waiter
 
     def advance(self) -> None:
-        """Places what can be placed by now: a request has ended, or a server has changed."""
+        """Places waiting requests where possible. Called when a request has ended or a server has changed."""
         while self._waiting:
             request_id, waiter = next(iter(self._waiting.items()))
             if not waiter.done():
@@ -126,7 +126,7 @@ class WaitingLine:
             del self._waiting[request_id]
 
     def leave(self, request_id: str, waiter: "asyncio.Future[PooledServer]") -> None:
-        """The request is not wanted any more, wherever it is by now."""
+        """Removes a request that is not wanted any more, from the line or from its server."""
         self._waiting.pop(request_id, None)
         if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
             del waiter.result().placed[request_id]

@@ -63,11 +63,11 @@ _MAX_TRIES = 3  # a request that takes its server down must not take all of them
 
 
 class HungError(UnreachableError):
-    """The server does not answer, or stands still."""
+    """The server does not answer, or makes no progress."""
 
 
 class _MovedError(UnreachableError):
-    """Another server shall have the request."""
+    """The request has to be sent to another server."""
 
 
 class ServerPool:
@@ -82,10 +82,12 @@ class ServerPool:
         ask_again_s: float = _ASK_AGAIN_S,
         patience_s: float = _PATIENCE_S,
     ) -> None:
-        """`clients` by address; `group_of` a request id: requests with the same answer stay together.
+        """`clients` by address; `group_of` returns the group of a request id, and a group stays on one
+        server.
 
-        `claims`: who uses a server, by its id; pools that share it refuse each other's servers. `hang_s`:
-        see `orchestrator.server_timeout_s`. `patience_s`: how long requests wait while there is no server.
+        `claims`: user of each server, by server id; pools that share it refuse each other's servers.
+        `hang_s`: see `orchestrator.server_timeout_s`. `patience_s`: how long requests wait while there is no
+        server.
         """
         self._servers = [PooledServer(name, client) for name, client in clients.items()]
         self._expected = expected
@@ -100,12 +102,12 @@ class ServerPool:
         self._is_started = False
         self._changed = asyncio.Event()
         self._deserted_at: float | None = None
-        """Since when no server serves, or loads weights: a time of the event loop."""
+        """Time of the event loop since which no server serves or loads weights; None while one does."""
 
     async def wait_until_ready(self) -> None:
-        """Returns once a server has passed its examination; raises if one fails it, or none comes.
+        """Returns once a server has passed its examination; raises if one fails it, or none can be reached.
 
-        Those that are there at the same time are examined, too; the others are named in the log.
+        Servers that are up at the same time are examined, too; the log names the others.
         """
         self._keepers = [asyncio.create_task(self._keep(server)) for server in self._servers]
         for keeper in self._keepers:
@@ -165,7 +167,7 @@ class ServerPool:
         return msgspec.structs.replace(completion, finish_reason=REFUSED)
 
     def _doubt(self, server: PooledServer, oldest: int, completion: Completion) -> str | None:
-        """Why these tokens are not what they say, if so; `oldest` is what the server served when asked."""
+        """Returns why the completion cannot be trusted, if so; `oldest`: version served when asked."""
         if server.client.server_id != server.server_id:
             return "it was restarted"
         if self._expected.run is None:
@@ -196,9 +198,9 @@ class ServerPool:
         *,
         in_books: bool,
     ) -> tuple[PooledServer, T]:
-        """The answer, and whose it is. A request that its server loses is asked again of another.
+        """Returns the server that answered, and its answer. A request that a server loses goes to another.
 
-        `in_books`: tokens are sampled for it.
+        `in_books`: whether tokens are sampled for it, which the ledger counts.
         """
         num_tries = 0
         while True:
@@ -296,7 +298,7 @@ class ServerPool:
         await asyncio.gather(*(self._abort(server, wanted) for server in self._servers))
 
     async def _abort(self, server: PooledServer, request_ids: set[str]) -> None:
-        """Asks the server, in or out, unless it would not hear: what it has is given up then."""
+        """Aborts requests at the server, left out or not; one that is hung or gone gives them up."""
         placed = [each for request_id, each in server.placed.items() if request_id in request_ids]
         if server.is_out and not server.keeps_requests:
             for each in placed:
@@ -347,7 +349,7 @@ class ServerPool:
         self._line.advance()
 
     async def _keep(self, server: PooledServer) -> None:
-        """Never returns: brings the server up, looks after it, and brings it up again when need be."""
+        """Never returns: brings the server up, watches it, and brings it up again after a failure."""
         while True:
             server.due.clear()
             try:
@@ -400,7 +402,10 @@ class ServerPool:
         self._note_change()
 
     def _claim(self, server: PooledServer, health: Health) -> None:
-        """Two addresses may lead to one process: `localhost` and `127.0.0.1`, or a name of the machine."""
+        """Claims the server's process for this address; raises if another address or pool has claimed it.
+
+        Two addresses may lead to one process: `localhost` and `127.0.0.1`, or a name of the machine.
+        """
         who = f"the {self._expected.role} at {server.name}"
         owner = self._claims.setdefault(health.server_id or who, who)
         if owner != who:
@@ -437,7 +442,7 @@ class ServerPool:
         return health
 
     async def _while_alive(self, server: PooledServer, work: Awaitable[None]) -> None:
-        """Waits for `work` on the server for as long as the server gets on."""
+        """Waits for `work` on the server as long as the server makes progress."""
         working = asyncio.ensure_future(work)
         try:
             while not working.done():
@@ -449,9 +454,9 @@ class ServerPool:
             working.cancel()
 
     async def _disown(self, server: PooledServer) -> None:
-        if told := sorted(server.disowned):
-            await server.client.disown(told)
-            server.disowned.difference_update(told)
+        if wire_ids := sorted(server.disowned):
+            await server.client.disown(wire_ids)
+            server.disowned.difference_update(wire_ids)
 
     def _refuse(self, server: PooledServer, error: ConfigError) -> None:
         if str(error) != str(server.refusal):
@@ -460,13 +465,13 @@ class ServerPool:
         self._leave_out(server, error)
 
     def _doubt_server(self, server: PooledServer, reason: str) -> None:
-        """What it answers, or that it does not, says that it is not what it was: it is looked at now."""
+        """Leaves out a server whose answers, or silence, are suspicious, and has it examined at once."""
         if not server.is_out:
             self._leave_out(server, UnreachableError(reason))
             server.due.set()
 
     def _leave_out(self, server: PooledServer, problem: PellucidError) -> None:
-        """Servers that only refuse new weights go on with what they were given."""
+        """Gives the server no more requests. Those it has move, unless it only refused new weights."""
         if not server.is_out and server.num_examined:
             reason = "it is refused" if isinstance(problem, ConfigError) else problem
             log.warning("inference server %s is left out: %s", server.name, reason)
@@ -477,7 +482,7 @@ class ServerPool:
 
 
 def _pass_on(asking: "asyncio.Task[Any]", outcome: "asyncio.Future[Any]") -> None:
-    """Makes the end of `asking` the outcome, unless there is one already."""
+    """Copies the result or error of `asking` to `outcome`, unless that is set already."""
     error = None if asking.cancelled() else asking.exception()
     if outcome.done():
         return

@@ -20,12 +20,12 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """The caller's name for the request, by which it can be aborted."""
 
     compact: bool = False
-    """Logprobs as one list of numbers instead of an object per token."""
+    """Returns logprobs as one list of numbers instead of an object per token."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
-    """A last chunk without choices tells the number of tokens."""
+    """Adds a last chunk without choices that contains the number of tokens."""
 
     include_obfuscation: bool = False
     """Accepted and without effect: padding against eavesdroppers is not for a server inside a cluster."""
@@ -36,7 +36,7 @@ NumTokens = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions share."""
 
     model: str = ""
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
@@ -100,12 +100,12 @@ class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
 
 class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /abort`: end these requests now; each answers with what it has."""
+    """`POST /abort`: ends these requests now; each answers with what it has."""
 
     request_ids: list[str]
     disown: bool = False
-    """Nobody takes their answers: what they sampled counts as cancelled, though it was delivered already, and
-    those that have not arrived yet are never started."""
+    """Whether nobody takes their answers: their tokens count as cancelled, even if delivered already, and
+    requests that have not arrived yet are never started."""
 
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -153,7 +153,7 @@ class GenerateManyRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class GenerateManyLine(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int
-    """Of the request that this line answers."""
+    """Index of the request that this line answers."""
 
     choice: Choice | None = None
     error: str = ""
@@ -178,8 +178,8 @@ class ScoreResponse(msgspec.Struct, frozen=True):
 
 
 Access = Literal["all", "sampling", "none"]
-"""What a request may do: everything, with the server's key; without it, sampling and scoring outside of any
-run's books on this machine, and beyond loopback nothing but `/health`."""
+"""Rights of a request. With the server's key: `all`. Without it, on this machine, `sampling`: sampling and
+scoring that no run's books count; from another machine `none`: nothing but `/health`."""
 
 SERVER_ID_HEADER = "x-pellucid-server-id"
 """Header of every answer: `Health.server_id` of the process that gave it."""
@@ -189,7 +189,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     status: str = "ok"
     model: str
     model_fingerprint: str = ""
-    """Of the weights that were loaded at the start; equal for equal tensors. "" where it cannot be told."""
+    """Fingerprint of the weights loaded at the start, equal for equal tensors; "" where it is unknown."""
 
     vocabulary: str
     """Fingerprint of the tokenizer's vocabulary: equal where the same ids are the same tokens."""
@@ -203,16 +203,16 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Random, new at every start of the process: a server that has another one was restarted."""
 
     max_concurrent: int = 0
-    """Sequences that it decodes together; 0: it does not tell."""
+    """Sequences that it decodes together; 0: unknown."""
 
     max_queued: int = 0
-    """Requests that may wait beside them."""
+    """Requests that may wait besides those."""
 
     updating: bool = False
-    """It is loading weights, and samples nothing meanwhile."""
+    """Whether it is loading weights; it samples nothing meanwhile."""
 
     access: Access = "all"
-    """What whoever asked may do here."""
+    """Rights of the client that asked."""
 
     running: int = 0
     waiting: int = 0

@@ -17,7 +17,7 @@ _BLOCK = 256
 def draw(
     logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Token and logprob per row; temperature 0 takes the likeliest token, its logprob at temperature 1."""
+    """Draws a token per row, with its logprob; temperature 0: the likeliest, logprob at temperature 1."""
     device = logits.device
     scales = torch.tensor([temperature or 1.0 for temperature in temperatures], device=device)
     logprobs = token_logprobs(logits, scales)
@@ -29,7 +29,7 @@ def draw(
 
 
 def _inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    """First the block of the vocabulary, then the token in it.
+    """Finds first the block of the vocabulary, then the token in it.
 
     Sums run in float64 where it matters: adding up a large vocabulary in float32 would starve the rare tokens
     at its end. With blocks, which add up a few hundred numbers each, only a small part has to be converted.
@@ -49,7 +49,7 @@ def _inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _locate(masses: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The entry of each row in which its target falls, and how far into it: [2, 0, 3], 2.5 -> 2, 0.5.
+    """Returns the entry of each row in which its target falls, and how far into it: [2, 0, 3], 2.5 -> 2, 0.5.
 
     Never an entry without mass, whatever rounding did to the target.
     """

@@ -21,7 +21,7 @@ from pellucid.model.lean_forward import HiddenStates
 
 @dataclass(eq=False, slots=True)
 class Scoring:
-    """A sequence to score, and whom to tell its logprobs, or why there are none."""
+    """A sequence to score, and the callback that gets its logprobs or the error."""
 
     token_ids: Sequence[int]
     temperature: float
@@ -41,7 +41,7 @@ class Scoring:
 
 
 def score(policy: Policy, hidden_states: HiddenStates, scorings: Sequence[Scoring]) -> list[list[float]]:
-    """One logprob per token of each sequence; all of them in one forward, packed."""
+    """Returns one logprob per token of each sequence, computed in one packed forward."""
     device = policy.device
     lengths = [len(each.token_ids) for each in scorings]
     layout = packed_layout(lengths).to(device)

@@ -91,10 +91,10 @@ from pellucid.workers import DaemonThreads, num_cores
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LONG_BODY_BYTES = 64 * 1024
-"""Requests beyond this are made into prompts by a thread of their own: short ones never wait for them."""
+"""Bodies longer than this are made into prompts by another thread: short ones never wait for them."""
 _OBJECTS_PER_REQUEST = 8
 _SPARE_VALUES = 1 << 16
-"""Beside prompts and requests: ids to abort, token ids that stop, and the commas and braces of strings."""
+"""Values of a body besides prompts and requests: ids to abort, stop tokens, commas and braces in strings."""
 
 
 class Server:
@@ -172,7 +172,7 @@ class Server:
         return LineStream(await _unless_gone(http, anext(lines)), lines, "application/x-ndjson")
 
     async def _lines(self, requests: list[GenerateRequest]) -> AsyncGenerator[bytes, None]:
-        """One line per request, in the order in which they end; what is refused comes before the rest."""
+        """Yields one line per request, in the order in which they end; refused requests come first."""
         refused = self._engine.refusals(requests)
         served = [index for index in range(len(requests)) if index not in refused]
         accepted = [requests[index] for index in served]
@@ -259,7 +259,7 @@ class Server:
         return await self.health(http)
 
     def _own_weights(self, asked: UpdateWeightsRequest) -> Path:
-        """The folder of a policy version of the server's own run; any other is refused unopened."""
+        """Returns the folder of a policy version of the server's own run; refuses any other unopened."""
         folder = weights_folder(self._run_dir, asked.version)
         folder = folder.parent.resolve() / folder.name
         if Path(asked.folder) != folder or folder.is_symlink():
@@ -341,7 +341,7 @@ class ClientGoneError(InferenceError):
 
 
 async def _unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
-    """The result of the work, which is cancelled as soon as the client goes away."""
+    """Returns the result of the work, which is cancelled as soon as the client goes away."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(http))
     try:
@@ -410,7 +410,7 @@ EXCEPTION_HANDLERS: Mapping[Any, Callable[[HttpRequest, Exception], Awaitable[Re
     HTTPException: _no_route,
     Exception: _failed,
 }
-"""What went wrong, as a status and a reason; the closest class decides."""
+"""Handlers that turn an exception into a status and a reason; the one of the closest base class is used."""
 
 
 def _total(counter: Counter[Account]) -> int:
@@ -439,10 +439,10 @@ def _choice(index: int, completion: Completion, compact: bool) -> Choice:
 
 
 def run_inference(config: InferenceRunConfig) -> None:
-    """Serves until it is told to stop (SIGTERM or Ctrl-C), which is a good end.
+    """Serves until SIGTERM or Ctrl-C, which is a successful end.
 
-    uvicorn raises the signal that stopped it once more after it is done; one that comes before it serves
-    ends the process at once.
+    uvicorn raises the signal that stopped it once more at its end. A signal that comes before it serves ends
+    the process at once.
     """
     settings = config.inference
     if settings.port == 0:
@@ -491,7 +491,7 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
 
 
 class _EndingServer(uvicorn.Server):
-    """Says that it ends as soon as it is told to."""
+    """Reports to the launcher that it is ending as soon as a signal arrives."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         say("ending its requests", at_stake="the tokens of these", silence_s=LAST_ANSWERS_S + SILENCE_S)
@@ -517,7 +517,7 @@ def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any
 
 
 def _raise(failure: BaseException) -> NoReturn:
-    """What ends the process; it is the command line that knows what to say of a full disk."""
+    """Raises the error that ends the process; OSErrors as they are: the CLI explains a full disk."""
     if isinstance(failure, OSError):
         raise failure
     raise InferenceError(f"the engine failed: {name_error(failure)}") from failure

@@ -41,16 +41,16 @@ class Request:
     on_finish: Callable[[Completion], None]
     request_id: str = ""
     on_token: Callable[[tuple[int, float]], None] | None = None
-    """Told each token with its logprob as it is sampled."""
+    """Called with each token and its logprob as it is sampled."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     experts: bytearray = field(default_factory=bytearray)
-    """Of each token computed so far, if they are recorded."""
+    """Routed experts of each token computed so far, as bytes; empty if they are not recorded."""
 
     is_checked: bool = False
-    """`SlottedEngine.refusals` has found nothing wrong with it."""
+    """Whether `SlottedEngine.refusals` has found nothing wrong with it."""
 
     generator: random.Random = field(init=False)
     abandoned: bool = False
@@ -58,7 +58,7 @@ class Request:
     """Set once its tokens count as delivered."""
 
     slot: Any = None
-    """What it holds, once it runs."""
+    """The engine's slot that it holds, once it runs."""
 
     prompt: bytes = b""
     """The prompt's token ids as int64, once it runs: quick to compare."""
@@ -90,7 +90,7 @@ class Request:
 
 @dataclass(slots=True)
 class Delivery:
-    """Tokens of one answer that count as delivered; 0 once they were taken back."""
+    """The number of tokens of one answer that count as delivered; 0 once they are moved to cancelled."""
 
     account: Account
     num_tokens: int
@@ -109,11 +109,11 @@ class EngineCounts:
 
     decode_steps: int = 0
     scored_tokens: int = 0
-    """Of sequences that were scored, not sampled."""
+    """Tokens of sequences that were scored, not sampled."""
 
 
 class SlottedEngine(ABC, Generic[Slot]):
-    """An engine is one of these: it gives slots to waiting requests and samples for those that run."""
+    """Base class of the engines: gives slots to waiting requests and samples for those that run."""
 
     def __init__(
         self,
@@ -134,10 +134,10 @@ class SlottedEngine(ABC, Generic[Slot]):
         self._decode_text = decode_text
         self._running: dict[Slot, Request] = {}
         self._waiting: dict[Request, None] = {}
-        """In order of arrival; a dict, so that one that leaves does not have to be looked for."""
+        """Waiting requests in order of arrival; a dict, so that removing one needs no search."""
         self._scorings: dict[Scoring, None] = {}
         self._deliveries: dict[str, Delivery] = {}
-        """The latest answers by request id, for clients that tell later that one never reached them."""
+        """Latest answers by request id, for clients that report later that one never reached them."""
         self._disowned: dict[str, None] = {}
         """Requests that were given up before they arrived."""
 
@@ -147,17 +147,17 @@ class SlottedEngine(ABC, Generic[Slot]):
 
     @abstractmethod
     def update_weights(self, version: int, folder: Path) -> None:
-        """Serves policy version `version` from the next step on; also where a resumed run begins.
+        """Serves policy version `version` from the next step on; a resumed run starts with this, too.
 
-        On any error the engine goes on with what it has.
+        On any error the engine keeps the weights that it has.
         """
 
     @abstractmethod
     def _free(self, slot: Slot) -> None:
-        """Gives back what a request held."""
+        """Frees a slot."""
 
     def _experts_of(self, request: Request) -> PackedArray | None:
-        """Where its tokens were sent, if that is recorded."""
+        """Returns the routed experts of its tokens, if they are recorded."""
         return None
 
     @property
@@ -170,7 +170,7 @@ class SlottedEngine(ABC, Generic[Slot]):
 
     @property
     def capacity(self) -> int:
-        """Requests that it holds at a time, running or waiting."""
+        """Requests that the engine holds at a time, running or waiting."""
         return self.num_slots + self._max_queued
 
     @property
@@ -178,7 +178,7 @@ class SlottedEngine(ABC, Generic[Slot]):
         return not self._waiting and not self._running and not self._scorings
 
     def refusals(self, asked: Sequence[GenerateRequest]) -> dict[int, InferenceError]:
-        """Reasons why requests cannot be served, by index; a prompt that several share is looked at once."""
+        """Returns why requests cannot be served, by index; a prompt that several share is checked once."""
         refused = {}
         unfit: dict[int, InferenceError | None] = {}
         for index, each in enumerate(asked):
@@ -239,7 +239,7 @@ class SlottedEngine(ABC, Generic[Slot]):
         self._scorings[scoring] = None
 
     def abandon_scoring(self, scoring: Scoring) -> None:
-        """Nobody waits for it any more; one that is done is left alone."""
+        """Removes a scoring that nobody waits for any more; does nothing if it is done."""
         self._scorings.pop(scoring, None)
 
     def _require_room(self) -> None:
@@ -247,7 +247,7 @@ class SlottedEngine(ABC, Generic[Slot]):
             raise QueueFullError(f"{self._max_queued} requests are waiting already; try again later")
 
     def abandon(self, request: Request) -> None:
-        """Nobody takes its answer: frees its slot and counts its tokens as cancelled, delivered ones too."""
+        """Gives up a request whose answer nobody takes: frees its slot, counts its tokens as cancelled."""
         request.abandoned = True
         self._end(request, "abort")
         self._take_back(request.delivery)
@@ -259,10 +259,9 @@ class SlottedEngine(ABC, Generic[Slot]):
             delivery.num_tokens = 0
 
     def disown(self, request_ids: Collection[str]) -> None:
-        """Abandons the requests whose client got no answer, wherever they are by now.
+        """Abandons requests whose client got no answer, whether they run, have ended or have not arrived.
 
-        A client that lost its connection cannot tell whether a request runs, was answered into the void, or
-        is still to arrive; one that arrives later is never started.
+        A client that lost its connection cannot know which. A request that arrives later is never started.
         """
         for request in self._requests():
             if request.request_id in request_ids:
@@ -272,7 +271,7 @@ class SlottedEngine(ABC, Generic[Slot]):
             _remember(self._disowned, request_id, None)
 
     def abort(self, request_ids: Collection[str], *, booked: bool = True) -> None:
-        """End these requests now; each delivers what it has. If not `booked`, a run's own go on."""
+        """Ends these requests now; each delivers what it has. If not `booked`, requests of a run go on."""
         for request in self._requests():
             if request.request_id in request_ids and (booked or not request.account.run):
                 self._end(request, "abort")
@@ -294,14 +293,14 @@ class SlottedEngine(ABC, Generic[Slot]):
         return [*self._waiting, *self._running.values()]
 
     def _start(self, request: Request, slot: Slot) -> None:
-        """A waiting request gets its slot."""
+        """Moves a waiting request to its slot."""
         del self._waiting[request]
         self._running[slot] = request
         request.slot = slot
         request.started_at = self.version
 
     def _take(self, requests: Sequence[Request], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """What a step has sampled, one token for each of these running requests."""
+        """Appends one sampled token to each of these running requests, and ends those that are done."""
         if not math.isfinite(sum(logprobs)):
             raise InferenceError(
                 f"policy version {self.version} gives logits that are not finite; it has diverged"
@@ -328,7 +327,7 @@ class SlottedEngine(ABC, Generic[Slot]):
         return any(stop in tail for stop in request.params.stop)
 
     def _end(self, request: Request, reason: str) -> None:
-        """Frees what the request holds, and tells its tokens; one that has ended already is left alone."""
+        """Frees the slot and delivers the tokens, cancelled if abandoned; nothing if it has ended already."""
         if request in self._waiting:
             del self._waiting[request]
         elif request.slot in self._running:

@@ -23,7 +23,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that this step computes, without its last token, and who starts with it."""
+    """A prompt that this step computes, without its last token, and the rows that start with it."""
 
     token_ids: Indices
     rows: list[CacheRow]
@@ -58,7 +58,7 @@ class StepAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """Tokens of the step, and the row and position that each goes to."""
+    """Tokens of the step, and the row and position in the cache that each is written to."""
 
     tokens: Indices
     rows: Indices
@@ -66,7 +66,7 @@ class _Writes:
 
 
 def _writes(prompts: Sequence[Prompt], shelf: Shelf) -> _Writes | None:
-    """Of the prompts that start on this shelf."""
+    """Returns the writes of the prompts whose rows are on this shelf; None if there are none."""
     tokens, rows, positions = [], [], []
     first = 0
     for prompt in prompts:
@@ -108,7 +108,11 @@ class _ShelfPart:
         self._hidden = torch.arange(shelf.capacity, device=device) > seen
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of scaled queries; all tensors are [tokens, heads, width]."""
+        """Writes the step's keys and values into the cache and returns the attention output of this shelf's
+        tokens.
+
+        `query` is scaled already; all tensors are [tokens, heads, width].
+        """
         width = query.shape[2]
         keys, values = self._layers[layer]
         keys.view(-1, width).index_copy_(0, self._targets, key[self._written].reshape(-1, width))

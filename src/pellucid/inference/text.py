@@ -9,7 +9,7 @@ Invariants:
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"
-"""What a decoder gives for bytes that are not a character, or not one yet."""
+"""Character that decoders return for bytes that are no character, or an unfinished one."""
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -28,9 +28,9 @@ class TextStream:
         self._stop = stop
         self._token_ids: list[int] = []
         self._context = 0
-        """Decoding starts here: some decoders treat the first token of a text differently."""
+        """Token where decoding starts: some decoders treat the first token of a text differently."""
         self._given = 0
-        """Tokens before this one have become text."""
+        """Number of tokens that have become text."""
         self._held = ""
         self._ended = False
 
@@ -39,7 +39,7 @@ class TextStream:
         return self._past_stop(self._new_text(is_last=False), is_last=False)
 
     def finish(self) -> str:
-        """What was held back, once no token can follow."""
+        """Returns the text that was held back; call it once no token can follow."""
         return self._past_stop(self._new_text(is_last=True), is_last=True)
 
     def _new_text(self, is_last: bool) -> str:
@@ -62,6 +62,6 @@ class TextStream:
 
 
 def _num_undecided(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins a stop string."""
+    """Returns the length of the longest end of `text` that begins a stop string."""
     starts = (each[:length] for each in stop for length in range(1, len(each)))
     return max((len(start) for start in starts if text.endswith(start)), default=0)

@@ -1,4 +1,4 @@
-"""What vLLM is started with, from the configuration; vLLM itself is not imported here.
+"""vLLM's engine arguments, from the configuration; vLLM itself is not imported here.
 
 Logprobs have to be those of the distribution that was sampled, so vLLM is asked for processed ones. Nothing
 is scheduled ahead of the step that is asked for: a policy version holds for whole steps.
@@ -12,7 +12,7 @@ from pellucid.errors import ConfigError
 
 WORKER = "pellucid.inference.vllm_worker.PublishedWeights"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters that vLLM takes; any smaller one fits into the next."""
+"""Maximum adapter ranks that vLLM offers; an adapter of a smaller rank fits as well."""
 CPU_KV_CACHE_BYTES = 1 << 30
 MAX_SCORINGS = 8
 """Sequences that are scored at a time, beside those that are sampled."""
@@ -29,7 +29,7 @@ def require_vllm() -> None:
 
 
 def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`."""
+    """Returns the keyword arguments of vLLM's `EngineArgs`."""
     settings, vllm = config.inference, config.inference.vllm
     cache = vllm.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     own: dict[str, Any] = {
@@ -66,7 +66,7 @@ def _lora_args(config: InferenceRunConfig) -> dict[str, Any]:
 
 
 def max_lora_rank(rank: int) -> int:
-    """The least that vLLM offers: 12 -> 16."""
+    """Returns the smallest rank of vLLM's that is large enough: 12 -> 16."""
     for offered in LORA_RANKS:
         if rank <= offered:
             return offered

@@ -80,7 +80,7 @@ class VllmCore:
         self._max_rank: int | None = args.get("max_lora_rank")
         self._adapter: Any = None
         self._new: set[str] = set()
-        """Keys that have no token yet."""
+        """Keys of requests that have no token yet."""
 
     def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
         self._new.add(key)
@@ -89,7 +89,7 @@ class VllmCore:
         self._add(key, token_ids, salt, **wanted)
 
     def score(self, key: str, token_ids: Sequence[int]) -> None:
-        """A prompt whose logprobs are wanted; vLLM always samples a token, too, which nobody looks at."""
+        """Asks for the logprobs of a prompt; vLLM always samples a token, too, which is ignored."""
         self._add(key, token_ids, salt=None, max_tokens=1, prompt_logprobs=0)
 
     def _add(self, key: str, token_ids: Sequence[int], salt: str | None, **params: Any) -> None:

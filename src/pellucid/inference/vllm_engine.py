@@ -36,22 +36,23 @@ class Scored(NamedTuple):
 
 
 class Core(Protocol):
-    """What of vLLM is used. Keys are never used twice."""
+    """The part of vLLM that the engine uses. Keys name requests and are never used twice."""
 
     def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
-        """Samples up to `params.max_tokens`; where to stop before is the caller's business."""
+        """Starts to sample up to `params.max_tokens`; stop tokens and strings are left to the caller."""
 
     def score(self, key: str, token_ids: Sequence[int]) -> None: ...
 
     def stop(self, key: str) -> None:
-        """One that has ended already is left alone."""
+        """Ends a request; does nothing if it has ended already."""
 
     def step(self) -> tuple[Sequence[SampledToken], Sequence[Scored]]: ...
 
     def load(self, folder: Path) -> bool:
-        """Whether what runs goes on under the new weights; if not, it has to be started again.
+        """Loads published weights; returns whether running requests continue under them.
 
-        Raises TransportError, having changed nothing, for weights that do not fit.
+        If not, the caller has to start them again. Raises TransportError, having changed nothing, for weights
+        that do not fit.
         """
 
 
@@ -76,7 +77,7 @@ class VllmEngine(SlottedEngine[str]):
         self._core = core
         self._keys = map(str, itertools.count())
         self._scoring: dict[str, Scoring] = {}
-        """Those of `_scorings` that the core is at."""
+        """Scorings that the core is computing, by key."""
         self._failure: BaseException | None = None
 
     def check_scoring(self, token_ids: Sequence[int], temperature: float) -> None:
@@ -148,7 +149,7 @@ class VllmEngine(SlottedEngine[str]):
                 self._core.score(key, scoring.token_ids)
 
     def _restart(self, request: Request) -> None:
-        """Under the present weights; what it has sampled becomes part of its prompt."""
+        """Starts a request again under the current weights; its sampled tokens become part of its prompt."""
         old, key = request.slot, next(self._keys)
         self._core.stop(old)
         del self._running[old]

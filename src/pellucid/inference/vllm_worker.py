@@ -1,4 +1,4 @@
-"""Runs in vLLM's workers, mixed into their class: published weights into the model, in place."""
+"""A mixin for vLLM's workers that loads published weights into the model, in place."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ class PublishedWeights:
     reload_weights: Any
 
     def load_published(self, folder: str) -> None:
-        """Each worker reads the whole file and keeps its share of it."""
+        """Loads the weights; each worker reads the whole file and keeps its shard."""
         self.reload_weights(weights_iterator=read_weights(Path(folder)))
         if self.model_config.hf_text_config.tie_word_embeddings:
             # vLLM prepares again what it has loaded, and a tied head loads nothing of its own. On a CPU it
