@@ -2,10 +2,14 @@
 
 A step is that of the trainer on the demo's model. Calls are timed where the trainer makes them; the tensors
 that are looked at change from step to step, so that the mean of many counts, and of the steps the fastest: a
-busy machine slows both down. For the orchestrator, the requests of a step with and without its eye on them.
+busy machine slows both down. The orchestrator's part is the requests of a step with and without its eye on
+them, answered by a client that does nothing else, and one reward scored again. Both parts together are
+compared with the trainer's step as well: the orchestrator is a process of its own.
 """
 
 import asyncio
+import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +18,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from msgspec import structs
-
 from benchmarks.result import Result
 from benchmarks.training import SHAPES, Shape, training_site
-from pellucid.data import Completion
+from pellucid.data import Completion, Rollout, TrainingSample, Turn
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
-from pellucid.inference.fake import FakeInferenceClient
+from pellucid.ledger import Flow
 from pellucid.orchestrator.alarms import OrchestratorAlarms, WatchedClient
+from pellucid.orchestrator.environments.reverse_text import ReverseText
+from pellucid.orchestrator.verdict import Verdict
 from pellucid.trainer.alarms import StepWatch, TrainerAlarms
 from pellucid.trainer.update_watch import UpdateWatch
 
@@ -34,11 +38,21 @@ CALLS: Sequence[tuple[type, str]] = (
     (UpdateWatch, "after"),
 )
 NUM_STEPS = 64
+NUM_FIRST_TOKENS = 16
 MODEL = "tiny"
 
 
 def run() -> list[Result]:
-    return [_training(), _requests()]
+    training, requests, reward_s = _training(), _requests(), _reward_s()
+    orchestrator_s = requests.ours - requests.baseline + reward_s
+    whole = Result(
+        f"alarms, trainer and orchestrator, a step of {MODEL}",
+        training.ours + orchestrator_s,
+        training.baseline,
+        "CPU s/step",
+        "the trainer without its calls",
+    )
+    return [training, requests, whole]
 
 
 def _training() -> Result:
@@ -86,25 +100,58 @@ def clocked(calls: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
             setattr(owner, name, method)
 
 
-class Certain(FakeInferenceClient):
-    """Says the same every time, and that nothing else could be said."""
+class PromptClient:
+    """A client that answers at once, by one of a few first tokens that are equally likely."""
+
+    def __init__(self, answers: Sequence[Completion]) -> None:
+        self._answers = answers
+        self._random = random.Random(0)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        answer = await super().generate(prompt_ids, params, account, request_id)
-        return structs.replace(answer, logprobs=[0.0] * len(answer.token_ids))
+        await asyncio.sleep(0)
+        return self._random.choice(self._answers)
+
+
+def _answers(num_tokens: int) -> list[Completion]:
+    """They differ in their first token."""
+    logprobs = [-math.log(NUM_FIRST_TOKENS), *[0.0] * (num_tokens - 1)]
+    rest = [7] * (num_tokens - 1)
+    return [
+        Completion([first, *rest], logprobs, [(0, num_tokens)], "stop") for first in range(NUM_FIRST_TOKENS)
+    ]
 
 
 def _requests() -> Result:
     shape = SHAPES[MODEL]
-    client = Certain(lambda prompt, generator: [7] * generator.randint(*shape.completion))
+    client: Any = PromptClient(_answers(shape.completion[1]))
     with TemporaryDirectory() as name:
         watched = WatchedClient(client, OrchestratorAlarms(Path(name), lambda: 0, seed=0))
         times = [[_cpu_s(each, shape) for each in (watched, client)] for _ in range(NUM_STEPS)]
     ours, baseline = map(min, zip(*times, strict=True))
     number = shape.num_groups * shape.members
     return Result(f"alarms, {number} requests", ours, baseline, "CPU s", "no eye on them")
+
+
+def _reward_s() -> float:
+    """CPU time of judging a batch: an answer of the demo is scored once more."""
+    environment = ReverseText(seed=0)
+    example, text = environment.example(0), "an answer"
+    reward = environment.reward(example, text).reward
+    rollout = Rollout("g0-r0", "g0", example, "reverse-text", 1.0, reward=reward)
+    rollout.turns.append(Turn([5], Completion([6], [-1.0], [(0, 1)], "stop"), text))
+    sample = TrainingSample.from_turn([5], [6], [-1.0], env_name="reverse-text", reward=reward)
+    verdicts = [Verdict(rollout, Flow.SENT, "", 0.5, [sample])]
+    times = []
+    with TemporaryDirectory() as name:
+        alarms = OrchestratorAlarms(Path(name), lambda: 0, seed=0)
+        for _ in range(NUM_STEPS):
+            started = time.thread_time()
+            metrics = alarms.judge_batch(verdicts, {"reverse-text": environment})
+            times.append(time.thread_time() - started)
+    assert not any(metrics.values())
+    return min(times)
 
 
 def _cpu_s(client: InferenceClient, shape: Shape) -> float:

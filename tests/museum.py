@@ -5,8 +5,9 @@
     python tests/museum.py --write       and writes docs/museum.md with what the commands printed
 
 An exhibit is a file in `tests/museum/`: what the bug is, the commands that catch it, the check that names it,
-a regular expression of the output, and the patch as exact replacements. The shipped code has no switch for
-any of them. A patch that no longer applies is an error that says so.
+a regular expression of the output, the exit code (an alarm leaves it at 0), and the patch as exact
+replacements. The shipped code has no switch for any of them. A patch that no longer applies is an error that
+says so.
 """
 
 import argparse
@@ -30,7 +31,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pellucid"
 PAGE = ROOT / "docs" / "museum.md"
 TIMEOUT_S = 600
+WIDTH = 100
 SHOWN_PARAGRAPHS, MAX_LINES = 2, 12
+_COUNTS = re.compile(r"\d+ of \d+ findings")
+"""A line with numbers that change with every check that a command gains."""
 
 INTRODUCTION = """\
 # The museum of bugs
@@ -42,8 +46,9 @@ $ make museum ONLY=stale_prefix      # those whose name contains this
 
 Bugs of this kind have cost users of RL trainers runs and weeks: rewards still rise, only less, and nothing
 crashes. Each is planted here in a copy of pellucid, and a command that you have catches it:
-[`verify`](verify.md) before a run, or [`ledger`](ledger.md) on its folder. Below stand what you would have
-seen without the command, and what the command prints. The patches are in `tests/museum/`, a file each.
+[`verify`](verify.md) before a run, an [alarm](alarms.md) during one, or [`ledger`](ledger.md) and
+[`replay`](replay.md) on its folder. Below stand what you would have seen without the command, and what the
+command prints. The patches are in `tests/museum/`, a file each.
 """
 
 Replacement = tuple[str, str, str]
@@ -71,6 +76,8 @@ class Exhibit:
     """Regular expression; the output is searched for it with its white space made single."""
 
     patches: tuple[Replacement, ...]
+    exit_code: int = 1
+    """Of the command that catches it."""
 
     @classmethod
     def read(cls, path: Path) -> "Exhibit":
@@ -83,10 +90,14 @@ class Exhibit:
             table["check"],
             table["output"],
             tuple((each["file"], each["old"], each["new"]) for each in table["patch"]),
+            table.get("exit_code", 1),
         )
 
+    def is_named(self, output: str) -> bool:
+        return re.search(self.output, " ".join(output.split())) is not None
+
     def is_caught(self, exit_code: int, output: str) -> bool:
-        return exit_code == 1 and re.search(self.output, " ".join(output.split())) is not None
+        return exit_code == self.exit_code and self.is_named(output)
 
 
 def read_exhibits() -> list[Exhibit]:
@@ -130,7 +141,7 @@ def run_commands(commands: Sequence[str], python_path: Path, folder: Path) -> Ou
     environment = {
         **os.environ,
         "PYTHONPATH": str(python_path),
-        "COLUMNS": "100",
+        "COLUMNS": str(WIDTH),
         "NO_COLOR": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -188,21 +199,28 @@ def prepare(folder: Path) -> None:
 
 
 def excerpt(exhibit: Exhibit, output: str) -> str:
-    """What the catching command said: the first paragraphs of the named check, and the last line."""
+    """What the catching command said: the first paragraphs of the named check, and the error at the end."""
     lines = [line.rstrip() for line in output.splitlines()]
-    last = [line for line in lines if "findings are within" in line or line.startswith("error: ")][-1:]
+    last = [line for line in lines if line.startswith("error: ")][-1:]
     found: list[list[str]] = []
-    for part in _paragraphs([line for line in lines if line not in last]):
-        is_named = re.search(exhibit.output, " ".join(" ".join(part).split())) is not None
+    for part in _paragraphs([line for line in lines if line not in last and not _COUNTS.search(line)]):
+        is_named = exhibit.is_named(" ".join(part))
         if (is_named or part[0].startswith(f"{exhibit.check}: ")) and part not in found:
             found.append(part)
     shown = [line for part in found[:SHOWN_PARAGRAPHS] for line in _shortened(part, exhibit)]
-    return "\n".join(["…", *shown, *last])
+    return "\n".join(["…", *(part for line in [*shown, *last] for part in textwrap.wrap(line, WIDTH))])
 
 
 def _shortened(lines: list[str], exhibit: Exhibit) -> list[str]:
-    """A long paragraph, such as the summary of a run, is cut to the lines that have the name of the check."""
-    return lines if len(lines) <= MAX_LINES else [line for line in lines if exhibit.check in line]
+    """Cuts a long paragraph, such as the summary of a run, to the whole lines that name the check."""
+    if len(lines) <= MAX_LINES:
+        return lines
+    kept: list[str] = []
+    is_kept = False
+    for line in lines:
+        is_kept = exhibit.check in line or (is_kept and re.match(r"│ {8}", line) is not None)
+        kept += [line] if is_kept else []
+    return kept
 
 
 def _paragraphs(lines: Sequence[str]) -> Iterator[list[str]]:
@@ -244,10 +262,13 @@ def show(exhibits: Sequence[Exhibit], *, write: bool) -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             outcome = run_commands(commands, plant(None, folder), folder)
-        verdict = "-" if outcome.exit_code == 0 else "FAILS"
+        named = [
+            each.name for each in exhibits if each.commands == commands and each.is_named(outcome.output)
+        ]
+        verdict = "-" if outcome.exit_code == 0 and not named else "FAILS"
         print(f"{'(unpatched)':<{width}}  {verdict:<11}  {outcome.seconds:7.1f}  {commands[-1]}", flush=True)
-        if outcome.exit_code:
-            failed.append(f"the unpatched copy fails:\n{outcome.output}")
+        if verdict != "-":
+            failed.append(f"the unpatched copy fails {' '.join(named)}:\n{outcome.output}")
     for exhibit in exhibits:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+import museum
 import warm
 from pellucid.cli import main
+from pellucid.data.alarms import CHANCE, read_alarms
 from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
 from tolerance import logprob_bound, mismatch_kl_bound, near, partial_sum
@@ -60,6 +62,40 @@ def test_every_sampled_token_is_accounted_for(finished) -> None:
     exported = sum(sum(record["loss_mask"]) for step in range(STEPS) for record in records(folder, step))
     assert states["trained"] + states["masked"] == exported
     assert "balanced: every one of the" in output
+
+
+def test_an_engine_that_draws_from_its_likeliest_tokens_rings_wherever_one_looks(
+    tiny_model, tmp_path
+) -> None:
+    """It reports the logprobs of all of them; the engine alone has the bug, the other parts have none."""
+    bug = next(exhibit for exhibit in museum.read_exhibits() if exhibit.name == "top_8_sampled")
+    planted = museum.plant(bug, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={planted} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    folder = tmp_path / "demo"
+    result = warm.run(
+        [
+            *command(tiny_model, folder, "--inference.python", str(python)),
+            *("--orchestrator.batch-size", "64", "--orchestrator.rollouts-per-example", "16"),
+            *("--orchestrator.max-inflight-rollouts", "64"),
+        ]
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (alarm,) = (alarm for alarm in read_alarms(folder) if alarm.name == "first_tokens")
+    assert alarm.value > alarm.threshold == 0.02 and alarm.p_value < CHANCE
+    line = alarm.line()
+    assert line.startswith(
+        f"ALARM first_tokens at step {alarm.step}: first tokens of a group repeat more often"
+    )
+    lines = result.stdout.splitlines()
+    assert line in lines and line in (folder / "logs" / "rl.log").read_text().splitlines()
+    summary = " ".join(" ".join(each.strip("│ ").split()) for each in lines if each.startswith("│"))
+    assert f"alarm {line.removeprefix('ALARM ')}" in summary
+    ledger = warm.run(["ledger", str(folder)])
+    assert ledger.returncode == 0
+    _, *rung = ledger.stdout[ledger.stdout.index("balanced: every one of the") :].splitlines()
+    assert line in rung and all(each.startswith("ALARM ") for each in rung)
 
 
 def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:

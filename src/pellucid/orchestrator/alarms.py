@@ -41,6 +41,7 @@ REWARD_TOLERANCE = 1e-6
 """Relative difference between two scores of one rollout that is no alarm: samples carry rewards in float32.
 It is relative to the reward, or to 1 where the reward is smaller."""
 
+_DRAWS_PER_LOOK = 32
 _MAX_GROUPS = 4096
 
 
@@ -52,11 +53,16 @@ class OrchestratorAlarms:
         self._step = step
         self._random = random.Random(seed)
         self._first_tokens = MeanZeroTest(1.0, FIRST_TOKENS_TOLERANCE)
+        self._draws: list[float] = []
+        """What the test has not been told yet."""
+
         self._unrepeatable: set[str] = set()
 
     def check_versions(self, request_id: str, completion: Completion, served: int, asked: int) -> None:
         """`served`: the version that was loaded before the request was sent; `asked`: the newest that was
         asked for by the time of the answer."""
+        if len(completion.policy_versions) == 1 and served <= completion.policy_versions[0][0] <= asked:
+            return
         versions = [version for version, _ in completion.policy_versions if version != NOT_OURS]
         if not versions or completion.finish_reason == REFUSED:
             return
@@ -92,9 +98,16 @@ class OrchestratorAlarms:
         )
 
     def add_first_tokens(self, values: Sequence[float], group: str) -> None:
-        """Adds draws: each value is 1 if the token repeats an earlier one, else 0, minus its probability."""
-        test = self._first_tokens
-        test.add(len(values), sum(values), sum(value * value for value in values))
+        """Adds draws: each value is 1 if the token repeats an earlier one, else 0, minus its probability.
+
+        They are judged some at a time: a look takes 20 times as long as a draw, and fewer looks are no less
+        valid.
+        """
+        self._draws += values
+        if len(self._draws) < _DRAWS_PER_LOOK:
+            return
+        test, draws, self._draws = self._first_tokens, self._draws, []
+        test.add(len(draws), sum(draws), sum(draw * draw for draw in draws))
         if not test.rings:
             return
         often = "more" if test.mean > 0 else "less"
@@ -271,5 +284,5 @@ class WatchedClient:
         if completion is not None and completion.token_ids and completion.finish_reason != REFUSED:
             first = completion.token_ids[0], completion.logprobs[0], completion.policy_versions[0][0]
             group.requests[request_id] = first
-        if not group.num_out:
-            self._alarms.add_first_tokens(group.take(), group_of_request(request_id))
+        if not group.num_out and (draws := group.take()):
+            self._alarms.add_first_tokens(draws, group_of_request(request_id))

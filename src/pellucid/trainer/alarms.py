@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -112,10 +112,10 @@ class StepWatch:
         Truncated sequences and replies of a single token are left out.
         """
         table, num = packed.table, len(packed.received)
-        stops = table["stop_reason"][:num] == "stop"
-        stops &= (table.lengths[:num] > 1) & (table.sampled_lengths[:num] == packed.received)
-        rows = np.flatnonzero(stops)
-        last = np.cumsum(table.lengths)[rows] - 1
+        is_stop = [reason == "stop" for reason in table["stop_reason"][:num].tolist()]  # faster than in NumPy
+        is_whole = (table.lengths[:num] > 1) & (table.sampled_lengths[:num] == packed.received)
+        rows = (is_whole & is_stop).nonzero()[0]
+        last = table.token_offsets[rows + 1] - 1
         trains = sampled[last] & sampled[last - 1] & loss_mask[last - 1]
         untrained = rows[trains & ~loss_mask[last]]
         self._num_stops += int(trains.sum())
@@ -278,7 +278,7 @@ class VersionWatch:
     """Step whose batch was the first with a token of the newest version."""
 
     def fault(self, step: int, table: TokenTable) -> Alarm | None:
-        versions = table["policy_versions"].astype(np.int64)
+        versions = table["policy_versions"]
         if not versions.size:
             return None
         newest = int(versions.max())
@@ -292,11 +292,8 @@ class VersionWatch:
                 step,
                 _owner(table, int(versions.argmax())),
             )
-        rises = np.diff(versions, prepend=versions[:1])
-        starts = table.sampled_offsets[:-1]
-        rises[starts[starts < len(rises)]] = 0  # another sequence
-        if rises.min() < 0:
-            falls = np.flatnonzero(rises < 0)
+        falls = _falls(table, versions) if versions.min() < newest else np.zeros(0, np.int64)
+        if len(falls):
             at = int(falls[0])
             fall = f"{_owner(table, at)}: {versions[at - 1]}, then {versions[at]}"
             return _versions(
@@ -306,6 +303,14 @@ class VersionWatch:
             what = f"steps since a newer policy version than {self.newest} was sampled from"
             return _versions(step, what, step - self.since, STUCK_STEPS, f"batch of step {step}")
         return None
+
+
+def _falls(table: TokenTable, versions: NDArray[Any]) -> NDArray[np.int64]:
+    """Sampled tokens of an older version than the one before in their sequence."""
+    rises = np.diff(versions.astype(np.int64), prepend=int(versions[0]))
+    starts = table.sampled_offsets[:-1]
+    rises[starts[starts < len(rises)]] = 0  # another sequence
+    return np.flatnonzero(rises < 0)
 
 
 def _versions(step: int, statistic: str, value: float, threshold: float, example: str) -> Alarm:
