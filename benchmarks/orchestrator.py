@@ -6,15 +6,12 @@
 - A finished rollout of 30,000 tokens that waits for its batch: what it takes in memory, against its sample.
 - One rollout in twenty fails, eight to a group: the share of the successful rollouts' tokens that is sent,
   against dropping a group at any failure, as a group-scored environment has to.
-- What it costs that books and snapshot are on the disk before a batch is handed over: CPU time per batch,
-  against the time of a step of the demo.
 - Tokens of groups that grew too old, against letting them sample to their end; see `staleness`.
 """
 
 import asyncio
 import gc
 import logging
-import os
 import random
 import tempfile
 import time
@@ -22,7 +19,7 @@ import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from benchmarks.result import Result
 from benchmarks.staleness import simulate
@@ -37,9 +34,6 @@ from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.scheduler import Rules, Scheduler, Source
 from pellucid.orchestrator.signals import infrequent_gc, loop_factory
-
-if TYPE_CHECKING:
-    from _typeshed import HasFileno
 
 NUM_INFLIGHT = 10_000
 NUM_TOKENS = 500
@@ -57,8 +51,6 @@ LONG_TOKENS = 15_000
 """Of the prompt, and of the completion."""
 
 FAILURES = 0.05
-DEMO_STEP_MS = 125_000 / 400
-"""See docs/measurements.md, "Does it learn?"."""
 
 
 class Fleet:
@@ -71,6 +63,11 @@ class Fleet:
         self._mean_s = mean_s
         self._random = random.Random(0)
         self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._version = 0
+
+    def delay_s(self, now_s: float) -> float:
+        """How long an answer to a request takes that comes now."""
+        return self._random.expovariate(1 / self._mean_s)
 
     async def wait_until_ready(self) -> None:
         """Always."""
@@ -83,17 +80,18 @@ class Fleet:
     ) -> Completion:
         loop = asyncio.get_running_loop()
         answered = self._waiting[request_id] = loop.create_future()
-        loop.call_later(self._random.expovariate(1 / self._mean_s), _resolve, answered)
+        loop.call_later(self.delay_s(loop.time()), _resolve, answered)
         await answered
         del self._waiting[request_id]
         number = params.max_tokens
-        return Completion([7] * number, [-self._random.random()] * number, [(0, number)], "stop")
+        # Nothing else could be said: otherwise the first tokens of a group would be too much alike.
+        return Completion([7] * number, [0.0] * number, [(self._version, number)], "stop")
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
         raise NotImplementedError("nobody teaches here")
 
     async def update_weights(self, version: int, folder: Path) -> None:
-        """Nobody publishes any."""
+        self._version = version
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -111,6 +109,8 @@ def _resolve(answered: "asyncio.Future[None]") -> None:
 
 class Coin(SingleTurnEnvironment):
     """Rewards at random; fails with a probability."""
+
+    repeatable_reward: ClassVar[bool] = False
 
     def __init__(self, *, seed: int, failures: float = 0.0) -> None:
         super().__init__(seed=seed)
@@ -152,11 +152,10 @@ class Nowhere:
 def run() -> list[Result]:
     held, sample = waiting_bytes()
     stale = simulate()
-    with _without_warnings():  # of every failure, and of what is cut short at the end
+    with without_warnings():  # of every failure, and of what is cut short at the end
         rate, lag_ms = under_load()
         kept = share_sent(Coin(seed=0, failures=FAILURES))
         kept_whole = share_sent(GroupCoin(seed=0, failures=FAILURES))
-        sync_cpu_ms, sync_ms = sync_cost()
     name = f"orchestrator, {NUM_INFLIGHT:,} in flight"
     dropping = "dropping a group at any failure"
     return [
@@ -164,8 +163,6 @@ def run() -> list[Result]:
         Result(f"{name}, event-loop lag p99", lag_ms, ALLOWED_LAG_MS, "ms", "at most"),
         Result("orchestrator, 30,000-token rollout that waits", held, sample, "bytes", "its sample"),
         Result("orchestrator, tokens sent at 5% failures", kept, kept_whole, "share", dropping),
-        Result("orchestrator, CPU time of syncs per batch", sync_cpu_ms, DEMO_STEP_MS, "ms", "a demo step"),
-        Result("orchestrator, syncs per batch, beside", sync_ms, DEMO_STEP_MS, "ms", "a demo step"),
         Result(
             "orchestrator, tokens of groups that grew too old",
             stale.num_stale,
@@ -177,7 +174,7 @@ def run() -> list[Result]:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     log = logging.getLogger("pellucid.orchestrator")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -190,7 +187,7 @@ def _without_warnings() -> Iterator[None]:
 def under_load() -> tuple[float, float]:
     """Rollouts per second, and the 99th percentile of the lag in milliseconds."""
     with tempfile.TemporaryDirectory() as name, infrequent_gc():
-        config = _config(Path(name), NUM_INFLIGHT, num_steps=1_000_000, batch_size=BATCH_SIZE)
+        config = configure(Path(name), NUM_INFLIGHT, num_steps=1_000_000, batch_size=BATCH_SIZE)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             times, lags = runner.run(_watch(config))
     return BATCH_SIZE * (len(times) - 1) / (times[-1] - times[0]), 1000 * sorted(lags)[int(0.99 * len(lags))]
@@ -200,7 +197,7 @@ async def _watch(config: OrchestratorRunConfig) -> tuple[list[float], list[float
     """When batches were sent, once all are in flight; how late the loop was, from the first start on."""
     lags: list[float] = []
     trainer = Nowhere()
-    orchestrator = _orchestrator(config, Coin(seed=0), Fleet(MEAN_ANSWER_S), trainer)
+    orchestrator = make_orchestrator(config, Coin(seed=0), Fleet(MEAN_ANSWER_S), trainer)
     running, ticking = asyncio.create_task(orchestrator.run()), asyncio.create_task(_tick(lags))
     await asyncio.sleep(WARM_UP_S)
     num_before = len(trainer.times)
@@ -270,49 +267,36 @@ _WORDS = ("that", "with", "have", "this", "will", "your", "from", "they", "know"
 def share_sent(environment: Coin) -> float:
     """Of the tokens of rollouts that did not fail, the share that is sent."""
     with tempfile.TemporaryDirectory() as name:
-        config = _config(Path(name), num_inflight=256, num_steps=20, batch_size=128)
-        asyncio.run(_orchestrator(config, environment, Fleet(mean_s=0.01), Nowhere()).run())
+        config = configure(Path(name), num_inflight=256, num_steps=20, batch_size=128)
+        asyncio.run(make_orchestrator(config, environment, Fleet(mean_s=0.01), Nowhere()).run())
         [total] = sum_entries(read_journal(Path(name) / "ledger" / "orchestrator.jsonl"))
     counts = total.counts
     successful = counts["received"] - counts.get("failed_rollout", 0) - counts.get("cancelled", 0)
     return counts["sent"] / successful
 
 
-def sync_cost(num_steps: int = 50) -> tuple[float, float]:
-    """CPU time, and time, that a batch of 128 rollouts takes to be synced, in ms; beside the loop."""
-    cpu_s = elapsed_s = 0.0
-    sync = os.fsync
-
-    def timed(fd: "int | HasFileno") -> None:
-        nonlocal cpu_s, elapsed_s
-        cpu, started = time.thread_time(), time.perf_counter()
-        sync(fd)
-        cpu_s += time.thread_time() - cpu
-        elapsed_s += time.perf_counter() - started
-
-    os.fsync = timed
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            config = _config(Path(name), num_inflight=256, num_steps=num_steps, batch_size=128)
-            asyncio.run(_orchestrator(config, Coin(seed=0), Fleet(mean_s=0.01), Nowhere()).run())
-    finally:
-        os.fsync = sync
-    return cpu_s / num_steps * 1e3, elapsed_s / num_steps * 1e3
-
-
-def _orchestrator(
+def make_orchestrator(
     config: OrchestratorRunConfig, environment: Coin, fleet: Fleet, trainer: Nowhere
 ) -> Orchestrator:
     return Orchestrator(config, {"coin": environment}, character_tokenizer(), fleet, trainer)
 
 
-def _config(folder: Path, num_inflight: int, num_steps: int, batch_size: int) -> OrchestratorRunConfig:
+def configure(
+    folder: Path,
+    num_inflight: int,
+    num_steps: int,
+    batch_size: int,
+    *,
+    num_tokens: int = NUM_TOKENS,
+    max_async_level: int | None = None,
+) -> OrchestratorRunConfig:
+    """`num_tokens`: what a rollout samples. `max_async_level`: default: it never waits for its trainer."""
     return OrchestratorRunConfig.model_validate(
         {
             "output_dir": folder,
             "model": {"name": "none"},
             "max_steps": num_steps,
-            "max_async_level": num_steps,
+            "max_async_level": num_steps if max_async_level is None else max_async_level,
             "seq_len": 2048,
             "transport": {"type": "filesystem", "hwm": num_steps + 1},
             "orchestrator": {
@@ -322,7 +306,7 @@ def _config(folder: Path, num_inflight: int, num_steps: int, batch_size: int) ->
                 "max_inflight_rollouts": num_inflight,
                 "max_off_policy_steps": num_steps,
                 "filter_zero_advantages": False,
-                "sampling": {"max_tokens": NUM_TOKENS},
+                "sampling": {"max_tokens": num_tokens},
             },
         }
     )

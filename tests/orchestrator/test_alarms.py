@@ -1,8 +1,10 @@
 """The orchestrator's alarms: silent where an engine is honest, and what rings for which fault."""
 
 import asyncio
+import gc
 import math
 import random
+import tracemalloc
 from pathlib import Path
 from typing import ClassVar
 
@@ -87,6 +89,39 @@ def test_first_tokens_of_the_likeliest_few_ring(tmp_path) -> None:
 def test_members_that_share_their_random_numbers_ring(tmp_path) -> None:
     sample_groups(watched(tmp_path, Drawing(seeded=False)), 20)
     assert "first_tokens" in rung(tmp_path)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_members_that_come_one_after_the_other_count_if_their_prompts_are_the_same(tmp_path, is_same) -> None:
+    client = watched(tmp_path, Drawing(seeded=False))
+
+    async def all_groups() -> None:
+        for number in range(20 * 8):
+            group, member = divmod(number, 8)
+            prompt = [5, 6, group if is_same else number]
+            await client.generate(prompt, SamplingParams(), Account(), f"run/g{group}/g{group}-r{member}/0")
+
+    asyncio.run(all_groups())
+    assert ("first_tokens" in rung(tmp_path)) == is_same
+
+
+def test_prompts_of_groups_that_are_back_are_not_kept(tmp_path) -> None:
+    """4,096 groups are remembered: with prompts of 15,000 tokens these were 2 GB."""
+    client = watched(tmp_path, Drawing())
+
+    async def all_groups() -> None:
+        for group in range(50):
+            prompt = [1000 * group + place for place in range(1000)]
+            await client.generate(prompt, SamplingParams(), Account(), f"run/g{group}/g{group}-r0/0")
+
+    tracemalloc.start()
+    try:
+        asyncio.run(all_groups())
+        gc.collect()
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 50 * 4000
 
 
 def ask(client: WatchedClient, request_id: str = "run/g0/g0-r0/1") -> None:

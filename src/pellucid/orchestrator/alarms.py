@@ -183,8 +183,13 @@ def can_repeat(environment: SingleTurnEnvironment) -> bool:
 class _Group:
     """First replies of the members of a group, in the order in which they were asked for."""
 
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int] | None
+    """None while no member is out: thousands of groups are remembered, and their prompts may be long."""
+
     temperature: float
+    prompt_hash: int = 0
+    """That of `prompt_ids` once these are let go."""
+
     requests: dict[str, tuple[int, float, int] | None] = field(default_factory=dict)
     """First token, its logprob and its policy version, by request; None: not answered yet, or failed."""
 
@@ -195,6 +200,15 @@ class _Group:
 
     chance: float = 0.0
     """Probability that the next first token is one of `known`."""
+
+    def has_prompt(self, prompt_ids: Sequence[int]) -> bool:
+        if self.prompt_ids is None:
+            return self.prompt_hash == hash(tuple(prompt_ids))
+        return self.prompt_ids is prompt_ids or list(self.prompt_ids) == list(prompt_ids)
+
+    def let_go_of_prompt(self) -> None:
+        if self.prompt_ids is not None:
+            self.prompt_hash, self.prompt_ids = hash(tuple(self.prompt_ids)), None
 
     def take(self) -> list[float]:
         """Returns 1 or 0 for each token that was known or not, minus the probability of that.
@@ -268,9 +282,9 @@ class WatchedClient:
             group = self._groups[name] = _Group(prompt_ids, params.temperature)
             if len(self._groups) > _MAX_GROUPS:
                 del self._groups[next(iter(self._groups))]
-        is_same = group.prompt_ids is prompt_ids or list(group.prompt_ids) == list(prompt_ids)
-        if not is_same or params.temperature != group.temperature:
+        if not group.has_prompt(prompt_ids) or params.temperature != group.temperature:
             return None
+        group.prompt_ids = prompt_ids
         group.requests[request_id] = None
         group.num_out += 1
         return group
@@ -284,5 +298,7 @@ class WatchedClient:
         if completion is not None and completion.token_ids and completion.finish_reason != REFUSED:
             first = completion.token_ids[0], completion.logprobs[0], completion.policy_versions[0][0]
             group.requests[request_id] = first
-        if not group.num_out and (draws := group.take()):
-            self._alarms.add_first_tokens(draws, group_of_request(request_id))
+        if not group.num_out:
+            if draws := group.take():
+                self._alarms.add_first_tokens(draws, group_of_request(request_id))
+            group.let_go_of_prompt()
