@@ -13,7 +13,7 @@ def test_the_worked_example() -> None:
     assert layout.computed.tolist() == [0, 1, 2, 3, 6]
     assert layout.predicted.tolist() == [1, 2, 3, 6]
     assert layout.predecessors.tolist() == [0, 1, 2, 1]
-    assert layout.told.tolist() == [1, 2, 3, 5, 6]
+    assert layout.targets.tolist() == [1, 2, 3, 5, 6]
     assert layout.sources.tolist() == [0, 1, 2, 0, 3]
     assert layout.read.tolist() == [0, 1, 2, 3]
 
@@ -60,8 +60,8 @@ def test_every_token_is_predicted_by_its_own_past(rows) -> None:
     layout = shared_layout([len(ids) for ids in sequences], flat, groups)
     computed = flat[layout.computed.numpy()]
     predecessors = computed[layout.predecessors.numpy()][layout.sources.numpy()]
-    before = dict(zip(layout.told.tolist(), predecessors.tolist(), strict=True))
-    assert (flat[layout.predicted.numpy()][layout.sources.numpy()] == flat[layout.told.numpy()]).all()
+    before = dict(zip(layout.targets.tolist(), predecessors.tolist(), strict=True))
+    assert (flat[layout.predicted.numpy()][layout.sources.numpy()] == flat[layout.targets.numpy()]).all()
     position = 0
     for ids in sequences:
         assert position not in before

@@ -1,11 +1,11 @@
-"""LoRA: low-rank updates beside frozen weights, several of them in one model, one at work at a time.
+"""LoRA: low-rank updates beside frozen weights; a model may hold several, and one is active at a time.
 
     adapters = Adapters(policy, config, num_slots=2)     before the model is sharded
     adapters[1].reset(seed)                              after it: B = 0, so that nothing changes yet
     adapters[1].activate()                               the next forwards go through slot 1
 
-Slots are made once, because a sharded model cannot get new parameters: who needs one takes a free one and
-resets it. An adapter's parameters have the names that PEFT gives them in its files.
+Slots are made once, because a sharded model cannot get new parameters: a run takes a free slot and resets
+it. An adapter's parameters have the names that PEFT gives them in its files.
 """
 
 import math
@@ -26,7 +26,7 @@ _PREFIX = "base_model.model."
 
 
 class Adapter(nn.Module):
-    """One slot, as a module of its own parameters: what is optimised, saved and published of a run."""
+    """One slot as a module: its parameters are those that a run optimises, saves and publishes."""
 
     def __init__(self, layers: dict[str, Any], slot: str) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class Adapter(nn.Module):
                 module.register_parameter("weight", getattr(layer, factor)[slot].weight)
 
     def activate(self) -> None:
-        """Until another one is: also for layers that are computed again in the backward pass."""
+        """Makes forward passes use this adapter, and layers that the backward pass computes again."""
         for layer in self._layers:
-            layer._active_adapter = [self._slot]  # `set_adapter` would also change what has gradients
+            layer._active_adapter = [self._slot]  # `set_adapter` would also change `requires_grad`
 
     def reset(self, seed: int) -> None:
-        """A as PEFT initialises it, B = 0; the same whatever the number of processes."""
+        """Draws A as PEFT does and sets B = 0; the values do not depend on the number of processes."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in sorted(self.named_parameters()):
             whole = torch.zeros(parameter.shape)
@@ -61,7 +61,7 @@ class Adapter(nn.Module):
 
 class Adapters:
     def __init__(self, policy: Policy, config: LoraConfig, *, num_slots: int = 1) -> None:
-        """From now on only adapters have gradients."""
+        """Adds `num_slots` adapters to the model, and freezes all other weights."""
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
 
@@ -89,7 +89,7 @@ class Adapters:
         return len(self._slots)
 
     def __getitem__(self, number: int) -> Adapter:
-        """Of the model as it is now: sharding replaces its parameters."""
+        """Makes the adapter from the current parameters; sharding replaces them, so ask again after it."""
         return Adapter(dict(self._lora_layers()), self._slots[number])
 
     def _lora_layers(self) -> Iterator[tuple[str, Any]]:
@@ -99,7 +99,7 @@ class Adapters:
 
 
 class _TrainingDropout(nn.Module):
-    """Where there are gradients to come; the model as a whole is always in evaluation mode."""
+    """Dropout that is on where gradients are recorded; the model itself is always in evaluation mode."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _TrainingDropout(nn.Module):
 
 
 def _targets(policy: Policy, config: LoraConfig) -> list[str]:
-    """Full names, so that nothing outside the decoder layers is meant."""
+    """Lists the full names of the target layers, so that none outside the decoder matches."""
     inside = {
         name
         for name, module in policy.hf.named_modules()
@@ -126,7 +126,7 @@ def _targets(policy: Policy, config: LoraConfig) -> list[str]:
 
 
 def _like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The part of it that this process has of the parameter."""
+    """Returns the part of `whole` that belongs to this process's shard of the parameter."""
     whole = whole.to(parameter.device, parameter.dtype)
     if not isinstance(parameter, DTensor):
         return whole

@@ -1,6 +1,6 @@
-"""Attention through HF's registry: the model calls one registered function, a plan says who sees whom.
+"""Attention through HF's registry: the model calls one registered function, and a plan masks it.
 
-The plan travels as a keyword of the forward pass. There is no default: a forward without a plan raises,
+The plan is a keyword of the forward pass. There is no default: a forward without a plan raises,
 because HF's own fallback for packed inputs silently attends across sequences.
 """
 
@@ -24,15 +24,15 @@ NO_WINDOWS = "pellucid's attention has no windows yet: set seq_len within it, or
 class AttentionPlan(Protocol):
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence, in tokens."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Queries, keys and values are [batch, heads, tokens, width]; so is the result."""
+        """Attends; queries, keys, values and the result are [batch, heads, tokens, width]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Sequences with a common prefix, laid out as prefix, then what each member has of its own."""
+    """Sequences with a common prefix, laid out as the prefix, then the remaining tokens of each member."""
 
     prefix: int
     own: list[int]
@@ -43,13 +43,13 @@ class Family:
 
     @property
     def num_pairs(self) -> int:
-        """Of a token and one that it sees, itself included."""
+        """Pairs of a token and one that it attends to, itself included."""
         own = sum(length * self.prefix + length * (length + 1) // 2 for length in self.own)
         return self.prefix * (self.prefix + 1) // 2 + own
 
 
 class SharedAttention:
-    """Families side by side; a member sees the family's prefix and, causally, itself.
+    """Families side by side; a member attends to the family's prefix and, causally, to itself.
 
     prefix 2, own [2, 1]:   x . . . .
                             x x . . .
@@ -57,9 +57,9 @@ class SharedAttention:
                             x x x x .
                             x x . . x
 
-    Families without a prefix come first; each is a call of its own. The others are computed in as many calls
-    as they have members and prefixes, or fewer. A mask may compute more pairs of tokens than members on their
-    own would, by less than what the tokens of a prefix cost everywhere else: see `data/shared_prompts.py`.
+    Families without a prefix come first; each takes one call of SDPA. The others take at most one call per
+    member and prefix. A masked call may compute more pairs of tokens than the members would alone, but that
+    costs less than the rest of the model saves on the prefix: see `data/shared_prompts.py`.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
@@ -74,7 +74,7 @@ class SharedAttention:
         self.num_pairs = sum(size**2 for size in self._sizes) // 2 + sum(
             call.num_pairs for call in self._calls
         )
-        """Pairs of tokens that calls compute: of a causal one half, padding included."""
+        """Pairs of tokens that calls compute, padding included; a causal call computes half of a square."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         key, value = repeat_heads(key, query), repeat_heads(value, query)
@@ -89,7 +89,7 @@ class SharedAttention:
         if self._places is not None:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             found = torch.cat([call.attend(q, k, v, scale) for call in self._calls])
-            self._places = self._places.to(query.device)  # copied by the first layer: a copy waits
+            self._places = self._places.to(query.device)  # the first layer copies: a copy synchronises
             outputs.append(found.index_select(0, self._places).transpose(0, 1)[None])
         return torch.cat(outputs, dim=2)
 
@@ -109,14 +109,14 @@ class PackedAttention(SharedAttention):
 
 
 class _Row(NamedTuple):
-    """One row of a call: the tokens of a prefix, or none of them, then those of a member."""
+    """One row of a call: a prefix, possibly empty, then the tokens of a member."""
 
     prefix_start: int
     prefix: int
     own_start: int
     own: int
     num_dropped: int
-    """Tokens of the prefix whose output another row has."""
+    """Tokens of the prefix whose output is taken from another row."""
 
 
 def _calls(families: Sequence[Family], start: int) -> list["_CausalCall | _MaskedCall"]:
@@ -147,7 +147,7 @@ def _calls(families: Sequence[Family], start: int) -> list["_CausalCall | _Maske
 
 
 class _CausalCall:
-    """Rows as a batch, padded at the end, where causality hides it. Padding repeats a token."""
+    """A batch of rows for one causal call. Padding repeats a token at the end, where causality hides it."""
 
     def __init__(self, rows: Sequence[_Row]) -> None:
         starts, prefixes, own_starts, own, dropped = torch.tensor(rows).T[:, :, None]
@@ -166,7 +166,7 @@ class _CausalCall:
 
 
 class _MaskedCall:
-    """Own parts as a batch, each before its prefix and itself; a mask hides the padding of both."""
+    """A batch of members' own tokens, which attend to prefix and themselves; a mask hides padding."""
 
     def __init__(self, rows: Sequence[_Row], masks: Mapping[int, "_Mask"]) -> None:
         starts, prefixes, own_starts, own, _ = torch.tensor(rows).T[:, :, None]
@@ -196,9 +196,9 @@ class _MaskedCall:
 
 
 class _Mask:
-    """Each of `num_own` tokens sees a prefix and, causally, the others: 0 where it does, −inf elsewhere.
+    """Mask of `num_own` tokens over a prefix and, causally, themselves: 0 where they attend, −inf elsewhere.
 
-    With one prefix it serves rows with fewer own tokens, too: cut at the end. Every layer has the same.
+    With one prefix, rows with fewer own tokens use the same mask, cut at the end. All layers share it.
     """
 
     def __init__(self, prefixes: Sequence[int], num_own: int) -> None:
@@ -231,14 +231,14 @@ def _kept(output: Tensor, places: Tensor) -> Tensor:
 
 
 _CALL_PAIRS = 1 << 14
-"""What a call costs beside its work, in pairs of tokens: so many may be computed in vain to save one."""
+"""Overhead of a call, in pairs of tokens: rows share a call if that adds at most so many pairs of padding."""
 
 _MASK_PAIRS = 1 << 20
-"""Largest mask of rows with different prefixes, which need one each."""
+"""Largest mask, in pairs of tokens, of rows with different prefixes: each row needs a mask of its own."""
 
 
 def _alike(rows: Sequence[_Row], pairs: Callable[[Sequence[_Row]], int]) -> list[list[_Row]]:
-    """Rows, sorted by size, in batches whose padding costs less than a call for each, and little memory."""
+    """Batches rows, sorted by size, where padding costs less than separate calls, and little memory."""
     batches: list[list[_Row]] = []
     for row in rows:
         merged = [*batches[-1], row] if batches else [row]
@@ -266,7 +266,7 @@ def _masked_pairs(rows: Sequence[_Row]) -> int:
 
 
 def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
-    """Key or value heads, repeated to as many as there are query heads (grouped-query attention)."""
+    """Repeats key or value heads to as many as there are query heads (grouped-query attention)."""
     groups = query.shape[1] // tensor.shape[1]
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 
@@ -281,7 +281,7 @@ def attention_function(
     plan: AttentionPlan | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The function that HF's attention modules call. Values are made as wide as keys on the way."""
+    """Attends by the plan; HF's attention modules call it. Values are padded to the width of keys."""
     if plan is None:
         raise ModelError(
             f"{type(module).__name__}: forward without an attention plan; sequences would leak into each "
@@ -297,7 +297,7 @@ def attention_function(
 
 
 def _check_options(module: Any, mask: Tensor | None, plan: AttentionPlan, options: Mapping[str, Any]) -> None:
-    """Whatever else a model asks of attention is refused rather than left out."""
+    """Raises ModelError if a model asks for attention that plans do not compute."""
     for option in _UNSUPPORTED:
         if options.get(option) is not None:
             raise ModelError(
@@ -318,6 +318,6 @@ def _check_options(module: Any, mask: Tensor | None, plan: AttentionPlan, option
 def register_attention() -> None:
     """Makes `attn_implementation="pellucid"` known to transformers.
 
-    The plan decides who sees whom. Without a mask function of the same name, HF builds no mask of its own.
+    The plan masks attention. Without a mask function of the same name, HF builds no mask of its own.
     """
     AttentionInterface.register(ATTENTION, attention_function)

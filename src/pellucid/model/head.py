@@ -1,13 +1,13 @@
 """Hidden states -> log-probability of each token and entropy of its distribution, in float32.
 
-The logits of a micro batch, one per token and word of the vocabulary, can be larger than everything else
-together. They are never there at once: chunks of tokens are predicted one after the other, forward and again
-backward, where only the tokens take part that a loss reads.
+The logits of a micro batch, one per token and word of the vocabulary, can take more memory than everything
+else together. So they never exist all at once: tokens are predicted chunk by chunk. The backward pass
+computes them again, for the tokens that a loss reads.
 
     forward     logits of a chunk -> logprobs, entropy          kept: one number each per token
     backward    logits of a chunk that is read, again -> gradients of hidden states and weight
 
-Where they are small, they are kept instead of being computed twice.
+A small micro batch keeps its logits instead of computing them twice.
 """
 
 import math
@@ -18,29 +18,29 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 MAX_LOGITS = 1 << 24
-"""Logits that may be there at once."""
+"""Logits that may be in memory at once."""
 
 _IN_CACHE = 1 << 19
-"""Logits that a core's cache holds: element by element, these are ten times faster than more of them."""
+"""Logits that a core's cache holds; elementwise operations on as many are ten times faster than on more."""
 
 
 class TokenOutput(NamedTuple):
-    """Per token of a micro batch. The first token of a sequence has no prediction: log(1/V) and log V.
+    """Predictions of a micro batch, per token. The first token of a sequence has none: log(1/V) and log V.
 
     A tuple, because FSDP looks for the tensors of an output in tuples only.
     """
 
     logprobs: Tensor
     entropy: Tensor
-    """Without gradient: it is observed, not optimised."""
+    """Entropy in nats, without gradient: it is observed, not optimised."""
 
     replaced: Tensor | None = None
-    """With router replay: of the experts of the token that predicts this one, over all layers, the share that
-    the routers would not have chosen. Without gradient."""
+    """Share of experts that router replay replaced, over all layers, for the token that predicts this one.
+    Without gradient; None without router replay."""
 
 
 def token_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """log softmax(logits / temperature) over the vocabulary; trainer and engine both come through here."""
+    """Computes log softmax(logits / temperature) over the vocabulary, for trainer and engine alike."""
     return torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
 
 
@@ -59,7 +59,10 @@ def predict(
     *,
     max_logits: int = MAX_LOGITS,
 ) -> TokenOutput:
-    """Of each token, given the hidden state that predicts it. Only the rows `read` have a gradient."""
+    """Computes logprob and entropy of each token from the hidden state that predicts it.
+
+    In chunks, only the rows `read` get a gradient.
+    """
     targets = token_ids.long()
     if len(hidden) * len(weight) <= max_logits:
         logprobs = token_logprobs(linear(hidden, weight, bias), temperatures)
@@ -121,7 +124,7 @@ class _ChunkedHead(torch.autograd.Function):
 def _differentiate(
     logits: Tensor, targets: Tensor, temperatures: Tensor, logprobs: Tensor, gradient: Tensor
 ) -> None:
-    """Logits become their gradient, in place: (1 at the target − probability) · gradient / temperature."""
+    """Replaces logits by their gradient: (1 at the target − probability) · gradient / temperature."""
     scaled = logits.div_(temperatures[:, None])
     log_sums = _chosen(scaled, targets) - logprobs
     scale = (gradient / temperatures)[:, None]
@@ -129,7 +132,7 @@ def _differentiate(
 
 
 def _blocks(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-    """On a CPU a few rows at a time, as many as its cache holds the logits of; elsewhere all at once."""
+    """Splits rows so that the logits of a block fit into a core's cache; on a GPU all rows are one block."""
     on_cpu = logits.device.type == "cpu"
     size = _IN_CACHE // logits.shape[1] if on_cpu else len(rows)
     blocks: tuple[Tensor, ...] = rows.split(max(1, size))
@@ -137,7 +140,7 @@ def _blocks(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def unpredicted(num_tokens: int, vocab_size: int, device: torch.device) -> TokenOutput:
-    """The values of tokens that nothing predicts."""
+    """Makes the values of tokens without a prediction: those of a uniform distribution."""
     uniform = math.log(vocab_size)
     return TokenOutput(
         torch.full((num_tokens,), -uniform, device=device),

@@ -1,7 +1,7 @@
 """Which tokens of a micro batch are computed, and which computed token predicts each token.
 
 Without sharing, every token is computed once and predicted by the one before it. With sharing, the members
-of a group compute their common prefix once; what follows attends to it as if it were their own:
+of a group compute their common prefix once; the tokens behind it attend to it as if it were their own:
 
     table        a b X Y     a b Z        two members of a group, prompt `a b`
     computed     a b X Y Z                the prompt once
@@ -38,30 +38,30 @@ class Layout:
     """Tokens of the table whose prediction is computed."""
 
     predecessors: Tensor
-    """For each of these, the row of `computed` that predicts it."""
+    """Row of `computed` that predicts each token of `predicted`."""
 
     read: Tensor
-    """Rows of `predicted` whose logprob a loss reads: the others need no gradient."""
+    """Rows of `predicted` whose logprob a loss reads; the others need no gradient."""
 
-    told: Tensor
+    targets: Tensor
     """Tokens of the table that have a prediction, their own or that of a shared prefix: all but the first of
     each sequence."""
 
     sources: Tensor
-    """For each of these, the row of `predicted` that has it."""
+    """Row of `predicted` that holds the prediction of each token of `targets`."""
 
     plan: AttentionPlan
 
     num_pairs: int
-    """Pairs of a computed token and one that it sees: what attention is for. The plan computes some more."""
+    """Pairs of a computed token and one that it attends to; the plan computes some more."""
 
     own: OwnPredictions | None = None
-    """In a slice: which of all predicted rows `predicted` are, since `sources` counts in all of them."""
+    """Rows of the whole layout that this slice predicts; `sources` still counts in the whole."""
 
     def slice(self, context: ContextParallel) -> "Layout":
-        """What one rank computes and predicts: as many tokens as every other, the last ones padding.
+        """Cuts out the tokens that one rank computes and predicts: equally many on every rank.
 
-        The padding is seen by no token and predicts none.
+        Padding fills the last slice. No token attends to it, and it predicts none.
         """
         size = self.slice_size(context.size)
         first, last = context.rank * size, (context.rank + 1) * size
@@ -86,7 +86,7 @@ class Layout:
             self.predicted.to(device),
             self.predecessors.to(device),
             self.read.to(device),
-            self.told.to(device),
+            self.targets.to(device),
             self.sources.to(device),
             self.plan,
             self.num_pairs,
@@ -95,7 +95,7 @@ class Layout:
 
 
 def packed_layout(lengths: Sequence[int], loss_mask: Mask | None = None) -> Layout:
-    """Every token is computed."""
+    """Lays out sequences side by side; every token is computed."""
     families = [(0, [index]) for index in range(len(lengths))]
     return _layout(np.asarray(lengths, np.int64), families, loss_mask)
 
@@ -108,8 +108,10 @@ def shared_layout(
     loss_mask: Mask | None = None,
     routed_experts: NDArray[np.integer[Any]] | None = None,
 ) -> Layout:
-    """Neighbours of the same group (not "") share what all of them start with: the same tokens at the same
-    temperatures, sent to the same experts."""
+    """Lets neighbours of the same group (not "") compute their common prefix once.
+
+    A prefix is common if its tokens, their temperatures and their experts are equal.
+    """
     sizes = np.asarray(lengths, np.int64)
     offsets = _starts(sizes)
     known = (token_ids, temperatures, routed_experts)
@@ -126,7 +128,7 @@ def shared_layout(
 def _sharing(
     columns: Sequence[NDArray[Any]], starts: Indices, lengths: Indices, members: list[int]
 ) -> tuple[int, list[int]]:
-    """How long a prefix is, and who shares it to their advantage; without the others it may be longer."""
+    """Finds the prefix to share and the members for whom that pays; without the others it may be longer."""
     while len(members) > 1:
         prefix = _common_prefix(columns, starts[members], lengths[members])
         taking_part = [member for member in members if takes_part(prefix, int(lengths[member]) - prefix)]
@@ -137,7 +139,7 @@ def _sharing(
 
 
 def _common_prefix(columns: Sequence[NDArray[Any]], starts: Indices, lengths: Indices) -> int:
-    """Tokens that all sequences start with, leaving each at least one of its own."""
+    """Counts the tokens that all sequences start with, leaving each at least one of its own."""
     prefix = int(lengths.min()) - 1
     for column in columns:
         stacked = np.stack([column[start : start + prefix] for start in starts.tolist()])
@@ -166,16 +168,16 @@ def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]], loss_ma
             row_of[own] = num_rows + np.arange(len(own))
             computed.append(own)
             num_rows += len(own)
-    told = np.setdiff1d(np.arange(num_tokens), starts)
-    predicted, sources = np.unique(leader[told], return_inverse=True)
-    is_read = slice(None) if loss_mask is None else loss_mask[told]
+    targets = np.setdiff1d(np.arange(num_tokens), starts)
+    predicted, sources = np.unique(leader[targets], return_inverse=True)
+    is_read = slice(None) if loss_mask is None else loss_mask[targets]
     kin = [Family(prefix, [int(lengths[m]) - prefix for m in members]) for prefix, members in families]
     return Layout(
         computed=torch.from_numpy(np.concatenate(computed)),
         predicted=torch.from_numpy(predicted),
         predecessors=torch.from_numpy(row_of[predicted - 1]),
         read=torch.from_numpy(np.unique(sources[is_read])),
-        told=torch.from_numpy(told),
+        targets=torch.from_numpy(targets),
         sources=torch.from_numpy(sources),
         plan=SharedAttention(kin),
         num_pairs=sum(family.num_pairs for family in kin),

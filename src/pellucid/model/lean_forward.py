@@ -2,9 +2,9 @@
 
     x -> x + attention(norm(x)) -> x + swiglu(norm(x))      per layer
 
-With one token per sequence, a small model spends more time between its operations than in them. Values and
-weights are those of HF's forward: what is loaded into the model's parameters in place is what the next call
-uses, and the results differ by rounding alone. A model that is not known to be of this kind goes through HF.
+With one token per sequence, a small model spends more time between its operations than in them. The lean
+forward shares the parameters of the HF model: weights that are loaded in place hold for the next call. Its
+results differ from HF's by rounding alone. Models of any other kind go through HF.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _KNOWN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def lean_forward(policy: Policy) -> HiddenStates:
-    """The quickest forward there is for this model."""
+    """Returns the lean forward if the model is of a known kind, else HF's."""
     if _is_known(policy.hf):
         return _LeanModel(policy.hf.model)
 
@@ -36,7 +36,7 @@ def lean_forward(policy: Policy) -> HiddenStates:
 
 
 def _is_known(hf: Any) -> bool:
-    """Exactly one of the classes written out here, and nothing put in the place of its parts."""
+    """Returns whether the model is exactly one of the known classes, with none of its parts replaced."""
     return (
         type(hf).__name__ in _KNOWN
         and type(hf).__module__.startswith("transformers.models.")

@@ -20,10 +20,10 @@ _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int | None = None) -> Policy:
-    """The model in evaluation mode: dropout would make trainer and inference disagree.
+    """Loads the model in evaluation mode: dropout would make trainer and inference disagree.
 
-    A trainable one is float32 whatever `model.dtype` says: small updates vanish in bfloat16 weights.
-    Raises a `ModelError` unless sequences of up to `max_length` tokens are computed right when packed.
+    A trainable model is float32 whatever `model.dtype` says: small updates vanish in bfloat16 weights.
+    Raises a `ModelError` unless packed sequences of up to `max_length` tokens are computed correctly.
     """
     from transformers import AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int
             attn_implementation=ATTENTION,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            trust_remote_code=False,  # without it, transformers asks whoever sits at the terminal
+            trust_remote_code=False,  # left out, transformers asks on the terminal
         )
     except Exception as error:  # of all kinds: OSError, ValueError, SafetensorError, of strict dataclasses
         raise ModelError(_not_loadable(config.name, error)) from error
@@ -54,12 +54,12 @@ def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int
 
 
 def vocab_size(config: ModelConfig) -> int:
-    """Without loading the weights."""
+    """Reads the size of the vocabulary without loading the weights."""
     return int(_read_config(config).get_text_config().vocab_size)
 
 
 def experts_of(config: ModelConfig) -> Experts:
-    """Without loading the weights; for trainer.enable_router_replay."""
+    """Reads the shape of the routers without loading the weights, for trainer.enable_router_replay."""
     return router_shape(routers_of(empty_model(config), "trainer.enable_router_replay")).experts
 
 
@@ -103,7 +103,7 @@ def check_tokenizer(policy: Policy, tokenizer: Any, name: str) -> None:
 
 
 def _check_complete(name: str, info: Mapping[str, Any]) -> None:
-    """What is missing or of another shape has been initialised at random, without a word."""
+    """Raises ModelError if weights are missing or misshapen: transformers silently draws them at random."""
     misfits = [
         *(f"{key} is missing" for key in info["missing_keys"]),
         *(

@@ -22,10 +22,10 @@ class Policy(nn.Module):
         super().__init__()
         self.hf = hf
         self.replay: ExpertReplay | None = None
-        """Present: every forward is given the experts of its tokens."""
+        """Sends tokens to the experts that each forward is given; None without router replay."""
 
         self.max_logits = MAX_LOGITS
-        """Logits that may be there at once: those of more tokens are computed in chunks."""
+        """Logits that may be in memory at once; more are computed in chunks."""
 
     @property
     def vocab_size(self) -> int:
@@ -37,7 +37,6 @@ class Policy(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers."""
         num_layers = self.hf.config.get_text_config().num_hidden_layers
         for module in self.hf.base_model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -51,9 +50,9 @@ class Policy(nn.Module):
         return next(self.parameters()).device
 
     def checkpoint_activations(self, *, is_random: bool = False) -> None:
-        """From now on each layer keeps its input alone for the backward pass, and computes the rest again.
+        """Makes each layer keep only its input for the backward pass, which computes the rest again.
 
-        `is_random`: something is drawn in a forward, which has to be drawn again as it was.
+        `is_random` says that the forward draws random numbers (dropout), which the backward pass must repeat.
         """
         for layer in self.layers:
             layer.forward = partial(
@@ -65,15 +64,15 @@ class Policy(nn.Module):
             )
 
     def _recomputing(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What surrounds a layer's forward, and the same computed again."""
+        """Makes the contexts of a layer's forward and of its repetition in the backward pass."""
         return (nullcontext(), nullcontext()) if self.replay is None else self.replay.contexts()
 
     def replay_experts(self) -> None:
-        """From now on tokens go to the experts that a forward is given, not to those of the routers."""
+        """Makes every forward send tokens to the experts that it is given, not to those of the routers."""
         self.replay = ExpertReplay(self.hf)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """Last hidden states; ids and positions are [batch, tokens]."""
+        """Computes the last hidden states; ids and positions are [batch, tokens]."""
         output = self.hf.base_model(input_ids=token_ids, position_ids=positions, use_cache=False, plan=plan)
         states: Tensor = output.last_hidden_state
         return states
@@ -83,7 +82,7 @@ class Policy(nn.Module):
         return logits
 
     def predict(self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, layout: Layout) -> TokenOutput:
-        """Of the rows of `layout.predicted`, given the hidden states of `layout.computed`."""
+        """Predicts the tokens of `layout.predicted` from the hidden states of `layout.computed`."""
         head, predicted = self.hf.get_output_embeddings(), layout.predicted
         return predict(
             hidden[layout.predecessors],
@@ -103,7 +102,7 @@ class Policy(nn.Module):
         layout: Layout,
         routed_experts: Tensor | None = None,
     ) -> TokenOutput:
-        """Logprob and entropy of every token of packed sequences; all arguments are one row of tokens.
+        """Computes logprob and entropy of every token of packed sequences; arguments are one row of tokens.
 
         A token is predicted by the hidden state of the token before it, at its own temperature.
         """
@@ -112,19 +111,19 @@ class Policy(nn.Module):
         if layout.own is not None:
             output = layout.own.gather(output)
         first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
-        told, sources = (layout.told,), layout.sources
+        targets, sources = (layout.targets,), layout.sources
         return TokenOutput(
-            first.logprobs.index_put(told, output.logprobs[sources]),
-            first.entropy.index_put(told, output.entropy[sources]),
+            first.logprobs.index_put(targets, output.logprobs[sources]),
+            first.entropy.index_put(targets, output.entropy[sources]),
             None
             if output.replaced is None
-            else torch.zeros_like(first.entropy).index_put(told, output.replaced[sources]),
+            else torch.zeros_like(first.entropy).index_put(targets, output.replaced[sources]),
         )
 
     def _compute(
         self, token_ids: Tensor, positions: Tensor, layout: Layout, routed_experts: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of `layout.computed`; for `layout.predicted`, the share of experts replaced."""
+        """Computes hidden states of `layout.computed`, and the share of replaced experts per prediction."""
         computed = layout.computed
         ids, places = token_ids[computed][None], positions[computed][None]
         if self.replay is None or routed_experts is None:

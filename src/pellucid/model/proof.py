@@ -1,17 +1,17 @@
-"""Proves at load that a model attends as plans say, or refuses it: no sequence sees another or its future.
+"""Refuses a model at load unless its tokens attend as plans say: to no other sequence and to no future token.
 
-A plan reaches attention alone. Convolutions, recurrent states and attention code of a model's own never see
-it, and mix packed sequences without a word; windows and positions may only show in long sequences. So the
-loaded model computes a few tokens:
+A plan controls attention alone. Convolutions, recurrent states and a model's own attention code ignore it and
+silently mix packed sequences; errors of windows and positions may only show in long sequences. So the loaded
+model computes a few tokens:
 
-    plan       every decoder layer asks the plan once per forward, with keys of one shape
-    masks      masks that HF would build hide nothing within `max_length` tokens but the future
+    plan       every decoder layer calls the plan once per forward, with keys of one shape
+    masks      masks that HF would build hide only the future within `max_length` tokens
     buffers    none changes with the positions in a row, as those of some RoPE do
     values     packed sequences, at the first and at the last positions within `max_length`, have the logits
                that HF's own forward with its own attention gives each of them alone
 
-Values are compared in float32, whatever the weights are in: with less, rounding alone sends tokens to other
-experts.
+Values are compared in float32 whatever the dtype of the weights: in bfloat16, rounding alone sends tokens to
+other experts.
 """
 
 from collections import Counter
@@ -35,21 +35,21 @@ from pellucid.model.attention import (
 from pellucid.model.policy import NOT_YET, Policy
 
 _PROBE = f"{ATTENTION}_masks"
-"""The same attention; but HF asks for its masks, too."""
+"""Name of an attention that differs in one point: HF builds masks for it."""
 
 _LENGTH = 6
-"""Tokens of a probed sequence: more than a convolution of four sees."""
+"""Tokens of a probed sequence: more than a convolution of width four covers."""
 
 _ROUNDINGS = 64
-"""Roundings of a layer that add up: products of 4,096 terms make √4096 of them."""
+"""Rounding errors that add up in a layer: a product of 4,096 terms makes √4096 of them."""
 
 
 def prove_attention(policy: Policy, max_length: int | None) -> None:
     """Raises a `ModelError` unless sequences of up to `max_length` tokens train and decode in isolation.
 
-    None: nothing is promised of sequences longer than those that are probed.
+    With None, only sequences as long as those that are probed are proved.
     """
-    length = max(max_length or 0, 3 * _LENGTH)  # never so short that near and far positions are one run
+    length = max(max_length or 0, 3 * _LENGTH)  # so that near and far positions never adjoin
     name = type(policy.hf).__name__
     with torch.no_grad(), _float32(policy), _blaming(name):
         row = _ProbedRow(policy, length)
@@ -59,7 +59,7 @@ def prove_attention(policy: Policy, max_length: int | None) -> None:
 
 
 def key_shape(policy: Policy) -> tuple[int, int]:
-    """Heads and width of the keys that every layer hands to the plan; values are as wide."""
+    """Returns heads and width of the keys that every layer hands to the plan; values are as wide."""
     plan = _ObservedPlan(PackedAttention([1]), longest=1)
     zero = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def key_shape(policy: Policy) -> tuple[int, int]:
 
 
 class _ObservedPlan:
-    """A plan that notes who asks."""
+    """A plan that counts the calls of each layer."""
 
     def __init__(self, plan: AttentionPlan, longest: int) -> None:
         self._plan = plan
@@ -82,7 +82,7 @@ class _ObservedPlan:
         return self._plan.attend(layer, query, key, value, scale)
 
     def key_shape(self, policy: Policy) -> tuple[int, int]:
-        """Raises an error unless every layer has asked once, with as many heads as every other."""
+        """Returns (heads, width) of keys; raises ModelError unless all layers called once with the same."""
         model = type(policy.hf).__name__
         for index, layer in enumerate(policy.layers):
             if self._num_calls[index] != 1:
@@ -103,7 +103,7 @@ class _ObservedPlan:
 
 
 class _ProbedRow:
-    """Sequences [near, far, near, far]: at the first positions, and at the last ones of `length`."""
+    """Sequences [near, far, near, far]: at the first and at the last positions within `length`."""
 
     def __init__(self, policy: Policy, length: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -115,14 +115,14 @@ class _ProbedRow:
         self._length = length
 
     def packed(self, policy: Policy) -> Tensor:
-        """Logits [sequences, tokens, vocabulary] of the trainer's forward."""
+        """Computes logits [sequences, tokens, vocabulary] by the trainer's forward."""
         plan = _ObservedPlan(PackedAttention([_LENGTH] * 4), self._length)
         hidden = policy.hidden(self.token_ids.view(1, -1), self.positions.view(1, -1), plan)
         plan.key_shape(policy)
         return policy.logits(hidden[0]).view(4, _LENGTH, -1)
 
     def alone(self, policy: Policy) -> Tensor:
-        """The same by HF, where a row of a batch is alone; near and far in batches of their own."""
+        """Computes the same logits by HF's forward, each sequence in its own row; near and far apart."""
         logits, buffers = [], []
         with _implementation(policy, "eager"):
             for rows in (slice(0, None, 2), slice(1, None, 2)):
@@ -142,10 +142,10 @@ class _ProbedRow:
 
 
 def _check_masks(policy: Policy, row: _ProbedRow, length: int) -> None:
-    """The last token of a sequence of `length` has to see all others, whatever mask HF gives a layer."""
+    """Raises ModelError if a mask of HF hides any token from the last one of `length` tokens."""
     rules: list[tuple[Tensor, Callable[..., Any]]] = []
     given: dict[int, Tensor | None] = {}
-    device = policy.device  # HF keeps the functions below for good: they must not keep the model, too
+    device = policy.device  # HF keeps the functions below forever: they must not hold the model
 
     def make_mask(*, mask_function: Callable[..., Any], **options: Any) -> Tensor:
         rules.append((torch.zeros(1, 1, _LENGTH, _LENGTH, device=device), mask_function))
@@ -178,7 +178,7 @@ def _check_masks(policy: Policy, row: _ProbedRow, length: int) -> None:
 
 
 def _check_values(name: str, packed: Tensor, alone: Tensor, num_layers: int) -> None:
-    """Of two sequences each, the better one counts: rounding may send a token to another expert."""
+    """Compares logprobs; of two sequences per position the better counts: rounding may change an expert."""
     if not bool(alone.isfinite().all()):
         raise ModelError(
             f"{name}: logits of HF's own forward are not finite, so its weights hold NaN, infinities or huge "
@@ -215,7 +215,7 @@ def _implementation(policy: Policy, name: str) -> Iterator[None]:
 
 @contextmanager
 def _blaming(name: str) -> Iterator[None]:
-    """Errors of a forward that does not take what pellucid gives it, or gives something else back."""
+    """Context manager: turns errors of a forward with another interface than expected into a ModelError."""
     try:
         yield
     except ModelError:
@@ -229,7 +229,7 @@ def _blaming(name: str) -> Iterator[None]:
 
 @contextmanager
 def _float32(policy: Policy) -> Iterator[None]:
-    """Converts one decoder layer at a time, and what is outside of them, while it computes."""
+    """Context manager: converts each decoder layer, and each module outside of them, while it computes."""
     layers = policy.layers
     inside = {module for layer in layers for module in layer.modules()}
     outside = [module for module in policy.hf.modules() if module not in inside]

@@ -4,8 +4,8 @@
     trainer    router ──> its own scores ──> those of the recorded experts             replayed
 
 Engine and trainer never compute bit by bit the same. Where two experts score almost alike, rounding is enough
-for another choice, and the logprob of a token jumps. Replay takes the choice alone from the record: what each
-expert weighs are the trainer's own scores, renormalised where the model does that, so that gradients flow
+to change the choice, and the logprob of a token jumps. Replay takes only the choice from the record: the
+experts' weights are the trainer's own scores, renormalised where the model does that, so that gradients flow
 into the router as they do without replay.
 
 Experts are [tokens, layers, top_k]; layers are those that have a router, in their order. A token whose
@@ -28,21 +28,21 @@ from pellucid.data.rules import Experts
 from pellucid.errors import ModelError
 
 _KNOWN = ("OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter")
-"""A softmax over all experts, then the top_k, renormalised if `norm_topk_prob`; they return logits, scores of
-the chosen and the chosen."""
+"""Router classes that take a softmax over all experts, then the top_k, renormalised if `norm_topk_prob`, and
+return (logits, scores of the chosen experts, chosen experts)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterShape:
     num_layers: int
-    """With a router."""
+    """Layers with a router."""
 
     top_k: int
     num_experts: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest that the column `routed_experts` has for an expert's number."""
+        """Smallest dtype of the column `routed_experts` that holds an expert's number."""
         column = COLUMNS["routed_experts"]
         assert column.narrow is not None
         fits = self.num_experts - 1 <= np.iinfo(column.narrow).max
@@ -54,12 +54,12 @@ class RouterShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of a token's experts."""
+        """Bytes of one token's experts, over all layers."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
 
 def routers_of(hf: nn.Module, key: str) -> list[Any]:
-    """In the order of their layers; `key` is the setting that needs them."""
+    """Lists the routers in the order of their layers; errors name `key`, the setting that needs them."""
     routers = [module for module in hf.modules() if type(module).__name__ in _KNOWN]
     if not routers:
         raise ModelError(
@@ -74,7 +74,7 @@ def router_shape(routers: list[Any]) -> RouterShape:
 
 
 class ExpertRecorder:
-    """Keeps what the routers of a model chose in its last forward."""
+    """Records the experts that the routers of a model chose in its last forward."""
 
     def __init__(self, hf: nn.Module) -> None:
         routers = routers_of(hf, "inference.record_experts")
@@ -84,12 +84,12 @@ class ExpertRecorder:
             router.register_forward_hook(partial(self._keep, layer))
 
     def last(self) -> NDArray[Any]:
-        """[tokens, layers, top_k] of the last forward."""
+        """Returns the experts of the last forward, [tokens, layers, top_k]."""
         chosen = torch.stack(self._chosen, dim=1).cpu().numpy()
         return chosen.astype(self.shape.dtype)
 
     def pack(self, experts: bytes | bytearray) -> PackedArray:
-        """What was recorded of consecutive tokens, one after the other."""
+        """Packs the recorded bytes of consecutive tokens into one array."""
         shape = self.shape
         num_tokens = len(experts) // shape.num_bytes
         return PackedArray(bytes(experts), (num_tokens, shape.num_layers, shape.top_k), shape.dtype.name)
@@ -107,7 +107,7 @@ class ReplayedExperts:
         self._num_experts = shape.num_layers * shape.top_k
 
     def choose(self, layer: int, own: Tensor) -> Tensor:
-        """The experts of each token, given the router's own choice."""
+        """Returns the recorded experts of each token, or the router's own choice where they are -1."""
         recorded = self.recorded[:, layer].long()
         chosen = torch.where(recorded < 0, own, recorded)
         is_own = (chosen[:, :, None] == own[:, None, :]).any(2)
@@ -115,7 +115,7 @@ class ReplayedExperts:
         return chosen
 
     def share_replaced(self) -> Tensor:
-        """Of the experts of each token, over all layers."""
+        """Computes the share of replaced experts per token, over all layers."""
         return self._num_replaced / self._num_experts
 
 
@@ -131,7 +131,7 @@ class ExpertReplay:
 
     @contextmanager
     def of(self, recorded: Tensor) -> Iterator[ReplayedExperts]:
-        """A forward within this takes these experts, of the tokens that it computes."""
+        """Context manager: a forward inside sends its tokens to the `recorded` experts."""
         before, self._now = self._now, ReplayedExperts(recorded, self.shape)
         try:
             yield self._now
@@ -139,7 +139,7 @@ class ExpertReplay:
             self._now = before
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For `torch.utils.checkpoint`: what is computed again later takes the experts of this forward."""
+        """Makes contexts for `torch.utils.checkpoint`: a repeated forward takes the same experts."""
         return nullcontext(), nullcontext() if self._now is None else self.of(self._now.recorded)
 
     def _replay(

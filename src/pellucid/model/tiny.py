@@ -1,4 +1,4 @@
-"""Character-level Qwen3-style models and their tokenizer, made on the spot: they learn on one core."""
+"""Makes character-level Qwen3-style models and their tokenizer, small enough to learn on one core."""
 
 import string
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ _SPECIAL = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>"]
 
 
 def character_tokenizer(chat_template: str = CHATML) -> Any:
-    """One token per printable ASCII character, ChatML markers as special tokens."""
+    """Makes a tokenizer with one token per printable ASCII character and ChatML markers as special tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -64,9 +64,9 @@ def make_tiny_moe_model(
     max_length: int = 4096,
     seed: int = 0,
 ) -> None:
-    """A Qwen3-MoE model; its layers have routers and experts, but for `dense_layers`.
+    """Writes a Qwen3-MoE model; its layers have routers and experts, except for `dense_layers`.
 
-    Its weights are larger than usual, so that even untrained it matters to which experts a token is sent.
+    Its weights are larger than usual, so that the choice of experts matters even before training.
     """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

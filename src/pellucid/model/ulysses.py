@@ -1,15 +1,16 @@
-"""Context parallelism: the computed tokens of a micro batch lie in slices on several ranks (Ulysses).
+"""Context parallelism: several ranks hold slices of the computed tokens of a micro batch (Ulysses).
 
-A rank has a slice of the tokens with all heads; attention needs all tokens, but of few heads. Around it,
-ranks swap the one for the other, and what attends in between is the plan of the whole micro batch:
+A rank holds a slice of the tokens with all heads; attention needs all tokens, but can do with few heads. So
+ranks exchange tokens for heads before attention and back after it. In between, the plan of the whole micro
+batch attends:
 
     tokens       rank 0 | rank 1              rank 0          rank 1
     head a        0 1   |  2 3      ──>     a: 0 1 2 3      b: 0 1 2 3
     head b        0 1   |  2 3      <──
 
-Each rank predicts what follows the tokens of its slice. The values of all ranks are put together, so that a
-loss sees the whole micro batch; a gradient flows through the own slice alone. The gradient of the whole is
-the *sum* over ranks.
+Each rank predicts the tokens that follow those of its slice. The ranks gather all values, so that a loss sees
+the whole micro batch, but a gradient flows through a rank's own slice alone. The gradient of the whole is the
+*sum* over ranks.
 """
 
 import math
@@ -28,7 +29,7 @@ from pellucid.model.head import TokenOutput
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """The ranks that share a micro batch, and which of them this is."""
+    """The ranks that share a micro batch; `rank` is this one."""
 
     group: dist.ProcessGroup
     rank: int
@@ -43,7 +44,7 @@ class ContextParallel:
 
 
 class UlyssesAttention:
-    """`plan`, for tokens that lie in equal slices on all ranks; those beyond `num_tokens` are padding."""
+    """Runs `plan` on tokens in equal slices on all ranks; those beyond `num_tokens` are padding."""
 
     def __init__(self, plan: AttentionPlan, context: ContextParallel, num_tokens: int) -> None:
         self._plan = plan
@@ -52,7 +53,7 @@ class UlyssesAttention:
         self._num_tokens = num_tokens
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        # Every rank gets at least one key and value head, and those of its query heads.
+        # Every rank needs at least one key and value head: those of its query heads.
         num_heads = math.lcm(key.shape[1], self._context.size)
         parts = [query, *(_with_heads(tensor, num_heads) for tensor in (key, value))]
         sizes = [part.shape[1] // self._context.size for part in parts]
@@ -86,7 +87,7 @@ def _with_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Row i goes to rank i. It is its own inverse, and so its own backward."""
+    """Sends row i to rank i. The exchange is its own inverse, and so its own backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -107,7 +108,7 @@ def _exchange(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OwnPredictions:
-    """The rows that this rank predicts, of `num_rows` that all of them predict together."""
+    """Indices of the rows that this rank predicts, among the `num_rows` of all ranks."""
 
     context: ContextParallel
     rows: Tensor
