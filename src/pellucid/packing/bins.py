@@ -1,8 +1,8 @@
 """Bins, each filled with the largest unit that fits until none does.
 
-A unit is what is packed as one: a sequence, or several of a group. First-fit decreasing is usually told from
-the units' side: the largest first, each into the first bin with room. Told from the bins' side it is what is
-done here, and gives the same bins. It needs no search over bins, only one over the distinct sizes left.
+A unit is a sequence, or several of a group that are packed together. First-fit decreasing usually goes unit
+by unit: the largest first, each into the first bin with room. This module goes bin by bin, which gives the
+same bins and needs no search over bins, only one over the distinct sizes left.
 """
 
 from bisect import bisect_left
@@ -37,22 +37,22 @@ class Bins:
         return [units[start:stop] for start, stop in pairwise(bounds)]
 
     def sums(self, values: Ints) -> Ints:
-        """Of the units' values, bin by bin."""
+        """Sums the units' values per bin."""
         return np.diff(np.concatenate([[0], np.cumsum(values[self.units])])[self.bounds])
 
     def numbers(self) -> Ints:
-        """The bin of each unit."""
+        """Returns the index of each unit's bin."""
         return np.repeat(np.arange(len(self)), np.diff(self.bounds))
 
     def plus(self, more: "Bins") -> "Bins":
-        """These bins, then the others."""
+        """Appends the bins of `more`."""
         return Bins(
             np.concatenate([self.units, more.units]),
             np.concatenate([self.bounds, self.bounds[-1] + more.bounds[1:]]),
         )
 
     def expand(self, pieces: "Bins") -> "Bins":
-        """Bins of pieces as bins of what is in the pieces."""
+        """Turns bins of pieces into bins of the units in those pieces."""
         sizes = np.diff(pieces.bounds)[self.units]
         ends = np.cumsum(sizes)
         shifts = np.repeat(pieces.bounds[self.units] - (ends - sizes), sizes)
@@ -61,16 +61,16 @@ class Bins:
 
 class Unit(NamedTuple):
     position: int
-    """In the order of falling size; units of one size keep their order."""
+    """Rank by falling size; units of one size keep their order."""
 
     size: int
     cost: int
 
 
 class Packer:
-    """Units that are left, and bins made of the others. A larger unit costs no less than a smaller one.
+    """Units not yet packed, and the bins made so far. A larger unit costs no less than a smaller one.
 
-    Each distinct size knows the position of its next unit; a size that is used up links to the one below.
+    Each distinct size stores the position of its next unit; a size that is used up links to the next smaller.
     """
 
     def __init__(self, sizes: Ints, costs: Ints) -> None:
@@ -89,7 +89,7 @@ class Packer:
         self.size_left = int(sizes.sum())
 
     def take_largest(self) -> Unit | None:
-        """To start a bin with, whatever its size."""
+        """Takes the largest unit left, to start a bin with, whatever its size; None if no unit is left."""
         link = self._link
         at = link[0]
         while link[at] != at:
@@ -110,7 +110,7 @@ class Packer:
         self._size, self._cost = first.size, first.cost
 
     def fill(self, capacity: int, max_cost: int | None = None) -> int:
-        """Adds the largest unit within both limits to the last bin, while there is one; the bin's cost."""
+        """Adds the largest unit within both limits to the last bin until none fits; returns its cost."""
         sizes, costs, link, num_sizes = self._sizes, self._costs, self._link, len(self._sizes)
         following, stop, taken = self._next, self._stop, self._taken
         size, cost, at = self._size, self._cost, 0
@@ -134,11 +134,11 @@ class Packer:
         return cost
 
     def align(self, multiple: int) -> None:
-        """Adds empty bins, up to a multiple."""
+        """Adds empty bins until their number is a multiple of `multiple`."""
         self._starts += [len(self._taken)] * (-len(self._starts) % multiple)
 
     def left(self) -> list[int]:
-        """Units that are in no bin, by falling size."""
+        """Lists the units that are in no bin, by falling size."""
         ranges = zip(self._next, self._stop, strict=True)
         positions = [position for start, stop in ranges for position in range(start, stop)]
         units: list[int] = self._order[positions].tolist()
@@ -149,7 +149,7 @@ class Packer:
 
 
 def first_fit_decreasing(sizes: Ints, capacity: int) -> Bins:
-    """Bins of at most `capacity`; a larger unit gets a bin alone.
+    """Packs units into bins of at most `capacity`; a larger unit gets a bin alone.
 
     sizes [5, 3, 4, 9], capacity 8  ->  [3], [0, 1], [2]
     """

@@ -1,4 +1,4 @@
-"""What it costs to train on a sequence: one part grows with its length, another with its square."""
+"""Cost of training on a sequence: one part grows with its length, another with its square."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class Cost:
 
     Cost(parity=40_000).of([10_000, 40_000])  ->  [5e8, 3.2e9], in parts of 1/40,000: 12,500 and 80,000
 
-    In integers, so that every rank comes to the same plan to the last bit.
+    Costs are integers, so that every rank makes exactly the same plan.
     """
 
     parity: int = 40_000
@@ -24,8 +24,11 @@ class Cost:
     def behind(
         self, prompts: NDArray[np.int64], own: NDArray[np.int64], *, masked: NDArray[np.bool_]
     ) -> NDArray[np.int64]:
-        """What is left for a member's own tokens behind a prompt that is computed already: see
-        `data/shared_prompts.py`. Half of the pairs are those of a causal square."""
+        """Computes the cost of a member's own tokens behind a shared prompt, without that of the prompt.
+
+        `masked` is as in `data/shared_prompts.py`. An unmasked member attends causally to prompt and own
+        tokens together. That computes half of a square, so pairs under a mask count twice.
+        """
         whole = prompts + own
         attended = np.where(masked, 2 * own * whole, whole**2)
         left: NDArray[np.int64] = own * self.parity + attended

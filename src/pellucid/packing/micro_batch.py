@@ -1,7 +1,7 @@
 """A batch cut into micro batches. Each has one training mode, run and modality; environments may mix.
 
-Planning takes lengths only, so every rank plans the whole batch alike and copies the tokens of its own micro
-batches alone, each when its turn comes. Nothing of the caller's is changed.
+Planning takes lengths only, so every rank plans the whole batch alike. A rank copies only the tokens of its
+own micro batches, each when it is trained. The caller's table is not changed.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Kind(NamedTuple):
-    """What the sequences of a micro batch have in common."""
+    """Properties that all sequences of a micro batch share."""
 
     training_mode: str
     run_id: str
@@ -28,37 +28,37 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was really packed."""
+    """Sizes of a micro batch as packed."""
 
     samples: int
     tokens: int
-    """Padding included."""
+    """Tokens, padding included."""
 
     loss_tokens: int
     padding_tokens: int
     truncated_tokens: int
-    """Of its samples, beyond `seq_len`; not among `tokens`."""
+    """Tokens of its samples beyond `seq_len`; not among `tokens`."""
 
     oversized_samples: int
-    """Longer than the cap, and hence alone."""
+    """Samples longer than the cap; each is alone in its micro batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     table: TokenTable
-    """Padding, if any, is a sequence of its own, the last one."""
+    """Truncated sequences; padding, if any, is a sequence of its own, the last one."""
 
     kind: Kind
     counts: Counts
     indices: list[int]
-    """Which sequences of the batch these are."""
+    """Indices of the sequences in the batch."""
 
     received: Ints
-    """Sampled tokens of each, before truncation."""
+    """Sampled tokens of each sequence, before truncation."""
 
     @property
     def sample_count(self) -> int:
-        """0 for a dummy, which is there because every rank takes part in every micro step."""
+        """Number of samples; 0 for a dummy, with which a rank without samples takes part in a micro step."""
         return self.counts.samples
 
 
@@ -71,15 +71,15 @@ class PackedBatch:
     kinds: list[Kind]
     seq_len: int
     max_tokens: int
-    """The cap that the micro batches were packed under."""
+    """Cap of a micro batch, in tokens."""
 
     pad_to_multiple_of: int
     trainable_lengths: Ints
-    """Trainable tokens of each sequence of the batch, once cut."""
+    """Trainable tokens of each sequence of the batch, after truncation."""
 
     @property
     def num_trainable(self) -> int:
-        """Trainable tokens of all ranks: the denominator, at least 1 when used as such."""
+        """Trainable tokens of all ranks; the denominator of the loss is at least 1."""
         return int(self.trainable_lengths.sum())
 
     def micro_batches(self, rank: int) -> Iterator[MicroBatch]:
@@ -111,7 +111,7 @@ def pack_batch(
     share_prompts: bool = True,
     cost: Cost | None = None,
 ) -> PackedBatch:
-    """Sequences are cut to `seq_len`; micro batches hold at most `max_tokens`, or one longer sequence."""
+    """Cuts sequences to `seq_len`; packs micro batches of at most `max_tokens`, or of one longer sequence."""
     lengths = np.minimum(table.lengths, seq_len)
     codes, kinds = _numbered(_kinds(table))
     if share_prompts:
@@ -138,21 +138,22 @@ def _kinds(table: TokenTable) -> Iterator[Kind]:
 
 
 def _dummy(empty: TokenTable, num_tokens: int) -> TokenTable:
-    """Padding with all columns of the batch, so that a loss finds what it looks for."""
+    """Makes a micro batch of padding alone; it has all columns of the batch, because a loss reads them."""
     return TokenTable.concat([empty, TokenTable.padding(num_tokens)])
 
 
 def _groups(table: TokenTable, kinds: Ints) -> Ints:
-    """A number per group and kind; -1 for a sequence that is in none."""
+    """Numbers groups, separately for each kind; -1 for a sequence without a group."""
     names = table["group_id"].tolist()
     numbers, _ = _numbered(zip(names, kinds.tolist(), strict=True))
     return np.where(np.array([bool(name) for name in names], np.bool_), numbers, -1)
 
 
 def _common_prompts(table: TokenTable, lengths: Ints, groups: Ints) -> Ints:
-    """Tokens before the first sampled one, if members of a group share them; each keeps one token of its own.
+    """Estimates how many tokens of prompt the members of a group share: those of the shortest prompt.
 
-    An estimate, to plan by: what is shared in the end is what the sequences really have in common.
+    Each member keeps at least one token of its own. Plans use the estimate; the model shares the prefix
+    that sequences really have in common.
     """
     own = np.minimum(table.prompt_lengths, lengths - 1)
     shortest = np.full(int(groups.max(initial=-1)) + 2, np.iinfo(np.int64).max)
@@ -162,7 +163,7 @@ def _common_prompts(table: TokenTable, lengths: Ints, groups: Ints) -> Ints:
 
 
 def _numbered(values: Iterable[T]) -> tuple[Ints, list[T]]:
-    """Values as numbers, in order of appearance, and what each number stands for."""
+    """Numbers the distinct values in order of appearance; also returns the value of each number."""
     numbers: dict[T, int] = {}
     found = [numbers.setdefault(value, len(numbers)) for value in values]
     return np.array(found, np.int64), list(numbers)

@@ -1,9 +1,9 @@
-"""The plan of a batch: which sequences each rank trains at each micro step. Lengths in, assignment out.
+"""The plan of a batch assigns its sequences to ranks and micro steps, by their lengths.
 
 - Every sequence is in one bin; a bin holds at most `max_tokens`, or one longer sequence.
 - The bins of one micro step, one per rank, hold sequences of one kind.
-- A bin is empty only where all bins of its kind hold a single sequence: otherwise one of them is split.
-- Members of a group stay together where that is cheaper: their common prompt is then computed once.
+- A bin is empty only if all bins of its kind hold a single sequence: otherwise one of them is split.
+- Members of a group stay together if that is cheaper: their common prompt is then computed once.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from pellucid.packing.cost import Cost
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What a plan depends on, one entry per sequence.
+    """Inputs of a plan, one entry per sequence.
 
     lengths   [5, 7, 4, 9]
     kinds     [0, 0, 0, 1]     sequences of different kinds are never in one bin
@@ -35,7 +35,7 @@ class Sequences:
 
     @classmethod
     def apart(cls, lengths: Ints) -> "Sequences":
-        """Of one kind, with nothing in common."""
+        """Makes sequences of one kind, without groups."""
         none = np.zeros_like(lengths)
         return cls(lengths, none, none - 1, none)
 
@@ -48,11 +48,11 @@ class Sequences:
 class MicroStep(NamedTuple):
     kind: int
     bins: list[list[int]]
-    """The sequences of each rank; members of a group are neighbours."""
+    """Indices of the sequences of each rank; members of a group are neighbours."""
 
 
 def plan(sequences: Sequences, *, max_tokens: int, num_ranks: int, cost: Cost) -> list[MicroStep]:
-    """Kinds in the order in which they appear; the micro steps of a kind by falling cost, more or less.
+    """Plans the micro steps, kind by kind in order of appearance; those of a kind roughly by falling cost.
 
     lengths [5, 3, 4, 9] of one kind, max_tokens 8, 2 ranks  ->  [[0], [3]], [[2], [1]]
     """
@@ -71,7 +71,7 @@ def plan(sequences: Sequences, *, max_tokens: int, num_ranks: int, cost: Cost) -
 
 
 def _pack_kind(sequences: Sequences, max_tokens: int, num_ranks: int, cost: Cost) -> Bins:
-    """The cheapest of several ways to keep groups together."""
+    """Packs sequences of one kind, in the cheapest of several ways to keep groups together."""
     found: list[tuple[Arrangement, Bins]] = []
     for pieces in _ways(sequences, max_tokens):
         sizes, costs = pieces.sums(sequences.lengths), _costs_of(pieces, sequences, cost)
@@ -86,7 +86,7 @@ def _pack_kind(sequences: Sequences, max_tokens: int, num_ranks: int, cost: Cost
 
 
 def _ways(sequences: Sequences, max_tokens: int) -> Iterator[Bins]:
-    """What is packed as one: groups as far as they fit, smaller pieces of them, or each sequence alone."""
+    """Yields divisions into units: groups as far as they fit, pieces of them, or each sequence alone."""
     if (sequences.prompts > 0).any():
         order = np.lexsort((-sequences.lengths, sequences.groups)).tolist()
         for limit in (max_tokens, max_tokens // 2, max_tokens // 4):
@@ -96,7 +96,7 @@ def _ways(sequences: Sequences, max_tokens: int) -> Iterator[Bins]:
 
 
 def _costs_of(pieces: Bins, sequences: Sequences, cost: Cost) -> Ints:
-    """A group's prompt is computed once per piece, for those who take part in it."""
+    """Computes the cost of each piece; members that share a prompt compute it once per piece."""
     prompts, own = sequences.prompts, sequences.lengths - sequences.prompts
     shares = takes_part(prompts, own)
     masked = shares & is_masked(prompts, own)
@@ -110,7 +110,7 @@ def _costs_of(pieces: Bins, sequences: Sequences, cost: Cost) -> Ints:
 
 
 def _pieces(sequences: Sequences, order: list[int], limit: int) -> Bins:
-    """Members of a group, which are neighbours in `order`: as many in a row as `limit` tokens hold."""
+    """Cuts groups, whose members are neighbours in `order`, into pieces of at most `limit` tokens."""
     lengths, groups = sequences.lengths.tolist(), sequences.groups.tolist()
     starts: list[int] = []
     last, room = -1, 0
@@ -123,7 +123,7 @@ def _pieces(sequences: Sequences, order: list[int], limit: int) -> Bins:
 
 
 def _split_for_empty(bins: list[list[int]], costs: Ints, num_ranks: int) -> None:
-    """Gives every empty bin half of the dearest bin that can be split, of its own micro step if possible."""
+    """Gives each empty bin half of the costliest bin that can be split, of its own micro step if possible."""
 
     def dearness(index: int) -> int:
         return int(costs[bins[index]].sum())
