@@ -23,7 +23,7 @@ from pellucid.loss.record import LossInputs, LossRecord
 TokenLoss = Callable[[LossInputs], LossRecord]
 
 _OPD = DppoLossConfig(adv_tau=0.0, teacher_tau=1.0)
-"""opd's own trust region and KL; `trainer.loss` does not touch it."""
+"""Trust region and KL of opd; `trainer.loss` does not change them."""
 
 
 def dppo_loss(inputs: LossInputs, config: DppoLossConfig) -> LossRecord:
@@ -56,7 +56,7 @@ def gspo_loss(inputs: LossInputs, config: GspoLossConfig) -> LossRecord:
     """GSPO: −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A) + kl_tau·ℓ², with one ratio for all tokens of a
     sequence: s = exp(mean of ℓ).
     """
-    # Each token carries the gradient of its own ℓ; their mean over the sequence is that of s.
+    # Each token carries the gradient of its own ℓ; the mean over the sequence is the gradient of s.
     return _clipped(inputs, inputs.mean_per_sequence(inputs.ratios.log_importance_ratio), config)
 
 
@@ -102,7 +102,7 @@ def _record(
     too_high: Tensor | None = None,
     too_low: Tensor | None = None,
 ) -> LossRecord:
-    """Token loss −gain + kl_tau·ℓ² on trainable tokens."""
+    """Records the token loss −gain + kl_tau·ℓ² on trainable tokens."""
     penalty = kl_tau * inputs.log_ratio().square()
     return LossRecord(
         token_loss=penalty - torch.where(inputs.loss_mask, gain, 0.0),
@@ -137,12 +137,12 @@ def _teacher_gap(inputs: LossInputs) -> Tensor:
 
 
 def unknown_loss(inputs: LossInputs) -> LossRecord:
-    """What there is to say of tokens that some other trainer's loss was applied to: their ratios."""
+    """Records ratios alone, and NaN as loss, for tokens that another trainer's loss was applied to."""
     return LossRecord(torch.full_like(inputs.trainer_logprobs, torch.nan), ratios=inputs.ratios)
 
 
 def loss_for(config: LossConfig | None) -> dict[str, TokenLoss]:
-    """The loss of each training mode; `trainer.loss` decides rl's alone. None: nobody knows which it was."""
+    """Returns the loss of each training mode; `config` is that of rl, or None if it is unknown."""
     return {"rl": unknown_loss if config is None else _rl_loss(config), "opd": opd_loss, "sft": sft_loss}
 
 

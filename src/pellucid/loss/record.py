@@ -1,4 +1,4 @@
-"""What a loss reads and what it must return, token by token.
+"""Inputs and record of a loss, token by token.
 
 π  probability under the trainer's weights      A  advantage
 μ  probability under the weights that sampled   m  trainable
@@ -18,7 +18,7 @@ from pellucid.data.tensors import TokenTensors
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """How far the trainer's policy is from the one that sampled; without gradient, for every token."""
+    """Mismatch of the trainer's policy with the one that sampled, for every token; without gradient."""
 
     log_importance_ratio: Tensor
     importance_ratio: Tensor
@@ -51,9 +51,9 @@ _UNTRAINABLE = {
 class LossInputs:
     """One value per token of a packed micro batch.
 
-    On tokens that are not trainable logprobs and advantages are 0 and teacher logprobs NaN, whatever the
-    batch says there (an environment masks out tokens that have no logprob): neither the loss nor, through
-    `where`, the gradient can depend on them.
+    On tokens that are not trainable, logprobs and advantages are set to 0 and teacher logprobs to NaN: the
+    batch may hold anything there (an environment masks out tokens without a logprob). So neither the loss
+    nor, through `where`, the gradient can depend on them.
 
         loss_mask            no      yes     yes
         inference_logprobs   nan     -0.5    -2.0     as received
@@ -61,19 +61,19 @@ class LossInputs:
     """
 
     trainer_logprobs: Tensor
-    """With gradient."""
+    """Logprobs under the trainer's weights, with gradient."""
 
     inference_logprobs: Tensor
     advantages: Tensor
     loss_mask: Tensor
     teacher_logprobs: Tensor | None
-    """NaN where a token has none."""
+    """Logprobs under the teacher, NaN where a token has none; None without a teacher."""
 
     ratios: Ratios
-    """Of all tokens, for the record; on tokens that are not trainable they can be anything, NaN included."""
+    """Ratios of all tokens, for the record; NaN is possible on tokens that are not trainable."""
 
     lengths: Sequence[int]
-    """Of the packed sequences, in order."""
+    """Lengths of the packed sequences, in tokens."""
 
     def __post_init__(self) -> None:
         for name, fill in _UNTRAINABLE.items():
@@ -94,7 +94,7 @@ class LossInputs:
         )
 
     def mean_per_sequence(self, values: Tensor) -> Tensor:
-        """Every token's sequence's mean of `values` over trainable tokens; 0 for a sequence without any."""
+        """Gives each token the mean of `values` over the trainable tokens of its sequence; 0 without any."""
         device, num_sequences = values.device, len(self.lengths)
         owner = torch.repeat_interleave(
             torch.arange(num_sequences, device=device), torch.tensor(self.lengths, device=device)
@@ -105,38 +105,38 @@ class LossInputs:
         return (sums / counts.clamp(min=1))[owner]
 
     def log_ratio(self, where: Tensor | None = None) -> Tensor:
-        """ℓ with gradient, 0 outside the trainable tokens (or `where`), so that nothing there overflows."""
+        """Computes ℓ with gradient; 0 outside the trainable tokens (or `where`), where it might overflow."""
         chosen = self.loss_mask if where is None else where
         return torch.where(chosen, self.trainer_logprobs - self.inference_logprobs, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LossRecord:
-    """What the loss did with each token. None: the loss makes no such decision."""
+    """Loss and decisions for each token. None: the loss makes no such decision."""
 
     token_loss: Tensor
-    """With gradient; 0 where a token is not trainable."""
+    """Loss of each token, with gradient; 0 where a token is not trainable."""
 
     ratios: Ratios | None
     is_masked: Tensor | None = None
-    """Outside the trust region: the policy-gradient term of a trainable token was left out."""
+    """Whether a trainable token is outside the trust region, so that its policy-gradient term is left out."""
 
     is_masked_high: Tensor | None = None
     is_masked_low: Tensor | None = None
 
     def columns(self) -> dict[str, Tensor | None]:
-        """Every value by the name under which it is exported."""
+        """Returns every value by the name under which it is exported."""
         ratios = {field.name: getattr(self.ratios, field.name, None) for field in fields(Ratios)}
         return ratios | {
             field.name: getattr(self, field.name) for field in fields(self) if field.name != "ratios"
         }
 
     def weighted(self, weights: Tensor | None) -> "LossRecord":
-        """Every token's loss times its weight in the mean."""
+        """Multiplies each token's loss by its weight in the mean."""
         return self if weights is None else replace(self, token_loss=self.token_loss * weights)
 
     def within(self, inputs: LossInputs) -> "LossRecord":
-        """Nothing but trainable tokens has a loss or is masked, whatever a custom loss says."""
+        """Clears losses and masks of tokens that are not trainable, which a custom loss may have set."""
 
         def trainable(decision: Tensor | None) -> Tensor | None:
             return None if decision is None else decision & inputs.loss_mask

@@ -1,12 +1,12 @@
-"""Which mean the step's loss is: over tokens, over sequences, or over groups.
+"""Weights that make the step's loss a mean over tokens, over sequences, or over groups.
 
-The denominator is always the number of trainable tokens of the step. A mean over sequences or groups is that
-of token losses with weights, whose own mean over the tokens is 1:
+The denominator is always the number of trainable tokens of the step. A mean over sequences or groups is a
+mean of weighted token losses; the mean weight over the tokens is 1:
 
     sequences of 1 and 3 trainable tokens     mean over sequences = Σ w·loss / 4
     weights   4/(2·1) = 2    4/(2·3) = 2/3    2·1 + 2/3·3 = 4
 
-They are made from the whole batch, before it is packed, so that neither packing nor ranks can change them.
+The weights come from the whole batch, before it is packed, so that neither packing nor ranks can change them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from pellucid.config import Reduction
 def sequence_weights(
     reduction: Reduction, num_trainable: NDArray[np.int64], groups: Sequence[str]
 ) -> NDArray[np.float32]:
-    """What each trainable token of a sequence weighs. A sequence in no group ("") is one of its own."""
+    """Weighs the trainable tokens of each sequence. A sequence without a group ("") is a group of its own."""
     if reduction == "token":
         return np.ones(len(num_trainable), np.float32)
     numbers: dict[str | int, int] = {}

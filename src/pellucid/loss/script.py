@@ -7,7 +7,7 @@ operation becomes a line, and the settings with their limits and defaults become
 
     too_high = delta > config.dppo_mask_high        const a1 = t.delta > p.dppo_mask_high;
 
-The page asks about trainable tokens alone, so `loss_mask` is true and what it guards falls away.
+The page computes trainable tokens alone, so `loss_mask` is true, and operations on it are simplified away.
 """
 
 import json
@@ -62,7 +62,7 @@ _SIGNS = {
 
 
 def script() -> str:
-    """The whole module."""
+    """Writes the whole JavaScript module."""
     return _HEAD + "".join(_loss(name, function) for name, function in RL_LOSSES.items()) + "};\n"
 
 
@@ -96,7 +96,7 @@ def _loss(name: str, function: Callable[..., LossRecord]) -> str:
 
 
 def _slider(key: str, field: FieldInfo) -> dict[str, Any]:
-    """A parameter from its lower limit to five times its default, or to its upper limit."""
+    """Makes a slider from a setting's lower limit to five times its default, or to its upper limit."""
     limits = {
         name: getattr(each, name) for each in field.metadata for name in ("ge", "le") if hasattr(each, name)
     }
@@ -114,7 +114,7 @@ def _trace(function: Callable[..., LossRecord], settings: Mapping[str, FieldInfo
     }
 
     class SymbolicInputs(LossInputs):
-        """Inputs of a loss for which the page has ℓ, and its mean over a sequence, as columns."""
+        """Inputs of a loss whose ℓ, and its mean over a sequence, are columns of the page."""
 
         def log_ratio(self, where: Tensor | None = None) -> Tensor:
             return torch.where(
@@ -148,7 +148,7 @@ def _trace(function: Callable[..., LossRecord], settings: Mapping[str, FieldInfo
 
 
 def _lines(graph: fx.Graph) -> tuple[list[str], list[str | None]]:
-    """One constant per operation; and the names of the loss and of the three masks, None if it has none."""
+    """Writes one constant per operation; also returns the names of the loss and its masks, if any."""
     constants: dict[str, str] = {}
     known: dict[fx.Node, str] = {}
     for node in graph.nodes:
@@ -165,7 +165,7 @@ def _lines(graph: fx.Graph) -> tuple[list[str], list[str | None]]:
 
 
 def _operation(target: Any, operands: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """The JavaScript of an operation of torch. A loss that needs another adds it here."""
+    """Writes an operation of torch in JavaScript. If a new loss needs another operation, add it here."""
     first, *rest = operands
     match target:
         case operator.and_ if "true" in operands:
