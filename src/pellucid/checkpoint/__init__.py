@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer. `checkpoint.files` does without torch: the launcher looks at them, too."""
+"""Checkpoints of the trainer. `checkpoint.files` does not import torch: the launcher reads them, too."""
 
 from pellucid.checkpoint.files import (
     Progress,

@@ -1,11 +1,11 @@
-"""`checkpoints/step_N/`: all that a trainer needs to go on with step N as if nothing had happened.
+"""`checkpoints/step_N/`: all that a trainer needs to continue with step N, bit by bit.
 
     state/           model and optimizer, written by torch.distributed.checkpoint
     progress.json    counters, random state, the ledger so far, and the checksum of every file in state/
     STABLE
 
-A checkpoint is whole or it does not exist, also after a power failure. One that was damaged later is noticed
-by its checksums and passed over for the one before.
+A checkpoint is complete or does not exist, also after a power failure. Checksums reveal one that was damaged
+later; the trainer then takes the one before.
 """
 
 import logging
@@ -42,28 +42,28 @@ class FileSum(msgspec.Struct, frozen=True):
 
 class Progress(msgspec.Struct, frozen=True):
     step: int
-    """Steps that are trained; the next one to train."""
+    """Number of trained steps, and index of the next one."""
 
     totals: dict[str, int]
     """Running totals of the metrics."""
 
     random_state: bytes
-    """Of torch's generator on the CPU."""
+    """State of torch's random generator on the CPU."""
 
     ledger: list[LedgerEntry]
-    """What the trainer has booked so far, one entry per run and environment."""
+    """Ledger of the trainer so far, one entry per run and environment."""
 
     files: dict[str, FileSum] = {}
-    """Filled in when the checkpoint is written."""
+    """Size and checksum by file name; filled in when the checkpoint is written."""
 
 
 def publish_checkpoint(
     run_dir: Path, progress: Progress, write_state: Callable[[Path], None], *, keep_last: int
 ) -> int:
-    """Writes one and deletes the oldest beyond `keep_last`.
+    """Writes a checkpoint and deletes the oldest ones beyond `keep_last`.
 
-    Returns the step from which on batches may be needed again: that of the oldest checkpoint kept, or 0
-    while there are fewer than `keep_last`.
+    Returns the first step whose batch may be needed again: that of the oldest checkpoint kept, or 0 while
+    there are fewer than `keep_last`.
     """
 
     def write(folder: Path) -> None:
@@ -80,7 +80,7 @@ def publish_checkpoint(
 
 
 def newest_intact(run_dir: Path) -> Progress | None:
-    """The newest checkpoint whose files are what they were; newer ones lose their `STABLE`."""
+    """Reads the newest checkpoint whose checksums are right; newer ones lose their `STABLE`."""
     parent = run_dir / "checkpoints"
     for step in reversed(stable_steps(parent)):
         folder = parent / f"step_{step}"
@@ -96,11 +96,11 @@ def newest_intact(run_dir: Path) -> Progress | None:
 
 
 def take_back(run_dir: Path, progress: Progress | None) -> None:
-    """Takes books and weights of a trainer that is gone back to a checkpoint, or to the start of the run.
+    """Takes ledger and weights back to a checkpoint, or to the start of the run, after the trainer has ended.
 
-    Newer policy versions go: the trainer makes them again, and they may turn out otherwise (changed
-    settings, another number of processes, a GPU), so nobody may serve or evaluate the old ones. So do damaged
-    ones, which nobody could serve; what the trainer does not find there, it publishes again.
+    Newer policy versions are deleted: the trainer makes them again, and they may differ (changed settings,
+    another number of processes, a GPU), so nobody may serve or evaluate the old ones. Damaged versions, which
+    nobody can serve, are deleted, too; the trainer publishes the version that it starts from again.
     """
     step, known = (0, None) if progress is None else (progress.step, progress.ledger)
     settle_trainer(run_dir / "ledger", step, known)

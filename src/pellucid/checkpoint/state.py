@@ -1,10 +1,10 @@
-"""Model and optimizer to disk and back, bit by bit, with `torch.distributed.checkpoint` (DCP).
+"""Writes and reads model and optimizer, bit by bit, with `torch.distributed.checkpoint` (DCP).
 
     __0_0.safetensors   tensors, or pieces of them, that the first process holds; __1_0 of the second, …
-    tensors.json        dtype and size of every tensor, and in which file each piece of it lies
+    tensors.json        dtype and size of every tensor, and the file of each piece of it
 
-DCP plans who writes and reads which piece. What it would pickle, its metadata and tensors, is JSON and
-safetensors here instead, so that reading a checkpoint cannot run code from it.
+DCP plans which process writes and reads which piece. Its metadata and tensors, which it would pickle, are
+JSON and safetensors here, so that reading a checkpoint cannot run code from it.
 """
 
 import math
@@ -51,7 +51,7 @@ State = dict[str, Any]
 
 
 def stage_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """A copy in the memory of the machine, which training does not change any more."""
+    """Copies the state to CPU memory, so that training can go on while it is written."""
     staged: State = _copied(_state(model, optimizer, StateDictOptions(cpu_offload=True)))
     return staged
 
@@ -59,7 +59,7 @@ def stage_state(model: nn.Module, optimizer: Optimizer) -> State:
 def write_state(
     model: nn.Module, optimizer: Optimizer, folder: Path, group: ProcessGroup | None = None
 ) -> None:
-    """Every process of a sharded model calls it, and returns when all have written."""
+    """Writes the state; every process of a sharded model calls it, and returns when all have written."""
     write_staged(_state(model, optimizer), folder, group)
 
 
@@ -68,10 +68,10 @@ def write_staged(state: State, folder: Path, group: ProcessGroup | None = None) 
     try:
         with _quiet():
             save(state, storage_writer=_TensorWriter(folder), process_group=group, no_dist=group is None)
-    except CheckpointException as error:  # not even an Exception
+    except CheckpointException as error:  # derives from BaseException
         failures = [failure for failure, _ in error.failures.values()]
     if failures:
-        raise failures[0]  # out here, where what it came from stays its context
+        raise failures[0]  # outside of `except`, so that it keeps its own context
 
 
 def read_state(
@@ -88,7 +88,7 @@ def read_state(
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
-    """The weights alone, into the given model, in place."""
+    """Loads the weights alone into the given model, in place."""
     state = get_model_state_dict(model)
     _load({"model": state}, folder)
     set_model_state_dict(model, state)
@@ -115,7 +115,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 class _Piece(msgspec.Struct, frozen=True):
     file: str
     name: str
-    """Of the piece in that file."""
+    """Name of the piece in that file."""
 
     offsets: list[_Count]
     sizes: list[_Count]
@@ -165,9 +165,9 @@ def _synchronise(path: Path) -> None:
 
 
 class _TensorReader(FileSystemReader):
-    """Reads files that lie in the folder itself, and no others.
+    """Reads only files that lie in the folder itself.
 
-    The index is read here and not when `load` asks for it: DCP would hide the reason of a refusal.
+    The constructor reads the index, not `read_metadata`: DCP would hide the reason of an error.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -254,7 +254,7 @@ def _state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | N
 
 
 def _tensors(model_state: State, optimizer_state: Any) -> State:
-    """The part that is saved; what else an optimizer has are its settings."""
+    """Picks the part that is saved: the rest of an optimizer's state are its settings."""
     return {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
 
 
