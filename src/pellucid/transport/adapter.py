@@ -30,7 +30,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def write_adapter(adapter: nn.Module, config: LoraConfig, base: str, folder: Path) -> None:
-    """`base`: the model that it belongs to, by hub name or folder."""
+    """Writes an adapter in PEFT's format. `base`: hub name or folder of the model that it belongs to."""
     write_weights(adapter, folder / _WEIGHTS)
     described = {
         "peft_type": "LORA",
@@ -47,15 +47,15 @@ def write_adapter(adapter: nn.Module, config: LoraConfig, base: str, folder: Pat
 
 
 class ServedWeights:
-    """Of a model that is served: whole weights replace them, an adapter is added to those underneath."""
+    """The weights of a served model: whole weights replace them, an adapter is added to the base weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._underneath: dict[str, Tensor] = {}
-        """What adapters have changed, as it was."""
+        """Base weights of the parameters that an adapter has changed, by name."""
 
     def load(self, folder: Path) -> None:
-        """On any mismatch nothing is changed."""
+        """Loads whole weights or an adapter; on any mismatch it changes nothing."""
         if is_adapter(folder):
             self._add(_read(folder), folder)
         else:
@@ -112,7 +112,7 @@ class _Update(NamedTuple):
 
 
 def _read(folder: Path) -> dict[str, _Update]:
-    """By the name of the weight that each changes."""
+    """Reads the updates of an adapter, by the name of the weight that each changes."""
     try:
         for name in (_CONFIG, _WEIGHTS):
             require_regular(folder / name)

@@ -1,4 +1,4 @@
-"""The two ends of the way that batches take. Batches of a run arrive in order, each once.
+"""The two ends of a channel for batches. Batches of a run arrive in order, each once.
 
     orchestrator ── send ──> [ stored, not yet taken: at most `hwm` ] ── receive ──> trainer
 
@@ -16,7 +16,7 @@ from pellucid.errors import TransportError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one optimizer step of one run trains on."""
+    """The samples that one optimizer step of one run trains on."""
 
     run_id: str
     step: int
@@ -40,20 +40,20 @@ class BatchReceiver(Protocol):
         """Payloads that were refused so far."""
 
     def poll(self, step: int) -> Batch | None:
-        """The batch of this step, once it is there. Raises PayloadError where one was refused just now."""
+        """Returns the batch of this step, None while it is missing; PayloadError if it was just refused."""
 
     def receive(self, step: int) -> Batch:
         """Blocks until a good batch of this step is there."""
 
     def release_before(self, step: int) -> None:
-        """The batches of earlier steps are no longer needed; from this step on they may be received again."""
+        """Releases the batches of earlier steps; those from this step on may be received again."""
 
     def close(self) -> None:
-        """Nothing more will be received."""
+        """Ends receiving."""
 
 
 def refusal(step: int, reason: str) -> TransportError:
-    """What a sender says of a batch that will not be trained."""
+    """Makes the error that a sender raises for a batch that the trainer refused."""
     return TransportError(
         f"the trainer refused the batch of step {step}: {reason}; go on with --resume, which gives it up and "
         "samples the step anew"
@@ -61,7 +61,7 @@ def refusal(step: int, reason: str) -> TransportError:
 
 
 def check_size(step: int, payload: bytes, max_bytes: int) -> None:
-    """On the side that made the batch, so that the error is where the cause is."""
+    """Raises TransportError if a batch is too large; the sender calls it, where the cause is."""
     if len(payload) > max_bytes:
         raise TransportError(
             f"the batch of step {step} has {len(payload)} bytes; transport.max_batch_bytes = {max_bytes} "

@@ -57,7 +57,7 @@ from pellucid.transport.wire import (
 _SPECIAL = {LENGTHS: (0, 0), SHARED: (2, 0)}
 _FORMS, _SQUEEZES = frozenset(Form), frozenset(Squeeze)
 _OBJECT_BYTES = 256
-"""What a role span takes in memory, at most."""
+"""Upper bound on the memory of one role span."""
 
 _DECLARED = {
     Encoding.RAW: {Form.VALUES},
@@ -67,7 +67,7 @@ _DECLARED = {
 
 
 def decode_batch(payload: bytes | memoryview, *, sender: str, limits: Limits | None = None) -> Batch:
-    """The batch in a payload; `sender` is named in the refusal of a bad one."""
+    """Decodes a payload; the error for a bad one names `sender`."""
     try:
         return _decode(memoryview(payload).cast("B"), limits or Limits())
     except Refusal as refusal:
@@ -93,7 +93,7 @@ def _decode(payload: memoryview, limits: Limits) -> Batch:
 
 
 def _check_run(columns: Mapping[str, Rows], run_id: str) -> None:
-    """A batch that says whose it is holds nobody else's samples: books are kept by run."""
+    """Refuses a batch with samples of another run than its header names: books are kept by run."""
     rows = columns.get("run_id")
     if not run_id or rows is None:
         return
@@ -352,10 +352,10 @@ class _Columns:
         return counts, content[4 * self._num_rows :]
 
     def _check_masks(self, masks: Mapping[str, MaskRows]) -> None:
-        told = {"sampled": self._header.num_sampled, "loss_mask": self._header.num_trainable}
+        declared = {"sampled": self._header.num_sampled, "loss_mask": self._header.num_trainable}
         for name, mask in masks.items():
-            if (total := int(mask.counts.sum())) != told[name]:
-                raise self._sections[name].refuse(f"{total} tokens; the header says {told[name]}")
+            if (total := int(mask.counts.sum())) != declared[name]:
+                raise self._sections[name].refuse(f"{total} tokens; the header says {declared[name]}")
         if type(masks["sampled"]) is not type(masks["loss_mask"]):
             raise self._sections["loss_mask"].refuse("has another form than sampled")
 
@@ -424,7 +424,7 @@ class _Columns:
         return rows
 
     def _count_spans(self, section: _DecodedSection, codes: Integers, distinct: list[msgspec.Raw]) -> None:
-        """Before they become Python objects, of which every sequence may have the same many."""
+        """Refuses too many role spans before they become Python objects; sequences may share stored ones."""
         counts = np.array([_array_length(bytes(memoryview(each)[:5])) for each in distinct], np.int64)
         allowed = max(self._limits.max_bytes // _OBJECT_BYTES, self._num_rows)
         if codes.max() < len(counts) and (total := int(counts[codes].sum())) > allowed:
@@ -433,7 +433,10 @@ class _Columns:
     def _measure_text(
         self, section: _DecodedSection, codes: Integers, distinct: list[str], num_bytes: int
     ) -> None:
-        """What each sequence has of it, though it came once; nothing is measured that is small anyhow."""
+        """Refuses texts that are too long, alone or summed over the sequences that share them.
+
+        Lengths are only summed where the bytes of the section could exceed a limit.
+        """
         limits = self._limits
         if num_bytes > limits.max_text_bytes and (longest := max(map(len, distinct))) > limits.max_text_bytes:
             raise section.refuse(f"a text of {longest}; at most {limits.max_text_bytes} are taken")
@@ -463,7 +466,7 @@ class _Columns:
 
 
 def _array_length(head: bytes) -> int:
-    """What a msgpack array says it holds; msgspec refuses what is not one."""
+    """Returns the length that a msgpack array declares; 0 for anything else, which msgspec refuses later."""
     if head and 0x90 <= head[0] <= 0x9F:
         return head[0] & 15
     if head[:1] == b"\xdc":

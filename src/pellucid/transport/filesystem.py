@@ -34,7 +34,7 @@ class FilesystemSender:
             raise refusal(step, reason)
 
     def close(self) -> None:
-        """What was sent is in the folder."""
+        """Raises if a batch was refused; all that was sent is in the folder already."""
         self.check()
 
 
@@ -74,9 +74,10 @@ class FilesystemReceiver:
 def first_missing_batch(
     run_dir: Path, start: int, stop: int | None, limits: Limits | None = None, *, trust_taken: bool = False
 ) -> int:
-    """The first step of `start` … `stop` whose batch cannot be received: it is gone, or damaged.
+    """Returns the first step of `start` … `stop` whose batch is missing or damaged.
 
-    Without `stop`, the first after the last batch. `trust_taken`: one that the trainer has taken is not read.
+    Without `stop`, it looks up to the step after the last batch. `trust_taken`: batches that the trainer has
+    taken count as intact and are not read.
     """
     spool = Spool(run_dir, limits)
     for step in count(start) if stop is None else range(start, stop):

@@ -38,7 +38,7 @@ def run_keys(settings: KeysSettings) -> None:
 
 
 def make_keys(folder: Path) -> None:
-    """A pair for each part; existing keys are never replaced."""
+    """Writes a key pair for each part; existing keys are never replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in (folder / f"{part}.{kind}" for part in PARTS for kind in ("secret", "public")):
         if path.exists():
@@ -50,7 +50,7 @@ def make_keys(folder: Path) -> None:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """With its final permissions from the start: nobody reads a secret before it is protected."""
+    """Creates the file with its final permissions: nobody can read a secret before it is protected."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(text)
@@ -69,7 +69,7 @@ def trainer_key(folder: Path) -> bytes:
 
 
 def allowed_keys(folder: Path) -> frozenset[bytes]:
-    """Of everybody but the trainer."""
+    """Reads all public keys in the folder but the trainer's."""
     return frozenset(_read(path, "public") for path in folder.glob("*.public") if path.stem != "trainer")
 
 

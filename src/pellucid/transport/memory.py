@@ -50,7 +50,7 @@ class MemoryChannel:
         return batch
 
     def release_before(self, step: int) -> None:
-        """The bytes are gone with the batch: what is received from memory is never received again."""
+        """Does nothing: a batch received from memory is gone, and is never received again."""
 
     def close(self) -> None:
         """Nothing to close."""

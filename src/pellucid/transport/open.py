@@ -18,7 +18,7 @@ from pellucid.transport.zmq_socket import tcp_address
 def limits_of(
     config: TransportConfig, *, vocab_size: int | None = None, experts: Experts | None = None
 ) -> Limits:
-    """A token takes a byte at the very least, unless its prompt is shared."""
+    """Returns the receiver's limits. Bytes bound the tokens: each takes one, unless it is shared."""
     return Limits(
         config.max_batch_bytes,
         max_tokens=config.max_batch_bytes,

@@ -44,7 +44,7 @@ class Spool:
         return self.has(step) and (self._folder(step) / _TAKEN).exists()
 
     def checksum(self, step: int) -> int | None:
-        """What the stored payload says of itself; None if there is none."""
+        """Returns the checksum in the header of the stored payload; None if there is none."""
         if not self.has(step):
             return None
         try:
@@ -60,7 +60,7 @@ class Spool:
             return self._judge(step, file)
 
     def take(self, step: int) -> Batch:
-        """The batch, marked as taken. A bad one is put aside, so that a good one can take its place."""
+        """Reads the batch and marks it as taken. A bad one is put aside and can be replaced."""
         inode = _inode(self._folder(step) / _FILE)
         try:
             with self._open(step) as file:
@@ -93,7 +93,7 @@ class Spool:
         return batch
 
     def _put_aside(self, step: int, inode: int | None, error: PayloadError) -> None:
-        """Unless another file came in its place at this very moment."""
+        """Moves a bad batch aside with the reason, unless another file has replaced it meanwhile."""
         folder, aside = self._folder(step), self._refused(step)
         shutil.rmtree(aside, ignore_errors=True)
         with suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ class Spool:
                 replace_file(aside / _REASON, str(error).encode())
 
     def forget_refusals(self) -> None:
-        """Those steps are sampled anew, and what comes of that is judged anew."""
+        """Deletes the refused batches: their steps are sampled again, and the new batches judged again."""
         for folder in self._batches.glob(f"{_REFUSED}*"):
             if folder.is_dir():
                 retract_folder(folder)

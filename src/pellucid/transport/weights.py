@@ -40,7 +40,7 @@ def weights_folder(run_dir: Path, version: int) -> Path:
 
 
 def published_versions(run_dir: Path) -> list[int]:
-    """Ascending."""
+    """Returns the policy versions in the run folder, ascending."""
     return stable_steps(run_dir / "weights")
 
 
@@ -54,13 +54,13 @@ def publish_version(run_dir: Path, version: int, write: Callable[[Path], None], 
 
 
 def offer_weights(model: nn.Module) -> None:
-    """Takes part while another process writes."""
+    """Takes part in gathering a sharded model's weights while another process writes them."""
     for tensor in named_weights(model).values():
         _whole(tensor)
 
 
 def write_version(model: nn.Module, folder: Path) -> None:
-    """Of a sharded model, one process calls it, and all others `offer_weights` meanwhile."""
+    """Writes all weights; of a sharded model, all other processes call `offer_weights` meanwhile."""
     write_weights(model, folder / _FILE)
 
 
@@ -124,7 +124,7 @@ def check_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """One at a time."""
+    """Yields published weights by name, one at a time."""
     with _opened(folder / _FILE) as file:
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)

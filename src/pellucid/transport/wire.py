@@ -21,7 +21,7 @@ COUNTS = struct.Struct("<QqQQQIHH")
 """Bytes of the payload, step, tokens, sampled, trainable, sequences, sections, bytes of the run id."""
 
 ENTRY = struct.Struct("<24sBBBBIIIQQQ")
-"""Of the directory: name, form, dtype, compression, 0, two dimensions, 0, offset, bytes, bytes inflated."""
+"""Directory entry: name, form, dtype, compression, 0, two dimensions, 0, offset, bytes, bytes inflated."""
 
 HEADER_BYTES = PREAMBLE.size + COUNTS.size
 ALIGNMENT = 8
@@ -75,15 +75,15 @@ class Squeeze(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a receiver is willing to take; checked before anything is allocated."""
+    """Limits on the payloads that a receiver accepts, checked before anything is allocated."""
 
     max_bytes: int = 1 << 30
-    """Of a payload, and of what it inflates to."""
+    """Size of a payload, and of what it inflates to."""
 
     max_tokens: int = 1 << 30
     max_sequences: int = 1 << 20
     max_text_bytes: int = 16_384
-    """Of a text, which becomes a Python object."""
+    """Size of one text, which becomes a Python object."""
 
     vocab_size: int | None = None
     """Token ids from here on are refused; None takes any."""
@@ -92,7 +92,7 @@ class Limits:
     """Multimodal samples are refused."""
 
     experts: Experts | None = None
-    """Routed experts have to be there, and these."""
+    """Routed experts that a batch must have; None: any, or none."""
 
 
 UNLIMITED = Limits(1 << 62, 1 << 62, 1 << 31, 1 << 31)

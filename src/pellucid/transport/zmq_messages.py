@@ -1,4 +1,4 @@
-"""What the two ends of the ZMQ transport say to each other: small msgpack arrays, checked on arrival.
+"""The messages between the two ends of the ZMQ transport: small msgpack arrays, checked on arrival.
 
     orchestrator (DEALER)                        trainer (ROUTER)
         offer 7: 31 MB                ───────>
@@ -38,7 +38,7 @@ class Chunk(_Message, frozen=True):
     """A frame with the bytes from `start` on follows."""
 
     checksum: int
-    """Of the batch."""
+    """Checksum of the batch."""
 
     start: int
 
@@ -50,7 +50,7 @@ class Want(_Message, frozen=True):
 
 
 class Stored(_Message, frozen=True):
-    """On disk, and good."""
+    """The batch is intact and on the receiver's disk."""
 
 
 class Taken(_Message, frozen=True):

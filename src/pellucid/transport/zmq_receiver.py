@@ -81,7 +81,7 @@ class Inbox:
 
         self._peers: dict[str, bytes] = {}
         self._expected: dict[str, int] = {}
-        self._news: deque[str] = deque()
+        self._advanced_runs: deque[str] = deque()
         self._closing = False
         self._context: zmq.Context[Any] = zmq.Context()
         self._gate = self._context.socket(zmq.REP)
@@ -92,9 +92,9 @@ class Inbox:
         self._thread.start()
 
     def expect(self, run_id: str, step: int) -> None:
-        """The trainer waits for this step, so it has all earlier ones; the run's orchestrator is told."""
+        """Notes that the trainer waits for this step; the inbox tells the run's orchestrator."""
         self._expected[run_id] = step
-        self._news.append(run_id)
+        self._advanced_runs.append(run_id)
         self._bell.ring()
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Inbox:
                 self._let_in(self._gate.recv_multipart())
             if self._bell.fileno() in ready:
                 self._bell.silence()
-                self._tell_news()
+                self._tell_taken()
             if self._socket in ready:
                 self._read()
             self._wake_stalled()
@@ -148,9 +148,9 @@ class Inbox:
         status = [b"200", b"OK"] if is_known else [b"400", b"unknown key"]
         self._gate.send_multipart([version, request_id, *status, b"", b""])
 
-    def _tell_news(self) -> None:
-        while self._news:
-            run_id = self._news.popleft()
+    def _tell_taken(self) -> None:
+        while self._advanced_runs:
+            run_id = self._advanced_runs.popleft()
             if (transfer := self._transfers.get(run_id)) and transfer.offer.step < self._expected[run_id]:
                 del self._transfers[run_id]
             if (peer := self._peers.get(run_id)) is not None:
@@ -208,7 +208,7 @@ class Inbox:
             self._fetch(peer, offer, is_due=offer.step == next_step or spool.num_waiting() < self._hwm)
 
     def _fetch(self, peer: bytes, offer: Offer, *, is_due: bool) -> None:
-        """Begins a batch, or goes on with one, unless another of the run is on its way."""
+        """Starts to fetch a batch, or continues one, unless another batch of the run is being fetched."""
         transfer, now_s = self._transfers.get(offer.run_id), time.monotonic()
         if transfer is not None and transfer.offer == offer:
             if transfer.peer == peer:
@@ -292,7 +292,7 @@ class Inbox:
         self.num_rejected += 1  # last: whoever sees the count finds the reason in the log
 
     def _say(self, peer: bytes, message: ToSender) -> bool:
-        """False if nobody is there to hear it: who is gone, or does not listen, will ask again."""
+        """Sends a message; False if the peer is gone or its queue is full: it will ask again."""
         try:
             self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:

@@ -193,7 +193,7 @@ class ZmqSender:
         )
 
     def _give_up_waiting(self, why: str) -> None:
-        """The batch that was being fetched is offered again; what arrived of it need not be sent again."""
+        """Offers the batch that was being fetched again; bytes that arrived need not be sent again."""
         step = self._asked_step
         if step is not None and (batch := self._outgoing.get(step)) is not None:
             logger.warning(
@@ -207,7 +207,7 @@ class ZmqSender:
         self._due_s = 0.0
 
     def _offer(self) -> None:
-        """All that is not stored; else the oldest that is not taken, to hear of it."""
+        """Offers all batches that are not stored; if all are, the oldest not taken, to learn its state."""
         with self._changed:
             if self._failure is not None:
                 return
@@ -274,7 +274,7 @@ class ZmqSender:
             self._tell_progress(want.step, batch)
 
     def _tell_progress(self, step: int, batch: _Outgoing) -> None:
-        """Of a batch that takes its time."""
+        """Logs every now and then how much of a slow batch the trainer has asked for."""
         if not batch.since_s:
             batch.since_s = batch.told_s = self._heard_s
         if self._heard_s - batch.told_s >= _TELL_EVERY_S:

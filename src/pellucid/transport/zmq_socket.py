@@ -1,4 +1,4 @@
-"""What both ends of the ZMQ transport need of a socket: an address, limits, heartbeats, a way to be woken."""
+"""Sockets for both ends of the ZMQ transport: address, limits, heartbeats, a pipe to wake a poll."""
 
 import os
 from contextlib import suppress
@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 
 _HEARTBEATS = 4
-"""Of which one has to be answered before a link is taken for dead."""
+"""Heartbeats per `dead_after_s`; a link counts as dead once none was answered for that long."""
 
 
 def tcp_address(host: str, port: int) -> str:
@@ -18,7 +18,7 @@ def tcp_address(host: str, port: int) -> str:
 def open_socket(
     context: "zmq.Context[Any]", kind: int, address: str, max_bytes: int, dead_after_s: float
 ) -> "zmq.Socket[Any]":
-    """A frame above `max_bytes` ends the connection before memory is taken for it; so does silence."""
+    """Makes a socket. ZMQ ends a connection on a frame above `max_bytes`, unread, and after silence."""
     socket: zmq.Socket[Any] = context.socket(kind)
     socket.linger = 0
     socket.ipv6 = "[" in address
@@ -31,7 +31,7 @@ def open_socket(
 
 
 class WakePipe:
-    """Rung by any thread, it wakes the one that polls it."""
+    """A pipe by which any thread wakes the one that polls it."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()

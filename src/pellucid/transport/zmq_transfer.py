@@ -52,7 +52,7 @@ class Transfer:
     def __init__(self, offer: Offer, peer: bytes, patience: Patience, now_s: float) -> None:
         self.offer = offer
         self.peer: bytes | None = peer
-        """Who sends it; None while nobody can be reached."""
+        """Connection that sends it; None while the sender cannot be reached."""
 
         self.has_stalled = False
         """Whether nothing came for too long, and nothing has come since."""
@@ -75,7 +75,7 @@ class Transfer:
         return memoryview(self._data)
 
     def asks(self, now_s: float) -> list[tuple[int, int]]:
-        """What to ask for now: (start, bytes) of each chunk."""
+        """Returns (start, bytes) of each chunk to ask for now, and notes that it was asked for."""
         last = self._asked[-1] if self._asked else None
         start = len(self._data) if last is None else last.start + last.num_bytes
         found = []
