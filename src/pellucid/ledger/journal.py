@@ -30,7 +30,7 @@ from pellucid.errors import LedgerError
 from pellucid.ledger.states import Flow, Stage, State
 
 NOBODY = "nobody"
-"""Who has a journal open that a resume has settled, until a process opens it again."""
+"""Process name in a journal that a resume has settled, until a process opens it again."""
 
 _SUM_UP_BYTES = 1 << 18
 _TAIL_BYTES = 1 << 16
@@ -48,7 +48,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     counts: dict[str, Tokens] = {}
     closed: bool = False
     link: str = ""
-    """`SERVER:ORCHESTRATOR`, the processes that the tokens passed between; "" where nobody told."""
+    """`SERVER:ORCHESTRATOR`, the processes that the tokens passed between; "" where it is unknown."""
 
     opened: str = ""
     """The process that writes from here on."""
@@ -128,7 +128,10 @@ class Journal:
             self._sum_up()
 
     def mark(self, number: int, step: int) -> None:
-        """What is above is on the disk when this returns, and stays apart from what comes after."""
+        """Appends a mark, and returns once it and all entries before it are on the disk.
+
+        A later summing-up never merges entries across the marks that a resume may go back to.
+        """
         append_entries(self._path, [LedgerEntry(self._stage, step, mark=number)])
         sync(self._path)
         # The snapshot of this mark is yet to be written: a resume may have to go back to the one before last.
@@ -150,7 +153,7 @@ class Journal:
             self._totals.setdefault((entry.run, entry.env, ""), Counter()).update(entry.counts)
 
     def _sum_up(self, mark: int = 0) -> None:
-        """Once it pays: what is written costs one more writing of it at most, over the life of the run."""
+        """Sums up the file once it has doubled since the last time, so that each byte is rewritten rarely."""
         if self._path.stat().st_size >= self._sum_up_at:
             replace_file(self._path, _summed_up(self._path, self._stage, mark), durable=True)
             self._sum_up_at = 2 * self._path.stat().st_size + self._sum_up_bytes
@@ -188,7 +191,7 @@ def append_entries(path: Path, entries: Sequence[LedgerEntry]) -> None:
 
 
 def replace_entries(path: Path, entries: Iterable[LedgerEntry]) -> None:
-    """One at a time, so that a journal can be written from itself; the new one is on the disk after this."""
+    """Replaces the journal, entry by entry, so that they may come from the old file; then durable."""
     replace_file(path, map(_encode, entries), durable=True)
 
 
@@ -205,7 +208,7 @@ def read_journal(path: Path) -> Iterator[LedgerEntry]:
 
 
 def _read(path: Path) -> Iterator[tuple[LedgerEntry, int]]:
-    """Entries, each with where it ends."""
+    """Yields entries, each with the byte where it ends."""
     end = 0
     for number, line in read_lines(path):
         if not line.endswith(b"\n"):

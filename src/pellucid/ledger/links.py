@@ -36,7 +36,7 @@ class _Passed:
 
     at_engine: Counter[str] = field(default_factory=Counter)
     arrived: int = 0
-    """In the books of the orchestrator, or held for a coming batch."""
+    """Tokens in the books of the orchestrator, or held for a coming batch."""
 
     last_step: int = 0
 
@@ -56,7 +56,7 @@ class Links:
             passed.last_step = max(passed.last_step, entry.step)
 
     def losses(self, alive: Collection[str], *, is_over: bool) -> Iterator[LedgerEntry]:
-        """What both ends would have written, had they lived.
+        """Yields the entries that processes that died would still have written.
 
         `alive`: the processes that have journals open; `is_over`: the orchestrator has closed its own, so
         that what has not arrived from an engine that is gone never will.

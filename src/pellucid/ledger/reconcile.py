@@ -45,7 +45,7 @@ class Report:
 
     sampled: dict[Account, int]
     beside: dict[Account, Counter[str]]
-    """What the trainer computed, beside the states of sampled tokens."""
+    """Tokens that the trainer computed besides the states of sampled tokens, by flow."""
 
     differences: list[Difference]
     running: list[Stage]
@@ -119,7 +119,7 @@ def reconcile_journals(journals: Iterable[Iterable[LedgerEntry]]) -> Report:
 
 @dataclass(slots=True)
 class _JournalEnd:
-    """How far a process got."""
+    """The end of a journal: whether it is closed, who wrote last, and up to which step."""
 
     stage: Stage | None = None
     is_closed: bool = False
@@ -128,7 +128,7 @@ class _JournalEnd:
 
     last_step: int | None = None
     booked: set[int] = field(default_factory=set)
-    """Steps of the trainer."""
+    """Steps that the trainer has booked."""
 
     def note(self, entry: LedgerEntry) -> None:
         self.stage, self.is_closed = entry.stage, entry.closed
@@ -143,14 +143,14 @@ _STATES = frozenset(state.value for state in State)
 
 
 class _Books:
-    """What the stages counted of one account."""
+    """The counts of all stages for one account."""
 
     def __init__(self) -> None:
         self.totals: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
         self.unsettled: dict[Stage, Counter[int]] = {Stage.ORCHESTRATOR: Counter(), Stage.TRAINER: Counter()}
-        """By step, of what the stage took in: neither in a state nor handed on; left out where none is."""
+        """Tokens by step that the stage took in and neither settled nor handed on; never 0."""
         self._on_the_way: Counter[int] = Counter()
-        """By step, sent to the trainer and not received; left out where none is."""
+        """Tokens by step that were sent to the trainer and not received; steps with 0 are left out."""
 
     def add(self, entry: LedgerEntry, steps: dict[int, Counter[str]]) -> None:
         """Also adds the states of its tokens to those of its step."""
@@ -185,7 +185,7 @@ def _change(tokens: dict[int, int], step: int, by: int) -> None:
 
 
 def unsettled(stage: Stage, counts: Mapping[str, int]) -> int:
-    """Of what the stage took in: neither in a state nor handed on."""
+    """Returns the tokens that the stage took in and neither settled in a state nor handed on."""
     settled = sum(tokens for what, tokens in counts.items() if what in _STATES)
     handed_on = counts.get(HANDS_ON[stage].value, 0) if stage in HANDS_ON else 0
     return counts.get(TAKES_IN[stage].value, 0) - settled - handed_on
@@ -195,13 +195,13 @@ class _Gap(NamedTuple):
     where: str
     tokens: int
     sender: Stage
-    """Had them."""
+    """Stage that had the tokens."""
 
     receiver: Stage
-    """May still settle them."""
+    """Stage that may still settle them."""
 
     is_final: bool = False
-    """Both are past it."""
+    """Whether both stages are past the step, so that the gap cannot close any more."""
 
 
 def _settle(account: Account, books: _Books, past: Sequence[int], report: Report) -> None:

@@ -76,7 +76,7 @@ def record_settings(config: RunConfig, part: str, step: int) -> list[Change]:
 
 
 def changed_settings(config: RunConfig, part: str) -> list[Change]:
-    """What a resumed run sets otherwise than the last start that was recorded; nothing for a new run.
+    """Returns the settings that a resumed run changes against the last recorded start; none for a new run.
 
     Raises ConfigError for a change that a resumed run must not make.
     """
@@ -139,7 +139,7 @@ def read_settings_file(path: Path) -> Settings:
 
 
 def _run_name(settings: Settings) -> str | None:
-    """None where the file does not say."""
+    """Returns the run's name by these settings; None if they do not contain it."""
     name: str | None = settings.get("run_id")
     if name is None and isinstance(output_dir := settings.get("output_dir"), str):
         name = Path(output_dir).resolve().name

@@ -1,4 +1,4 @@
-"""What each part of a run that died, or was stopped, writes into its own books before it goes on.
+"""Settles the books of a run that died or was stopped: each part settles its own before it continues.
 
 The trainer goes on at the step of a checkpoint, the orchestrator after the last batch that still exists;
 either may have died alone:
@@ -12,7 +12,7 @@ either may have died alone:
 - A discarded batch was sent, but will never train: `rolled_back` if it had been trained, else `lost`.
 - An engine has nothing to settle. What it, or an orchestrator, took along follows from the `links`.
 
-Each can be done again, and interrupted.
+Each of these may be interrupted and run again.
 """
 
 import logging
@@ -80,7 +80,7 @@ def trained_steps(ledger_dir: Path, start: int) -> set[int]:
 
 
 def discarded(entries: Iterable[LedgerEntry], next_batch: int, trained: Collection[int]) -> list[LedgerEntry]:
-    """What the orchestrator adds to its journal for batches from `next_batch` on, which do not exist."""
+    """Returns the entries that take back the orchestrator's batches from `next_batch` on."""
     sent: Counter[tuple[int, str, str]] = Counter()
     for entry in entries:
         if entry.step >= next_batch:
@@ -104,7 +104,7 @@ def discarded(entries: Iterable[LedgerEntry], next_batch: int, trained: Collecti
 def held_again(
     entries: Iterable[LedgerEntry], held: Counter[tuple[str, str, str]], step: int
 ) -> list[LedgerEntry]:
-    """What the orchestrator adds so that its journal tells what it holds, by run, environment and link."""
+    """Returns entries that bring the journal's held tokens to `held`, by run, environment and link."""
     missing = Counter(held)
     for entry in entries:
         if tokens := entry.counts.get(Flow.HELD.value, 0):

@@ -61,7 +61,7 @@ MEANING = {
 
 
 class Flow(StrEnum):
-    """What a stage takes in and hands on; never a final state."""
+    """Tokens that a stage takes in, hands on or computes; never a final state."""
 
     SAMPLED = "sampled"
     DELIVERED = "delivered"
