@@ -1,4 +1,4 @@
-"""What the processes of a run report, followed while they write it."""
+"""Follows the metrics and alarms of a run while its processes write them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 
 
 def number_in(record: Record, name: str) -> float | None:
-    """None where it is missing or was not finite, and for words, which another version may have written."""
+    """Returns a number of a record; None if it is missing, was not finite, or is no number."""
     value = record.get(name)
     return value if isinstance(value, int | float) else None
 
@@ -23,7 +23,7 @@ class JsonlFollower(Generic[T]):
     """The lines added to a JSONL file since the last look; a line is read once, when it is complete."""
 
     def __init__(self, path: Path, parse: Callable[[str, bytes], T]) -> None:
-        """`parse` is told where a line is, and what it is."""
+        """`parse` is called with the place of a line, `FILE:NUMBER`, and the line."""
         self._path = path
         self._parse = parse
         self._offset = 0

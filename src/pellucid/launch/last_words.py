@@ -1,7 +1,7 @@
-"""What the children of a run said of themselves, and what follows from it: whom to wait for, what to show.
+"""The last reports of a run's children, by which the launcher decides whom to wait for and what to show.
 
-A child that says nothing has a grace period after it was told to stop. One that says what it is doing has as
-long as it said, from its last sign of life on; see `pellucid.ending`.
+A child that reports nothing has a grace period after the launcher stopped it. One that reports what it is
+doing may be silent for as long as it announced, counted from its last report; see `pellucid.ending`.
 """
 
 import time
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pellucid.ending import Word
 
 SHOW_AFTER_S = 1.0
-"""What a child does is shown once it takes this long, and again every `SHOW_EVERY_S`."""
+"""Seconds after which a child's activity is shown; after that it is shown every `SHOW_EVERY_S`."""
 
 SHOW_SPARE_AFTER_S = 5.0
-"""The same where nothing is at stake, such as its exit."""
+"""The same in seconds for an activity with nothing at stake, such as the exit."""
 
 SHOW_EVERY_S = 20.0
 NUM_NAMES_SHOWN = 3
@@ -23,14 +23,14 @@ NUM_NAMES_SHOWN = 3
 @dataclass(slots=True)
 class _Child:
     word: Word | None = None
-    """What it is doing to end; None: it has not said so, or it is done."""
+    """Latest report of what it does to end; None: it has reported nothing, or is done."""
 
     failure: Word | None = None
     since: float = 0.0
-    """When it began what it is doing, or was told to stop."""
+    """Time at which it began its current activity, or the launcher stopped it."""
 
     heard: float = 0.0
-    """Its last sign of life."""
+    """Time of its last report."""
 
     shown: float | None = None
 
@@ -55,7 +55,7 @@ class LastWords:
             child.since, child.shown = child.heard, None
 
     def tell_to_stop(self, names: Collection[str]) -> None:
-        """From now on their silence counts."""
+        """Notes that these children were sent a signal to stop: from now on their silence counts."""
         for name in names:
             child = self._children[name]
             child.heard = self._clock()
@@ -66,7 +66,7 @@ class LastWords:
         return None if failure is None else failure.at
 
     def reason(self, name: str) -> str:
-        """Why a child failed, as it told; "" if it did not."""
+        """Returns why a child failed, by its own report; "" if it reported no failure."""
         failure = self._children[name].failure
         return "" if failure is None else failure.failed
 
@@ -92,7 +92,7 @@ class LastWords:
         return f"{name} was killed {when} while {word.doing}; {lost}"
 
     def lines(self, names: Collection[str]) -> list[str]:
-        """What is to be shown now of what these children do: what takes longer than a moment."""
+        """Returns lines about the children's activities that are due to be shown: those that take long."""
         now = self._clock()
         due: dict[str, list[str]] = {}
         for name in sorted(names):

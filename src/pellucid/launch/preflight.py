@@ -1,4 +1,4 @@
-"""What is wrong with a run and can be known before anything is made, deleted or started.
+"""Finds mistakes in a run before anything is made, deleted or started.
 
 `check_…` comes before a run: it takes a fraction of a second, loads no torch and runs no code of the user's;
 the processes of the run check again, with what they really load. A run that is refused leaves its output

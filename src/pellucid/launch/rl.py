@@ -2,8 +2,9 @@
 
     check ─> resolve (port, threads) ─> prepare or rewind the folder ─> write configs ─> supervise ─> summary
 
-Trainer and orchestrator end by themselves after `max_steps`; the inference server, and that of a teacher, is
-told to. The processes find each other through their configs and the run folder; the launcher only watches.
+Trainer and orchestrator end by themselves after `max_steps`; the launcher then stops the inference server and
+the teacher's. The processes find each other through their configs and the run folder; the launcher only
+watches.
 """
 
 import socket
@@ -133,7 +134,7 @@ def write_configs(config: RLConfig) -> None:
 
 
 def parts(config: RLConfig) -> dict[str, RunConfig]:
-    """What each process of the run is told, by its name."""
+    """Returns the configuration of each process of the run, by its name."""
     own: dict[str, RunConfig] = {
         "inference": config.part(InferenceRunConfig, clean_output_dir=False),
         "orchestrator": config.part(OrchestratorRunConfig, clean_output_dir=False),
@@ -192,10 +193,10 @@ def _child(
 
 
 def places(num_processes: int) -> list[dict[str, str]]:
-    """What torchrun tells each of so many processes on this machine; nothing to a single one.
+    """Returns the environment variables that torchrun would set for each process; none for a single one.
 
-    They are children of the supervisor like all others, so that none outlives the run and the log of the one
-    that failed tells why.
+    The supervisor starts these processes itself, so that none outlives the run, and the log of the one that
+    failed contains the reason.
     """
     if num_processes == 1:
         return [{}]
@@ -269,14 +270,14 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
 
 
 def columns(config: RLConfig) -> list[StepColumn]:
-    """What is shown of a step; with a teacher that scores, the distance to it instead of staleness."""
+    """Returns the columns shown per step; with a teacher that scores, its column replaces `off-policy`."""
     teacher = config.orchestrator.teacher
     scores = teacher is not None and teacher.mode != "sft"
     return [TEACHER_COLUMN if scores and each.title == "off-policy" else each for each in RL_COLUMNS]
 
 
 def _log_line(log: FileIO, line: str) -> None:
-    """On a full disk the line is gone: what ends such a run is the process whose record cannot be written."""
+    """Writes a line to the log; a full disk only drops it, since other processes end the run then."""
     with suppress(OSError):
         append_whole(log, f"{line}\n".encode())
 

@@ -28,7 +28,7 @@ LOCK = ".lock"
 """Held while a run goes on; the system lets go of it however the run ends."""
 
 _ROOM_BYTES = 1 << 16
-"""What has to fit into the folder for a run to start at all."""
+"""Free space that the folder needs for a run to start at all."""
 
 WRITTEN_BY_A_RUN = (
     "configs",
@@ -129,7 +129,7 @@ def keep_logs(folder: Path) -> None:
 
 
 def _delete_partials(folder: Path) -> None:
-    """What a killed process left half-written: hidden, of no use, and maybe large."""
+    """Deletes the hidden, half-written files of killed processes: they are of no use and may be large."""
     for name in WRITTEN_BY_A_RUN:
         for path in (*folder.glob(f".{name}.partial-*"), *(folder / name).glob(".step_*.partial-*")):
             _delete(path)
@@ -151,7 +151,7 @@ def _make_writable(folder: Path) -> None:
 
 
 def _keep_models(config: RunConfig, doomed: list[Path]) -> None:
-    """The model to train, or its teacher, may be what an earlier run left in this very folder."""
+    """Refuses to delete the model to train, or its teacher, where an earlier run left it in this folder."""
     models = {"model.name": (config.model.name, "the model to train")}
     if isinstance(config, RLConfig) and (teacher := config.orchestrator.teacher) is not None:
         models["orchestrator.teacher.model"] = (teacher.model or "", "the teacher")
@@ -168,7 +168,7 @@ def _exists(path: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """A folder that is a disk of its own stays, and is emptied."""
+    """Deletes a file or folder; a folder that is a mount point is only emptied."""
     if path.is_mount():
         for each in path.iterdir():
             _delete(each)

@@ -149,7 +149,7 @@ class SFTSummary:
     run_name: str
     duration_s: float
     records: Sequence[Record]
-    """Of all steps, those before the run was resumed included."""
+    """Metrics of all steps, including those before the run was resumed."""
 
     output_dir: Path
 

@@ -79,7 +79,7 @@ def format_duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenUse:
-    """What became of the tokens of all environments."""
+    """Token counts of all environments together, by what became of them."""
 
     trained: int
     reasons: Mapping[str, int]
@@ -136,7 +136,7 @@ class Summary:
     ledger: Report
     output_dir: Path
     evaluations: Sequence[Record] = ()
-    """Of `metrics/eval.jsonl`, those before the run was resumed included."""
+    """Records of `metrics/eval.jsonl`, including those before the run was resumed."""
 
     num_packed: int = 0
     """Tokens that went through the trainer, prompts included, while this process watched."""
@@ -202,7 +202,7 @@ def evaluated(records: Sequence[Record]) -> list[Fact]:
 
 
 def rung(alarms: Sequence[Alarm]) -> list[Fact]:
-    """What rang in the run, from its beginning on."""
+    """Returns a line of the summary for each alarm."""
     return [("alarm", alarm.line().removeprefix("ALARM ")) for alarm in alarms]
 
 

@@ -86,7 +86,7 @@ class RunEnding:
 def decide(
     children: Sequence[Child], exits: Sequence[Exit], interrupt: Signals | None = None
 ) -> RunEnding | None:
-    """What the exits so far, in their order, mean for the run; None: it goes on."""
+    """Decides from the exits so far, in their order, how the run ends; None: it goes on."""
     workers = {child.name for child in children if not child.service}
     for end in exits:
         if end.code != 0 or (workers and end.name not in workers):
@@ -174,7 +174,7 @@ class _Fleet:
         self._pipes: dict[str, int] = {}
         self._ended_at: dict[str, float] = {}
         self._killed: dict[str, str] = {}
-        """How, by name."""
+        """How each killed child was killed, by name."""
         self._spared: set[str] = set()
         """Those that were killed and had nothing left to do."""
         self.exits: list[Exit] = []
@@ -229,17 +229,19 @@ class _Fleet:
         return self._ended_at[end.name] if failed_at is None else failed_at
 
     def has_failed(self, end: Exit) -> bool:
-        """Whether a child that was told to stop ended for a reason of its own."""
+        """Whether a child that was stopped had failed by itself."""
         return bool(self._words.reason(end.name)) or (end.code > 0 and end.code not in GOOD_ENDS)
 
     def explain(self, end: Exit) -> str:
-        """How a child ended, why, and where its log is; what it told stands in for a log on a full disk."""
+        """Says how a child ended, why, and where its log is; on a full disk, by the child's own report."""
         log_path, reason = self._children[end.name].log_path, self._words.reason(end.name)
         how = self._killed.get(end.name, str(end))
         if reason and end.code in GOOD_ENDS:
             how = f"{end.name} failed"
-        told = [f"error: {reason}"] if reason and (end.code == DiskError.exit_code or end.code < 0) else []
-        causes = told or ([] if end.name in self._killed else read_cause(log_path))
+        reported = (
+            [f"error: {reason}"] if reason and (end.code == DiskError.exit_code or end.code < 0) else []
+        )
+        causes = reported or ([] if end.name in self._killed else read_cause(log_path))
         lines = [line for cause in causes for line in cause.splitlines()]
         return "\n".join([how, *(f"  {line}" for line in lines), f"log: {log_path}"])
 
@@ -322,7 +324,11 @@ def _start(child: Child) -> tuple[subprocess.Popen[bytes], int]:
 
 
 def _die_with_launcher() -> Callable[[], None] | None:
-    """What a child does before it becomes its program, so that a killed launcher takes it along."""
+    """Returns a function for the child to call before it runs its program: Linux then kills it with the
+    launcher.
+
+    None on other systems.
+    """
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl

@@ -35,7 +35,7 @@ def write_files(config: RenderConfig) -> list[Path]:
 
 
 def _run_of(config: RenderConfig) -> RLConfig:
-    """What the parts of the run are told; where the servers are, each learns when it is started."""
+    """Returns the configuration that all parts read; server addresses are passed when a part starts."""
     cluster, trainer = config.cluster, config.trainer
     num_processes = cluster.trainer_nodes * cluster.processes_per_node
     trainer.check_num_processes(num_processes)

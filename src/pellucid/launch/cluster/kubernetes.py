@@ -1,9 +1,9 @@
 """Kubernetes objects: a StatefulSet of servers, a Job for the orchestrator, and one for the trainer.
 
-Pods of the servers and of the trainer have names that can be told beforehand, which is how the others find
-them. The configuration is in a ConfigMap, and the run folder on a volume that all pods share.
+Pods of the servers and of the trainer have names that are known beforehand, by which the others find them.
+The configuration is in a ConfigMap, and the run folder on a volume that all pods share.
 
-A pod that dies is started again by the same command, so that all are told to resume: in a folder without a
+Kubernetes restarts a dead pod by the same command, so every command has `--resume`: in a folder without a
 run, that begins one.
 """
 
