@@ -79,7 +79,7 @@ class ColumnBatch:
 
     @classmethod
     def concat(cls, batches: Sequence["ColumnBatch"]) -> "ColumnBatch":
-        """Columns that all of them have."""
+        """Joins batches end to end, with the columns that all of them have."""
         if len(batches) == 1:
             return batches[0]
         names = [name for name in batches[0].columns if all(name in batch.columns for batch in batches)]
@@ -90,7 +90,7 @@ class ColumnBatch:
 
 
 def is_per_token(name: str, values: Values, batch: ColumnBatch) -> bool:
-    """Foreign columns are told by their length."""
+    """Whether a column has one value per token; for columns outside the schema, their length decides."""
     if name in BY_NAME:
         return BY_NAME[name].per_token
     return len(values) == batch.num_tokens != batch.num_sequences
@@ -107,10 +107,11 @@ def micro_batch_columns(
     num_written: int,
     precision: str,
 ) -> tuple[ColumnBatch, int]:
-    """What is exported of a micro batch, and how many sequences are not: those without a trainable token.
+    """Returns the exported columns of a micro batch, and the number of sequences without a trainable token.
 
-    `observed` are the per-token values of forward and loss, None where the loss has none. Padding, the
-    sequence without an environment, is neither exported nor counted.
+    Only sequences with a trainable token are exported. `observed` are the per-token values of forward and
+    loss, None where the loss has none. Padding, the sequence without an environment, is neither exported nor
+    counted.
     """
     is_due = table.trainable_lengths > 0
     num_skipped = int(sum(bool(env) for env in table["env_name"][~is_due]))

@@ -17,7 +17,7 @@ from pellucid.export.shapes import check_values
 from pellucid.export.source import Key, Report
 
 MAX_VALUES = 1 << 27
-"""Of a column in a row group, which is one micro batch where pellucid wrote it."""
+"""Values of a column in a row group, at most; pellucid writes one micro batch per row group."""
 
 
 class ParquetSource:
@@ -32,7 +32,7 @@ class ParquetSource:
         self._found: dict[str, Values] = {}
         self._num_rows: dict[int, int] = {}
         self._places: list[tuple[int, int]] = []
-        """Row group, and row within it."""
+        """Row group of each record, and its row within the group."""
 
         self.keys: list[Key] = []
         self.num_damaged = 0
@@ -115,7 +115,7 @@ class ParquetSource:
         self._places += [(group, row) for group in groups for row in range(self._num_rows[group])]
 
     def _check_rows(self, groups: Sequence[int], table: Any) -> int:
-        """The rows that these row groups have by the footer, and in fact."""
+        """Returns the number of rows of these row groups; raises if footer and table disagree."""
         num_rows = sum(self._num_rows[group] for group in groups)
         if table.num_rows != num_rows:
             raise DataError(

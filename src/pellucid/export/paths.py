@@ -60,7 +60,7 @@ class ExportPaths:
         return cls(run_dir, f".{format}", explicit)
 
     def __str__(self) -> str:
-        """Where somebody would look: a folder, or the names of the files with N and R for step and rank."""
+        """Returns the place for messages: a folder, or file names with N and R for step and rank."""
         if self.explicit is None:
             return str(self.run_dir / FOLDER)
         return str(self._named("rank_R" if self.is_shared else "step_N.rank_R"))
@@ -112,7 +112,7 @@ class ExportPaths:
                 yield (int(found[1]) if found[1] else None), int(found[2]), path
 
     def delete_partials(self) -> None:
-        """What killed writers left; a link that somebody put there would be followed."""
+        """Deletes hidden files that killed writers left, and links there, which a writer would follow."""
         places = [*(self.run_dir / FOLDER).glob("step_*/.rank_*.partial")]
         if self.explicit is not None:
             places += self.explicit.parent.glob(f".{glob.escape(self.explicit.stem)}.*rank_*.partial")
@@ -213,7 +213,7 @@ class RankFile:
 
     @classmethod
     def at(cls, path: Path) -> "RankFile":
-        """From an export file, or a link to one."""
+        """Makes it from an export file, or from a link to one."""
         if not path.name.endswith(LINK):
             return cls(path, path.with_name(f"summary.{path.stem}.json"))
         try:

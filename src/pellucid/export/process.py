@@ -26,7 +26,7 @@ _GRACE_S = 10.0
 
 
 class WriterProcess:
-    """What `writer` would do, done elsewhere. The process starts with the first call."""
+    """A writer that runs `writer` in another process, which starts with the first call."""
 
     def __init__(self, writer: StepWriter) -> None:
         self._writer = writer
@@ -82,7 +82,7 @@ class WriterProcess:
 
 
 def serve(pipe: Connection) -> None:
-    """Until the other end is closed."""
+    """Handles calls until the other end of the pipe is closed."""
     try:
         writer: StepWriter = pipe.recv()
         while True:

@@ -35,20 +35,20 @@ _STEPS_KEPT_OPEN = 64
 
 
 def open(path: Path | str, *, report: Callable[[str], object] = log.warning) -> "Export":
-    """The exports below `path`. What is left out, and why, goes to `report` once and stays in `problems`."""
+    """Opens the exports below `path`. `report` gets each problem once; `problems` keeps them."""
     return Export(Path(path), report)
 
 
 class Export:
-    """What lies below a path; files are opened when their step is first asked for.
+    """The exports below a path; files are opened when their step is first asked for.
 
-    A run that goes on is opened again to see its new steps: that reads nothing but folder names.
+    Open a running run again to see its new steps: that reads nothing but folder names.
     """
 
     def __init__(self, path: Path, report: Callable[[str], object] = log.warning) -> None:
         self.path = path
         self.problems: list[str] = []
-        """What was torn or damaged in the files opened so far, and left out."""
+        """Messages about torn or damaged parts that were left out of the files opened so far."""
 
         self._report = report
         self._folders = _step_folders(path)
@@ -80,8 +80,7 @@ class Export:
         return records.where(**wanted) if wanted else records
 
     def summary(self, step: int) -> StepSummary:
-        """What the step's tokens look like; made from the records where the writer left no summary, or an
-        older one that has less."""
+        """Returns the summary of a step; makes it from the records where none is written, or an old one."""
         total = StepSummary()
         folder = None if self._folders is None else self._folders.get(step)
         paths = [] if folder is None else [file.summary for file in _rank_files(folder)]

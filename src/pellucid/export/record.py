@@ -1,4 +1,4 @@
-"""What a reader hands out: records one by one, or many of them in columns."""
+"""Records as a reader returns them: one by one, or many of them in columns."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Wanted = Any
 
 
 def read_columns(source: RecordSource, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
-    """With what can be derived in place of what is not stored; what can be neither is left out."""
+    """Reads columns of some rows; derives those that are not stored, or leaves them out."""
     batch = source.batch(rows, names)
     columns = {name: batch.columns[name] for name in names if name in batch.columns}
     derived = [name for name in names if name not in columns and name in BY_NAME and BY_NAME[name].derivable]
@@ -125,7 +125,7 @@ class Records(Sequence[Record]):
         return values
 
     def batch(self, names: Sequence[str]) -> ColumnBatch:
-        """Those of these columns that all records have."""
+        """Returns those of these columns that all records have."""
         parts = [read_columns(source, rows, names) for source, rows in self.files()]
         return ColumnBatch.concat(parts) if parts else ColumnBatch(np.zeros(0, np.int64), {})
 

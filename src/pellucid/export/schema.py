@@ -10,7 +10,7 @@ import numpy as np
 SCHEMA_VERSION = 1
 
 NAMES = ("env_name", "training_mode")
-"""Fields that are text in whatever trainer's export: records are told apart by them."""
+"""Fields that are text in every trainer's export: parts of a summary are distinguished by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Field:
     """One value per token; otherwise one per sequence."""
 
     base: bool = False
-    """What other trainers export, too, and existing tools read."""
+    """Whether other trainers export the field, too, and existing tools read it."""
 
     derivable: bool = False
     """Follows from other fields (`derive.py`): readers fill it in where a file leaves it out."""
@@ -88,4 +88,4 @@ BY_NAME = {field.name: field for field in FIELDS}
 ESSENTIAL = tuple(field for field in FIELDS if not field.derivable)
 
 KEY = ("step", "rank", "export_sequence_idx")
-"""What a record is known by, and the order of records."""
+"""Fields that identify a record, and by which records are ordered."""

@@ -32,7 +32,7 @@ OLDER_NAMES = {
 
 
 def as_record(value: Any) -> dict[str, Any]:
-    """The record with its columns as lists."""
+    """Returns the record with its columns as lists."""
     if not isinstance(value, dict):
         raise DataError(f"expected one JSON object per line, got {type(value).__name__}")
     record: dict[str, Any] = value if "token_ids" in value else _from_token_objects(value)
@@ -64,7 +64,7 @@ _RULES = {
 
 
 def key_of(record: Mapping[str, Any]) -> tuple[int, ...]:
-    """What records are ordered by; 0 for a part that is not there."""
+    """Returns the fields by which records are ordered; 0 for a missing one."""
     for name in KEY:
         if not isinstance(record.get(name, 0), int):
             raise DataError(f"expected {name} to be an integer, got {_preview(record[name])}")

@@ -1,4 +1,4 @@
-"""What writes batches of records into a file that is open, and leaves it as it should be read."""
+"""Sinks: each writes batches of records into one open file, as JSON lines or Parquet."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,14 +15,14 @@ class RecordSink(Protocol):
     def write(self, batch: ColumnBatch) -> None: ...
 
     def close(self) -> None:
-        """The file is whole after this."""
+        """Completes the file."""
 
     def abandon(self) -> None:
-        """Lets go of a file that is not."""
+        """Closes the file without completing it."""
 
 
 _BUFFER_BYTES = 1 << 18
-"""Of lines: a call for each of them would take a third longer."""
+"""Size of the buffer for lines: one write per line would take a third longer."""
 
 
 class JsonlRecords:
@@ -59,7 +59,7 @@ class ParquetSink:
         self._file.close()
 
     def abandon(self) -> None:
-        """Without a footer, so that it cannot be taken for a whole file."""
+        """Closes the file without a footer, so that no reader takes it for a whole one."""
         with suppress(OSError):
             self._file.close()
         with suppress(OSError, ValueError):

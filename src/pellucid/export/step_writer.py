@@ -21,10 +21,10 @@ class Writer(Protocol):
     """Each may raise an OSError; `abandon` never."""
 
     def write(self, step: int, batch: ColumnBatch) -> None:
-        """A part of the step that is open, or the first of it."""
+        """Writes a part of a step; the first part opens its file."""
 
     def complete(self, step: int) -> None:
-        """The step's file gets its name, with or without a record, and its summary."""
+        """Gives the step's file its name, even if it has no record, and writes its summary."""
 
     def abandon(self) -> None:
         """Lets go of a step that is not complete: its file keeps its hidden name."""
@@ -71,7 +71,7 @@ class StepWriter:
 
 
 def take_back(paths: ExportPaths, step: int, rank: int) -> None:
-    """Half a step is of no use, and its space may be needed."""
+    """Deletes what was written of a step: half a step is of no use, and its space may be needed."""
     target = paths.file(step, rank)
     with suppress(OSError):
         partial_of(target).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""What a step's tokens look like, without reading them: `token_exports/step_N/summary.rank_R.json`.
+"""Summaries of a step's tokens, so that readers need not read them:
+`token_exports/step_N/summary.rank_R.json`.
 
-Written by each rank from the records as they pass, and merged by the reader. Everything adds up, so packing
+Each rank writes one from the records as they pass, and the reader merges them. Everything adds up, so packing
 and ranks do not change it (but for which of several equal tokens is named). Trainable tokens only.
 
     parts[]   one per environment and training mode
@@ -168,7 +169,7 @@ class Part:
             self._keep_worst(name, other.worst[name])
 
     def _keep_worst(self, name: str, tokens: Iterable[dict[str, Any]]) -> None:
-        """`tokens`, worst first, with those that are there."""
+        """Merges `tokens`, worst first, into those kept so far."""
         score, known = METRICS[name], self.worst.get(name, [])
         merged = heapq.merge(known, tokens, key=lambda token: (-score(token["value"]), *_place(token)))
         self.worst[name] = list(islice(merged, NUM_WORST)) if known else list(tokens)

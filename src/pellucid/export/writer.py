@@ -75,9 +75,9 @@ class TokenExporter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._jobs: list[Future[None]] = []
         self._is_completed = False
-        """Whether the thread was told that nothing more of this step will come."""
+        """Whether `complete` was called for this step: nothing more of it will come."""
         self._held: _MicroBatch | None = None
-        """What the thread is about to export."""
+        """Micro batch that the thread exports next."""
         self._lock: IO[Any] | None = None
         self.num_skipped = 0
         """Sequences without a trainable token so far: not exported, but counted."""
@@ -93,7 +93,7 @@ class TokenExporter:
         micro_step: int,
         denominator: int,
     ) -> None:
-        """One micro batch; `observed` are the per-token values of forward and loss, None where absent."""
+        """Adds a micro batch; `observed` are the per-token values of forward and loss, None where absent."""
         self.flush()
         on_cpu = {
             name: None if values is None else values.detach().cpu() for name, values in observed.items()
@@ -102,12 +102,12 @@ class TokenExporter:
         self._jobs.append(self._thread.submit(self._export))
 
     def complete(self, step: int) -> None:
-        """Nothing more of this step will be added: its file gets its name while training goes on."""
+        """Ends the step: its file gets its name while training goes on."""
         self._is_completed = True
         self._jobs.append(self._thread.submit(self._write, step, lambda: self._writer.complete(step)))
 
     def finish(self, step: int) -> None:
-        """The step is complete, and after this it is written."""
+        """Ends the step and waits until it is written."""
         if not self._is_completed:
             self.complete(step)
         self.flush()
@@ -128,15 +128,15 @@ class TokenExporter:
         logger.info("token exports go to %s", self.paths)
 
     def forget_from(self, step: int) -> None:
-        """These steps will be written again by this rank."""
+        """Deletes this rank's steps from `step` on, which will be written again."""
         self._attempt(step, lambda: self._delete_from(step, lambda rank: rank == self._rank))
 
     def forget_ranks_from(self, num_ranks: int, step: int) -> None:
-        """Ranks that are no more: these steps will be written again by others."""
+        """Deletes steps from `step` on of ranks that no longer exist; others will write them again."""
         self._attempt(step, lambda: self._delete_from(step, lambda rank: rank >= num_ranks))
 
     def close(self) -> None:
-        """In the middle of a step, if at all: its file keeps its hidden name."""
+        """Ends the thread and gives up the files; an unfinished step keeps its hidden name."""
         self._thread.shutdown()
         self._writer.abandon()
         if self._lock is not None:
@@ -147,12 +147,12 @@ class TokenExporter:
         self._attempt(step, self.paths.marker(step).touch)
 
     def flush(self) -> None:
-        """What was added so far has been written."""
+        """Waits until everything added so far is written."""
         while self._jobs:
             self._jobs.pop(0).result()
 
     def _export(self) -> None:
-        """What is held, which is let go of before anybody hears that it is done."""
+        """Exports the held micro batch, and drops the reference to it before the job counts as done."""
         held, self._held = self._held, None
         assert held is not None
         step = held.step
@@ -186,7 +186,7 @@ class TokenExporter:
             take_back(self.paths, step, self._rank)
 
     def _attempt(self, step: int, work: Callable[[], object]) -> bool:
-        """Whether this was the end of the export."""
+        """Runs `work`; an OSError ends the export with a warning. Returns True if this call ended it."""
         if self._failed:
             return False
         try:
@@ -213,7 +213,7 @@ def _cut_before(step: int, path: Path) -> None:
 
 
 def _is_before(step: int, line: bytes, place: str) -> bool:
-    """False for a torn line, too."""
+    """Whether a line is a whole record of an earlier step."""
     try:
         return line.endswith(b"\n") and bool(orjson.loads(line)["step"] < step)
     except (orjson.JSONDecodeError, TypeError, KeyError) as error:
