@@ -82,6 +82,16 @@ def update_bound(model: nn.Module | Path, num_tokens: int) -> float:
     return 100 * gradient_bound(model, num_tokens)
 
 
+def adapter_bound(model: nn.Module | Path, num_tokens: int) -> float:
+    """What rounding may do to the weights of a LoRA adapter in a few steps of AdamW, relative to the largest.
+
+    A starts at its size, B at 0. Steps move both by `moved`. Until then A's gradient is that of B times
+    moved ÷ size, so that AdamW knows A's direction to size ÷ moved fewer digits: of A's `moved`, that is
+    moved · size ÷ moved = size, whatever the learning rate and the number of steps are.
+    """
+    return update_bound(model, num_tokens)
+
+
 def mismatch_kl_bound(logprob: float, dtype: Any = torch.float32) -> float:
     """The largest r − ℓ − 1, computed as expm1(ℓ) − ℓ, where rounding alone makes ℓ: up to `logprob`."""
     return math.expm1(logprob) - logprob + eps(dtype) * logprob

@@ -215,7 +215,7 @@ def wrong_sign(patch: Patch) -> None:
         record = loss(inputs, config)
         return replace(record, token_loss=-record.token_loss)
 
-    patch.setitem(functions._RL_LOSSES, "dppo", flipped)
+    patch.setitem(functions.RL_LOSSES, "dppo", flipped)
 
 
 def swapped_sides(patch: Patch) -> None:
@@ -225,7 +225,7 @@ def swapped_sides(patch: Patch) -> None:
         record = loss(inputs, config)
         return replace(record, is_masked_high=record.is_masked_low, is_masked_low=record.is_masked_high)
 
-    patch.setitem(functions._RL_LOSSES, "dppo", swapped)
+    patch.setitem(functions.RL_LOSSES, "dppo", swapped)
 
 
 def twice_the_loss(patch: Patch) -> None:

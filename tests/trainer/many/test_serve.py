@@ -29,7 +29,7 @@ from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.run import Run
 from pellucid.transport import Batch, FilesystemSender, MemoryChannel, encode_batch
 from pellucid.transport.spool import Spool
-from tolerance import gradient_bound, near, update_bound
+from tolerance import adapter_bound, gradient_bound, near, update_bound
 
 pytestmark = pytest.mark.slow
 
@@ -92,15 +92,6 @@ def samples(run_id, seed, count=9) -> TokenTable:
 
 NUM_TOKENS = 9 * (8 + 13)
 """Of the above, at most."""
-
-
-def rounding(model, config) -> float:
-    """Allowed between the adapters of two trainings, relative to their largest weight.
-
-    That is at least 1/√32, as A is initialised; steps move a weight by the learning rate each, at most.
-    """
-    moved = config.max_steps * config.trainer.optim.lr
-    return update_bound(model, NUM_TOKENS) * moved * 32**0.5
 
 
 def after_steps(model, values):
@@ -171,10 +162,10 @@ def test_each_run_is_trained_as_if_it_were_alone(tiny_model, tmp_path) -> None:
         steps = range(config.max_steps)
         for version in (step + 1 for step in steps):
             found, expected = weights(config.output_dir, version), weights(folder, version)
-            assert difference(expected, found) <= rounding(tiny_model, config)
+            assert difference(expected, found) <= adapter_bound(tiny_model, NUM_TOKENS)
         assert weights(config.output_dir, config.max_steps).keys() == expected.keys()
         final = load_file(config.output_dir / "model" / "adapter_model.safetensors")
-        assert difference(expected, final) <= rounding(tiny_model, config)
+        assert difference(expected, final) <= adapter_bound(tiny_model, NUM_TOKENS)
         own, theirs = (
             list(read_metrics(each / "metrics" / "trainer.jsonl")) for each in (config.output_dir, folder)
         )
@@ -270,7 +261,7 @@ def test_a_run_whose_steps_are_skipped_is_evicted_in_the_end_and_the_other_goes_
     }
     assert state == "skipped"
     alone(good, 0, tmp_path / "alone")
-    allowed = rounding(tiny_model, good)
+    allowed = adapter_bound(tiny_model, NUM_TOKENS)
     assert difference(weights(tmp_path / "alone", 3), weights(good.output_dir, 3)) <= allowed
 
 
@@ -285,7 +276,7 @@ def test_a_run_that_sends_garbage_is_evicted_and_the_other_goes_on(tiny_model, t
     assert outcome is RunOutcome.EVICTED and "batch.bin" in reason
     assert not (bad.output_dir / "model").exists()
     alone(good, 0, tmp_path / "alone")
-    allowed = rounding(tiny_model, good)
+    allowed = adapter_bound(tiny_model, NUM_TOKENS)
     assert difference(weights(tmp_path / "alone", 3), weights(good.output_dir, 3)) <= allowed
 
 
@@ -305,7 +296,7 @@ def test_a_run_whose_gradient_is_not_finite_leaves_nothing_behind(tiny_model, tm
     assert outcome is RunOutcome.EVICTED and "the norm of the gradient is inf" in reason
     assert outcomes["next"] == (RunOutcome.DONE, "")
     alone(next_one, 0, tmp_path / "alone")
-    allowed = rounding(tiny_model, next_one)
+    allowed = adapter_bound(tiny_model, NUM_TOKENS)
     assert difference(weights(tmp_path / "alone", 2), weights(next_one.output_dir, 2)) <= allowed
 
 
@@ -379,8 +370,8 @@ def test_a_run_comes_and_goes_and_comes_back(tiny_model, tmp_path) -> None:
     for seed, config in ((0, stays), (1, leaves)):
         alone(config, seed, tmp_path / "alone" / config.run_name)
         expected = weights(tmp_path / "alone" / config.run_name, config.max_steps)
-        assert difference(expected, weights(config.output_dir, config.max_steps)) <= rounding(
-            tiny_model, config
+        assert difference(expected, weights(config.output_dir, config.max_steps)) <= adapter_bound(
+            tiny_model, NUM_TOKENS
         )
 
 
