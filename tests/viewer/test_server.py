@@ -21,7 +21,7 @@ from pellucid.viewer import server
 from pellucid.viewer.access import Exports
 from pellucid.viewer.rows import MEASURED_FIELDS, measure
 from pellucid.viewer.server import MAX_BODY_BYTES, PromptHttp, headers, make_app
-from pellucid.viewer.source import TOKENS_AT_A_TIME, ServedRun, Urgent
+from pellucid.viewer.source import TOKENS_AT_A_TIME, ForegroundWork, ServedRun
 
 pytestmark = pytest.mark.slow
 
@@ -165,13 +165,13 @@ def test_a_step_read_bit_by_bit_adds_up_to_the_same(tmp_path: Path) -> None:
 
 
 def test_what_can_wait_gives_way_until_nothing_is_urgent() -> None:
-    urgent, passed = Urgent(), threading.Event()
+    foreground, passed = ForegroundWork(), threading.Event()
 
     def wait() -> None:
-        urgent.give_way(60)
+        foreground.give_way(60)
         passed.set()
 
-    with urgent:
+    with foreground:
         waiting = threading.Thread(target=wait)
         waiting.start()
         assert not passed.wait(0.05)

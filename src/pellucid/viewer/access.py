@@ -1,4 +1,4 @@
-"""What the viewer reads of an export: finished steps, and their records in columns.
+"""Reads exports for the viewer: finished steps, and their records in columns.
 
 Everything else in the viewer sees exports through this module only.
 """
@@ -30,7 +30,7 @@ ALL_FIELDS = tuple(field.name for field in FIELDS)
 
 @dataclass(frozen=True)
 class Selection:
-    """Which records are shown at all; None: whichever."""
+    """The records to show; None in a field: any value."""
 
     step: int | None = None
     rank: int | None = None
@@ -53,7 +53,7 @@ class Exports:
     path: Path
     selection: Selection = Selection()
     warnings: dict[str, None] = field(default_factory=dict)
-    """What the reader had to leave out, each once."""
+    """Messages about what the reader had to leave out, each once."""
 
     _export: Export | None = None
     _steps: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ class Exports:
         return self._matches.get(step, True)
 
     def records(self, step: int) -> Records:
-        """In the order of their addresses: (rank, index in the rank's file)."""
+        """Returns the selected records of a step, ordered by (rank, index in the rank's file)."""
         if self._export is None:
             self.steps()
         assert self._export is not None
@@ -110,7 +110,7 @@ class Exports:
         return all(isinstance(source, ParquetSource) for source, _ in records.files())
 
     def written_summary(self, step: int) -> StepSummary | None:
-        """What lies beside the export; None where nothing does, or where only some records are shown."""
+        """Returns the summary beside the export; None without one, or if only some records are shown."""
         is_written = any(self._folder.glob(f"step_{step}/summary.rank_*.json"))
         if self.selection.wanted or not is_written:
             return None
@@ -120,7 +120,7 @@ class Exports:
         return self._export.summary(step)
 
     def summary(self, step: int) -> StepSummary:
-        """As written beside the export, else made from the records."""
+        """Returns the summary written beside the export, else one made from the records."""
         total = self.written_summary(step)
         if total is None:
             total = StepSummary()
@@ -130,13 +130,13 @@ class Exports:
 
     @property
     def _folder(self) -> Path:
-        """Of the steps."""
+        """The folder that holds the step folders."""
         exports = self.path / "token_exports"
         return exports if exports.is_dir() else self.path
 
 
 def trainable(batch: ColumnBatch) -> NDArray[np.bool_]:
-    """Where the loss mask is set; everywhere in an export that has none."""
+    """Returns the loss mask; all True in an export that has none."""
     mask = batch.columns.get("loss_mask")
     if mask is None:
         return np.ones(batch.num_tokens, np.bool_)

@@ -56,17 +56,17 @@ class EncodedStep:
     rows: bytes
     chunks: list[bytes]
     leads: dict[int, bytes]
-    """By record."""
+    """Leads by record."""
 
     summary: dict[str, Any]
     token_ids: NDArray[np.int64]
-    """The distinct ones."""
+    """Distinct token ids of the step."""
 
 
 def encode_step(
     step: int, exports: Exports, records: Records, roles: RoleFinder, *, level: int | None = 6
 ) -> EncodedStep:
-    """All of it in one pass over the records."""
+    """Encodes a step in one pass over its records."""
     if not records:
         raise DataError(f"step {step} holds no records")
     identity, measures, chunks, starts, leads = Identity(), Measures(), [], [], {}

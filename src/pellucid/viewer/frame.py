@@ -1,4 +1,4 @@
-"""What stands around the data, in a page that is sent as in one that is served: markup, style, scripts.
+"""The page around the data, the same for a page in a file and one that is served: markup, style, scripts.
 
     opening     <!doctype html> … the page without its data
     scripts     after the blocks that they need at once, before all others: drawing does not wait for those

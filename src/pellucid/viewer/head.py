@@ -1,4 +1,4 @@
-"""What every view needs at once: the run's name, its steps in a few numbers each, ledger, metrics, notes.
+"""The head of a run, which every view needs at once: name, a few numbers per step, ledger, metrics, notes.
 
 The same numbers by rank and policy version are an answer of their own, for whoever filters by them.
 """

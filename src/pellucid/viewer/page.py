@@ -91,7 +91,7 @@ def page_text(exports: Exports, *, tokenizer: str | None = None, budget: Size = 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What goes into a page."""
+    """The sources of a page's content, and its limits."""
 
     exports: Exports
     run: RunFolder
@@ -120,17 +120,17 @@ def _write(file: TextIO, contents: _Contents) -> "_Steps":
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What stands before the steps of a page, and what they are of those that there are."""
+    """The parts of a page before its steps, and the sizes of all steps."""
 
     ahead: list[str]
-    """Of the last one, which a page opens with: its index, and the lead of the record to start with."""
+    """Blocks of the last step, which a page opens with: its index, and the lead of `start_record`."""
 
     head: dict[str, Any]
     texts: dict[str, Any]
     slices: dict[str, Any]
     num_records: int
     sizes: dict[int, Size]
-    """Of all."""
+    """Sizes of all steps, by step."""
 
 
 def _write_steps(file: TextIO, contents: _Contents) -> _Steps:
@@ -195,7 +195,7 @@ def _write_steps(file: TextIO, contents: _Contents) -> _Steps:
 
 
 def _first_tokens(records: Records, limit: int | None) -> Records:
-    """Whole records, at least one, up to so many tokens."""
+    """Returns the first records up to `limit` tokens: whole ones, and at least one."""
     if limit is None:
         return records
     fitting = int(np.searchsorted(np.cumsum(records.lengths), limit, side="right"))

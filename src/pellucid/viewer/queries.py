@@ -68,7 +68,7 @@ _COMPARISONS = {">": ">", "<": "<", ">=": ">=", "<=": "<=", "=": "=", "!=": "<>"
 
 
 class _Unsupported(Exception):
-    """A question that DuckDB is not asked."""
+    """A question that DuckDB cannot answer; the browser does."""
 
 
 class RunQueries:
@@ -97,7 +97,7 @@ class RunQueries:
         return self._with_records(rows)
 
     def _parquet_files(self) -> list[str] | None:
-        """Of all finished steps; None where DuckDB cannot read them as they are."""
+        """Returns the Parquet files of all finished steps; None where DuckDB cannot read them as they are."""
         if find_spec("duckdb") is None:
             return None
         found: list[str] = []
@@ -113,7 +113,7 @@ class RunQueries:
         return found
 
     def _with_records(self, rows: list[tuple[Any, ...]]) -> list[list[Any]]:
-        """(step, rank, index in the rank's file) becomes (step, record)."""
+        """Replaces (step, rank, index in the rank's file) by (step, record)."""
         places: dict[tuple[int, ...], int] = {}
         for step in {row[0] for row in rows}:
             places |= {record.key: place for place, record in enumerate(self._exports.records(step))}

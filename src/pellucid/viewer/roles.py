@@ -28,7 +28,7 @@ class RoleFinder:
         self._headers = template_headers(vocabulary.tokenizer)
 
     def segments(self, batch: ColumnBatch) -> list[list[Segment]]:
-        """Of each record."""
+        """Returns the segments of each record."""
         lengths: list[int] = batch.lengths.tolist()
         recorded = batch.columns.get("role_spans")
         spans = [_spans(value) for value in recorded] if recorded is not None else [[] for _ in lengths]
@@ -48,7 +48,7 @@ class RoleFinder:
         return sorted(found)
 
     def _chatml_starts(self, ids: NDArray[Any]) -> list[tuple[int, str]]:
-        """The role is what stands between a start marker and the end of its line."""
+        """Finds ChatML headers; the role stands between a start marker and the end of its line."""
         markers = [token for token in np.unique(ids) if self._vocabulary.text(int(token)) == CHATML_START]
         starts = np.flatnonzero(np.isin(ids, markers)).tolist() if markers else []
         return [(start, self._role_after(ids, start)) for start in starts]
@@ -124,7 +124,7 @@ def _span(span: Any) -> Segment | None:
 
 
 def cover(spans: Sequence[Segment], length: int) -> list[Segment]:
-    """The spans clipped to each other and to the record, gaps filled."""
+    """Clips the spans to each other and to the record, and fills the gaps."""
     covered: list[Segment] = []
     position = 0
     for role, start, end in spans:

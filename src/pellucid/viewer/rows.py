@@ -152,7 +152,7 @@ def _num_masked(batch: ColumnBatch, values: NDArray[Any] | None, chosen: NDArray
 
 
 def _sum(batch: ColumnBatch, values: NDArray[Any]) -> NDArray[np.float64]:
-    """Per record, in float64."""
+    """Sums per record, in float64."""
     total = np.zeros(batch.num_sequences)
     filled = np.flatnonzero(batch.lengths)
     if len(filled):

@@ -1,4 +1,4 @@
-"""What a run folder says beside its exports: metrics per step, ledger, alarms, loss, the tokenizer."""
+"""Reads a run folder's other files for the viewer: metrics per step, ledger, alarms, loss, the tokenizer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -30,7 +30,7 @@ MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Files that cannot be read are named in `problems`, once, and left out."""
+    """One run folder. Files that cannot be read are left out, and named once in `problems`."""
 
     folder: Path | None
     """None for exports that lie outside a run folder."""
@@ -117,7 +117,7 @@ class RunFolder:
             return {"error": str(error)}
 
     def alarms(self) -> list[Alarm]:
-        """What rang in the run; nothing in a sound one."""
+        """Returns the alarms that rang in the run."""
         return [] if self.folder is None else read_alarms(self.folder, self.problems.setdefault)
 
     def _configs(self) -> Iterator[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""`pellucid view RUN`: the page over HTTP, for this machine's browser only unless told otherwise.
+"""`pellucid view RUN`: the page over HTTP, by default for browsers of this machine only.
 
     GET  /                 the page, with the head of the run in it
     GET  /api/run          head of the run                   JSON
@@ -50,11 +50,11 @@ log = logging.getLogger(__name__)
 USUAL_PORT = 7357
 MAX_IDS = 300_000
 MAX_BODY_BYTES = 1 << 22
-"""Of a question: so many ids have ten digits each."""
+"""Size of a request's body: `MAX_IDS` ids of ten digits fit."""
 
 BODY_TIMEOUT_S = 30.0
 MAX_CONNECTIONS = 200
-"""Half-open ones included; whoever comes after them is told to come back."""
+"""Open connections, half-open ones included; further ones are answered with 503."""
 
 MAX_PATH = 100
 COOKIE = "pellucid-viewer"
@@ -63,7 +63,7 @@ DEFLATE_LEVEL = 1
 
 @cache
 def headers() -> Mapping[str, str]:
-    """Of every answer."""
+    """Returns the headers of every answer."""
     return {
         "Content-Security-Policy": f"{frame().policy}; connect-src 'self'; frame-ancestors 'none'",
         "X-Frame-Options": "DENY",
@@ -75,7 +75,7 @@ def headers() -> Mapping[str, str]:
 
 
 def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
-    """`token`: what a visitor must show; None: whoever reaches it may look."""
+    """Makes the application. `token`: secret that a visitor must show; None: it asks for none."""
 
     is_near = is_loopback(host)
 
@@ -188,7 +188,7 @@ class Guard:
 
 
 class PromptHttp(H11Protocol):
-    """Hangs up on who connects and says nothing, or not all of it, for `BODY_TIMEOUT_S`."""
+    """An HTTP protocol that closes connections whose request head is not complete within `BODY_TIMEOUT_S`."""
 
     _patience: asyncio.TimerHandle | None = None
 
@@ -216,7 +216,7 @@ class PromptHttp(H11Protocol):
 
 
 def serve(run: ServedRun, *, host: str, port: int | None, open_browser: bool) -> None:
-    """Until interrupted."""
+    """Serves the run until interrupted."""
     listener = _listen(host, port)
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
     shown_host = f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""What the server answers with: names to bytes, made when asked for and kept while there is room.
+"""The server's answers: bytes by name, made when asked for and cached while there is room.
 
     run               the head: see `head.make_head`
     slices            its points by rank and policy version
@@ -9,9 +9,9 @@
     texts             texts of token ids
     query             an answer about the whole run, see `queries`
 
-Of a Parquet export only what an answer needs is read. A JSONL export has to be parsed whole: it is once, and
-all answers of the step are kept. Least recently used answers are dropped first. What reads a whole step gives
-way to what shows a record.
+From a Parquet export the server reads only the columns and records that an answer needs. It parses a step of
+a JSONL export whole, once, and caches all answers of the step. The least recently used answers are dropped
+first. Work that reads a whole step waits for answers that show a record.
 """
 
 import threading
@@ -43,7 +43,7 @@ CACHE_BYTES = 512 * 2**20
 LOOK_AGAIN_S = 1.0
 TOKENS_AT_A_TIME = 2**17
 GIVES_WAY_S = 0.25
-"""How long, at most, the next of those tokens wait for answers that somebody looks at a blank page for."""
+"""Seconds that background reading waits, at most, for answers that a user waits for."""
 
 
 class ServedRun:
@@ -70,12 +70,12 @@ class ServedRun:
         self._answers = Answers(CACHE_BYTES)
         self._lock = threading.Lock()
         self._making: dict[str, threading.Lock] = {}
-        self._urgent = Urgent()
+        self._foreground = ForegroundWork()
         self._closed = threading.Event()
         exports.steps()  # a path that holds no export is an error now, not in the browser
 
     def run(self) -> bytes:
-        """Made again only when a step, a summary or a file of the run folder is new."""
+        """Returns the head; made again only when a step, a summary or a file of the run folder is new."""
         steps = self._exports.steps()
         known = [self._summaries[step] for step in steps if step in self._summaries]
         state = (tuple(steps), len(known), tuple(self._exports.warnings), self._run.state())
@@ -114,13 +114,13 @@ class ServedRun:
         return self._answer(f"rows/{number}", number, self._make_rows)
 
     def chunk(self, number: int, index: int) -> bytes:
-        with self._urgent:
+        with self._foreground:
             return self._answer(
                 f"chunk/{number}/{index}", number, lambda records: self._make_chunk(records, index)
             )
 
     def lead(self, number: int, record: int) -> bytes:
-        with self._urgent:
+        with self._foreground:
             return self._answer(
                 f"lead/{number}/{record}", number, lambda records: self._make_lead(records, record)
             )
@@ -199,7 +199,7 @@ class ServedRun:
 
     def _bit_by_bit(self, records: Records) -> Iterator[ColumnBatch]:
         for first, last in chunk_spans(self._lengths(records), TOKENS_AT_A_TIME):
-            self._urgent.give_way(GIVES_WAY_S)
+            self._foreground.give_way(GIVES_WAY_S)
             yield records[first:last].batch(MEASURED_FIELDS)
 
     def _make_chunk(self, records: Records, index: int) -> bytes:
@@ -224,8 +224,8 @@ class ServedRun:
         return np.frombuffer(found, np.int64)
 
 
-class Urgent:
-    """How many answers are being made that somebody waits for; what can wait gives way to them."""
+class ForegroundWork:
+    """Counts the answers in the making that a user waits for; background work calls `give_way`."""
 
     def __init__(self) -> None:
         self._num_now = 0
@@ -265,7 +265,7 @@ class Answers:
         self.put_all({name: data})
 
     def put_all(self, parts: dict[str, bytes]) -> None:
-        """All of them are there afterwards, even if they alone are too many."""
+        """Stores all of them, even if they alone exceed the total."""
         with self._lock:
             for name, data in parts.items():
                 self._num_bytes += len(data) - len(self._kept.pop(name, b""))

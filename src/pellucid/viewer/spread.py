@@ -1,4 +1,4 @@
-"""Which records go into a page that cannot hold them all: whole steps, evenly from the first to the last.
+"""Chooses the records of a page that cannot hold them all: whole steps, evenly from the first to the last.
 
     300 steps of 128 records, at most 4,000 -> 31 steps: 0, 10, 20, …, 299
 
@@ -41,7 +41,7 @@ class Spread:
         return sum(self.sizes.values(), Size())
 
     def note(self, num_kept: int) -> str | None:
-        """What the page leaves out, in one sentence."""
+        """Says in a sentence what the page leaves out; None if it leaves out nothing."""
         if num_kept == self.total.records:
             return None
         which = "the first, the last and an even spread between"

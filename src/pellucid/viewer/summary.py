@@ -40,7 +40,7 @@ LIMITS = {
     "loss": ("token_loss", 1),
     "ratio": ("importance_ratio", 1),
 }
-"""What the page colours by -> (column, sign)."""
+"""Quantities that the page colours by -> (column, sign)."""
 
 DEEPEST_AT_LEAST = 0.05
 """A mismatch KL that deserves the deepest colour even in a run that never reaches it."""
@@ -140,7 +140,7 @@ def _point(part: Part, truncated: float | None) -> dict[str, Any]:
 
 
 def _sliced(summary: StepSummary) -> Iterator[dict[str, Any]]:
-    """What is null or "all" is whichever."""
+    """Yields a point per environment, rank and policy version; "all" or null stands for any of them."""
     parts = [(part.env_name, *owner, own) for part in summary.parts for owner, own in part.slices]
     if len({owner[1:3] for owner in parts}) < 2:
         return

@@ -203,7 +203,7 @@ def _print_ledger(console: Console, run: RunFolder) -> None:
 
 
 def visible(text: TokenText) -> str:
-    """What cannot be seen, or would move the cursor, as a glyph; bytes that are no text as hex."""
+    """Replaces invisible characters and those that move the cursor by glyphs, other bytes by hex."""
     if not isinstance(text, str):
         return "".join(f"⟨{byte:02X}⟩" for byte in text)
     return "".join(

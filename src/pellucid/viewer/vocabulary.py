@@ -20,7 +20,7 @@ Text = str | list[int]
 
 
 MAX_CHARACTERS = 2_000
-"""Of a token or a name: a browser lays out a line of megabytes for minutes."""
+"""Characters shown of a token or a name: a browser lays out a line of megabytes for minutes."""
 
 
 def shortened(text: str) -> str:
@@ -47,7 +47,7 @@ class Vocabulary:
         return self._texts[token_id]
 
     def texts(self, token_ids: Iterable[int]) -> dict[str, Any]:
-        """As the browser takes it."""
+        """Returns the texts of ids in the form that the browser expects."""
         ids = [int(token_id) for token_id in token_ids]
         return {
             "ids": ids,
