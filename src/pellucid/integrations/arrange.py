@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pellucid.errors import ColumnError, DataError
 
 Given = torch.Tensor | NDArray[Any]
-"""What holds one value per token."""
+"""A tensor or array with one value per token."""
 
 PerSequence = torch.Tensor | NDArray[Any] | Sequence[float]
 
@@ -113,7 +113,8 @@ class TensorArrangement:
     def numbers(
         self, name: str, given: Given, *, fill: float = np.nan, where: NDArray[np.bool_] | None = None
     ) -> NDArray[np.float32]:
-        """`fill` for the columns that a tensor leaves out; finite `where` it has to be."""
+        """Returns one number per token: `fill` for columns that a tensor leaves out; refuses one that is not
+        finite `where` it has to be."""
         values = as_array(name, given)
         if values.dtype.kind not in "fiu":
             raise ColumnError(name, None, f"holds {values.dtype}; numbers are needed")
@@ -144,7 +145,7 @@ class TensorArrangement:
         return values.shape in {(self.num_sequences,), (self.num_sequences, 1)}
 
     def texts(self, name: str, given: str | Sequence[str]) -> NDArray[Any]:
-        """One for all, or one for each."""
+        """Returns a text per sequence, from one for all or one for each."""
         texts = [given] * self.num_sequences if isinstance(given, str) else list(given)
         if len(texts) != self.num_sequences:
             raise ColumnError(

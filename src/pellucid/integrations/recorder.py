@@ -98,7 +98,7 @@ class TokenRecorder:
 
     @property
     def step(self) -> int:
-        """The one that `add` adds to."""
+        """The step that `add` adds to."""
         return self._step
 
     def add(
@@ -123,7 +123,7 @@ class TokenRecorder:
         training_mode: str = TrainingMode.RL.value,
         **names: str | Sequence[str],
     ) -> None:
-        """One micro batch, as it was trained. Tensors of any device; nothing of them is kept.
+        """Adds one micro batch, as it was trained. Tensors may be on any device; none of them is kept.
 
         `inference_logprobs` are those that the loss compared with: of the sampler, or of the old policy; not
         needed for sft. `rewards` are one per sequence, NaN (the default) where nobody scored it: null in the
@@ -174,7 +174,7 @@ class TokenRecorder:
         self._held.append(self._observe(table, observed, training_mode))
 
     def finish_step(self, *, loss: float | torch.Tensor | None = None, **metrics: float) -> None:
-        """Everything of this optimizer step was added; afterwards it is written, and `step` is the next one.
+        """Writes this optimizer step, all of which has been added, and advances `step`.
 
         `loss` is the optimised one, which `replay` holds the tokens' losses to; with several processes it is
         the mean of theirs. `metrics` are drawn by the viewer: give `reward=…` at least.
@@ -204,7 +204,7 @@ class TokenRecorder:
         self._step += 1
 
     def close(self) -> None:
-        """What was added of a step that was not finished is not written."""
+        """Closes the files; a step that was not finished is not written."""
         self._exporter.close()
         if self._metrics is not None:
             self._metrics.close()
@@ -232,7 +232,7 @@ class TokenRecorder:
         return np.zeros(where.num_tokens, np.float32)
 
     def _observe(self, table: TokenTable, given: Mapping[str, NDArray[Any]], mode: str) -> _Held:
-        """What the loop gives, and beside it what follows from it."""
+        """Returns the values that the loop gave, with those that the named loss computes from them."""
         tensors = {name: torch.from_numpy(values) for name, values in given.items()}
         inputs = LossInputs.of(to_tensors(table, _CPU), tensors["trainer_logprobs"])
         observed: dict[str, torch.Tensor | None] = {
@@ -246,7 +246,7 @@ class TokenRecorder:
         return _Held(table, observed, mode == TrainingMode.RL.value)
 
     def _weigh(self, held: Sequence[_Held]) -> tuple[int, list[NDArray[np.float32]]]:
-        """The step's denominator, and what the tokens of each sequence weigh in its mean."""
+        """Returns the step's denominator, and the weight of each sequence's tokens in its mean."""
         own = [(each.is_rl, each.table.trainable_lengths, each.table["group_id"].tolist()) for each in held]
         ranks = _gather(own)
         denominator = max(1, sum(int(counts.sum()) for rank in ranks for _, counts, _ in rank))
@@ -323,7 +323,7 @@ def _num_ranks() -> int:
 
 
 def _gather(value: Any) -> list[Any]:
-    """From this process's value to those of all, in order; none goes on before all have come."""
+    """Gathers the values of all processes, in order of rank; every process has to call it."""
     if (num_ranks := _num_ranks()) == 1:
         return [value]
     gathered: list[Any] = [None] * num_ranks

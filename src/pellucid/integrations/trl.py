@@ -45,7 +45,7 @@ _ROWS = "exported_rows"
 
 @dataclass(frozen=True, slots=True)
 class _ScoredCompletion:
-    """What is known of a completion when it is scored."""
+    """A scored completion: where it comes from, its reward and its policy version."""
 
     env: str
     example: str
@@ -148,12 +148,12 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         self._recorder.close()
 
     def scored(self, per_function: Tensor) -> None:
-        """Of all processes; a completion that no function scored counts 0, and TRL gives it no advantage."""
+        """Keeps the rewards of all processes; a completion that no function scored counts 0."""
         weights = self._trainer.reward_weights.to(per_function.device)
         self._rewards = (per_function * weights).nansum(dim=1)
 
     def rows(self, inputs: Sequence[dict[str, Any]]) -> list[_ScoredCompletion]:
-        """Those of a group come one after the other, and may go on in the next process."""
+        """Makes a row per completion. The members of a group follow each other, possibly across processes."""
         rewards, self._rewards = self._rewards, None
         assert rewards is not None
         trainer = self._trainer
@@ -176,7 +176,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         return rows
 
     def computed(self, logprobs: Tensor, entropy: Tensor | None) -> None:
-        """By some forward pass; that of the loss is the last one before it."""
+        """Keeps the values of a forward pass; the last pass before the loss is the loss's own."""
         self._logprobs, self._entropy = logprobs, entropy
 
     def trained(self, inputs: dict[str, Any], loss: Tensor) -> None:
@@ -225,7 +225,7 @@ def _check_methods(trainer: type) -> None:
 
 
 def _precision_of(trainer: Any) -> TrainerPrecision:
-    """What its forward computes in: that of autocast, else that of the weights."""
+    """Returns the precision of the trainer's forward: that of autocast, else that of the weights."""
     if trainer.args.bf16 or trainer.model.dtype == torch.bfloat16:
         return "bfloat16"
     return "float16" if trainer.args.fp16 or trainer.model.dtype == torch.float16 else "float32"

@@ -1,4 +1,4 @@
-"""Which of the built-in losses TRL's GRPO settings are, and what of them none is.
+"""Maps TRL's GRPO settings to a built-in loss, and names the settings that no built-in loss covers.
 
 loss_type               ours                          its mean
 dapo (TRL's default)    ppo_clip                      over tokens, if a generation batch is one step
@@ -49,7 +49,7 @@ def _loss(settings: Any) -> LossConfig:
 
 
 def _other_tokens(settings: Any) -> Iterator[str]:
-    """What changes the loss of a token."""
+    """Yields the settings by which TRL's loss of a token differs from the built-in one."""
     kind, high = settings.loss_type, settings.epsilon_high
     if kind not in (*_CLIPPED, "cispo"):
         yield f"loss_type = {kind!r}, which is none of the built-in losses"
