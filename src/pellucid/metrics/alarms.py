@@ -78,10 +78,10 @@ class MeanZeroTest:
         self._total = 0.0
         self._squares = 0.0
         self._largest = 0.0
-        """Of the logarithm of the product, so far."""
+        """Largest logarithm of the mean product so far."""
 
     def add(self, count: float, total: float, squares: float) -> None:
-        """So many further values: their sum, and the sum of their squares."""
+        """Adds `count` values, given their sum and the sum of their squares."""
         if not all(map(math.isfinite, (count, total, squares))):
             return
         self.count += count
@@ -106,7 +106,7 @@ class MeanZeroTest:
 
     @property
     def p_value(self) -> float:
-        """Holds whenever one looks, and however often."""
+        """The p-value, valid at any time and however often it is read."""
         return math.exp(-self._largest)
 
     @property

@@ -1,4 +1,4 @@
-"""What an evaluation measures, and how its record reads. Pure.
+"""The measures of an evaluation, and the names of its record. Pure.
 
     rewards of two examples, four attempts each; None: the attempt failed; passed from 1.0 on
 

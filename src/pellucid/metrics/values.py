@@ -111,7 +111,7 @@ class MetricSet:
 
     @classmethod
     def combined(cls, sets: Iterable["MetricSet"]) -> "MetricSet":
-        """As if all had been added to one."""
+        """Combines several sets, as if all values had been added to one."""
         whole = cls()
         for part in sets:
             for name, metric in part._metrics.items():
