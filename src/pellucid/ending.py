@@ -1,4 +1,5 @@
-"""What a process tells its launcher as it ends: what it is doing, that it gets on with it, why it failed.
+"""Reports of a process to its launcher as it ends: its activity, a beat while it makes progress, why it
+failed.
 
     {"at":81.2,"doing":"writing the checkpoint of step 40","at_stake":"steps 31 to 40","silence_s":600.0}
     {"at":82.2,"beat":true}                       it got on with that
@@ -29,7 +30,7 @@ LAUNCHER_PIPE = "PELLUCID_LAUNCHER_PIPE"
 """Environment variable with the descriptor of the pipe to the launcher; see `describe_pipe`."""
 
 SILENCE_S = 10.0
-"""How long a process that says nothing about itself may take to end."""
+"""Seconds that a process that reports nothing may take to end."""
 
 DISK_SILENCE_S = 600.0
 """The same while it writes to disk: flushing gigabytes to a slow one shows no progress for minutes."""
@@ -38,7 +39,7 @@ SINK_SILENCE_S = 120.0
 """The same while trackers of metrics upload the rest; wandb gives up after 60 s."""
 
 EXIT_S = 10.0
-"""How long Python may take to exit once everything is closed: it joins threads, of environments too."""
+"""Seconds that Python may take to exit once everything is closed: it joins threads, of environments too."""
 
 _BEAT_EVERY_S = 1.0
 _BUSY_SHARE = 0.001
@@ -54,7 +55,7 @@ class Word(msgspec.Struct, frozen=True, omit_defaults=True):
 
     doing: str = ""
     at_stake: str = ""
-    """What is lost if the process is killed at it; "" if nothing is."""
+    """Loss if the process is killed during the activity, in words; "" if nothing is lost."""
 
     silence_s: float = SILENCE_S
     failed: str = ""
@@ -76,7 +77,7 @@ def say_failure(error: BaseException) -> None:
 
 @contextmanager
 def working(doing: str, *, at_stake: str = "", silence_s: float = SILENCE_S) -> Iterator[None]:
-    """Says so, and beats while this process computes or writes."""
+    """Context manager: reports the activity, and a beat as long as this process computes or writes."""
     if LAUNCHER_PIPE not in os.environ:
         yield
         return

@@ -36,7 +36,7 @@ class PellucidError(Exception):
     """Base of all errors raised on purpose; the command line prints them without a traceback."""
 
     exit_code: ClassVar[int] = 1
-    """Of a process that ends with it."""
+    """Exit code of a process that ends with this error."""
 
 
 class ConfigError(PellucidError):

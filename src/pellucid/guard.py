@@ -1,4 +1,4 @@
-"""Who may ask an HTTP server of ours, and the key of a run.
+"""Access rules of pellucid's HTTP servers, and the key of a run.
 
 Whatever listens on this machine is within reach of every page that a browser has open here, and of every
 user of the machine. So a server
@@ -72,7 +72,7 @@ def is_secret(shown: str, secret: str) -> bool:
 
 
 def server_key(run_dir: Path, key_file: Path | None) -> str:
-    """The key in `key_file`, else that of the run in this folder; a folder without one gets it."""
+    """Returns the key in `key_file`, else that of the run in this folder; makes one if there is none."""
     if key_file is not None:
         return read_key(key_file, "inference.key_file")
     path = run_dir / KEY_NAME
@@ -102,7 +102,7 @@ def _make_key(path: Path) -> None:
 
 
 def read_key(path: Path, setting: str) -> str:
-    """The key in a file; `setting` names the file in messages, which never show what is in it."""
+    """Reads a key; messages name the file by `setting` and never show its content."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):  # a pipe would make us wait

@@ -1,4 +1,4 @@
-"""Work beside the event loop, which goes on meanwhile, and the cores that there are for it.
+"""Pools of threads and processes for work beside the event loop, and the number of cores.
 
 Threads are for what waits, or computes outside Python; processes for what computes in Python, where threads
 would take turns with the event loop. What goes to a process and back is pickled. Nobody waits for work that
@@ -41,7 +41,7 @@ def num_cores(quota: Path | None = None) -> int:
 
 
 class Workers:
-    """They are started when they are first needed."""
+    """Threads or processes of one environment, started when they are first needed."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
@@ -59,7 +59,7 @@ class Workers:
             raise
 
     def close(self) -> None:
-        """Waits for nothing: what is still running has nobody to report to."""
+        """Kills processes, leaves threads to end by themselves, waits for none and drops their results."""
         if self._executor is None:
             return
         # Python joins its processes when it exits; one that never ends would keep it for ever.

@@ -54,7 +54,7 @@ class OrchestratorAlarms:
         self._random = random.Random(seed)
         self._first_tokens = MeanZeroTest(1.0, FIRST_TOKENS_TOLERANCE)
         self._draws: list[float] = []
-        """What the test has not been told yet."""
+        """Draws that have not been added to the test yet."""
 
         self._unrepeatable: set[str] = set()
 

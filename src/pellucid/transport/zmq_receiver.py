@@ -343,7 +343,7 @@ class ZmqReceiver:
                 self._inbox.stored.wait_for(lambda: self._spool.has(step), _WAIT_S)
 
     def _expect(self, step: int) -> None:
-        """Said once: every time it is said, the run's orchestrator is told."""
+        """Calls `Inbox.expect` once per step: each call sends a message to the run's orchestrator."""
         if self._expected != step:
             self._expected = step
             self._inbox.expect(self._run_id, step)
