@@ -1,4 +1,4 @@
-"""The base of every section: frozen, unknown keys refused, attribute docstrings are the help text."""
+"""Base of every section: frozen, unknown keys are refused, attribute docstrings are the help text."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ MAX_NAME = 200
 
 
 def is_name(text: str) -> bool:
-    """Whether it can be a part of a metric's name, a column of a table and a line of the console."""
+    """Returns whether a text can be part of a metric's name, of a table and of a line of the console."""
     return "/" not in text and text.isprintable() and len(text) <= MAX_NAME
 
 

@@ -1,4 +1,4 @@
-"""`pellucid render`: a run on many machines, as files for the scheduler that starts it."""
+"""`pellucid render`: files with which a scheduler starts a run on many machines."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,7 @@ from pellucid.config.commands import RLConfig
 
 class ClusterConfig(Section):
     scheduler: Literal["slurm", "kubernetes"]
-    """Whose files are written."""
+    """Scheduler whose files are written."""
 
     trainer_nodes: int = Field(default=1, ge=1)
     """Machines of the trainer; the orchestrator runs on the first."""

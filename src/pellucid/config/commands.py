@@ -1,7 +1,7 @@
 """The configuration of each command: shared keys on top, and the sections that the command reads.
 
 Shared keys fill the parts (`seq_len` fills `trainer.model.seq_len` and `inference.max_model_len`); a part
-that says something else is a conflict and an error, never a silent choice.
+that sets another value is a conflict and an error, never a silent choice.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _ROLLOUTS_PER_SLOT = 4  # some of them wait for their environment, or for a slot
 
 
 class RunConfig(Section):
-    """What every process of a run has to agree on."""
+    """Settings that all processes of a run share."""
 
     SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Shared key -> dotted keys of the parts that it fills."""
@@ -33,11 +33,11 @@ class RunConfig(Section):
     """Run folder; everything a run writes is below it."""
 
     clean_output_dir: bool = False
-    """Delete what an earlier run wrote into `output_dir` first. Without it, or `resume`, a used folder is
-    refused."""
+    """Delete the files of an earlier run in `output_dir` first. A used folder is refused without this or
+    `resume`."""
 
     resume: bool = False
-    """Go on with the run in `output_dir` from its newest checkpoint; an unused folder starts afresh. Wins
+    """Continue the run in `output_dir` from its newest checkpoint; in an unused folder, start a new run. Wins
     over `clean_output_dir`: nothing is deleted."""
 
     run_id: str | None = None
@@ -74,7 +74,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_name(self) -> "RunConfig":
-        """A trainer of many runs makes a folder by it."""
+        """Refuses names that cannot be a folder: a trainer of many runs makes one for each run."""
         name = self.run_name
         if is_name(name) and not name.startswith("."):
             return self
@@ -88,7 +88,7 @@ class RunConfig(Section):
 def _fill(
     data: Mapping[str, Any], path: list[str], value: Any, *, shared: str, done: str = ""
 ) -> dict[str, Any]:
-    """`data` with `value` at `path`; a part that already says something else is a conflict."""
+    """Returns `data` with `value` at `path`; raises ValueError if another value is there."""
     head, rest = path[0], path[1:]
     here = f"{done}{head}"
     filled = dict(data)
@@ -157,7 +157,7 @@ class OrchestratorRunConfig(RunConfig):
 
     @property
     def max_inflight_rollouts(self) -> int:
-        """`orchestrator.max_inflight_rollouts`, or what follows from the servers."""
+        """`orchestrator.max_inflight_rollouts`, or a number that follows from the servers' slots."""
         own = self.orchestrator
         if own.max_inflight_rollouts is not None:
             return own.max_inflight_rollouts
@@ -316,7 +316,7 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         return self
 
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
-        """This run as one of its processes sees it."""
+        """Returns the settings that one process of this run reads."""
         own = {name: _plain(getattr(self, name)) for name in kind.model_fields}
         return kind.model_validate({**own, **changes})
 
@@ -325,8 +325,8 @@ class VerifyModelConfig(ModelConfig):
     DEMO: ClassVar[str] = "demo"
 
     name: str = DEMO
-    """Hub name or local folder of a causal language model with its tokenizer; by default a tiny one that is
-    made on the spot."""
+    """Hub name or local folder of a causal language model with its tokenizer; by default a tiny one that
+    `verify` makes."""
 
 
 class VerifyOrchestratorConfig(OrchestratorConfig):
@@ -371,7 +371,7 @@ PARTS: Mapping[type[Section], str] = {
     OrchestratorRunConfig: "orchestrator",
     TrainerRunConfig: "trainer",
 }
-"""The processes of an rl run, and the section of each; each reads its own keys of the run's file."""
+"""Config of each process of an rl run, and its section; a process reads its own keys of the run's file."""
 
 
 class SFTConfig(TrainerRunConfig):

@@ -11,10 +11,10 @@ DEFAULT_SPLIT = "train"
 
 
 class DatasetConfig(Section):
-    """Where examples come from: a file, a folder, or the hub."""
+    """A source of examples: a file, a folder, or the hub."""
 
     KEY: ClassVar[str]
-    """Where it stands in the configuration, for messages."""
+    """Dotted key of this section, for messages."""
 
     path: Path | None = None
     """JSONL file, or folder of a data set: one that `save_to_disk` wrote, or Parquet or JSONL files. A folder
@@ -31,7 +31,7 @@ class DatasetConfig(Section):
 
     @property
     def part(self) -> tuple[str | None, str]:
-        """(subset, split), as they are read."""
+        """(subset, split), with the default split filled in."""
         return self.subset, self.split or DEFAULT_SPLIT
 
 
@@ -77,7 +77,7 @@ class DataConfig(DatasetConfig):
     """Examples per optimizer step."""
 
     validation: ValidationConfig | None = None
-    """Present: the loss on examples that are never trained on is measured now and then."""
+    """Present: the run measures the loss on examples that it never trains on."""
 
     @model_validator(mode="after")
     def _is_one_data_set(self) -> "DataConfig":
@@ -102,7 +102,7 @@ class DataConfig(DatasetConfig):
         return self
 
     def validation_source(self) -> ValidationConfig | None:
-        """The data set to validate on, with what it takes over from this one; None if there is none."""
+        """Returns the data set to validate on; None if examples are held out of this one, or none are."""
         held = self.validation
         if held is None or held.holds_out:
             return None

@@ -1,4 +1,4 @@
-"""What is wrong with a config, one line per problem: key, value, rule and remedy."""
+"""Explains the problems of a config, one line each: key, value, rule and remedy."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ Location = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a problem is: `('trainer', 'loss', 'custom', 'kwargs')` is the key `trainer.loss.kwargs`."""
+    """Place of a problem: `('trainer', 'loss', 'custom', 'kwargs')` is the key `trainer.loss.kwargs`."""
 
     path: Location
     sections: tuple[type[Section], ...]
-    """The sections that may stand here; none for a leaf."""
+    """Sections that the key may hold; none for a leaf."""
 
     @classmethod
     def find(cls, kind: type[Section], location: Location) -> "_Place":
@@ -50,7 +50,7 @@ class _Place:
 
     @property
     def settable(self) -> tuple[str, ...]:
-        """The part of the path that is a flag; what is inside a list is set with the list."""
+        """Part of the path that has a flag; keys inside a list are set with the list."""
         return tuple(map(str, takewhile(lambda part: isinstance(part, str), self.path)))
 
     def is_set(self, data: Any) -> bool:
@@ -62,7 +62,7 @@ class _Place:
 
 
 class Explainer:
-    """One line per problem: key, value, rule and remedy, in terms of the command's keys."""
+    """Explains problems in terms of one command's keys."""
 
     def __init__(self, kind: type[Section], prog: str) -> None:
         self.kind = kind
@@ -70,7 +70,7 @@ class Explainer:
         self.help = f"see `{prog} --help`"
 
     def unknown_words(self, words: Sequence[str]) -> list[str]:
-        """Lines for words that the command does not take; an unknown flag and its value share one."""
+        """Explains words that the command does not take; an unknown flag and its value share a line."""
         lines = []
         for previous, word in pairwise(["", *words]):
             if word.startswith("-"):
@@ -80,14 +80,14 @@ class Explainer:
         return lines
 
     def invalid(self, data: Mapping[str, Any], error: ValidationError) -> list[str]:
-        """Lines for values that validation refused; a part that a shared key filled does not repeat it."""
+        """Explains values that validation refused; the problem of a shared key is told once, not per part."""
         problems = error.errors(include_url=False)
         places = [_Place.find(self.kind, problem["loc"]) for problem in problems]
-        told = {_cause(p) for p, place in zip(problems, places, strict=True) if place.is_set(data)}
+        causes = {_cause(p) for p, place in zip(problems, places, strict=True) if place.is_set(data)}
         return [
             self._line(problem, place)
             for problem, place in zip(problems, places, strict=True)
-            if place.is_set(data) or _cause(problem) not in told
+            if place.is_set(data) or _cause(problem) not in causes
         ]
 
     def _line(self, problem: ErrorDetails, place: _Place) -> str:
@@ -148,7 +148,7 @@ class Explainer:
 
 
 def nearest(wanted: str, known: Sequence[str]) -> str | None:
-    """The known key most like `wanted`; one that ends in the same name is meant however far away it is."""
+    """Finds the known key most like `wanted`, preferring keys that end in the same name."""
     name = _last_name(wanted)
     same_name = [key for key in known if _last_name(key) == name]
     near = get_close_matches(wanted, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)

@@ -1,4 +1,4 @@
-"""Flags -> the nested keys that a file has, so that everything after it sees one kind of data.
+"""Turns flags into the nested keys that a file has, so that later steps see one kind of data.
 
 A command that is one part of a run takes the keys of its own section without their prefix, too:
 `pellucid inference --backend vllm` is `--inference.backend vllm`.
@@ -33,7 +33,7 @@ class Flags:
 
 
 class _CommandLine(BaseSettings):
-    """What a command line takes besides the command's config."""
+    """Flags and words of a command line besides the command's config."""
 
     # `_FlagSource` decodes: pydantic-settings doubles the backslashes of JSON strings inside lists.
     model_config = SettingsConfigDict(use_attribute_docstrings=True, enable_decoding=False)
@@ -43,7 +43,7 @@ class _CommandLine(BaseSettings):
     losses and the model's folder, instead of running; the exit code tells whether that works."""
 
     unknown: CliUnknownArgs
-    """Words that are no flag and no value of one."""
+    """Words that are neither a flag nor the value of one."""
 
 
 class _Parser(ArgumentParser):
@@ -53,7 +53,7 @@ class _Parser(ArgumentParser):
 
 class _FlagSource(CliSettingsSource[ArgumentParser]):
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """JSON as a value; broken JSON stays a string, which validation refuses by its whole key."""
+        """Decodes JSON; broken JSON stays a string, which validation refuses with its whole key."""
         if isinstance(value, list):  # the unknown words
             return value
         try:
@@ -72,7 +72,7 @@ def read_flags(kind: type[Section], words: Sequence[str], prog: str) -> Flags:
 
 
 def parser_of(kind: type[Section], *, prog: str) -> ArgumentParser:
-    """The parser of a command's flags, for pages that are made of it."""
+    """Makes the parser of a command's flags, for the pages that list them."""
     return _flag_source(kind, False, prog).root_parser
 
 
@@ -81,7 +81,7 @@ def flag_of(key: str) -> str:
 
 
 def _take_texts(kind: type[Section], words: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The values of flags that a tool takes several times, word for word, and the other words.
+    """Splits off the values of flags that a tool takes several times, word for word, from the other words.
 
     pydantic-settings would split them at commas, and take brackets for JSON.
     """
@@ -103,7 +103,7 @@ def _take_texts(kind: type[Section], words: Sequence[str]) -> tuple[dict[str, li
 
 
 def _with_section(kind: type[Section], word: str) -> str:
-    """`--backend` of `pellucid inference` with its section; other words as they are."""
+    """Adds the section to a flag such as `--backend` of `pellucid inference`; keeps other words."""
     section = PARTS.get(kind)
     if section is None or not word.startswith("--"):
         return word
@@ -117,7 +117,7 @@ def _with_section(kind: type[Section], word: str) -> str:
 
 
 def _flag_source(kind: type[Section], words: list[str] | Literal[False], prog: str) -> _FlagSource:
-    # Its fields come with their docstrings; pydantic would look for more in the source of every caller.
+    # Fields bring their docstrings along; pydantic would search the source of every caller for more.
     own: dict[str, Any] = {"use_attribute_docstrings": False}
     settings = create_model(kind.__name__, __base__=(_CommandLine, kind), __cls_kwargs__=own)
     return _FlagSource(

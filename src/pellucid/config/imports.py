@@ -1,4 +1,4 @@
-"""Objects named by `package.module:attribute` in a configuration."""
+"""Imports objects that a configuration names as `package.module:attribute`."""
 
 import importlib.util
 import inspect
@@ -18,11 +18,11 @@ _REMEDY = "write `package.module:name` of something installed, in the current fo
 
 
 def load_attribute(path: str, key: str) -> Any:
-    """What `path` names; `key` is the setting that holds it and is named in the refusal."""
+    """Imports the object that `path` names; errors name `key`, the setting that holds the path."""
     module, _, attribute = path.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except Exception as error:  # the path is wrong, or somebody's own module raises
+    except Exception as error:  # the path is wrong, or the user's module raises
         is_missing = isinstance(error, (ImportError, AttributeError)) and place_of(error) is None
         if is_missing:
             raise ConfigError(f"{key} = {path!r} cannot be imported: {error}; {_REMEDY}") from error
@@ -30,13 +30,13 @@ def load_attribute(path: str, key: str) -> Any:
 
 
 def load_function(path: str, kwargs: Mapping[str, Any], section: str) -> Callable[[Any], Any]:
-    """The function of `section`.import_path with `section`.kwargs; it takes its inputs as one argument."""
+    """Imports `section`.import_path and binds `section`.kwargs; the function takes one more argument."""
     function = load_attribute(path, f"{section}.import_path")
     if not callable(function):
         raise ConfigError(f"{section}.import_path = {path!r} is {function!r}; name a function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a function that is not written in Python
+    except ValueError:  # the function is not written in Python
         return partial(function, **kwargs)
     try:
         signature.bind(None, **kwargs)
@@ -56,14 +56,14 @@ def see_current_folder() -> None:
 
 
 def require_package(path: str, key: str) -> None:
-    """Refuses a path into a package that does not exist, without running any code of one that does."""
+    """Raises ConfigError if the package of a path does not exist; runs no code of the package."""
     package = path.partition(":")[0].partition(".")[0]
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise ConfigError(f"{key} = {path!r} cannot be imported: No module named {package!r}; {_REMEDY}")
 
 
 def describe(error: BaseException) -> str:
-    """`KeyError: 'answer' (envs/my_env.py:31)`: an error, and the line of somebody's own code behind it."""
+    """Describes an error and the line of user code it came from: `KeyError: 'answer' (envs/my_env.py:31)`."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
     place = place_of(error)
@@ -71,9 +71,9 @@ def describe(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str | None:
-    """`envs/my_env.py:31`: the line outside of pellucid that an error came from; None if there is none.
+    """Finds the line outside of pellucid that an error came from, `envs/my_env.py:31`; None if there is none.
 
-    A line in a library counts for the code that called it.
+    If the error came from a library, the line is that of the code that called it.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return _place(error.filename, error.lineno or 1)
@@ -83,13 +83,13 @@ def place_of(error: BaseException) -> str | None:
 
 
 def place_of_code(function: Callable[..., Any]) -> str | None:
-    """`envs/my_env.py:31`: where a function is written; None if that cannot be told."""
+    """Finds the line where a function is written, `envs/my_env.py:31`; None if it is unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else _place(code.co_filename, code.co_firstlineno)
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
-    """(file, line) from the outermost to the innermost; those of what caused the error come last.
+    """Lists (file, line) from the outermost to the innermost frame; frames of the cause come last.
 
     A worker process sends its traceback as the text of the cause.
     """
@@ -112,14 +112,14 @@ def _is_library(file: str) -> bool:
 
 
 def _is_foreign(file: str) -> bool:
-    """Whether a file is neither pellucid's, nor of Python's own library, nor a frozen module."""
+    """Returns whether a file is neither pellucid's, nor of the standard library, nor a frozen module."""
     path = Path(file)
     is_python = path.is_relative_to(_STDLIB) and not _is_library(file)
     return not (path.is_relative_to(_OWN_FOLDER) or is_python or file.startswith("<"))
 
 
 def _place(file: str, line: int) -> str:
-    """Relative to the current folder where the file is inside of it."""
+    """Writes `file:line`, relative to the current folder if the file is inside of it."""
     path = Path(file)
     here = Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"

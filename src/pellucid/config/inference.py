@@ -16,7 +16,7 @@ def _check_address(value: str) -> str:
 
 
 def base_url(host: str, port: int) -> str:
-    """`http://127.0.0.1:8000`, `http://[::1]:8000`."""
+    """Writes an address: `http://127.0.0.1:8000`, `http://[::1]:8000`."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -31,7 +31,8 @@ class VllmConfig(Section):
     """Compile nothing and capture no graphs: a quick start, slower decoding. Default: on a CPU only."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for keys and values; default: 1 GiB on a CPU, what `gpu_memory_utilization` leaves on a GPU."""
+    """Memory for keys and values; default: 1 GiB on a CPU; on a GPU, the memory that `gpu_memory_utilization`
+    leaves."""
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that vLLM may take. The trainer needs GPUs of its own, or most of the rest."""
@@ -69,7 +70,7 @@ class InferenceConfig(Section):
     `port`. Each is a `pellucid inference` with a `replica` of its own."""
 
     replica: int = Field(default=0, ge=0)
-    """Which of several servers of a run this is: it keeps metrics and ledger of its own."""
+    """Number of this server among several of a run; each keeps metrics and ledger of its own."""
 
     role: Literal["policy", "teacher"] = "policy"
     """`teacher`: the server of `orchestrator.teacher.model`, which `pellucid rl` starts; its metrics and
@@ -86,7 +87,8 @@ class InferenceConfig(Section):
 
     record_experts: bool | None = None
     """Answer `/inference/v1/generate` with the experts that each token was sent to; default: in `rl`, if
-    `trainer.enable_router_replay` needs them. A server on its own has to be told. For models with experts."""
+    `trainer.enable_router_replay` needs them. Set it for a server that you start on
+    its own. For models with experts."""
 
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default: all cores that the process may use (affinity, CPU limit of its
@@ -113,5 +115,5 @@ class InferenceConfig(Section):
 
     @property
     def label(self) -> str | int:
-        """What tells this server's files from those of the run's other servers; "" for the first."""
+        """Suffix that tells this server's files from those of the run's other servers; "" for the first."""
         return "teacher" if self.role == "teacher" else self.replica or ""

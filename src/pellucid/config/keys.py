@@ -1,4 +1,4 @@
-"""The shape of a config: its sections, their dotted keys, and what a table of them may leave out."""
+"""The shape of a config: its sections, their dotted keys, and the tags that a table may leave out."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
@@ -8,11 +8,11 @@ from pydantic.fields import FieldInfo
 from pellucid.config.base import Section
 
 TAG = "type"
-"""The key that selects the variant, in every tagged union."""
+"""Key that selects the variant in every tagged union."""
 
 
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections in an annotation: one, the variants of a tagged union, or those of a list's elements."""
+    """Lists the sections in an annotation: one, the variants of a tagged union, or a list's elements."""
     if isinstance(annotation, type):
         return (annotation,) if issubclass(annotation, Section) else ()
     return tuple(section for part in get_args(annotation) for section in sections_in(part))
@@ -28,7 +28,7 @@ def tag_of(variant: type[Section]) -> str:
 
 
 def dotted_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every dotted key, sections included; the elements of a list are written `section[].key`."""
+    """Yields every dotted key, sections included; keys in the elements of a list are `section[].key`."""
     for name, field in kind.model_fields.items():
         key = prefix + (field.alias or name)
         yield key
@@ -37,7 +37,7 @@ def dotted_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def complete(kind: type[Section], data: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` with required sections present, so that what they lack has a name, and with default tags."""
+    """Adds empty required sections, so that validation names their missing keys, and default tags."""
     done = dict(data)
     for name, field in kind.model_fields.items():
         sections = sections_in(field.annotation)

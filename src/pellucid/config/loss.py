@@ -1,4 +1,4 @@
-"""`[trainer.loss]`: what rl samples are trained with."""
+"""`[trainer.loss]`: the loss of rl samples."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,9 +11,9 @@ Reduction = Literal["token", "sequence", "group"]
 
 class _Loss(Section):
     reduction: Reduction = "token"
-    """What counts alike in the step's mean: every trainable token, every sequence whatever its length, or
-    every group whatever its size. Taken over the whole batch, so that packing and ranks cannot change it.
-    `gspo` has `sequence` by default."""
+    """Unit of the step's mean, each with the same weight: every trainable token, every sequence whatever its
+    length, or every group whatever its size. The mean is over the whole batch, so that packing and ranks
+    cannot change it. `gspo` has `sequence` by default."""
 
 
 class _RatioLoss(_Loss):
@@ -62,8 +62,8 @@ class GspoLossConfig(_RatioLoss):
     """With a positive advantage a token has no gradient once its sequence's ratio is above 1 + this."""
 
     reduction: Reduction = "sequence"
-    """What counts alike in the step's mean: every trainable token, every sequence whatever its length (that
-    is GSPO as published), or every group whatever its size."""
+    """Unit of the step's mean, each with the same weight: every trainable token, every sequence whatever its
+    length (that is GSPO as published), or every group whatever its size."""
 
 
 class IcepopLossConfig(_RatioLoss):

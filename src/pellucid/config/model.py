@@ -11,14 +11,14 @@ class LoraConfig(Section):
     """Train a low-rank adapter beside the frozen weights: W x + (alpha / rank) · B A x."""
 
     rank: int = Field(default=16, ge=1)
-    """Rows of A and columns of B: what an adapter can learn, and how large it is."""
+    """Rows of A and columns of B: a higher rank can learn more and makes a larger adapter."""
 
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that are set to 0 while it trains. The server never does, so trainer and
-    inference disagree by that much: leave it at 0 for rl."""
+    """Share of an adapter's inputs that are set to 0 in training. The server sets none to 0, so that dropout
+    adds to the mismatch: leave it at 0 for rl."""
 
     targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
@@ -35,4 +35,4 @@ class ModelConfig(Section):
     """Weights of the engine; `auto` is float32 on CPU and bfloat16 on GPU. The trainer keeps float32."""
 
     lora: LoraConfig | None = None
-    """Present: the weights stay as they are and a LoRA adapter is trained; it is what is published."""
+    """Present: the weights stay frozen, and the run trains and publishes a LoRA adapter."""

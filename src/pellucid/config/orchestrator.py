@@ -32,7 +32,7 @@ RESHAPING = frozenset(
         "min_tokens",
     }
 )
-"""Settings of other samplers that would draw from another distribution: refused for `OWN_DISTRIBUTION`."""
+"""Settings of other samplers that change the distribution; they are refused with `OWN_DISTRIBUTION`."""
 
 
 class SamplingConfig(Section):
@@ -46,10 +46,10 @@ class SamplingConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """Which environment, made how, and what it is called."""
+    """An environment, its arguments and its name."""
 
     KEY: ClassVar[str]
-    """Where it stands in the configuration, for messages."""
+    """Dotted key of this section, for messages."""
 
     id: str = Field(min_length=1)
     """A built-in environment (`arithmetic`, `calculator`, `reverse-text`), an import path
@@ -89,7 +89,7 @@ class EnvironmentConfig(Section):
 
 
 class EnvSamplingConfig(Section):
-    """What differs from `[orchestrator.sampling]`."""
+    """Settings of one environment that override `[orchestrator.sampling]`."""
 
     temperature: float | None = Field(default=None, gt=0)
     """Default: `orchestrator.sampling.temperature`."""
@@ -118,7 +118,7 @@ ROLLOUT_FIELDS = (
     "trajectory",
     "sampling_args",
 )
-"""Fields of every saved rollout, in order; what `state_columns` adds comes after them."""
+"""Fields of every saved rollout, in order; those of `state_columns` come after them."""
 
 _ALWAYS_SAVED = ("trajectory", "sampling_args")
 
@@ -127,20 +127,20 @@ class EnvConfig(EnvironmentConfig):
     KEY: ClassVar[str] = "orchestrator.env"
 
     weight: float = Field(default=1.0, gt=0)
-    """Share of the groups that come from this environment, relative to the others. Weights, and environments,
-    that change at a resume count from there on."""
+    """Share of the groups that come from this environment, relative to the others. You can change weights and
+    environments when you resume a run; they hold for the groups sampled from then on."""
 
     state_columns: tuple[str, ...] = ()
     """Fields of `Score.state` that are saved with each rollout, after `trajectory` and `sampling_args`, which
     always are. The name of any other field of a saved rollout (`reward`, `step`, …) is refused."""
 
     sampling: EnvSamplingConfig = EnvSamplingConfig()
-    """How completions are sampled in this environment, where that differs."""
+    """Sampling in this environment, where it differs from `[orchestrator.sampling]`."""
 
     @field_validator("state_columns")
     @classmethod
     def _columns_are_free(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Drops duplicates and what is saved anyway."""
+        """Refuses taken names; drops duplicates and columns that are always saved."""
         for column in value:
             if column in ROLLOUT_FIELDS and column not in _ALWAYS_SAVED:
                 raise ValueError(
@@ -151,7 +151,7 @@ class EnvConfig(EnvironmentConfig):
 
 
 class EvalConfig(EnvironmentConfig):
-    """Measures a policy version, and trains on nothing; see docs/evaluate.md."""
+    """An environment that measures policy versions and trains none; see docs/evaluate.md."""
 
     KEY: ClassVar[str] = "orchestrator.eval"
 
@@ -162,7 +162,7 @@ class EvalConfig(EnvironmentConfig):
     """Evaluate policy version 0, too: the model before any training."""
 
     num_examples: int = Field(default=64, ge=1)
-    """Examples, the same ones every time: those at 0, 1, … of a stream apart from any that trains."""
+    """Number of examples, the same ones every time: 0, 1, … of a stream that is not used for training."""
 
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy: the likeliest token. Above 0, completions are sampled."""
@@ -174,7 +174,7 @@ class EvalConfig(EnvironmentConfig):
     """Longest completion in tokens; default: `orchestrator.sampling.max_tokens`."""
 
     pass_reward: float = 1.0
-    """A rollout passes from this reward on, for pass@k."""
+    """Lowest reward with which a rollout passes, for pass@k."""
 
     @field_validator("rollouts_per_example")
     @classmethod
@@ -291,17 +291,17 @@ class OrchestratorConfig(Section):
     """Rollouts per optimizer step, counted after filtering. Groups are never cut."""
 
     token_batch_size: int | None = Field(default=None, ge=1)
-    """Instead of `batch_size`: tokens per optimizer step, prompts included. Groups are never cut. As many
-    groups are started as their expected length fills: that of the latest ones, and `inference.max_model_len`
-    a rollout until the first are back."""
+    """Instead of `batch_size`: tokens per optimizer step, prompts included. Groups are never cut. The
+    orchestrator starts as many groups as fill it at the length of the latest ones, or at
+    `inference.max_model_len` a rollout until the first are back."""
 
     rollouts_per_example: int = Field(default=8, ge=1)
     """Rollouts in a group."""
 
     max_inflight_rollouts: int | None = Field(default=None, ge=1)
     """Rollouts running at once; default: four for each sequence that the servers decode together
-    (`inference.max_concurrent` × servers), and at least a group. Requests beyond what the servers hold wait
-    in the orchestrator."""
+    (`inference.max_concurrent` × servers), and at least a group. Requests that the servers have no room for
+    wait in the orchestrator."""
 
     tasks_per_minute: float | None = Field(default=None, gt=0)
     """Rollouts started per minute at most; default: no limit."""
@@ -313,10 +313,11 @@ class OrchestratorConfig(Section):
     server_timeout_s: float = Field(default=120.0, gt=0)
     """A server whose `/health` does not answer for this long, or that has requests and samples, prefills and
     scores nothing for this long, is hung: it is left out, its requests go to the others, and it comes back
-    with the current weights. However long a completion takes, a server that gets on with it is not."""
+    with the current weights. A server that makes progress is never hung, however long a
+    completion takes."""
 
     max_retries: int = Field(default=0, ge=0)
-    """How often a rollout that failed is attempted again before its group goes on without it."""
+    """Further attempts at a failed rollout before its group goes on without it."""
 
     retry_backoff_s: float = Field(default=1.0, ge=0)
     """Pause before the first retry; it doubles with each further one."""
@@ -339,7 +340,8 @@ class OrchestratorConfig(Section):
 
     max_signalless_groups: int = Field(default=4096, ge=1)
     """Groups in a row that gave nothing to train on, mostly for equal rewards, before the run stops: a task
-    that is solved, or too hard, must not sample for ever. Large, because late in a run most groups may be."""
+    that is solved, or too hard, must not sample for ever. The default is large because most
+    groups may be like that late in a run."""
 
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled."""
@@ -348,8 +350,8 @@ class OrchestratorConfig(Section):
     """How rewards become advantages, group by group."""
 
     filter: tuple[FilterConfig, ...] = ()
-    """Functions that leave rollouts out; in TOML one `[[orchestrator.filter]]` table each. What they remove
-    is counted as `filtered` in the ledger."""
+    """Functions that leave rollouts out; in TOML one `[[orchestrator.filter]]` table each. The ledger counts
+    the tokens that they remove as `filtered`."""
 
     teacher: TeacherConfig | None = None
     """Present: the policy learns from another model, too, or from it alone."""
@@ -387,7 +389,7 @@ class OrchestratorConfig(Section):
 
     @model_serializer(mode="wrap")
     def _with_one_batch_size(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out the default of `batch_size` where tokens are counted: both are refused."""
+        """Leaves `batch_size` out if `token_batch_size` is set: reading both back would be refused."""
         values: dict[str, Any] = dump(self)
         if self.token_batch_size is not None:
             values.pop("batch_size", None)

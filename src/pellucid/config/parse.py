@@ -28,15 +28,15 @@ T = TypeVar("T", bound=Section)
 
 @dataclass(frozen=True)
 class Parsed(Generic[T]):
-    """A command line as understood."""
+    """The result of parsing a command line."""
 
     config: T
     dry_run: bool
-    """Print the config instead of running."""
+    """Whether to print the config instead of running."""
 
 
 def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> Parsed[T]:
-    """The config that `argv` (without program and command) asks for; `prog` names the command in messages."""
+    """Reads the config from `argv` (without program and command); `prog` names the command in messages."""
     paths, words = _split_files(argv)
     flags = read_flags(kind, words, prog)
     explain = Explainer(kind, prog)
@@ -56,7 +56,7 @@ def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> Parsed[T]:
 
 
 def _split_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`@ FILE` and `@FILE` apart from the other words; an `@` with nothing after it is an empty path."""
+    """Splits `@ FILE` and `@FILE` off the other words; an `@` with nothing after it is an empty path."""
     paths: list[str] = []
     words: list[str] = []
     rest = list(argv)
@@ -72,7 +72,7 @@ def _split_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _read_files(paths: Iterable[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The tables of all readable files, and one line for each of the others."""
+    """Reads the tables of all files; also returns one line for each that cannot be read."""
     tables: list[dict[str, Any]] = []
     problems: list[str] = []
     for path in paths:
@@ -100,7 +100,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _without_other_parts(kind: type[Section], table: dict[str, Any]) -> dict[str, Any]:
-    """One file serves all parts of a run: keys of `pellucid rl` that this part does not read are left out."""
+    """Leaves out keys of `pellucid rl` that this part does not read: one file serves all parts of a run."""
     foreign = RLConfig.model_fields.keys() - kind.model_fields.keys() if kind in PARTS else set()
     return {key: value for key, value in table.items() if key not in foreign}
 

@@ -1,14 +1,14 @@
-"""`[recorded]` of `configs/trainer.toml`: a run that another trainer trained and pellucid only recorded."""
+"""`[recorded]` of `configs/trainer.toml`: marks a run that another trainer trained and pellucid recorded."""
 
 from pellucid.config.base import Section
 
 
 class RecordedConfig(Section):
     by: str = ""
-    """The trainer, and its version."""
+    """Name and version of that trainer."""
 
     no_loss: str = ""
-    """Why there is no `[trainer.loss]`: what of that trainer's loss none of the built-in ones does."""
+    """Reason why there is no `[trainer.loss]`: the part of that trainer's loss that no built-in loss has."""
 
     no_sum: str = ""
-    """Why the loss that it optimised is not the mean of its tokens' losses."""
+    """Reason why the loss that it optimised is not the mean of its tokens' losses."""

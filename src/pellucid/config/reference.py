@@ -1,4 +1,4 @@
-"""The configuration as a page: every key of every command, with its default and its docstring.
+"""Writes the configuration page: every key of every command, with its default and its docstring.
 
 python -m pellucid.config.reference > docs/configuration.md
 """
@@ -22,7 +22,7 @@ or as flags (`--trainer.optim.lr 3e-4`); flags win. `--dry-run` prints the confi
 
 
 def reference() -> str:
-    """The whole page, in Markdown."""
+    """Writes the whole page, in Markdown."""
     parts = {"Top level of `pellucid rl`": _rows(RLConfig), "Top level of `pellucid sft`": _rows(SFTConfig)}
     for kind in (RLConfig, SFTConfig):
         parts |= dict(_sections(kind, ""))
@@ -34,7 +34,7 @@ def reference() -> str:
 
 
 def _sections(kind: type[BaseModel], path: str) -> Iterator[tuple[str, list[str]]]:
-    """(title, rows) of every section below `kind`; each variant of a tagged union is one of its own."""
+    """Yields (title, rows) of every section below `kind`; each variant of a tagged union is a section."""
     for name, field in kind.model_fields.items():
         models = list(_models(field.annotation))
         for model in models:
@@ -52,7 +52,7 @@ def _rows(kind: type[BaseModel]) -> list[str]:
 
 
 def _literal(model: type[BaseModel]) -> str:
-    """The tag of a variant, as TOML writes it."""
+    """Writes the tag of a variant as TOML does."""
     return json.dumps(get_args(model.model_fields["type"].annotation)[0])
 
 

@@ -1,4 +1,4 @@
-"""A config as TOML, so that reading it back gives an equal config.
+"""Writes a config as TOML, so that reading it back gives an equal config.
 
 TOML has no null: a key that is None is left out, and None is the default of every key that may be None.
 Inside free-form tables (`kwargs`, `args`), where leaving a key out would change its meaning, None is refused.
@@ -20,16 +20,16 @@ def to_toml(config: Section) -> str:
 
 
 def save(config: Section, path: Path) -> None:
-    """Write `config` to `path`, whole or not at all."""
+    """Writes `config` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)  # a link that somebody put there would be followed
+    partial.unlink(missing_ok=True)  # or a link that is there would be followed
     partial.write_text(to_toml(config), encoding="utf-8")
     os.replace(partial, path)
 
 
 def _plain(value: Any, key: str = "") -> Any:
-    """`value` in the types that TOML knows."""
+    """Converts `value` to the types that TOML has."""
     match value:
         case Mapping():
             return {name: _plain(item, f"{key}.{name}".removeprefix(".")) for name, item in value.items()}

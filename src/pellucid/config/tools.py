@@ -1,4 +1,4 @@
-"""Settings of the commands that read what a run left behind, and of `env` and `keys`."""
+"""Settings of the commands that read a finished run, and of `env` and `keys`."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +50,7 @@ class ViewSettings(Section):
     """Mismatch KL that is drawn deepest; default: the 95th percentile of trainable tokens, at least 0.05."""
 
     host: str = "127.0.0.1"
-    """Address to serve at. Any other than this machine's own needs the token of the printed address."""
+    """Address to serve at. Beyond loopback, readers need the token of the printed address."""
 
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port to serve at; default: 7357, or a free one where that is taken."""
@@ -69,8 +69,8 @@ class LedgerSettings(Section):
     """A column per environment and run, a column per run, or a line per step."""
 
     rollout: str | None = None
-    """Tell the story of this rollout instead (`rollout_id`, as in saved rollouts and exports), or of every
-    rollout of this group: what it sampled, what became of it, and why its tokens did or did not train."""
+    """Show the history of this rollout instead (`rollout_id`, as in saved rollouts and exports), or of every
+    rollout of this group: its tokens, its outcome, and why its tokens did or did not train."""
 
     audit: bool = True
     """Compare the rollouts that were dropped with those that were kept, and warn where they differ beyond
@@ -81,7 +81,7 @@ class LedgerSettings(Section):
 
 
 class ReplaySettings(Section):
-    """`pellucid replay`: compute again what a run recorded of its tokens, or what other settings would do."""
+    """`pellucid replay`: recompute what a run recorded of its tokens, or what other settings would do."""
 
     run: CliPositionalArg[Path]
     """Run folder with token exports, or exports alone."""
@@ -90,15 +90,15 @@ class ReplaySettings(Section):
     """Step to replay; default: every step that is finished."""
 
     sequence: int | None = Field(default=None, ge=0)
-    """One record of the step, by its place in the order of ranks and indices: shown token by token."""
+    """Show one record of the step token by token; records count from 0 in the order of ranks and indices."""
 
     changes: tuple[str, ...] = Field(default=(), alias="set")
-    """What if: `trainer.loss.KEY=VALUE` or `orchestrator.advantage.KEY=VALUE`, repeated for several. Masks
-    and losses under it are put beside the recorded ones; logprobs stay as they were."""
+    """Change a setting: `trainer.loss.KEY=VALUE` or `orchestrator.advantage.KEY=VALUE`, repeated for several.
+    Shows masks and losses under it beside the recorded ones; logprobs stay as they were."""
 
     weights: bool = False
-    """Recompute the trainer's logprobs, too, of steps whose weights are still there. It loads the model that
-    the run's settings name, and the run's weights and checkpoints; no code that they bring is run."""
+    """Recompute the trainer's logprobs, too, of steps whose weights are still on disk. Loads the model that
+    the run's settings name, and the run's weights and checkpoints; runs no code that they bring."""
 
     trust_code: bool = False
     """Import and run the Python code that the run's settings name: a custom loss, a custom advantage."""
@@ -117,7 +117,7 @@ class KeysSettings(Section):
     """`pellucid keys`: make CurveZMQ keys for batches that leave the machine."""
 
     folder: CliPositionalArg[Path]
-    """Folder to write the keys of trainer and orchestrator to; what is there is never replaced."""
+    """Folder to write the keys of trainer and orchestrator to; existing files are never replaced."""
 
 
 class EnvSettings(Section):
@@ -133,7 +133,7 @@ class EnvSettings(Section):
     `verifiers:TASKSET`."""
 
     args: dict[str, Any] = Field(default={})
-    """What the environment is made with, as in `orchestrator.env.args`; JSON."""
+    """Keyword arguments for the environment, as in `orchestrator.env.args`; JSON."""
 
     num_examples: int = Field(default=3, ge=1)
     """Examples to attempt."""
@@ -145,8 +145,8 @@ class EnvSettings(Section):
     """Rollouts of each example; default: 1, or 2 where rewards compare the members of a group."""
 
     reply: tuple[str, ...] = ()
-    """What the model is made to reply, repeated for several: they are given in this order, one per turn, over
-    all rollouts, and from the first again after the last."""
+    """Reply to give instead of a model's, repeated for several. Each turn of any rollout takes the next one;
+    after the last, the first again."""
 
     replies: Path | None = None
     """File with such replies: one per line, as JSON strings if it ends in `.jsonl`."""

@@ -51,25 +51,26 @@ class SchedulerConfig(Section):
 
 
 class CkptConfig(Section):
-    """Where a run can be resumed from. One is also written after the last step, and when a run is stopped."""
+    """Checkpoints, to resume a run from. One is also written after the last step and when a run stops."""
 
     interval: int = Field(default=50, ge=1)
     """Steps between two checkpoints. Batches stay on disk until every kept checkpoint covers them, so that
     the steps after one are trained again instead of being sampled again."""
 
     keep_last: int = Field(default=2, ge=1)
-    """Checkpoints kept on disk; older ones are deleted. A damaged one is passed over for the one before."""
+    """Checkpoints kept on disk; older ones are deleted. If the newest is damaged, `--resume` takes the one
+    before."""
 
     asynchronous: bool = False
-    """Write checkpoints beside the training that goes on, from a copy of the state in the machine's memory.
-    Batches that one covers stay until it is complete."""
+    """Write checkpoints in a thread while training goes on, from a copy of the state in CPU memory. Batches
+    that a checkpoint covers stay until it is complete."""
 
 
 class ProfileConfig(Section):
-    """Where the time of a step goes: `profiles/step_N.rank_R.json`, for chrome://tracing or Perfetto."""
+    """Profiles of some steps: `profiles/step_N.rank_R.json`, for chrome://tracing or Perfetto."""
 
     first_step: int = Field(default=1, ge=0)
-    """The first step that is profiled; step 0 has the costs of starting in it."""
+    """First step that is profiled; step 0 includes the costs of starting."""
 
     num_steps: int = Field(default=1, ge=1)
     """Steps that are profiled, each into a file of its own. Profiling slows them down."""
@@ -96,12 +97,12 @@ class TokenExportConfig(Section):
     size and read much faster; needs `pip install 'pellucid[export]'`."""
 
     columns: ExportColumns = "all"
-    """`essential` leaves out what follows from other columns (ratios, mismatch KL, positions, rewards per
-    token): half the size. `pellucid` derives them when it reads; tools of others do not."""
+    """`essential` leaves out columns that follow from others (ratios, mismatch KL, positions, rewards per
+    token): half the size. `pellucid` derives them when it reads; other tools do not."""
 
     own_process: bool = True
     """A process beside each rank's trainer encodes and writes (about 60 MB). `false`: a thread of the trainer
-    does, which holds Python's lock meanwhile and so keeps training waiting."""
+    does, and training waits while it holds Python's lock."""
 
     @model_validator(mode="after")
     def _path_ends_as_format_says(self) -> "TokenExportConfig":
@@ -119,7 +120,7 @@ class ExperimentalConfig(Section):
 
 
 class FakeDataConfig(Section):
-    """Samples of random tokens instead of an orchestrator's, to see how fast and how large a model trains."""
+    """Samples of random tokens instead of an orchestrator's, to measure speed and memory of training."""
 
     batch_size: int = Field(default=8, ge=1)
     """Samples per optimizer step. Each has `trainer.model.seq_len` tokens and is a micro batch of its own."""
@@ -135,7 +136,7 @@ class ManyRunsConfig(Section):
     with `trainer.join`, and leave, while the others go on."""
 
     max_runs: int = Field(default=4, ge=1)
-    """Runs that are trained at a time: adapters that are made at the start. Further ones wait for a place."""
+    """Runs that are trained at a time; the trainer makes as many adapters at its start. Further runs wait."""
 
     stay: bool = True
     """Wait for further runs when all are done; otherwise the trainer ends then."""
@@ -150,11 +151,11 @@ class TrainerConfig(Section):
     the gradient. A longer sample gets a micro batch alone."""
 
     pad_to_multiple_of: int = Field(default=1, ge=1)
-    """Micro batches are padded to a multiple of this many tokens, with a sequence that has no loss; 1: not at
-    all. Has to divide the tokens of a micro batch."""
+    """Micro batches are padded to a multiple of this many tokens, with a sequence that has no loss; 1: no
+    padding. Has to divide the tokens of a micro batch."""
 
     data: TrainerDataConfig = TrainerDataConfig()
-    """Where batches come from, if not from an orchestrator."""
+    """Source of batches, if not an orchestrator."""
 
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
@@ -177,11 +178,11 @@ class TrainerConfig(Section):
     """Compute the common prompt of a group's members once; values and gradients stay the same."""
 
     enable_router_replay: bool = False
-    """For models with experts: send each token to those that the engine sent it to, weighed by the trainer's
+    """For models with experts: send each token to the experts that the engine chose, weighed by the trainer's
     own router. Fills `inference.record_experts` of `rl`. Samples without routed experts are refused."""
 
     many_runs: ManyRunsConfig | None = None
-    """Present: `pellucid trainer` serves the runs that join it, instead of one of its own."""
+    """Present: `pellucid trainer` trains the runs that join it, and has no run of its own."""
 
     join: Path | None = None
     """`output_dir` of a trainer with `many_runs`: this run is trained there, with an adapter of its own."""
@@ -208,7 +209,7 @@ class TrainerConfig(Section):
         return self.micro_batch_max_tokens or self.model.seq_len
 
     def check_num_processes(self, num_processes: int) -> None:
-        """Whether so many processes can share the work in the way that is asked for."""
+        """Raises ConfigError if `num_processes` does not fit `dp_replicate`, `cp` or `num_processes`."""
         replicate, cp = self.model.dp_replicate, self.model.cp
         if num_processes % (replicate * cp):
             raise ConfigError(

@@ -11,7 +11,8 @@ from pellucid.guard import is_loopback
 
 class BaseTransportConfig(Section):
     hwm: int = Field(default=8, ge=1)
-    """High-water mark: batches that may wait for the trainer; then sending waits. Above `max_async_level`."""
+    """High-water mark: batches that may wait for the trainer before sending blocks. Has to exceed
+    `max_async_level`."""
 
     compression: Literal["none", "zstd"] = "none"
     """`none`: columns as they are, decoded without copying; `zstd`: about 40 % smaller, for slow links."""
