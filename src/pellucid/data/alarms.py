@@ -1,6 +1,6 @@
-"""Alarms of a run as `metrics/alarms.jsonl` has them: a line each, written once per process that rang it.
+"""Alarms of a run in `metrics/alarms.jsonl`: each process writes a line when one of its alarms first rings.
 
-The file may be anybody's: a line that is no alarm is reported and left out, whatever it holds.
+The file is not trusted: lines that are no alarms are reported and left out.
 """
 
 import logging
@@ -18,10 +18,10 @@ from pellucid.errors import DataError
 logger = logging.getLogger(__name__)
 
 CHANCE = 1e-6
-"""The probability that a test rings in a sound run, in all of its steps together."""
+"""Probability that a test rings in a sound run, over all of its steps."""
 
 MAX_ALARMS = 32
-"""Alarms that are read of a run; there are fewer kinds."""
+"""Most alarms that are read of a run; there are fewer kinds."""
 
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Words = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -31,29 +31,29 @@ _Step = Annotated[int, msgspec.Meta(ge=0, lt=10**15)]
 class Alarm(msgspec.Struct, frozen=True, kw_only=True):
     name: _Name
     step: _Step
-    """At which it rang first; of the orchestrator's, the step of the batch that was being sampled."""
+    """Step at which the alarm first rang; for the orchestrator's, the step of the batch being sampled."""
 
     statistic: _Words
-    """What is measured, in words."""
+    """Name of the measured quantity, in words."""
 
     value: float | None
-    """None in a file: a number that is not finite."""
+    """Measured value; a number that is not finite is None in the file."""
 
     threshold: float
     p_value: float | None = None
-    """None: it is no test, and nothing of it is due to chance."""
+    """Probability of such a value by chance; None for an alarm that chance cannot ring."""
 
     example: _Words = ""
-    """The first one that was seen."""
+    """First occurrence, such as a rollout or a tensor."""
 
     causes: _Words
-    """What brings this about, and what to do."""
+    """Possible causes, and what to do."""
 
     def line(self) -> str:
         return _one_line(f"ALARM {self.name} at step {self.step}: {self.finding()}. {self.causes}")
 
     def finding(self) -> str:
-        """What was seen, against which threshold."""
+        """Describes the value, its threshold and the first occurrence."""
         p_value = "" if self.p_value is None else f", p = {self.p_value:.2g} < {CHANCE:g}"
         value = "not finite" if self.value is None or not math.isfinite(self.value) else f"{self.value:.4g}"
         example = f"; first seen: {self.example}" if self.example else ""
@@ -77,9 +77,9 @@ def as_alarm(line: bytes) -> Alarm | None:
 
 
 def read_alarms(output_dir: Path, report: Callable[[str], object] = logger.warning) -> list[Alarm]:
-    """Reads the alarms of a run, each at its first ring: a resumed run rings again what was not put right.
+    """Reads the alarms of a run, each at its first ring: a resumed run rings again if the cause remains.
 
-    `report` is told what cannot be read.
+    Calls `report` with lines that cannot be read.
     """
     path = alarms_path(output_dir)
     first: dict[str, Alarm] = {}

@@ -1,4 +1,4 @@
-"""Every column of a token table, declared once: dtype, fill, where it is stored, how it is encoded.
+"""Declares every column of a token table once: dtype, fill, axis and encoding.
 
 Everything that handles tables (samples, packing, wire, tensors, export) loops over this registry and
 never names a column, so that a new column costs one line here, its producer and its consumer.
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Axis(StrEnum):
-    """The axis a column lives on: one entry per token, per sampled token, or per sequence."""
+    """Axis of a column: one entry per token, per sampled token, or per sequence."""
 
     TOKENS = "tokens"
     SAMPLED = "sampled"
@@ -20,13 +20,13 @@ class Axis(StrEnum):
 
 
 class Encoding(StrEnum):
-    """How the values of a sequence become bytes."""
+    """Encoding of a sequence's values as bytes."""
 
     RAW = "raw"
-    """One value after the other."""
+    """Values one after the other."""
 
     SPANS = "spans"
-    """Masks: start and length of every run of True; bits where those are smaller."""
+    """Start and length of every run of True, for masks; bits where those are smaller."""
 
     RUNS = "runs"
     """Value and length of every run of equal values; raw where that is smaller."""
@@ -45,7 +45,7 @@ RoleSpans = list[tuple[str, int, int]]
 @dataclass(frozen=True, slots=True)
 class Column:
     dtype: type
-    """numpy scalar type, or `object` for what is not a number (per sequence only)."""
+    """numpy scalar type, or `object` for values that are no numbers (per sequence only)."""
 
     fill: Any
     """Value of padding, of tokens outside a sampled-only column, and of sequences that lack the column."""
@@ -58,13 +58,13 @@ class Column:
     """Per-sequence column that gives every token its value where this one is absent."""
 
     shares_prompts: bool = False
-    """The members of a group have the same values for their common prompt, which then travel once."""
+    """Whether members of a group have equal values on their common prompt, which are then sent once."""
 
     dims: tuple[str, ...] = ()
-    """What an entry holds, if not a single number."""
+    """Names of the dimensions of an entry; empty for a single number."""
 
     narrow: type | None = None
-    """A smaller dtype that is used where every value fits."""
+    """Smaller dtype that is used if every value fits."""
 
     holds: Any = None
     """Type of the values of an `object` column."""

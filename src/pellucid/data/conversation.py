@@ -1,12 +1,12 @@
-"""What the turns of one conversation share: each stores only what it adds.
+"""Token storage that the turns of a conversation share: each turn stores only the tokens that it adds.
 
     line of tokens    a b X Y c Z              blocks    user assistant tool
     turn 0            a b|X Y                            0:2  2:…
     turn 1            a b X Y c|Z                        0:2  2:4  4:5  5:…
 
-A turn that goes on from the end of a line makes it longer. One that goes on from anywhere else, because the
-conversation went on already in another way, starts a line of its own with a copy. So the lines of a rollout
-hold about what its samples will.
+A turn that continues the end of a line extends it. A turn that continues from an earlier token, because
+another turn has extended the line already, starts a new line with a copy. So the lines of a rollout hold
+about as many tokens as its samples will.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ RoleSpan = tuple[str, int, int]
 
 
 class _Growing:
-    """An array that grows at its end, by a sixteenth at least, so that a value costs a constant."""
+    """An array that grows at its end, by a sixteenth at least, so that appending is O(1) on average."""
 
     __slots__ = ("_buffer", "size")
 
@@ -32,7 +32,7 @@ class _Growing:
         size = self.size + len(values)
         dtype = np.result_type(self._buffer, values)
         if size > len(self._buffer) or dtype != self._buffer.dtype:
-            # Views of the old buffer stay valid: what they show never changes.
+            # Views of the old buffer stay valid: their values never change.
             grown = np.empty(size if not self.size else size + size // 16, dtype)
             grown[: self.size] = self._buffer[: self.size]
             self._buffer = grown
@@ -46,7 +46,7 @@ class _Growing:
 
 
 class TokenLine:
-    """The token ids of a conversation, and the logprobs of those that its turns sampled."""
+    """Token ids of a conversation, and logprobs of its sampled tokens."""
 
     __slots__ = ("_ids", "_logprobs")
 
@@ -74,7 +74,7 @@ class TokenLine:
 
 
 class BlockLine:
-    """The blocks of a conversation before its last reply, which is open as long as that may go on."""
+    """Blocks of a conversation before its last reply; the reply is left out because it may still grow."""
 
     __slots__ = ("_bounds", "_roles")
 
@@ -95,7 +95,7 @@ class BlockLine:
 
 
 def _as_ids(values: Sequence[int]) -> NDArray[np.integer[Any]]:
-    """What does not fit is kept as it is, to be rejected as a sample with its tokens in the books."""
+    """Converts to uint32; keeps ids that do not fit, so that the sample is rejected and still counted."""
     try:
         return np.array(values, np.uint32)
     except OverflowError:

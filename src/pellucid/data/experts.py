@@ -1,4 +1,4 @@
-"""The experts of a sequence, from what was recorded of its turns.
+"""Joins the experts of a sequence from the records of its turns.
 
     turn 0    a b X Y               prompt a b, completion X Y     recorded: a b X
     turn 1    a b X Y c Z W         prompt a b X Y c               recorded: a b X Y c Z
@@ -6,9 +6,9 @@
     experts   0 0 0 1 1 1 1         whose record each token's experts are from
 
 A token has the experts of the turn that computed it first: those gave the logprobs of the tokens sampled in
-that turn. The last token of a turn was sampled and never computed, so the following turn has its experts. The
-last of all has none: it repeats those of the token before it, which changes nothing, because it predicts no
-token and no other token sees it.
+that turn. The last token of a turn was sampled and never computed, so its experts are in the following turn.
+The last token of all has none. It repeats those of the token before it, which changes nothing: it predicts no
+token, and no other token attends to it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from pellucid.data.packed import PackedArray
 
 
 class RecordedExperts(NamedTuple):
-    """The record of a turn, from one of its tokens on; earlier ones are in that of the turn before."""
+    """Experts of a turn's tokens from `start` on; those of earlier tokens are in the record `before`."""
 
     packed: PackedArray
     """[tokens, layers, top_k]."""
@@ -33,7 +33,7 @@ class RecordedExperts(NamedTuple):
     def of(
         cls, recorded: PackedArray | None, before: "RecordedExperts | None" = None
     ) -> "RecordedExperts | None":
-        """A whole record, as a server gives it; what is in `before` is not kept twice."""
+        """Makes a record from a server's, which covers all tokens; tokens in `before` are not kept twice."""
         if recorded is None or before is None:
             return None if recorded is None else cls(recorded)
         return cls(PackedArray.pack(recorded.array()[before.stop :]), before.stop, before)
@@ -43,7 +43,7 @@ class RecordedExperts(NamedTuple):
         return self.start + len(self.packed)
 
     def rows(self, first: int) -> list[NDArray[np.integer[Any]]]:
-        """The experts of the tokens from `first` on, in pieces."""
+        """Returns the experts of the tokens from `first` on, in pieces."""
         pieces = [self.packed.array()[max(first - self.start, 0) :]]
         record = self
         while first < record.start and record.before is not None:
@@ -53,7 +53,7 @@ class RecordedExperts(NamedTuple):
 
 
 def join_experts(turns: Sequence[RecordedExperts | None]) -> NDArray[np.integer[Any]] | None:
-    """[tokens, layers, top_k] of the sequence that these turns make up; None where one has no record."""
+    """Joins the experts of a sequence's turns, [tokens, layers, top_k]; None if a turn has no record."""
     parts: list[NDArray[np.integer[Any]]] = []
     num_known = 0
     for recorded in turns:

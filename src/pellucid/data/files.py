@@ -1,8 +1,8 @@
-"""Files that are whole or not there, also on a disk that is full or after a power failure.
+"""Writes files that are whole or do not exist, also on a full disk or after a power failure.
 
-What was written survives the end of its process at once, and that of its machine once it is synced: `sync`
-for content, `replace_file(…, durable=True)` for a name. Whoever writes two things in an order that matters
-syncs the first before the second becomes visible.
+Written data survives the end of its process at once, and that of its machine once it is synced: by `sync` for
+content, by `replace_file(…, durable=True)` for a name. If the order of two writes matters, sync the first
+before the second becomes visible.
 """
 
 import errno
@@ -20,14 +20,14 @@ from pellucid.errors import DataError, DiskError
 _PART_BYTES = 1 << 24
 
 MAX_WHOLE_BYTES = 1 << 28
-"""Files that are read whole (settings, indices, links) are smaller by orders of magnitude."""
+"""Largest file that is read whole; settings, indices and links are smaller by orders of magnitude."""
 
 MAX_LINE_BYTES = 1 << 26
-"""Lines of journals, metrics and saved rollouts are shorter by orders of magnitude."""
+"""Longest line; those of journals, metrics and saved rollouts are shorter by orders of magnitude."""
 
 
 def read_whole(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
-    """The content of a file that is small by its nature; anything else under its name is a DataError."""
+    """Reads a file that is small by its nature; raises DataError if it is larger, or no file."""
     require_file(path)
     if (num_bytes := path.stat().st_size) > max_bytes:
         raise DataError(f"{path} has {num_bytes:,} bytes; such a file has at most {max_bytes:,}")
@@ -35,10 +35,10 @@ def read_whole(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
 
 
 def require_file(path: Path) -> None:
-    """Refuses what is there and is no file: to open a pipe would wait for somebody who writes into it."""
+    """Raises DataError if the path exists and is no file: opening a pipe would wait for a writer."""
     try:
         is_other = path.exists() and not path.is_file()
-    except OSError as error:  # links that lead to each other
+    except OSError as error:  # a cycle of links
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if is_other:
         kind = "a folder" if path.is_dir() else "a pipe, socket or device"
@@ -46,7 +46,7 @@ def require_file(path: Path) -> None:
 
 
 def require_own(path: Path) -> None:
-    """Refuses to change a file that a link leads to: it may be anybody's."""
+    """Raises DataError if the path, or its folder, is a link: the file behind it may belong to anybody."""
     require_file(path)
     for each in (path.parent, path):
         if each.is_symlink():
@@ -65,9 +65,9 @@ def open_lock(path: Path) -> IO[str]:
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of a JSONL file from byte `start` on; nothing if it does not exist.
+    """Yields (number, line) of a JSONL file from byte `start` on; nothing if it does not exist.
 
-    Only the last line may lack its end: it is being written, or its writer died.
+    Only the last line may be incomplete: it is being written, or its writer died.
     """
     require_file(path)
     if not path.exists():
@@ -85,16 +85,16 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 def replace_file(
     path: Path, content: bytes | Iterable[bytes], *, durable: bool = False, keep_as: Path | None = None
 ) -> None:
-    """A reader sees the file as it was or as it shall be; a killed writer leaves it as it was.
+    """Replaces a file atomically: a reader sees the old or the new content; a killed writer leaves the old.
 
-    `durable`: also a machine that loses power leaves one of the two, and the new one once this returns.
-    `keep_as`: what the file was is there from then on; killed in between, it is there only.
+    With `durable`, that also holds after a power failure, and the new content is safe once this returns.
+    With `keep_as`, the old content moves to that path; if the process is killed in between, it is only there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
         try:
-            partial.unlink(missing_ok=True)  # of a killed writer, or a link that somebody put there
+            partial.unlink(missing_ok=True)  # left by a killed writer, or a link
             with partial.open("wb") as file:
                 file.writelines([content] if isinstance(content, bytes) else content)
                 if durable:
@@ -117,7 +117,7 @@ def sync(path: Path) -> None:
         try:
             os.fsync(opened)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # what some network file systems say to a folder
+            if error.errno != errno.EINVAL:  # some network file systems answer so for a folder
                 raise
         finally:
             os.close(opened)
@@ -133,8 +133,7 @@ def sync_tree(folder: Path) -> None:
 def append_whole(file: FileIO, data: bytes) -> None:
     """Appends all of `data`, or leaves the file as it was and raises.
 
-    A disk that is nearly full takes a part of a write without a word, and what is written next would be glued
-    to that part.
+    A nearly full disk silently takes a part of a write, and the next write would be appended to that part.
     """
     start = file.seek(0, os.SEEK_END)
     left = memoryview(data)
@@ -162,7 +161,7 @@ def append_file(path: Path, source: Path) -> None:
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Whether nobody else had it; the system lets go of it when the file is closed, however that comes."""
+    """Locks a file; returns False if another process holds it. Closing the file, or a crash, unlocks it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -172,11 +171,11 @@ def try_lock(file: IO[Any]) -> bool:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Errors of a failed write are OSErrors that name the file, whatever a library makes of them."""
+    """Context manager: turns disk errors inside into OSErrors that name the file."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # without a number it has a text of its own
+        if error.errno is not None:  # without a number it has only a text
             error.filename = error.filename or str(path)
         raise
     except Exception as error:
@@ -186,8 +185,11 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _disk_error(error: BaseException) -> int | None:
-    """Libraries in Rust tell it in words, `SafetensorError: … No space left on device (os error 28)`; torch's
-    writer trips over it and raises something else."""
+    """Finds the error number of a full or failing disk in an error or its causes; None if there is none.
+
+    Libraries in Rust put it into the text (`SafetensorError: … (os error 28)`); torch's writer raises another
+    error on top of it.
+    """
     if isinstance(error, OSError) and error.errno in DiskError.REMEDIES:
         return error.errno
     if found := re.search(r"\(os error (\d+)\)", str(error)):
@@ -197,7 +199,7 @@ def _disk_error(error: BaseException) -> int | None:
 
 
 def step_folders(parent: Path) -> dict[int, Path]:
-    """Every folder `step_N` below `parent` by its N, finished or not."""
+    """Finds every folder `step_N` below `parent`, by N, finished or not."""
     found = {}
     for folder in parent.glob("step_*") if parent.is_dir() else ():
         if (step := step_number(folder.name)) is not None and folder.is_dir():
@@ -206,6 +208,6 @@ def step_folders(parent: Path) -> dict[int, Path]:
 
 
 def step_number(name: str) -> int | None:
-    """The N of a name `step_N`, None of any other: what a run writes has no leading zeros, for instance."""
+    """Reads N of a name `step_N`; None for any other name. Leading zeros are refused: no run writes them."""
     match = re.fullmatch(r"step_(0|[1-9][0-9]{0,14})", name, re.ASCII)
     return None if match is None else int(match[1])

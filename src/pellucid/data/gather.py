@@ -1,4 +1,4 @@
-"""The columns of several samples as rows of a table; nothing is inflated, and large values are not copied."""
+"""Gathers the columns of samples into rows of a table; inflates nothing, and copies no large values."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ class Sample(Protocol):
 
 
 def gather(samples: Sequence[Sample], only: Collection[str] = COLUMNS.keys()) -> dict[str, Rows]:
-    """Every column that some sample has; where another lacks it, its stand-in or its fill."""
+    """Gathers every column that some sample has; samples without it get its stand-in or its fill."""
     lengths = {
         Axis.TOKENS: np.array([sample.length for sample in samples], np.int64),
         Axis.SAMPLED: np.array([sample.num_sampled for sample in samples], np.int64),
@@ -58,7 +58,7 @@ def _cells(name: str, samples: Sequence[Sample]) -> NDArray[Any]:
 
 
 def _mask_rows(name: str, samples: Sequence[Sample], lengths: Integers) -> Rows:
-    """Both masks of a table have the same form: bits as soon as one sample's spans are larger than those."""
+    """Gives both masks of a table the same form: bits if any sample stores a mask as bits, else spans."""
     packed = [sample.arrays[name] for sample in samples]
     if any(mask.dtype == BITS for mask in _masks(samples)):
         bits = [_bits(mask) for mask in packed]

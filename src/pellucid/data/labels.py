@@ -1,4 +1,4 @@
-"""The rules of samples that are about their labels: names, ids, and who speaks where (see `rules`)."""
+"""Checks the labels of samples: names, ids and role spans (see `rules`)."""
 
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -11,12 +11,12 @@ from pellucid.data.rows import CellRows, Integers, Rows
 from pellucid.errors import ColumnError
 
 _ALL = "all"
-"""Stands for all environments together in metrics, views and reports."""
+"""Name of all environments together in metrics, views and reports."""
 
 _MODES = frozenset(mode.value for mode in TrainingMode)
 _MAX_ROLE_LENGTH = 64
 _MAX_RUN_LENGTH = 200
-"""As `run_id` of the configuration."""
+"""Longest name of a run in characters, as for `run_id` of the configuration."""
 
 
 def check_names(columns: Mapping[str, Rows]) -> None:
@@ -44,7 +44,7 @@ def check_names(columns: Mapping[str, Rows]) -> None:
 
 
 def _check_cells(name: str, columns: Mapping[str, Rows], wrong: Callable[[str], str | None]) -> None:
-    """Each value is looked at once, however many sequences have it."""
+    """Raises ColumnError if `wrong` finds a rule that a value breaks; checks each distinct value once."""
     if name not in columns:
         return
     rows = columns[name]
@@ -60,7 +60,7 @@ def _check_cells(name: str, columns: Mapping[str, Rows], wrong: Callable[[str], 
 def check_ids(columns: Mapping[str, Rows]) -> None:
     """Raises ColumnError if a sampled token would count twice.
 
-    A data set's sample, which no rollout made, may come twice: where one epoch ends and the next begins.
+    A sample of a data set, which has no rollout, may occur twice: once in each of two epochs.
     """
     if "rollout_id" not in columns:
         return
@@ -85,7 +85,7 @@ def check_ids(columns: Mapping[str, Rows]) -> None:
 
 
 def _first_repeated(ids: list[str]) -> int | None:
-    """Where an id comes for the second time; empty ones are none."""
+    """Finds the row where an id occurs for the second time; empty ids do not count."""
     if len(distinct := set(ids)) == len(ids) or distinct == {""}:
         return None
     seen: set[str] = set()
@@ -123,6 +123,6 @@ def check_roles(rows: Rows, lengths: Integers) -> None:
 
 
 def first_row(flags: NDArray[np.bool_]) -> int | None:
-    """Where the first True is."""
+    """Finds the first True; None if there is none."""
     found = np.flatnonzero(flags)
     return int(found[0]) if found.size else None

@@ -1,7 +1,7 @@
 """Reads samples of the older form: one msgpack array of lists, or of packed arrays, per sample.
 
-No transport reads it: batches are in the wire format alone. It is here for recorded samples, in tests and for
-whoever converts them (`TokenTable.from_samples`, then `transport.encode_batch`).
+No transport reads it: batches use the wire format alone. It serves tests, and the conversion of recorded
+samples (`TokenTable.from_samples`, then `transport.encode_batch`).
 
     [prompt_ids, prompt_mask, completion_ids, completion_mask, completion_logprobs, completion_temperatures,
      env_name, teacher_logprobs, advantage, reward, completion_temperature, multimodal tensors,
@@ -49,7 +49,7 @@ class _ListSample(msgspec.Struct, array_like=True):
 
 
 def read_list_payload(payload: bytes) -> TrainingSample:
-    """One sample of the older form."""
+    """Decodes one sample of the older form."""
     try:
         old = msgspec.msgpack.decode(payload, type=_ListSample)
     except msgspec.DecodeError as error:
@@ -81,6 +81,6 @@ def read_list_payload(payload: bytes) -> TrainingSample:
 
 
 def _values(packed: PackedArray | None, plain: Sequence[Any] | None) -> Any:
-    """The packed form where there is one."""
+    """Returns the packed form if there is one, else the plain one."""
     found: Sequence[Any] | NDArray[Any] | None = plain if packed is None else packed.array()
     return found

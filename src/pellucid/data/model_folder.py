@@ -1,7 +1,7 @@
-"""What is wrong with a model folder, as far as its files tell: in milliseconds, and without torch.
+"""Checks the files of a model folder, in milliseconds and without torch.
 
-A hub name is not looked into, and whoever loads the model checks what it has loaded. This is to refuse a
-run before anything is made, deleted or started.
+A run is refused by these checks before anything is made, deleted or started. Hub names are not checked;
+trainer and engine check the model again when they load it.
 """
 
 import hashlib
@@ -18,9 +18,10 @@ from pellucid.errors import DataError, ModelError
 
 
 def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
-    """`chats`: conversations are to be rendered, so there has to be a chat template.
+    """Raises ModelError if a model folder is incomplete or damaged.
 
-    `routes`: experts are to be replayed, so there have to be some.
+    `chats` demands a chat template, with which conversations are rendered. `routes` demands experts, which
+    router replay needs.
     """
     require_folder(name)
     folder = Path(name)
@@ -39,7 +40,7 @@ def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
 
 
 def everywhere(name: str) -> str:
-    """A name that means the same model to a process in another folder."""
+    """Makes the name of a folder absolute, so that it holds for a process in another folder."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
@@ -48,11 +49,11 @@ _BLOCKS_PER_TENSOR = 4
 
 
 def model_fingerprint(name: str) -> str:
-    """Equal for equal weights, however they are spread over files; "" where there are none to look at.
+    """Hashes the weights: equal for equal weights, however they are spread over files; "" if there are none.
 
-    Every tensor counts with its name, dtype and shape, and with a few bytes at its start, in its middle and
-    at its end: training changes all of them, and a large model is told in a moment. A hub name is looked up
-    in the local cache alone.
+    The hash covers name, dtype and shape of every tensor, and a few bytes at its start, in its middle and at
+    its end. Training changes all of them, and a few bytes keep it quick. A hub name is looked up in the local
+    cache alone.
     """
     folder = Path(name) if Path(name).is_dir() else _cached(name)
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
@@ -61,7 +62,7 @@ def model_fingerprint(name: str) -> str:
 
 
 def _cached(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache  # a second, which only a hub name costs
+    from huggingface_hub import try_to_load_from_cache  # takes a second, so only for hub names
 
     try:
         config = try_to_load_from_cache(name, "config.json")
@@ -121,7 +122,7 @@ def _check_weights(name: str) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raises if it is no whole safetensors file; the values in it are not looked at."""
+    """Raises ModelError unless the file is a whole safetensors file; reads no values."""
     try:
         require_file(path)
         with safe_open(path, framework="numpy"):
@@ -131,7 +132,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def _check_tokenizer(name: str, vocab_size: int | None) -> None:
-    """As far as it is of the usual kind, one file."""
+    """Raises ModelError if the tokenizer is missing; checks its content only if it is a `tokenizer.json`."""
     folder = Path(name)
     path = folder / "tokenizer.json"
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
@@ -142,7 +143,7 @@ def _check_tokenizer(name: str, vocab_size: int | None) -> None:
     if path.exists():
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no class of its own
             raise ModelError(f"{path} is damaged ({first_line(error)}); copy or download it again") from error
         if vocab_size is not None:
             check_vocabulary(name, num_tokens=tokenizer.get_vocab_size(), vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""Arrays as bytes: small in process, ready for the wire, readable in length without inflating.
+"""Arrays as bytes: small in memory, ready for the wire, with lengths that are read without inflating.
 
     PackedArray.pack([5, 6, 9])                     05 00 00 00 00 …           dtype "int64"
     PackedArray.pack([False] * 600 + [True] * 400)  (600, 400): one span       dtype "spans"
@@ -29,7 +29,7 @@ _KNOWN = (BITS, *_DTYPES)
 SPAN = np.dtype("<u4")
 RUN = np.dtype("<i4")
 PAIR_BYTES = 8
-"""Of a span, and of a run."""
+"""Bytes of a span, and of a run."""
 
 
 class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -39,7 +39,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def pack(cls, values: ArrayLike, encoding: Encoding = Encoding.RAW) -> "PackedArray":
-        """Masks and runs take the smaller of their two forms. Refuses what `array` could not give back."""
+        """Packs an array; masks and runs take the smaller of two forms. Raises DataError for other dtypes."""
         array = np.asarray(values)
         _check_packable(array, encoding)
         if array.dtype == np.bool_:
@@ -55,7 +55,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_spans(cls, spans: Sequence[tuple[int, int]], size: int) -> "PackedArray":
-        """`pack` of the mask that is True in these (start, length) stretches, which come in order."""
+        """Packs a mask that is True in the (start, length) stretches `spans`, which are in order."""
         joined: list[int] = []
         for start, length in spans:
             if joined and joined[-2] + joined[-1] == start:
@@ -67,7 +67,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_runs(cls, runs: Sequence[tuple[int, int]], dtype: type[np.integer[Any]]) -> "PackedArray":
-        """`pack` of the values that are given as (value, count)."""
+        """Packs values that are given as (value, count)."""
         joined: list[int] = []
         for value, count in runs:
             if joined and joined[-2] == value:
@@ -86,13 +86,13 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.dtype.startswith(_RUNS)
 
     def num_true(self) -> int:
-        """Of a mask, without inflating it."""
+        """Counts the True values of a mask without inflating it."""
         if self.dtype == SPANS:
             return int(self.spans()[:, 1].sum())
         return int(np.bitwise_count(self._bits()).sum())
 
     def spans(self) -> NDArray[np.uint32]:
-        """(start, length) of every span."""
+        """Returns (start, length) of every span; raises DataError if they are out of order or outside."""
         self._expect_pairs()
         spans = np.frombuffer(self.data, SPAN).reshape(-1, 2).astype(np.int64)
         stops = spans.sum(axis=1)
@@ -107,7 +107,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return np.frombuffer(self.data, SPAN).reshape(-1, 2)
 
     def array(self) -> NDArray[Any]:
-        """The values; a read-only view of the bytes where no decoding is needed."""
+        """Returns the values; a read-only view of the bytes if no decoding is needed."""
         if (dtype := _DTYPES.get(self.dtype)) is not None:
             self._expect(math.prod(self.shape) * dtype.itemsize)
             values = np.frombuffer(self.data, dtype)
@@ -147,7 +147,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def _check_packable(array: NDArray[Any], encoding: Encoding) -> None:
-    """Raises DataError. Big-endian numbers are refused, too: only their bytes would tell them apart."""
+    """Raises DataError for other dtypes, big-endian ones included, and for shapes that cannot be packed."""
     if array.dtype not in _NAMES and array.dtype != np.bool_:
         raise DataError(
             f"an array of {array.dtype} cannot be packed; convert it to one of {', '.join(_KNOWN)}"

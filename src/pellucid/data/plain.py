@@ -1,10 +1,10 @@
-r"""Other people's data in a form that every file, message and line of a run can hold.
+r"""Converts user data to a form that every file, message and log line of a run can hold.
 
     encodable("a\ud83d")              'a\\ud83d'                    half of a character has no UTF-8 form
     to_plain({1: {2}, "x": 10**30})   {'1': '{2}', 'x': '1000…0'}   what JSON or 64 bits cannot hold is text
     to_plain(tree)                    {'parent': '…', …}            what contains itself is cut off there
 
-None of these raises, whatever it is given, and what is plain already comes back as it was.
+None of these functions raises, whatever it is given. Plain data comes back unchanged.
 """
 
 from collections.abc import Mapping
@@ -32,24 +32,24 @@ def encodable(text: str) -> str:
 
 
 def to_json(value: object) -> bytes:
-    """`value` on one line; a number that is not finite is null."""
+    """Writes `value` as JSON on one line; a number that is not finite is null."""
     return orjson.dumps(to_plain(value))
 
 
 def to_plain(value: object) -> Any:
-    """`value` as dicts, lists, text and numbers; what these have no form for is described in words."""
+    """Converts `value` to dicts, lists, text and numbers; any other object becomes its text."""
     return _Copy().of(value)
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which could redraw a terminal or end a line of a log early."""
+    """Escapes control characters, which could redraw a terminal or end a line of a log early."""
     if text.isprintable():
         return text
     return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def brief(value: object, width: int = 80) -> str:
-    """How Python writes `value`, and its type, for a message: `{'role': None} (dict)`."""
+    """Describes `value` for a message, by its repr and type: `{'role': None} (dict)`."""
     try:
         text = printable(repr(value))
     except Exception:  # of somebody's own class, or of a number with too many digits
@@ -59,7 +59,7 @@ def brief(value: object, width: int = 80) -> str:
 
 
 def clip_middle(text: str, width: int) -> str:
-    """`text` in at most `width` characters; the middle of a long one is left out: the ends tell most."""
+    """Shortens `text` to at most `width` characters, by leaving out its middle: the ends tell most."""
     if len(text) <= width:
         return text
     kept = max(width - len(_LEFT_OUT), 0)
@@ -67,7 +67,7 @@ def clip_middle(text: str, width: int) -> str:
 
 
 class _Copy:
-    """One walk through somebody's data, which may be deep, endless or contain itself."""
+    """One walk through user data, which may be deep, endless or contain itself."""
 
     def __init__(self) -> None:
         self._open: set[int] = set()

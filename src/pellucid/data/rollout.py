@@ -1,4 +1,4 @@
-"""What sampling gives back: completions, turns, rollouts. Token ids are kept exactly as sampled."""
+"""Results of sampling: completions, turns, rollouts. Token ids are kept exactly as sampled."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ from pellucid.data.plain import clip_middle, encodable
 from pellucid.errors import DataError
 
 NOT_OURS = -1
-"""The policy version of tokens that no version of the policy sampled: a teacher's."""
+"""Policy version of tokens that a teacher sampled, not the policy."""
 
 _MAX_REASON = 100  # characters of a finish reason
 _LONG_TEXT = 4096  # characters; below that, a turn's text is not worth compressing
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What the engine sampled for one prompt."""
+    """The tokens that the engine sampled for one prompt."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of the sampled tokens, under the distribution that was sampled."""
+    """Logprobs of the sampled tokens, under the distribution that they were drawn from."""
 
     policy_versions: list[tuple[int, int]]
     """Runs of (policy version, number of tokens)."""
@@ -37,16 +37,16 @@ class Completion(msgspec.Struct, frozen=True):
     """`stop` (end of turn or stop token), `length` (max tokens) or `abort` (cut short by the client)."""
 
     routed_experts: PackedArray | None = None
-    """[tokens, layers, top_k], where the server records them: of the prompt and the completion without its
-    last token, which was sampled and never computed."""
+    """[tokens, layers, top_k] for the prompt and the completion without its last token, which was sampled and
+    never computed; None if the server does not record them."""
 
     link: str = ""
-    """The server's process and ours, by which the ledger knows whose tokens these are; see `ledger.links`."""
+    """Pair `SERVER:ORCHESTRATOR` of processes, by which the ledger books lost tokens; see `ledger.links`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One task of an environment: chat messages to answer, and whatever the reward needs."""
+    """One task of an environment: chat messages to answer, and data that the reward needs."""
 
     example_id: str
     messages: Sequence[Mapping[str, Any]]
@@ -56,22 +56,22 @@ class Example:
 class TurnTokens(NamedTuple):
     prompt_ids: NDArray[np.integer[Any]]
     token_ids: NDArray[np.integer[Any]]
-    """Those sampled."""
+    """Sampled tokens."""
 
     logprobs: NDArray[np.float32]
     routed_experts: RecordedExperts | None
 
 
 class Turn:
-    """One prompt and what was sampled for it, byte-backed: lists are made for whoever asks.
+    """One prompt and its completion, stored as bytes; lists are made on request.
 
         turn = Turn([5, 6], Completion([9], [-0.5], [(0, 1)], "stop"), "b")
         turn.tokens.token_ids     array([9], uint32)        as it is kept
         turn.completion           Completion([9], …)        made anew each time
 
-    A finished rollout waits for its group, then for its batch. As lists, 15,000 sampled tokens take a
-    megabyte meanwhile; as arrays, 120 kB; and none once their samples are built (`forget_tokens`). A turn
-    that goes on from another one stores what it adds to it, so that 200 turns take what their tokens do.
+    A finished rollout waits for its group, then for its batch. Meanwhile 15,000 sampled tokens take a
+    megabyte as lists and 120 kB as arrays, and nothing once their samples are built (`forget_tokens`). A turn
+    that continues another one stores only the tokens that it adds, so that 200 turns do not repeat them.
     """
 
     __slots__ = (
@@ -122,7 +122,7 @@ class Turn:
         self._first_logprob, self._num_logprobs = self._line.num_logprobs, len(completion.logprobs)
         self._line.extend(completion.token_ids, completion.logprobs)
         self._blocks: BlockLine = BlockLine() if last is None else last._blocks
-        # Not as the tuple that they are: with 200 turns it would be a twentieth of what a rollout holds.
+        # Not as a tuple: with 200 turns, tuples would take a twentieth of a rollout's memory.
         self._reply_role: str | None = role_spans[-1][0] if role_spans else None
         self._reply_start, self._reply_stop = role_spans[-1][1:] if role_spans else (0, 0)
         self._blocks.extend(role_spans[len(self._blocks) : -1])
@@ -141,7 +141,7 @@ class Turn:
         link: str = "",
         role_spans: Sequence[RoleSpan] = (),
     ) -> "Turn":
-        """What `forget_tokens` leaves of a turn."""
+        """Makes a turn as `forget_tokens` leaves it: with counts and text, without tokens."""
         turn = cls([], Completion([], [], policy_versions, finish_reason, link=link), text, role_spans)
         turn.num_prompt_tokens = num_prompt_tokens
         turn.num_tokens = num_tokens
@@ -159,7 +159,7 @@ class Turn:
 
     @property
     def tokens(self) -> TurnTokens:
-        """Views of what is kept."""
+        """Views of the stored tokens; raises DataError after `forget_tokens`."""
         line = self._kept_line
         return TurnTokens(
             line.ids(0, self.num_prompt_tokens),
@@ -170,7 +170,7 @@ class Turn:
 
     @property
     def known_ids(self) -> NDArray[np.integer[Any]]:
-        """Prompt and completion; a view."""
+        """Token ids of prompt and completion; a view."""
         return self._kept_line.ids(0, self.num_known)
 
     @property
@@ -180,7 +180,7 @@ class Turn:
 
     @property
     def completion(self) -> Completion:
-        """Without the experts of a turn that goes on from another one: they are in the sample of both."""
+        """The completion as lists; without experts if another turn, which this one continues, holds some."""
         _, token_ids, logprobs, experts = self.tokens
         return Completion(
             token_ids.tolist(),
@@ -199,7 +199,7 @@ class Turn:
         return [*self._blocks.spans(self._num_blocks), reply]
 
     def extends(self, last: "Turn") -> bool:
-        """Whether the prompt starts with all tokens of `last`."""
+        """Returns whether the prompt starts with all tokens of `last`."""
         if last.num_known > self.num_prompt_tokens:
             return False
         if self._line is last._line:
@@ -208,7 +208,7 @@ class Turn:
         return bool(own[-1:] == known[-1:]) and np.array_equal(own, known)  # the end first: it differs most
 
     def forget_tokens(self) -> None:
-        """What is counted, and the text, stay."""
+        """Frees the tokens; counts and text stay."""
         self._line = self._experts = None
 
     @property
@@ -224,7 +224,8 @@ class Turn:
 
 
 def _added_experts(recorded: PackedArray | None, last: Turn | None) -> RecordedExperts | None:
-    """What the record of a turn adds to that of `last`. A damaged one is kept, to be rejected as a sample."""
+    """Returns the experts that a turn adds to those of `last`; keeps a damaged record, so that the sample is
+    rejected."""
     try:
         return RecordedExperts.of(recorded, None if last is None else last._experts)
     except (DataError, IndexError):
@@ -233,7 +234,7 @@ def _added_experts(recorded: PackedArray | None, last: Turn | None) -> RecordedE
 
 @dataclass(slots=True)
 class Rollout:
-    """One attempt at an example. `reward` is None until scored; `error` is the reason where it failed."""
+    """One attempt at an example. `reward` is None until it is scored; `error` is set if it failed."""
 
     rollout_id: str
     group_id: str
@@ -248,11 +249,11 @@ class Rollout:
 
     error_type: str | None = None
     state: dict[str, str] = field(default_factory=dict)
-    """What is saved with the rollout besides, as JSON by name: see `orchestrator.env.state_columns`."""
+    """Further values to save with the rollout, as JSON by name: see `orchestrator.env.state_columns`."""
 
     training_mode: TrainingMode = TrainingMode.RL
     teacher_logprobs: list[bytes] = field(default_factory=list)
-    """What a teacher says of each sample that it will give: a float32 per token, NaN for the first."""
+    """Teacher logprobs of each sample of this rollout: a float32 per token, NaN for the first."""
 
     traceback: str = ""
     """Python's traceback of a failure in the environment's code, for the log; it is not saved."""
@@ -263,7 +264,7 @@ class Rollout:
 
     @property
     def num_tool_tokens(self) -> int:
-        """Tokens of tools' responses that the last turn saw."""
+        """Tokens of tools' responses in the last turn."""
         spans = self.turns[-1].role_spans if self.turns else ()
         return sum(stop - start for role, start, stop in spans if role == "tool")
 
@@ -273,12 +274,12 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int | None:
-        """None if it has no token of the policy's."""
+        """Oldest policy version of its tokens; None if the policy sampled none."""
         versions = (version for turn in self.turns for version, _ in turn.policy_versions)
         return min((version for version in versions if version != NOT_OURS), default=None)
 
     def forget_tokens(self) -> None:
-        """They are in its samples; ids, counts and texts stay."""
+        """Frees the tokens, which are in the samples by now; ids, counts and texts stay."""
         for turn in self.turns:
             turn.forget_tokens()
         self.teacher_logprobs = []

@@ -1,12 +1,12 @@
-"""The columns of a table as they are stored: rows of different lengths, one per sequence.
+"""Storage of a table's columns: rows of different lengths, one per sequence.
 
     ValueRows   [5 6 9 | 5 8]              slices of one buffer or of many, nothing copied
-    SpanRows    [. . x | . x]              (2, 1) | (1, 1): where each run of True starts, how long it is
+    SpanRows    [. . x | . x]              (2, 1) | (1, 1): start and length of each run of True
     BitRows     [x . x | . x]              0b101 | 0b10, for masks that have too many spans
-    RunRows     [3 3 4 | 4]                (3, 2) (4, 1) | (4, 1): a value, how often
+    RunRows     [3 3 4 | 4]                (3, 2) (4, 1) | (4, 1): value and count of each run
     CellRows    ["a" | "b"]                one value per sequence
 
-Rows are selected and cut without inflating them. `array` inflates, once, and is kept.
+Rows are selected and cut without inflating them. `array` inflates once and caches the result.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ _MAX_SLICES = 64
 
 class Rows(ABC):
     lengths: Integers
-    """Entries of each row."""
+    """Number of entries of each row."""
 
     @cached_property
     def array(self) -> NDArray[Any]:
@@ -36,12 +36,12 @@ class Rows(ABC):
     def _inflate(self) -> NDArray[Any]: ...
 
     def all_pieces(self) -> list[NDArray[Any]]:
-        """What `array` is made of, in order, without joining it."""
+        """Returns the arrays that `array` is joined from, in order."""
         return [self.array]
 
     @abstractmethod
     def select(self, rows: Integers, lengths: Integers | None = None) -> "Rows":
-        """These rows in this order, whole or each cut to its first `lengths` entries."""
+        """Selects rows in the given order, whole or each cut to its first `lengths` entries."""
 
 
 Pieces = tuple[NDArray[Any], ...]
@@ -50,11 +50,11 @@ Pieces = tuple[NDArray[Any], ...]
 
 class ValueRows(Rows):
     empty: NDArray[Any]
-    """No entries, in the dtype and shape of the others."""
+    """Array without entries, with the dtype and entry shape of the rows."""
 
     @abstractmethod
     def pieces(self, rows: Integers | None = None) -> Sequence[Pieces]:
-        """Of these rows, or of all."""
+        """Returns the views that make up each of `rows`, or each row when it is None."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -79,7 +79,7 @@ class ValueRows(Rows):
 
 
 class FlatRows(ValueRows):
-    """Rows in one buffer; a row with a shared prefix finds its first entries where another row has them."""
+    """Rows in one buffer; a row with a shared prefix takes its first entries from another row."""
 
     def __init__(self, values: NDArray[Any], lengths: Integers, prefixes: "Prefixes | None" = None) -> None:
         self.values = values
@@ -109,7 +109,7 @@ class FlatRows(ValueRows):
 
 
 class Prefixes:
-    """Which row has the first entries of each row: `lengths[i]` of them are those of row `owners[i]`."""
+    """Shared prefixes: the first `lengths[i]` entries of row i are those of row `owners[i]`."""
 
     def __init__(self, owners: Integers, lengths: Integers) -> None:
         self.owners = owners
@@ -117,7 +117,7 @@ class Prefixes:
 
 
 class PieceRows(ValueRows):
-    """Rows wherever they are: in samples, or selected from another table."""
+    """Rows as views of other arrays: of samples, or of another table."""
 
     def __init__(self, rows: Sequence[Pieces], lengths: Integers, empty: NDArray[Any]) -> None:
         self._rows = rows
@@ -131,7 +131,7 @@ class PieceRows(ValueRows):
 class MaskRows(Rows):
     @cached_property
     def counts(self) -> Integers:
-        """How many are True in each row, without inflating."""
+        """Number of True entries of each row; counted without inflating."""
         return self._count()
 
     @abstractmethod
@@ -145,26 +145,26 @@ class MaskRows(Rows):
     @property
     @abstractmethod
     def first_true(self) -> Integers:
-        """Where each row's first True is; its length where there is none."""
+        """Index of each row's first True; the row's length if there is none."""
 
     @abstractmethod
     def select(self, rows: Integers, lengths: Integers | None = None) -> "MaskRows": ...
 
     def scatter(self, values: Rows, into: NDArray[Any]) -> None:
-        """Puts one value at every True."""
+        """Writes the values, in order, to the places of `into` where the mask is True."""
         into[self.array] = values.array
 
 
 class SpanRows(MaskRows):
     def __init__(self, spans: NDArray[np.integer[Any]], num_spans: Integers, lengths: Integers) -> None:
-        """`spans` are (start in the row, length) pairs, in order, never touching."""
+        """Takes `spans` as pairs (start in the row, length), in order and not adjacent."""
         self.spans = spans
         self.num_spans = num_spans
         self.lengths = lengths
 
     @classmethod
     def of(cls, mask: NDArray[np.bool_], lengths: Integers) -> "SpanRows":
-        """From one value per token."""
+        """Makes spans of a mask with one value per token."""
         ends = np.cumsum(lengths)
         before, after = np.zeros_like(mask), np.zeros_like(mask)
         before[1:], after[:-1] = mask[:-1], mask[1:]
@@ -196,7 +196,7 @@ class SpanRows(MaskRows):
         return first
 
     def bounds(self) -> tuple[Integers, Integers]:
-        """Where every span starts and stops, counted over all rows."""
+        """Returns start and stop of every span, counted over all rows."""
         row_starts = np.repeat(offsets_of(self.lengths)[:-1], self.num_spans)
         starts = self.spans[:, 0] + row_starts
         return starts, starts + self.spans[:, 1]
@@ -221,7 +221,7 @@ class SpanRows(MaskRows):
 
     @cached_property
     def bounds_of_row(self) -> list[tuple[int, int]]:
-        """Which spans each row has."""
+        """(first, stop) indices of each row's spans."""
         return list(pairwise(self.span_offsets.tolist()))
 
     def scatter(self, values: Rows, into: NDArray[Any]) -> None:
@@ -242,7 +242,7 @@ class SpanRows(MaskRows):
 
 
 class _SelectedSpanRows(SpanRows):
-    """Rows of another. A micro batch has few, which are read off lists faster than by array arithmetic."""
+    """Selected rows of another `SpanRows`. A micro batch has few, for which lists beat array arithmetic."""
 
     def __init__(self, source: SpanRows, rows: Integers) -> None:
         self._source = source
@@ -272,7 +272,7 @@ class _SelectedSpanRows(SpanRows):
 
 class BitRows(MaskRows):
     def __init__(self, bits: NDArray[np.uint8], lengths: Integers) -> None:
-        """Every row starts with a byte of its own, its first entry in the lowest bit; unused bits are 0."""
+        """Takes `bits` of which every row starts at a new byte, in its lowest bit; unused bits are 0."""
         self.bits = bits
         self.lengths = lengths
 
@@ -315,7 +315,7 @@ class RunRows(Rows):
     def __init__(
         self, runs: NDArray[np.int32], num_runs: Integers, lengths: Integers, dtype: np.dtype[Any]
     ) -> None:
-        """`runs` are (value, count) pairs; the counts of a row add up to its length."""
+        """Takes `runs` as pairs (value, count); the counts of a row add up to its length."""
         self.runs = runs
         self.num_runs = num_runs
         self.lengths = lengths
@@ -332,7 +332,7 @@ class RunRows(Rows):
         if len(self.runs) * _MIN_TOKENS_PER_SPAN > self.lengths.sum():
             return [self.array]
         values, size = self.runs[:, 0].astype(self.dtype), self.dtype.itemsize
-        # One value, seen many times: a view with stride 0, made ten times faster than by `np.broadcast_to`.
+        # A view of one value with stride 0; `np.broadcast_to` takes ten times as long to make it.
         return [
             np.ndarray((count,), self.dtype, values, index * size, (0,))
             for index, count in enumerate(self.runs[:, 1].tolist())
@@ -353,7 +353,7 @@ class RunRows(Rows):
 
 class CellRows(Rows):
     def __init__(self, cells: NDArray[Any], codes: Integers | None = None) -> None:
-        """`codes`: which of the cells each row has; without them each has its own."""
+        """Takes one cell per row or, with `codes`, the index of each row's cell."""
         self.cells = cells
         self._codes = codes
 
@@ -362,7 +362,7 @@ class CellRows(Rows):
         return np.ones(len(self.cells if self._codes is None else self._codes), np.int64)
 
     def of_rows(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Of each row what `values` says of its cell."""
+        """Expands `values`, one per cell, to one per row."""
         return values if self._codes is None else values[self._codes]
 
     def _inflate(self) -> NDArray[Any]:
@@ -380,12 +380,12 @@ def offsets_of(lengths: Integers) -> Integers:
 
 
 def sum_rows(values: NDArray[Any], offsets: Integers) -> Integers:
-    """Sums over consecutive stretches, empty ones included."""
+    """Sums `values` between consecutive offsets; an empty stretch gives 0."""
     return np.diff(offsets_of(values.astype(np.int64))[offsets])
 
 
 def spread(values: NDArray[Any], counts: NDArray[np.integer[Any]]) -> NDArray[Any]:
-    """Every value as often as its count says; filling long stretches beats `np.repeat` several times."""
+    """Repeats each value `counts` times; for long stretches several times faster than `np.repeat`."""
     sizes = counts.tolist()
     total = sum(sizes)
     if len(sizes) * _MIN_TOKENS_PER_SPAN > total or values.dtype == object:
@@ -399,7 +399,7 @@ def spread(values: NDArray[Any], counts: NDArray[np.integer[Any]]) -> NDArray[An
 
 
 def ranges(starts: Integers, lengths: Integers) -> Integers:
-    """Concatenated ranges: starts [0, 7], lengths [2, 3] -> [0, 1, 7, 8, 9]."""
+    """Concatenates ranges: starts [0, 7], lengths [2, 3] -> [0, 1, 7, 8, 9]."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     shifts: Integers = np.repeat(starts - (ends - lengths), lengths)
@@ -407,7 +407,7 @@ def ranges(starts: Integers, lengths: Integers) -> Integers:
 
 
 def _pour(pieces: Iterable[NDArray[Any]], stretches: Iterable[tuple[int, int]], into: NDArray[Any]) -> None:
-    """Fills stretch after stretch with piece after piece; together they are equally long."""
+    """Copies the pieces, in order, into the stretches of `into`; both have the same total length."""
     places = iter(stretches)
     start = stop = 0
     for piece in pieces:
@@ -422,7 +422,7 @@ def _pour(pieces: Iterable[NDArray[Any]], stretches: Iterable[tuple[int, int]], 
 
 
 def _take(values: NDArray[Any], offsets: Integers, rows: Integers) -> NDArray[Any]:
-    """The entries of these rows, joined; for few rows, slices are faster than indices."""
+    """Joins the entries of `rows`; for few rows, slices are faster than indices."""
     starts, ends = offsets[rows], offsets[rows + 1]
     if len(rows) > _MAX_SLICES:
         return values[ranges(starts, ends - starts)]

@@ -1,18 +1,18 @@
-"""What every sample has to obey, checked on the stored form: nothing is inflated to look at it.
+"""Rules of every sample, checked on the stored form without inflating it.
 
-- an environment's name that can be printed and is not the one that stands for all; a known training mode
-- a sample's id is its own, and a rollout is of one group
-- who speaks where: in order and inside
+- an environment's name is printable and not "all"; the training mode is known
+- a sample's id is unique, and a rollout belongs to one group
+- role spans are in order and inside of the sequence
 - nothing predicts the first token of a sequence, so it is never trainable
 - outside of sft a trainable token was sampled, and its inference logprob is a number
 - in opd a trainable token has the teacher's logprob, too
-- a temperature is above 0; advantages are numbers; a reward is a number, or NaN: nobody scored the sample
-- a policy version is -1 at the least: nobody knows it
-- what a loss multiplies on a trainable token stays within float32: see `_RANGES`
+- a temperature is above 0; advantages are numbers; a reward is a number, or NaN if the sample is not scored
+- a policy version is -1 (unknown) or more
+- factors of the loss of a trainable token stay within float32: see `_RANGES`
 
-The same function judges a sample when it is built and a batch when it arrives. A trainer asks two things
-more of a batch: that it is text alone (the model's forward has no way in for pixels or sound, and would train
-their places as words), and with router replay that every token has experts, and that they are the model's.
+The same function checks a sample when it is built and a batch when it arrives. A trainer has two more rules
+for a batch. It is text alone: the model's forward takes no pixels or sound, and would train their places as
+words. With router replay, every token has experts, and they fit the model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,32 +43,33 @@ JUDGED = (
 )
 _NO_TEACHER = "opd needs teacher_logprobs on every trainable token: set orchestrator.teacher"
 _BLOCK_TOKENS = 1 << 20
-"""Tokens whose masks are spread out at a time, where one has to look at which of them train."""
+"""Tokens whose masks are inflated at a time, to find out which of them train."""
 
 Experts = tuple[int, int, int]
 """Layers with a router, experts per token, experts of a layer."""
 
 
 class _Range(NamedTuple):
-    """Numbers that a trainable token may have in a column."""
+    """The range of numbers that a trainable token may have in a column."""
 
     noun: str
     lowest: float
     highest: float
     why: str
     may_lack: bool = False
-    """Whether NaN stands for a token that has none; never in opd."""
+    """Whether NaN is allowed, for a token without a value; never in opd."""
 
 
 _ANY = float(np.finfo(np.float32).max)
 _MAX_ADVANTAGE = 1e19
 _MAX_LOGPROB = 0.01
-"""A probability is at most 1. Rounding lifts its log above 0, by 0.01 if logits are as large as 1e5."""
+"""Highest logprob. A probability is at most 1, but rounding lifts its log by up to 0.01 for logits of 1e5."""
 
 _MIN_LOGPROB = -44.0
-"""An importance ratio of at most e⁴⁴ = 1.3e19, times an advantage of at most 1e19, is a float32, and so is
-the square of either, which a gradient's norm is made of. A token of probability e⁻⁴⁴ is never sampled:
-samplers draw from 2²⁴ or 2³² numbers. Such a logprob is a placeholder, or something else chose the token."""
+"""Lowest logprob. It bounds the importance ratio by e⁴⁴ = 1.3e19. Times an advantage of at most 1e19 that is
+a float32, and so is the square of either, which a gradient's norm sums. No sampler draws a token of
+probability e⁻⁴⁴: samplers draw from 2²⁴ or 2³² numbers. A lower logprob is a placeholder, or something else
+chose the token."""
 
 _RANGES = {
     "inference_logprobs": _Range(
@@ -91,9 +92,9 @@ _RANGES = {
 
 
 def check_rules(columns: Mapping[str, Rows], *, is_trained: bool = False) -> None:
-    """Raises ColumnError with the first sequence that breaks a rule. Lengths are taken to be consistent.
+    """Raises ColumnError with the first sequence that breaks a rule; the caller guarantees equal lengths.
 
-    `is_trained`: another trainer has trained on them; numbers have to be finite, but may be of any size.
+    `is_trained` says that another trainer has trained on them: numbers must be finite, but can have any size.
     """
     check_names(columns)
     if not is_trained:
@@ -199,7 +200,7 @@ def _check_numbers(columns: Mapping[str, Rows], max_advantage: float) -> None:
         if (first := first_row(np.abs(values) > highest)) is not None:
             raise ColumnError(name, first, f"is {values[first]:g}; {_RANGES['advantages'].why}")
     for name in ("temperature", "temperatures"):
-        if name in columns and (first := _first_cold(columns[name])) is not None:
+        if name in columns and (first := _first_bad_temperature(columns[name])) is not None:
             values = _row(columns[name], first)
             found = values[~((values > 0) & (values < np.inf))][0]
             raise ColumnError(name, first, f"is {found:g}; training needs numbers above 0")
@@ -213,7 +214,7 @@ def _check_range(
     loss_mask: MaskRows,
     sampled: MaskRows,
 ) -> None:
-    """`may_lack`: the sequences in which NaN stands for a token that has no value."""
+    """Raises ColumnError if a trainable token is out of range; NaN is in range where `may_lack`."""
     rows = columns[name]
     if _is_within(rows, allowed, bool(may_lack.all())):
         return
@@ -239,7 +240,7 @@ def _check_range(
 
 
 def _blocks(lengths: Integers) -> Iterator[Integers]:
-    """Rows by rows, a million tokens or one row at a time."""
+    """Yields indices of consecutive rows, with a million tokens or one row at a time."""
     ends = np.cumsum(lengths)
     start = 0
     while start < len(lengths):
@@ -254,19 +255,19 @@ def _part(rows: Rows, block: Integers) -> NDArray[Any]:
 
 
 def _is_within(rows: Rows, allowed: _Range, may_lack: bool) -> bool:
-    """Whether all values of all tokens are, so that nobody has to look at which of them train."""
+    """Returns whether all values of all tokens are in range, trainable or not: that is quick to check."""
     assert isinstance(rows, ValueRows)
     least, most = (np.fmin, np.fmax) if may_lack else (np.minimum, np.maximum)
     for piece in rows.all_pieces():
         if piece.size:
             low, high = least.reduce(piece), most.reduce(piece)
-            is_empty = may_lack and np.isnan(low)  # then all are
+            is_empty = may_lack and np.isnan(low)  # then all are NaN
             if not is_empty and not (low >= allowed.lowest and high <= allowed.highest):
                 return False
     return True
 
 
-def _first_cold(rows: Rows) -> int | None:
+def _first_bad_temperature(rows: Rows) -> int | None:
     pieces = rows.all_pieces() if isinstance(rows, ValueRows) else [rows.array]
     if all(piece.size == 0 or (piece.min() > 0 and piece.max() < np.inf) for piece in pieces):
         return None
@@ -283,7 +284,7 @@ def _has_mode(columns: Mapping[str, Rows], mode: TrainingMode) -> NDArray[np.boo
 
 
 def _strays(loss_mask: MaskRows, sampled: MaskRows) -> NDArray[np.bool_]:
-    """Rows in which a trainable token was not sampled."""
+    """Finds the rows in which a trainable token was not sampled."""
     strays = np.zeros(len(loss_mask.lengths), np.bool_)
     if isinstance(loss_mask, SpanRows) and isinstance(sampled, SpanRows):
         owner = np.repeat(np.arange(len(strays)), loss_mask.num_spans)
@@ -296,7 +297,7 @@ def _strays(loss_mask: MaskRows, sampled: MaskRows) -> NDArray[np.bool_]:
 
 
 def _is_outside(inner: SpanRows, outer: SpanRows) -> NDArray[np.bool_]:
-    """Spans of `inner` that are not within one span of `outer`; spans never touch, so one has to hold it."""
+    """Finds spans of `inner` that are not within one span of `outer`; adjacent spans do not occur."""
     inner_starts, inner_stops = inner.bounds()
     outer_starts, outer_stops = outer.bounds()
     holder = np.searchsorted(outer_starts, inner_starts, side="right") - 1

@@ -1,4 +1,4 @@
-"""One trainable token sequence of a rollout, byte-backed from the moment it is built.
+"""One trainable token sequence of a rollout, stored as bytes from the moment it is built.
 
 TrainingSample.from_turn([5, 6], [9, 8], [-0.1, -0.7], env_name="reverse-text", advantage=0.5)
 
@@ -7,8 +7,8 @@ sampled              .     .     x     x
 loss_mask            .     .     x     x      the first token of a sequence is never trainable
 inference_logprobs               -0.1  -0.7   stored for sampled tokens only
 
-Lengths and counts are read from the bytes, and so are the rules judged (`pellucid.data.rules`): a sample is
-inflated once, when a micro batch is made of it.
+Lengths, counts and rules (`pellucid.data.rules`) are read off the bytes: a sample is inflated only when a
+micro batch is made of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,22 +37,22 @@ class TrainingSample:
 
     @classmethod
     def build(cls, **columns: Any) -> "TrainingSample":
-        """From whole sequences, as lists, arrays or bytes; columns and storage are those of `COLUMNS`."""
+        """Builds a sample from lists, arrays or bytes; columns and storage are those of `COLUMNS`."""
         return cls.build_all([columns])[0]
 
     @classmethod
     def build_all(cls, samples: Sequence[Mapping[str, Any]]) -> "list[TrainingSample]":
-        """Several at once, which are judged together: that takes hardly longer than judging one."""
+        """Builds several samples and checks them together, which takes hardly longer than checking one."""
         return _judged([cls._of(*_packed(columns)) for columns in samples])
 
     @classmethod
     def from_packed(cls, arrays: Mapping[str, PackedArray], values: Mapping[str, Any]) -> "TrainingSample":
-        """From columns that are bytes already."""
+        """Builds a sample from columns that are packed already."""
         return _judged([cls._of(arrays, values)])[0]
 
     @classmethod
     def _of(cls, arrays: Mapping[str, PackedArray], values: Mapping[str, Any]) -> "TrainingSample":
-        """The only way in; whoever comes in is judged (`_judged`), so that every sample is judged alike."""
+        """Makes a sample without checking the rules; every caller passes it to `_judged`."""
         missing = [
             name
             for name, column in COLUMNS.items()
@@ -83,7 +83,7 @@ class TrainingSample:
         completion_mask: ArrayLike = True,
         **columns: Any,
     ) -> "TrainingSample":
-        """From one prompt and its completion; every completion token was sampled."""
+        """Builds a sample from one prompt and its completion, all of whose tokens were sampled."""
         num_prompt, num_completion = len(prompt_ids), len(completion_ids)
         sampled = np.arange(num_prompt + num_completion) >= num_prompt
         loss_mask = sampled.copy()
@@ -99,7 +99,7 @@ class TrainingSample:
 
 
 def _packed(columns: Mapping[str, Any]) -> tuple[dict[str, PackedArray], dict[str, Any]]:
-    """Arrays and per-sequence values."""
+    """Packs the columns; returns arrays and per-sequence values."""
     unknown = sorted(columns.keys() - COLUMNS.keys())
     if unknown:
         raise DataError(f"sample has unknown columns {unknown}; known: {sorted(COLUMNS)}")
@@ -129,7 +129,7 @@ def _judged(samples: list[TrainingSample]) -> list[TrainingSample]:
 
 
 def _as_array(name: str, value: ArrayLike) -> NDArray[Any]:
-    """The values in the column's dtype; what does not fit is refused, never wrapped around or rounded."""
+    """Converts values to the column's dtype; raises DataError if they do not fit, and never wraps around."""
     column = COLUMNS[name]
     try:
         array = np.asarray(value)
@@ -156,7 +156,7 @@ def _converted(array: NDArray[Any], column: Column) -> NDArray[Any]:
 
 
 def _fits(array: NDArray[Any], dtype: type) -> bool:
-    """Whether every whole number fits."""
+    """Returns whether every value fits an integer dtype; True for any other dtype."""
     if not np.issubdtype(dtype, np.integer):
         return True
     limits = np.iinfo(dtype)

@@ -1,11 +1,11 @@
-"""How a member of a group takes part in the prompt that its group has in common.
+"""Rules by which a member of a group shares the common prompt of its group.
 
-    alone     computes the prompt for itself: little would be saved
-    whole     takes the prompt's keys and values, and attends as it would alone, prompt included
-    masked    takes them, too, and its own tokens alone attend: to the prompt and, by a mask, to themselves
+    alone     computes the prompt for itself: sharing would save little
+    whole     takes keys and values of the shared prompt; attention repeats the prompt's queries
+    masked    takes keys and values, too; only its own tokens attend, by a mask, to prompt and themselves
 
-`prompt` and `own` (tokens of the prompt, and those behind it) are numbers or arrays of them. Packing plans by
-these rules and the model computes by them.
+`prompt` and `own` are numbers of tokens, in the prompt and behind it, or arrays of them. Packing plans by
+these rules, and the model computes by them.
 """
 
 from typing import Any, overload
@@ -17,10 +17,11 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _MAX_OWN = 8
-"""Gathering keys, values and queries costs a token a 20th of its layers in a small model, less in others."""
+"""Own tokens per token of the prompt up to which sharing pays. In a small model, gathering keys, values and
+queries costs a token a 20th of its layers; in others less."""
 
 _MASK_PER_TOKEN = 1024
-"""Numbers of a mask for each token of the prompt: less than its layers would keep for the backward pass."""
+"""Most entries of a mask per token of the prompt: less memory than its layers would keep for backward."""
 
 
 @overload
@@ -28,7 +29,7 @@ def takes_part(prompt: int, own: int) -> bool: ...
 @overload
 def takes_part(prompt: Ints, own: Ints) -> Bools: ...
 def takes_part(prompt: Any, own: Any) -> Any:
-    """Whether the prompt is worth sharing for this member."""
+    """Returns whether sharing the prompt pays for this member."""
     return own <= _MAX_OWN * prompt
 
 
@@ -37,5 +38,8 @@ def is_masked(prompt: int, own: int) -> bool: ...
 @overload
 def is_masked(prompt: Ints, own: Ints) -> Bools: ...
 def is_masked(prompt: Any, own: Any) -> Any:
-    """A mask takes own · (prompt + own) pairs, all of it causally half of (prompt + own)²."""
+    """Returns whether a mask is cheaper and small enough.
+
+    It computes own · (prompt + own) pairs; a causal call over prompt and own tokens, half of (prompt + own)².
+    """
     return (own <= prompt) & (own * (prompt + own) <= _MASK_PER_TOKEN * prompt)

@@ -7,8 +7,8 @@
     env_name     ["a", "b"]            stored per sequence
 
 A table keeps its columns as they are stored, in samples or in a payload. Selecting and cutting sequences
-copies nothing, and counting inflates nothing; reading a column (`table["token_ids"]`) inflates it, once,
-for this table only.
+copies nothing, and counting inflates nothing. Reading a column (`table["token_ids"]`) inflates it once per
+table.
 
 Sequence boundaries are carried as lengths and never guessed from positions. Padding is a sequence of its
 own, with no loss and no owner (`env_name` is empty).
@@ -30,7 +30,7 @@ from pellucid.errors import DataError
 
 class TokenTable:
     def __init__(self, lengths: NDArray[np.int64], columns: Mapping[str, NDArray[Any] | Rows]) -> None:
-        """From arrays, each with one entry per token, sampled token or sequence, or from stored rows."""
+        """Takes arrays, each with one entry per token, sampled token or sequence, or stored rows."""
         if lengths.dtype != np.int64 or lengths.ndim != 1 or (lengths < 1).any():
             raise DataError("table has a sequence without tokens, or lengths that are not int64")
         self.lengths = lengths
@@ -45,7 +45,7 @@ class TokenTable:
 
     @classmethod
     def of_rows(cls, lengths: Integers, columns: Mapping[str, Rows]) -> "TokenTable":
-        """Without looking: whoever made the rows knows that they fit each other."""
+        """Skips validation; the caller guarantees rows of consistent lengths."""
         table = cls.__new__(cls)
         table.lengths = lengths
         table.columns = columns
@@ -53,7 +53,7 @@ class TokenTable:
 
     @classmethod
     def padding(cls, num_tokens: int) -> "TokenTable":
-        """One sequence without samples, loss or owner."""
+        """Makes a sequence of padding, without sampled tokens, loss or environment."""
         size = {Axis.TOKENS: num_tokens, Axis.SAMPLED: 0, Axis.SEQUENCES: 1}
         columns = {
             name: filled(column, size[column.stored]) for name, column in COLUMNS.items() if column.required
@@ -94,7 +94,7 @@ class TokenTable:
 
     @property
     def prompt_lengths(self) -> Integers:
-        """Tokens of each sequence before its first sampled one; all of them where nothing was sampled."""
+        """Tokens of each sequence before its first sampled one; all of them if none was sampled."""
         return self._mask("sampled").first_true
 
     @cached_property
@@ -106,7 +106,7 @@ class TokenTable:
         return offsets_of(self.sampled_lengths)
 
     def offsets(self, stored: Axis) -> Integers:
-        """Where each sequence starts on an axis, and the axis' length at the end."""
+        """Returns where each sequence starts on an axis, followed by the length of the axis."""
         if stored is Axis.TOKENS:
             return self.token_offsets
         if stored is Axis.SAMPLED:
@@ -114,7 +114,7 @@ class TokenTable:
         return np.arange(self.num_sequences + 1)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        """A column along its own axis; its stand-in or its fill where the table lacks it."""
+        """Returns a column along its own axis; its stand-in or its fill if the table lacks it."""
         if name in self.columns:
             return self.columns[name].array
         column = COLUMNS[name]
@@ -123,7 +123,7 @@ class TokenTable:
         return filled(column, int(self.offsets(column.stored)[-1]))
 
     def dense(self, name: str) -> NDArray[Any]:
-        """A column with one value per token: sampled-only values in place, sequence values repeated."""
+        """Returns a column with one value per token; values of sequences are repeated, gaps are filled."""
         column = COLUMNS[name]
         if name not in self.columns and column.stand_in is not None:
             return self.dense(column.stand_in)
@@ -140,18 +140,18 @@ class TokenTable:
         return name in self.columns
 
     def positions(self) -> NDArray[np.int32]:
-        """The position of each token in its sequence."""
+        """Returns the position of each token in its sequence."""
         lengths = self.lengths.tolist()
         longest = _counted(1 << max(lengths, default=0).bit_length())
         return np.concatenate([longest[:0], *(longest[:length] for length in lengths)])
 
     def select(self, indices: Sequence[int] | Integers) -> "TokenTable":
-        """These sequences, in this order."""
+        """Selects sequences, in the given order."""
         chosen = np.asarray(indices, np.int64)
         return TokenTable.of_rows(self.lengths[chosen], _Selection(self.columns, chosen))
 
     def truncate(self, max_length: int) -> "TokenTable":
-        """Every sequence cut to its first `max_length` tokens."""
+        """Cuts every sequence to its first `max_length` tokens."""
         if (self.lengths <= max_length).all():
             return self
         lengths = np.minimum(self.lengths, max_length)
@@ -159,7 +159,7 @@ class TokenTable:
         return TokenTable.of_rows(lengths, _Selection(self.columns, everything, lengths))
 
     def pad_to(self, multiple: int) -> "TokenTable":
-        """With a padding sequence at the end, so that the tokens fill a multiple."""
+        """Appends a padding sequence so that the number of tokens is a multiple of `multiple`."""
         missing = -self.num_tokens % multiple
         return TokenTable.concat([self, TokenTable.padding(missing)]) if missing else self
 
@@ -171,15 +171,15 @@ class TokenTable:
 
 @lru_cache(maxsize=2)
 def _counted(size: int) -> NDArray[np.int32]:
-    """0, 1, 2, …; for the micro batches of a step it is the same few times over."""
+    """Counts 0, 1, 2, …; cached, because the micro batches of a step ask for the same few sizes."""
     return np.arange(size, dtype=np.int32)
 
 
 class _Selection(Mapping[str, Rows]):
-    """Some sequences of a table; a column is looked up when it is first asked for."""
+    """Some sequences of a table; each column is selected when it is first read."""
 
     def __init__(self, source: Mapping[str, Rows], rows: Integers, lengths: Integers | None = None) -> None:
-        """Whole, or cut to their first `lengths` tokens."""
+        """Takes `rows` whole, or cut to their first `lengths` tokens."""
         self._source = source
         self._rows = rows
         self._lengths = lengths
@@ -210,7 +210,7 @@ class _Selection(Mapping[str, Rows]):
 
 
 def _as_rows(lengths: Integers, columns: Mapping[str, NDArray[Any] | Rows]) -> dict[str, Rows]:
-    """Equal length is checked here and nowhere else."""
+    """Converts columns to rows; the only place that checks their lengths."""
     for name, column in COLUMNS.items():
         if column.required and name not in columns:
             raise DataError(f"table lacks the column {name}")
@@ -250,7 +250,7 @@ def _num_entries(values: NDArray[Any] | Rows) -> int:
 
 
 def _alike(parts: list[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Parts that are a mere fill take the shape of the entries of the others."""
+    """Broadcasts parts that are only a fill to the entry shape of the others."""
     dims = max((part.shape[1:] for part in parts), key=len)
     return [
         part

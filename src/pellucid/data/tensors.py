@@ -1,6 +1,6 @@
-"""A token table as tensors, one value per token: what forward and loss read.
+"""A token table as tensors, one value per token, for forward and loss.
 
-Apart from the other modules of this package, because only the trainer pays for torch.
+No other module of this package imports torch: only the trainer needs it.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ READ = (
     "routed_experts",
     "mm_token_types",
 )
-"""The columns that become tensors. The others are for the books, which read the table."""
+"""Columns that become tensors. The others serve the books, which read the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def to_tensors(table: TokenTable, device: torch.device) -> TokenTensors:
 
 
 def _dense(table: TokenTable, name: str) -> NDArray[Any]:
-    """torch knows no index of type uint32; every vocabulary fits int32."""
+    """Views uint32 as int32, which every vocabulary fits: torch cannot index by uint32."""
     dense = table.dense(name)
     return dense.view(np.int32) if dense.dtype == np.uint32 else dense
 

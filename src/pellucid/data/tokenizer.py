@@ -1,4 +1,4 @@
-"""Loading a tokenizer, with errors that say what to do. No torch, and no remote code unless told so."""
+"""Loads tokenizers, with errors that say what to do. No torch, and no remote code unless it is trusted."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 
 from pellucid.errors import ModelError
 
-_REPLY = "pellucid"  # stands for a reply in what the template renders
+_REPLY = "pellucid"  # stands for a reply in the rendered template
 
 
 CHATML = (
@@ -20,7 +20,7 @@ CHATML = (
 
 
 def byte_tokenizer() -> Any:
-    """One token per byte, so that any text comes back as it was; ChatML markers are special tokens."""
+    """Makes a tokenizer with one token per byte, which restores any text; ChatML markers are special."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,7 +36,7 @@ def byte_tokenizer() -> Any:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a hub name or local folder. `trust_remote_code`: run Python code that it brings."""
+    """Loads the tokenizer of a hub name or folder; runs its Python code only with `trust_remote_code`."""
     from transformers import AutoTokenizer
 
     quiet_transformers()
@@ -53,7 +53,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def _require_vocabulary(name: str, files: Collection[str]) -> None:
-    """In a folder that holds none of them, transformers makes up an empty tokenizer without a word."""
+    """Raises ModelError if a folder has none of `files`: transformers silently makes an empty tokenizer."""
     if Path(name).is_dir() and files and not any((Path(name) / file).exists() for file in files):
         raise ModelError(
             f"model.name = {name!r}: no tokenizer in this folder (none of {', '.join(sorted(files))}); "
@@ -62,9 +62,9 @@ def _require_vocabulary(name: str, files: Collection[str]) -> None:
 
 
 def require_folder(name: str) -> None:
-    """A name that must mean a folder has to exist; asking a hub for it would take half a minute to fail.
+    """Raises ModelError if a name can only mean a missing folder: asking a hub takes half a minute to fail.
 
-    `outputs/modle` is as good a hub name as any, but not beside a folder `outputs`.
+    `outputs/modle` could be a hub name, but not if there is a folder `outputs`.
     """
     folder, parts = Path(name), name.count("/")
     is_path = name.startswith(("/", ".", "~")) or parts > 1 or (parts == 1 and folder.parent.is_dir())
@@ -73,7 +73,7 @@ def require_folder(name: str) -> None:
 
 
 def check_vocabulary(name: str, *, num_tokens: int, vocab_size: int) -> None:
-    """A token id outside the model's vocabulary would fail deep inside the forward pass."""
+    """Raises ModelError if token ids exceed the model's vocabulary: they fail deep in the forward pass."""
     if num_tokens > vocab_size:
         raise ModelError(
             f"model.name = {name!r}: the tokenizer has {num_tokens} tokens, the model only {vocab_size}; "
@@ -89,7 +89,7 @@ def no_chat_template(name: str) -> str:
 
 
 def quiet_transformers() -> None:
-    """Its advice and progress bars are for notebooks, not for the log of a run."""
+    """Turns off advice and progress bars of transformers, which do not belong in the log of a run."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -97,7 +97,7 @@ def quiet_transformers() -> None:
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Tokens after which a completion is over: the tokenizer's own, and what closes a reply in its template.
+    """Lists tokens that end a completion: the tokenizer's own, and the one that ends a reply in its template.
 
     A base model's tokenizer may end texts with `<|endoftext|>` but turns, by its template, with `<|im_end|>`.
     """
@@ -106,7 +106,7 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
 
 
 def _closes_a_reply(tokenizer: Any) -> list[int]:
-    """The special token that the chat template puts right after a reply, if it does."""
+    """Finds the special token that the chat template puts right after a reply, if it does."""
     if tokenizer.chat_template is None:
         return []
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _REPLY}]
@@ -120,6 +120,6 @@ def _closes_a_reply(tokenizer: Any) -> list[int]:
 
 
 def first_line(error: Exception) -> str:
-    """What a library says, in one line; two where the first only announces the second."""
+    """Returns the first line of an error's text, with the second if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__

@@ -1,11 +1,11 @@
-"""Whether two models speak of the same tokens."""
+"""Compares the vocabularies of two models."""
 
 import hashlib
 from typing import Any
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Equal exactly if every id is the same token; special and added tokens count, templates do not."""
+    """Hashes a vocabulary, special tokens included: equal exactly if every id is the same token."""
     digest = hashlib.sha256()
     for token, number in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{number}:{len(token)}:{token}".encode(errors="surrogatepass"))
