@@ -44,6 +44,7 @@ from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
+from pellucid.trainer import optimizer
 from pellucid.trainer.build import build_run
 from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import accumulate
@@ -500,6 +501,12 @@ def planted(fault: str) -> AbstractContextManager:
 
         set_factor = FSDPModule.set_gradient_divide_factor
         return patch.object(FSDPModule, "set_gradient_divide_factor", averaged)
+    if fault == "an update of one process":
+        stack = ExitStack()
+        stack.enter_context(patch.object(optimizer, "_whole", lambda norm: norm.full_tensor() / 2))
+        if dist.get_rank() > 0:
+            stack.enter_context(patch.object(torch.optim.AdamW, "step", lambda self: None))
+        return stack
     assert fault == ""
     return nullcontext()
 

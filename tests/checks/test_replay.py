@@ -33,7 +33,7 @@ from pellucid.trainer.ranks import Ranks
 from pellucid.trainer.resume import restore
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 from token_exports import write_run
-from tolerance import bound
+from tolerance import bound, near
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +104,7 @@ def train_run(
     resume: bool = False,
     max_steps: int = 2,
     ranks: Ranks | None = None,
+    scheduler: dict[str, Any] | None = None,
     **export: Any,
 ) -> Path:
     config = TrainerRunConfig.model_validate(
@@ -117,6 +118,7 @@ def train_run(
                 "threads": 1,
                 "optim": {"lr": 1e-2},
                 "loss": {"type": "dppo", **loss},
+                "scheduler": scheduler or {},
                 "experimental": {"token_export": export},
             },
         }
@@ -473,6 +475,65 @@ def test_rewards_are_those_of_the_saved_rollouts(
     assert found["rewards rewards"]["what"].startswith(f"rewards of {len(record['rewards'])} tokens")
     if failed == ["rewards rewards"]:
         assert "token 0: recorded 0.5, recomputed 1" in found["rewards rewards"]["meaning"]
+
+
+def test_the_learning_rate_is_that_of_the_schedule(tiny_model, tmp_path, capsys) -> None:
+    """Linear from 0.01 over four steps: 0.01, 0.0075, 0.005, 0.0025."""
+    run = train_run(
+        tiny_model, tmp_path / "run", {}, max_steps=4, scheduler={"type": "linear", "warmup_steps": 0}
+    )
+    path = run / "metrics" / "trainer.jsonl"
+    logged = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [entry["lr"] for entry in logged] == near([0.01, 0.0075, 0.005, 0.0025])
+    code, report = replay(capsys, run)
+    assert code == 0
+    assert by_check(report)["learning rate lr"]["what"] == "lr of 4 steps: those that differ"
+    logged[2]["lr"] = 0.01  # as if the schedule had started again
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in logged))
+    code, report = replay(capsys, run)
+    assert (code, report["first_difference"]) == (1, "learning rate")
+    named = by_check(report)["learning rate lr"]["meaning"]
+    assert "step 2, as logged: recorded 0.01, recomputed 0.005" in named
+
+
+def test_exported_versions_fit_the_step_and_what_was_logged(trained, tmp_path, capsys) -> None:
+    """All tokens are of version 0: at step 1 they are one step old, which a bound of 0 does not allow."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    tokens = sum(sample.length for sample in samples(1))
+    logged = {
+        "step": 1,
+        "batch_tokens": tokens,
+        "off_policy_level/all/mean": 1.0,
+        "off_policy_level/all/max": 1,
+    }
+    (run / "metrics" / "orchestrator.jsonl").write_text(json.dumps(logged) + "\n")
+    save_rollouts(run, [], "max_off_policy_steps = 1\n")
+    code, report = replay(capsys, run)
+    assert code == 0
+    compared = [found["what"] for found in report["findings"] if found["check"] == "off-policy"]
+    assert [what.partition(" of ")[0] for what in compared] == [
+        "levels within orchestrator.max_off_policy_steps",
+        "mean and largest level",
+    ]
+    (run / "metrics" / "orchestrator.jsonl").write_text(
+        json.dumps({**logged, "off_policy_level/all/mean": 0.5}) + "\n"
+    )
+    code, report = replay(capsys, run)
+    assert (code, report["first_difference"]) == (1, "off-policy")
+    assert "step 1, off_policy_level/all/mean: recorded 0.5, recomputed 1" in str(report["findings"])
+    (run / "configs" / "orchestrator.toml").write_text(
+        '[orchestrator]\nenv = [{ id = "x" }]\nmax_off_policy_steps = 0\n'
+    )
+    code, report = replay(capsys, run)
+    assert "recorded 1, recomputed 0" in report["findings"][0]["meaning"]
+
+
+def test_the_first_line_names_the_first_stage_that_differs(trained, tmp_path, capsys) -> None:
+    spoiled = spoil(trained, tmp_path / "run", "token_loss", -1, 5.0)
+    assert main(["replay", str(spoiled)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "the first stage that differs: losses"
+    assert main(["replay", str(trained)]) == 0
+    assert "the first stage" not in capsys.readouterr().out
 
 
 def small_run(folder: Path) -> Path:

@@ -151,6 +151,7 @@ def two(folder) -> dict:
         "verify cp2": ["verify", {"cp": 2}],
         "verify, a denominator per rank": ["verify", {}, "a denominator per rank"],
         "verify, an average over processes": ["verify", {}, "an average over processes"],
+        "verify, an update of one process": ["verify", {}, "an update of one process"],
         "train dp2": ["train", runs["dp2"], {}],
         "train cp2": ["train", runs["cp2"], {"cp": 2}],
         "train hsdp2": ["train", runs["hsdp2"], {"dp_replicate": 2}],
@@ -352,10 +353,10 @@ def test_verify_compares_the_processes_with_one(two, mesh, num_ranks) -> None:
     codes, findings = verified(two, f"verify {mesh}")
     assert codes == [0] * num_ranks
     of_processes = [finding for finding in findings if finding["check"] == "processes"]
-    assert [finding["what"].split(",")[0] for finding in of_processes] == 3 * [
-        "denominators",
-        "loss",
-        "gradient",
+    assert [finding["what"].split(",")[0] for finding in of_processes] == [
+        *3 * ["denominators", "loss", "gradient"],
+        "norm",
+        "published weights",
     ]
     assert all("2 processes" in finding["what"] for finding in of_processes)
     assert "record" in {finding["check"] for finding in findings}
@@ -381,6 +382,16 @@ def test_verify_names_an_average_over_processes(two) -> None:
     meanings = failed(findings)
     assert meanings.keys() == {"gradient"}
     assert meanings["gradient"].startswith("the gradient is 0.5 times that of one process: it is averaged")
+
+
+def test_verify_names_an_update_of_one_process(two) -> None:
+    """The second process keeps its shard as it is; the norm is halved, as if averaged over both."""
+    codes, findings = verified(two, "verify, an update of one process")
+    assert codes == [1, 1]
+    wrong = {each["what"].split(",")[0]: each["meaning"] for each in findings if not each["passed"]}
+    assert wrong.keys() == {"norm", "published weights"}
+    assert "it is that of a process's own shard" in wrong["norm"]
+    assert "look at clipping, at what each process updates of its shard" in wrong["published weights"]
 
 
 def result_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """`pellucid replay`: what a run recorded of its tokens, computed again and compared.
 
+    off-policy    exported versions against max_off_policy_steps, and against the levels that were logged
     rewards       those of the saved rollouts, in every record and token
     advantages    from the saved rewards of each group, in every record and token
     ratios        from recorded logprobs
@@ -8,6 +9,7 @@
     weights       with --weights: the trainer's logprobs, from the weights of the step where they are left
     record        trainable tokens against the denominator
     loss          the sum of token losses ÷ denominator against what was logged
+    learning rate from the schedule, against what was logged
 
 With `--set` it answers what other settings would have done with the same tokens.
 
@@ -22,7 +24,7 @@ import orjson
 from rich.console import Console
 from rich.progress import track
 
-from pellucid.checks.finding import findings_table
+from pellucid.checks.finding import Finding, findings_table
 from pellucid.checks.replay.changes import change
 from pellucid.checks.replay.checks import Checks, open_predictor, read_steps
 from pellucid.checks.replay.recorded import RecordedRun
@@ -62,6 +64,7 @@ def run_replay(settings: ReplaySettings) -> int:
         report = {
             "steps": steps,
             "agrees": not failed,
+            "first_difference": _first_failed(findings),
             "findings": [finding.as_dict() for finding in findings],
             "notes": [*notes, *run.export.problems],
         }
@@ -69,6 +72,8 @@ def run_replay(settings: ReplaySettings) -> int:
             report["tokens"] = tokens_as_dict(*shown, settings.sequence)
         print(orjson.dumps(report, option=orjson.OPT_SERIALIZE_NUMPY).decode())
         return 1 if failed else 0
+    if first := _first_failed(findings):
+        console.out(f"the first stage that differs: {first}", highlight=False)
     if settings.sequence is not None and shown is not None:
         console.print(tokens_table(*shown, settings.sequence))
     console.print(findings_table(findings))
@@ -79,6 +84,10 @@ def run_replay(settings: ReplaySettings) -> int:
         f"{what}: {len(findings) - failed} of {len(findings)} findings agree with the record", highlight=False
     )
     return 1 if failed else 0
+
+
+def _first_failed(findings: Sequence[Finding]) -> str | None:
+    return next((finding.check for finding in findings if not finding.passed), None)
 
 
 def _what_if(run: RecordedRun, steps: Sequence[int], settings: ReplaySettings, console: Console) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from pellucid.checks.finding import Finding
 from pellucid.checks.replay.advantages import judge_advantages, not_replayable
 from pellucid.checks.replay.comparison import Comparison, record_name, token_name
+from pellucid.checks.replay.logged import expected_rate, levels_of
 from pellucid.checks.replay.losses import MASKS, NEEDED, RATIOS, judge_losses, modes_of, num_trainable
 from pellucid.checks.replay.recorded import RecordedRun
 from pellucid.data import TrainingMode
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-5
 LOSS = 1e-6
+STAGES = (
+    "off-policy",
+    "rewards",
+    "advantages",
+    "weights",
+    "ratios",
+    "masks",
+    "losses",
+    "record",
+    "loss",
+    "learning rate",
+)
+"""Checks in the order in which a token meets what they are about."""
 
 _LOSS_HINT = (
     "the recorded values do not follow from the recorded logprobs and advantages under the run's own "
@@ -33,6 +47,14 @@ _ADVANTAGE_HINT = (
 )
 _REWARD_HINT = (
     "the batch had another reward for this rollout than was saved with it, or the export repeats it wrongly"
+)
+_LEVEL_HINT = (
+    "the versions of exported tokens do not fit the step that trained them, or what was logged of them: "
+    "stale tokens were trained, or versions were lost on the way"
+)
+_RATE_HINT = (
+    "the learning rate is not that of [trainer.optim] and [trainer.scheduler] at this step: the schedule "
+    "started again, or other settings were used"
 )
 _WEIGHTS_HINT = (
     "the weights of the step do not give the recorded logprobs: they are of another step, or the forward has "
@@ -102,7 +124,10 @@ class Checks:
                     self._of(check, column, ROUNDING if check != "masks" else 0, _LOSS_HINT).add(
                         number, recorded, recomputed[column], name, within=within
                     )
-        self._check_advantages(number, step)
+        rollouts = self.run.rollouts(number)
+        self._check_advantages(number, step, rollouts)
+        self._check_levels(number, step)
+        self._check_rate(number)
         return {**recomputed, **self._check_weights(number, step)}
 
     def _follows_from_logprobs(self, number: int, step: ColumnBatch) -> list[tuple[str, tuple[str, ...]]]:
@@ -138,8 +163,43 @@ class Checks:
             scale = float(np.abs(losses).sum()) / denominator if self.run.is_foreign else abs(exported)
             self._loss.add(number, exported, logged, scale)
 
-    def _check_advantages(self, number: int, step: ColumnBatch) -> None:
-        orchestrator, rollouts = self.run.at(number).orchestrator, self.run.rollouts(number)
+    def _check_levels(self, number: int, step: ColumnBatch) -> None:
+        """Holds the versions of the exported tokens to the bound on their age, and to what was logged."""
+        if self.run.is_foreign or not {"policy_versions", "sampled"} <= step.columns.keys():
+            return
+        levels = levels_of(step, number)
+        ours = levels[~np.isnan(levels)]
+        orchestrator, logged = self.run.at(number).orchestrator, self.run.logged_levels.get(number)
+        if orchestrator is not None and len(ours):
+            allowed = np.clip(levels, 0, orchestrator.max_off_policy_steps)
+            self._of("off-policy", "levels within orchestrator.max_off_policy_steps", 0, _LEVEL_HINT).add(
+                number, levels, allowed, token_name(step)
+            )
+        # Otherwise tokens were left out of the export: cut off, or of sequences that do not train.
+        if logged is not None and len(ours) and logged.batch_tokens == len(levels):
+            self._of("off-policy", "mean and largest level", ROUNDING, _LEVEL_HINT, of="batches").add(
+                number,
+                np.array([logged.mean, logged.highest]),
+                np.array([ours.mean(), ours.max()]),
+                lambda index: ("off_policy_level/all/mean", "off_policy_level/all/max")[index],
+            )
+
+    def _check_rate(self, number: int) -> None:
+        run, logged = self.run.at(number), self.run.logged_rates.get(number)
+        expected = expected_rate(run, number)
+        if logged is not None and expected is not None:
+            self._of("learning rate", "lr", 0, _RATE_HINT, of="steps").add(
+                number,
+                np.array([logged]),
+                np.array([expected]),
+                lambda index: "as logged",
+                within=np.array([ROUNDING * run.trainer.optim.lr]),
+            )
+
+    def _check_advantages(
+        self, number: int, step: ColumnBatch, rollouts: Sequence[Mapping[str, Any]]
+    ) -> None:
+        orchestrator = self.run.at(number).orchestrator
         if orchestrator is None or not rollouts or "rollout_id" not in step.columns:
             self._note("advantages were not recomputed: no rollouts were saved")
             return
@@ -225,14 +285,13 @@ class Checks:
             self.notes.append(note)
 
     def findings(self) -> list[Finding]:
-        order = ("rewards", "advantages", "ratios", "masks", "losses", "weights")
-        found = sorted(self._comparisons.values(), key=lambda comparison: order.index(comparison.check))
-        sums = [self._trainable.finding()] if self._trainable.num_compared else []
-        return [
-            *(comparison.finding() for comparison in found),
-            *sums,
-            *([self._loss.finding()] if self._loss.num_steps else []),
-        ]
+        """The findings in the order in which a token meets what they are about."""
+        found = [comparison.finding() for comparison in self._comparisons.values()]
+        if self._trainable.num_compared:
+            found.append(self._trainable.finding())
+        if self._loss.num_steps:
+            found.append(self._loss.finding())
+        return sorted(found, key=lambda finding: STAGES.index(finding.check))
 
 
 def _floats(step: ColumnBatch, column: str) -> Values:

@@ -3,10 +3,10 @@
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -36,6 +36,14 @@ _PARTS = ("trainer", "sft", "orchestrator")
 """Those that are recorded per step."""
 
 
+class LoggedLevels(NamedTuple):
+    """Off-policy levels of one batch, as the orchestrator logged them."""
+
+    batch_tokens: int
+    mean: float
+    highest: float
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     path: Path
@@ -48,6 +56,9 @@ class RecordedRun:
 
     trust_code: bool = False
     """Whether code that the run's settings name may be imported: who opens a folder did not write them."""
+
+    _by_start: dict[int, "RecordedRun"] = field(default_factory=dict, repr=False, compare=False)
+    """The run with the settings of each start that has its own, by the first step that they shaped."""
 
     @classmethod
     def open(cls, path: Path, *, trust_code: bool = False) -> "RecordedRun":
@@ -67,7 +78,17 @@ class RecordedRun:
 
     def at(self, step: int) -> "RecordedRun":
         """The run with the settings that shaped a step; a resumed run may have changed them since."""
-        return replace(self, step=step)
+        start = max((first for first in self._starts if first <= step), default=step)
+        if start not in self._by_start:
+            self._by_start[start] = replace(self, step=start)
+        return self._by_start[start]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first steps that settings were recorded for."""
+        if self.folder is None:
+            return []
+        return sorted({step for part in _PARTS for step in settings_files(self.folder, part)})
 
     @cached_property
     def trainer(self) -> TrainerConfig:
@@ -145,21 +166,58 @@ class RecordedRun:
         paths = (last or recorded) if self.step is None else (recorded or last)
         return {path: read_settings_file(path) for path in paths}
 
+    @property
+    def max_steps(self) -> int | None:
+        """The number of steps that the run was to make, which the learning rate depends on."""
+        found = [table["max_steps"] for table in self._tables.values() if "max_steps" in table]
+        return int(found[0]) if found else None
+
     @cached_property
     def logged_losses(self) -> Mapping[int, float]:
         """By step, NaN if it was not finite; the last word counts, as a resumed run writes a step again."""
+        return {step: entry["loss"] for step, entry in self._logged_steps.items()}
+
+    @cached_property
+    def logged_rates(self) -> Mapping[int, float]:
+        """Learning rates by step."""
+        return {
+            step: entry["lr"]
+            for step, entry in self._logged_steps.items()
+            if isinstance(entry.get("lr"), int | float)
+        }
+
+    @cached_property
+    def _logged_steps(self) -> Mapping[int, Mapping[str, Any]]:
         path = None if self.folder is None else self.folder / "metrics" / "trainer.jsonl"
         if path is None or not path.exists():
             return {}
-        logged: dict[int, float] = {}
+        logged: dict[int, Mapping[str, Any]] = {}
         for number, entry in read_json_lines(path):
             match entry:
                 case {"step": int(step), "loss": int() | float() | None as loss}:
-                    logged[step] = math.nan if loss is None else loss
+                    logged[step] = {"loss": math.nan if loss is None else loss, "lr": entry.get("lr")}
                 case {"loss": _} | list() | str() | int() | float() | None:
                     raise DataError(
                         f"{path}:{number} has no step and loss that are numbers; delete that line"
                     )
+        return logged
+
+    @cached_property
+    def logged_levels(self) -> Mapping[int, LoggedLevels]:
+        """What the orchestrator logged of the off-policy levels of each batch."""
+        path = None if self.folder is None else self.folder / "metrics" / "orchestrator.jsonl"
+        if path is None or not path.exists():
+            return {}
+        logged = {}
+        for _, entry in read_json_lines(path):
+            match entry:
+                case {
+                    "step": int(step),
+                    "batch_tokens": int() | float() as tokens,
+                    "off_policy_level/all/mean": int() | float() as mean,
+                    "off_policy_level/all/max": int() | float() as highest,
+                }:
+                    logged[step] = LoggedLevels(int(tokens), mean, highest)
         return logged
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:

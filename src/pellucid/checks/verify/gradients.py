@@ -144,12 +144,18 @@ def gradients(run: Run, table: TokenTable, **how: Any) -> Gradients:
 
 
 def take_gradients(run: Run) -> Gradients:
-    """Those that are there, whole where the model is sharded; afterwards there are none."""
+    """Returns the gradients that are there, whole; afterwards there are none."""
+    found = whole_gradients(run)
+    run.trained.module.zero_grad(set_to_none=True)
+    return found
+
+
+def whole_gradients(run: Run) -> Gradients:
+    """The gradients that are there, whole where the model is sharded; every process takes part."""
     found = {}
     for name, parameter in run.trained.module.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    run.trained.module.zero_grad(set_to_none=True)
     return found
 
 

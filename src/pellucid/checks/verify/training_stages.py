@@ -249,34 +249,59 @@ def check_update(
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in own.values()))
     size = sum(gradient.numel() for gradient in own.values())
     differences.near("norm", norm, logged["grad_norm"], 4 * math.sqrt(size) * EPS * norm, where)
+    lr = rate_of(run, step)
+    differences.near("learning rate", lr, logged["lr"], 16 * EPS * run.config.optim.lr, where)
+    after_step = updated_weights(run, before, own, state, lr)
+    for name, weight in trained_weights(run).items():
+        check_moved("update", before[name], after_step[name], weight, lr, differences, f"{where}, {name}")
+
+
+def rate_of(run: Run, step: int) -> float:
+    """The oracle's learning rate of a step."""
     optim, scheduler = run.config.optim, run.config.scheduler
-    lr = learning_rate(
+    return learning_rate(
         step, peak=optim.lr, kind=scheduler.type, warmup_steps=scheduler.warmup_steps, max_steps=run.max_steps
     )
-    differences.near("learning rate", lr, logged["lr"], 16 * EPS * optim.lr, where)
+
+
+def updated_weights(
+    run: Run, before: dict[str, Tensor], gradients: Mapping[str, Tensor], state: AdamWState, lr: float
+) -> dict[str, Tensor]:
+    """The oracle's weights after one update, all in float64."""
+    optim = run.config.optim
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
     factor = clip_factor(norm, optim.max_norm)
-    clipped = {name: gradient * factor for name, gradient in own.items()}
-    after_step = adamw_step(before, clipped, state, lr=lr, betas=optim.betas, weight_decay=optim.weight_decay)
-    for name, weight in trained_weights(run).items():
-        moved = (after_step[name] - before[name]).abs()
-        allowed = EPS * (4 * before[name].abs() + 64 * moved + 4 * lr)
-        differences.near(
-            "update",
-            after_step[name].numpy(),
-            weight.double().cpu().numpy(),
-            allowed.numpy(),
-            f"{where}, {name}",
-        )
+    clipped = {name: gradient * factor for name, gradient in gradients.items()}
+    return adamw_step(before, clipped, state, lr=lr, betas=optim.betas, weight_decay=optim.weight_decay)
+
+
+def check_moved(
+    stage: str,
+    before: Tensor,
+    expected: Tensor,
+    found: Tensor,
+    lr: float,
+    differences: Differences,
+    where: str,
+) -> None:
+    """Holds one weight after an update to the oracle's."""
+    allowed = EPS * (4 * before.abs() + 64 * (expected - before).abs() + 4 * lr)
+    differences.near(stage, expected.numpy(), found.double().cpu().numpy(), allowed.numpy(), where)
 
 
 def check_weights(stage: str, run: Run, folder: Path, differences: Differences, where: str) -> None:
     """Holds the files of a folder to the weights of the run, bit by bit."""
-    written: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        written |= load_file(path)
+    written = read_weights(folder)
     for name, weight in trained_weights(run).items():
         if name not in written:
             differences.add(stage, math.inf, f"{where}: {name} is missing")
         else:
             same = torch.equal(written[name].to(weight.dtype), weight.cpu())
             differences.add(stage, 0.0 if same else math.inf, f"{where}: {name} differs from the trainer's")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    written: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        written |= load_file(path)
+    return written
