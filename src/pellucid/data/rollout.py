@@ -102,7 +102,7 @@ class Turn:
         trainable: bool = True,
         goes_on_from: "Turn | None" = None,
     ) -> None:
-        """`role_spans`: (role, start, stop) of each block of prompt and completion, in tokens.
+        """Takes `role_spans` as (role, start, stop) of each block of prompt and completion, in tokens.
 
         `prompt_ids` starts with all tokens of `goes_on_from`, and `role_spans` with all its blocks but the
         last, which is the reply.

@@ -61,7 +61,7 @@ def gspo_loss(inputs: LossInputs, config: GspoLossConfig) -> LossRecord:
 
 
 def _clipped(inputs: LossInputs, log_ratio: Tensor, config: PpoClipLossConfig | GspoLossConfig) -> LossRecord:
-    """−min(s·A, clip(s)·A) with s = exp(log_ratio), differentiated through each token's own ℓ."""
+    """Computes −min(s·A, clip(s)·A) with s = exp(log_ratio), differentiated through each token's own ℓ."""
     advantages, ratio = inputs.advantages, log_ratio.exp()
     too_high = inputs.loss_mask & (advantages > 0) & (ratio > 1 + config.clip_high)
     too_low = inputs.loss_mask & (advantages < 0) & (ratio < 1 - config.clip_low)
@@ -129,7 +129,7 @@ def sft_loss(inputs: LossInputs) -> LossRecord:
 
 
 def _teacher_gap(inputs: LossInputs) -> Tensor:
-    """stopgrad(log teacher − log π), 0 where there is no teacher logprob."""
+    """Computes stopgrad(log teacher − log π); 0 where there is no teacher logprob."""
     if inputs.teacher_logprobs is None:
         return torch.zeros_like(inputs.inference_logprobs)
     gap = inputs.teacher_logprobs - inputs.trainer_logprobs.detach()

@@ -207,7 +207,7 @@ class _Mask:
         self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def like(self, query: Tensor) -> Tensor:
-        """[rows or 1, 1, own, prefix + own]."""
+        """Makes the mask [rows or 1, 1, own, prefix + own], once per device and dtype of `query`."""
         key = (query.device, query.dtype)
         if key not in self._made:
             own, lengths = self.num_own, torch.tensor(self._prefixes)[:, None, None]
@@ -219,13 +219,13 @@ class _Mask:
 
 
 def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
-    """[tokens, heads, width] -> [rows, heads, columns, width]."""
+    """Gathers rows of tokens: [tokens, heads, width] -> [rows, heads, columns, width]."""
     chosen = tensor.flatten(1).index_select(0, rows.flatten())
     return chosen.view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
 
 
 def _kept(output: Tensor, places: Tensor) -> Tensor:
-    """[rows, heads, columns, width] -> [tokens, heads, width]."""
+    """Drops padding: [rows, heads, columns, width] -> [tokens, heads, width]."""
     flat = output.transpose(1, 2).flatten(0, 1)
     return flat if len(flat) == len(places) else flat.index_select(0, places)
 

@@ -149,7 +149,7 @@ def _common_prefix(columns: Sequence[NDArray[Any]], starts: Indices, lengths: In
 
 
 def _layout(lengths: Indices, families: Sequence[tuple[int, list[int]]], loss_mask: Mask | None) -> Layout:
-    """`families` are (common prefix, members); those without a prefix come first."""
+    """Lays out `families`, pairs (common prefix, members); those without a prefix come first."""
     starts = _starts(lengths)
     computed: list[Indices] = []
     num_tokens, num_rows = int(lengths.sum()), 0

@@ -123,6 +123,6 @@ def _weights(projection: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: the two halves of a head are the coordinates of its planes."""
+    """Applies rotary positions; the two halves of a head are the coordinates of its planes."""
     first, second = states.chunk(2, dim=-1)
     return torch.addcmul(states * cos, torch.cat((-second, first), dim=-1), sin)

@@ -83,7 +83,7 @@ class StepWatch:
     """Sums up one rank's part of a step; the sums stay on the device until `watched` reads them."""
 
     def __init__(self, table: TokenTable) -> None:
-        """`table` is the batch of the step on all ranks."""
+        """Takes `table`, the batch of the step on all ranks."""
         self._tested = fair_rollouts(table)
         self._num_tested = 0
         self._sums: Tensor | None = None
@@ -158,7 +158,7 @@ class TrainerAlarms:
     """The alarms of one run; its main process judges them after each step."""
 
     def __init__(self, output_dir: Path, *, publishes: bool, lr: float, frozen: Sequence[str]) -> None:
-        """`lr`: the highest of the schedule; `frozen`: parameters of the run that require no gradient."""
+        """Takes `lr`, the peak of the schedule, and `frozen`, parameters that require no gradient."""
         self._bell = Bell(output_dir, (SURPRISE, VERSIONS, UPDATE, FROZEN, STOP_TOKENS))
         self._surprise = MeanZeroTest(MOST_SURPRISE, SURPRISE_TOLERANCE)
         self._versions = VersionWatch(publishes=publishes)
@@ -307,7 +307,7 @@ class VersionWatch:
 
 
 def _falls(table: TokenTable, versions: NDArray[Any]) -> NDArray[np.int64]:
-    """Sampled tokens of an older version than the one before in their sequence."""
+    """Finds sampled tokens of an older version than the one before in their sequence."""
     rises = np.diff(versions.astype(np.int64), prepend=int(versions[0]))
     starts = table.sampled_offsets[:-1]
     rises[starts[starts < len(rises)]] = 0  # another sequence

@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 class LogSink:
     def __init__(self, run: str = "") -> None:
-        """`run` is named in every line of a trainer that serves several runs."""
+        """Takes `run`, which every line of a trainer that serves several runs names."""
         self._run = run and f"{run}: "
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

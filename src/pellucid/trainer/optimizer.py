@@ -89,7 +89,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def lr_factor(step: int, scheduler: SchedulerConfig, max_steps: int) -> float:
-    """Share of the peak learning rate at a step: linear warm-up, then the schedule's shape down to 0."""
+    """Returns the share of the peak learning rate at a step: linear warm-up, then the schedule's shape."""
     warmup = scheduler.warmup_steps
     if step < warmup:
         return (step + 1) / warmup

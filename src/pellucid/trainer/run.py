@@ -400,5 +400,5 @@ def say_finishing(what: str, step_s: float) -> None:
 
 
 def _part(config: TrainerRunConfig) -> str:
-    """The name of this part of a run in the record of its settings."""
+    """Names this part of a run in the record of its settings."""
     return "sft" if isinstance(config, SFTConfig) else "trainer"

@@ -62,7 +62,7 @@ class CheckpointSaver:
 
     def _publish(self, progress: Progress, write: Callable[[Path], None]) -> int:
         def write_together(folder: Path | None) -> None:
-            """All processes write into the folder of the main one."""
+            """Writes into the folder of the main process, in every process."""
             shared = self._ranks.share(lambda: folder)
             assert shared is not None
             write(shared)
