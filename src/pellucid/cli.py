@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
 
 
 def run_and_exit() -> NoReturn:
-    """The whole of a process: `main`, and then its exit, which no thread of an environment can hold up."""
+    """Runs `main`, then exits the process, which no thread of an environment can hold up."""
     leaving = QuickExit()
     try:
         code = main()

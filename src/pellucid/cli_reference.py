@@ -40,7 +40,7 @@ advantages, filters and losses are imported; the model's folder is looked into) 
 
 
 def reference() -> str:
-    """The whole page, in Markdown."""
+    """Returns the whole page, in Markdown."""
     lines = [_INTRODUCTION, "| command | |", "|---|---|"]
     lines += [f"| [`{name}`](#pellucid-{name}) | {command.help} |" for name, command in COMMANDS.items()]
     for name, command in COMMANDS.items():
@@ -101,7 +101,7 @@ _DEFAULTS = {"null": "not set", "()": "none", "True": "on", "False": "off"}
 
 
 def _row(action: Action) -> str:
-    """A flag, its default and its docstring; the parser's help ends with the default."""
+    """Returns a flag, its default and its docstring; the parser's help ends with the default."""
     found = re.fullmatch(r"(.*?)(?: \((required|default: (.*))\))?", action.help or "", re.DOTALL)
     assert found is not None  # every part of it may be empty
     meaning, tail, default = found.groups()

@@ -151,7 +151,7 @@ class QuickExit:
 
 
 def _running() -> list[str]:
-    """The threads that Python waits for, each with the line that it is at."""
+    """Returns the threads that Python waits for, each with the line that it is at."""
     frames = sys._current_frames()
     found = []
     for thread in threading.enumerate():

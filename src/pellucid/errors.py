@@ -120,7 +120,7 @@ class DiskError(PellucidError):
 
     @classmethod
     def of(cls, error: OSError, *, can_resume: bool = True) -> "DiskError":
-        """The same error with its remedy; its number is one of `REMEDIES`."""
+        """Returns the same error with its remedy; its number is one of `REMEDIES`."""
         assert error.errno is not None
         what = f"{error.filename} cannot be written" if error.filename else "a file cannot be written"
         again = "go on with --resume" if can_resume else "try again"

@@ -90,7 +90,7 @@ def _numbers(pa: Any, values: Values, kind: Any) -> Any:
 
 
 def open_writer(sink: Any, fields: Sequence[Field]) -> Any:
-    """A writer of tables with these fields; each call of `write_table` is a row group."""
+    """Returns a writer of tables with these fields; each call of `write_table` is a row group."""
     pa, pq = require("pyarrow", "Parquet"), require("pyarrow.parquet", "Parquet")
     names = {field.name for field in fields}
     lists = {field.name: f"{field.name}.list.element" for field in fields if field.per_token}
@@ -118,7 +118,7 @@ def open_writer(sink: Any, fields: Sequence[Field]) -> Any:
 
 
 def from_arrow(table: Any, lengths: Values | None = None) -> ColumnBatch:
-    """A table whose per-token columns are lists of these lengths, or of those of its own `token_ids`."""
+    """Converts a table whose per-token columns are lists of `lengths`, or as long as its `token_ids`."""
     pa = require("pyarrow", "Parquet")
     table = table.combine_chunks()
     lists: dict[str, Any] = {}

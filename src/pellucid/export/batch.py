@@ -53,18 +53,18 @@ class ColumnBatch:
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     def spread(self, name: str) -> Values:
-        """A per-sequence column with one entry per token."""
+        """Returns a per-sequence column with one entry per token."""
         return self.columns[name][self.owners]
 
     def tokens_of(self, rows: Integers) -> Integers:
-        """The tokens of these sequences, in this order."""
+        """Returns the tokens of these sequences, in this order."""
         lengths = self.lengths[rows]
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1]) if len(ends) else 0
         return np.arange(num_tokens) + np.repeat(self.offsets[rows] - ends + lengths, lengths)
 
     def take(self, rows: Sequence[int] | Integers) -> "ColumnBatch":
-        """These sequences, in this order."""
+        """Returns these sequences, in this order."""
         chosen = np.asarray(rows, np.int64)
         if len(chosen) == self.num_sequences and (chosen == np.arange(len(chosen))).all():
             return self

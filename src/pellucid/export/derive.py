@@ -20,7 +20,7 @@ def derive(batch: ColumnBatch, name: str) -> Values:
 
 
 def sources(name: str) -> tuple[str, ...]:
-    """The fields that have to be read to derive this one."""
+    """Returns the fields that have to be read to derive this one."""
     return _SOURCES[name]
 
 

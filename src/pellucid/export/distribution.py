@@ -65,7 +65,7 @@ class Distribution:
         return float(np.sqrt(max(0.0, self.sum_of_squares / self.count - (self.sum / self.count) ** 2)))
 
     def quantile(self, share: float) -> float | None:
-        """The value that this share of the values is not above, interpolated within its bin."""
+        """Returns the value that this share of the values is not above, interpolated within its bin."""
         return self.quantiles([share])[0]
 
     def quantiles(self, shares: Sequence[float]) -> list[float | None]:
@@ -127,7 +127,7 @@ def _bin_of(values: NDArray[np.float32]) -> Counts:
 
 
 def edges(bins: Counts) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The lower and the upper edge of bins."""
+    """Returns the lower and the upper edge of bins."""
     is_negative = bins < _SIDE
     size = np.where(is_negative, _SIDE - 1 - bins, bins - _SIDE)
     near, far = ((size + offset << _SHIFT).astype(np.uint32).view(np.float32) for offset in (0, 1))

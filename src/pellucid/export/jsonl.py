@@ -13,7 +13,7 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
 
 def encode_lines(batch: ColumnBatch, fields: Sequence[Field]) -> Iterator[bytes]:
-    """One line per sequence; the digits of a float32 are the fewest that give it back."""
+    """Yields one line per sequence; the digits of a float32 are the fewest that give it back."""
     bounds = batch.offsets.tolist()
     for row, (start, stop) in enumerate(pairwise(bounds)):
         record: dict[str, Any] = {

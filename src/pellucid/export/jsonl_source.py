@@ -168,7 +168,7 @@ def _is_per_token(name: str, record: Mapping[str, Any]) -> bool:
 
 
 def _one(name: str, value: Any) -> Values:
-    """A per-sequence value as a column of one."""
+    """Returns a per-sequence value as a column of one."""
     kind = np.dtype(BY_NAME[name].dtype) if name in BY_NAME and BY_NAME[name].dtype is not str else None
     if kind is not None and kind.kind in "iuf" and isinstance(value, int | float):
         return np.array([value], kind)

@@ -7,7 +7,7 @@ from pellucid.errors import ConfigError
 
 
 def require(package: str, what: str) -> Any:
-    """The module, or an error that says how to get it."""
+    """Returns the module, or an error that says how to get it."""
     try:
         return import_module(package)
     except ImportError as error:

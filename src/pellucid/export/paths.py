@@ -50,7 +50,7 @@ class ExportPaths:
 
     @classmethod
     def of_run(cls, config: "TrainerRunConfig") -> "ExportPaths | None":
-        """None for a run that exports nothing."""
+        """Returns the paths of a run's export; None for a run that exports nothing."""
         export = config.trainer.experimental.token_export
         return None if export is None else cls.at(config.output_dir, export.format, export.path)
 

@@ -121,7 +121,7 @@ def read_records(
     *,
     report: Callable[[str], object] = log.warning,
 ) -> Iterator[dict[str, Any]]:
-    """The records below `path` as plain lists and numbers, one by one; at least one."""
+    """Yields the records below `path` as plain lists and numbers, one by one; at least one."""
     records = open(path, report=report).records(steps)
     if not records:
         which = "" if steps is None else f" of the steps {sorted(steps)}"
@@ -138,7 +138,7 @@ def _open_source(file: RankFile, report: Callable[[str], object]) -> RecordSourc
 
 
 def _step_folders(path: Path) -> dict[int, Path] | None:
-    """The finished steps of a folder, in order; None for a step folder or a file."""
+    """Returns the finished steps of a folder, in order; None for a step folder or a file."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise DataError(f"{path}: expected a .jsonl or .parquet file, got {path.suffix or 'no suffix'}")

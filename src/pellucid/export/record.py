@@ -146,15 +146,15 @@ class Records(Sequence[Record]):
         return Records([self._entries[index] for index in np.flatnonzero(kept).tolist()])
 
     def arrow(self, columns: Sequence[str] | None = None) -> Any:
-        """A `pyarrow.Table` with one row per record; per-token fields are lists."""
+        """Returns a `pyarrow.Table` with one row per record; per-token fields are lists."""
         return frames.arrow(self, columns)
 
     def pandas(self, columns: Sequence[str] | None = None) -> Any:
-        """A `pandas.DataFrame` with one row per record; per-token fields are arrays."""
+        """Returns a `pandas.DataFrame` with one row per record; per-token fields are arrays."""
         return frames.pandas(self, columns)
 
     def polars(self, columns: Sequence[str] | None = None) -> Any:
-        """A `polars.DataFrame` with one row per record; per-token fields are lists."""
+        """Returns a `polars.DataFrame` with one row per record; per-token fields are lists."""
         return frames.polars(self, columns)
 
     def duckdb(self) -> Any:
@@ -173,7 +173,7 @@ class Records(Sequence[Record]):
         return list(firsts.values())
 
     def files(self) -> Iterator[tuple[RecordSource, list[int]]]:
-        """The rows of each file, in order."""
+        """Yields the rows of each file, in order."""
         for source, members in groupby(self._entries, key=lambda entry: entry[0]):
             yield source, [row for _, row in members]
 

@@ -91,7 +91,7 @@ def check_values(columns: Mapping[str, Values]) -> None:
 
 
 def token_values(record: Mapping[str, Any], name: str) -> Values:
-    """A per-token column as an array; null is NaN, and a mask with nulls is float32."""
+    """Returns a per-token column as an array; null is NaN, and a mask with nulls is float32."""
     values = record[name]
     dtype = np.dtype(BY_NAME[name].dtype) if name in BY_NAME else np.dtype(np.float64)
     try:

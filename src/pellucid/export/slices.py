@@ -137,7 +137,7 @@ class Slices:
 
 
 def oldest_versions(batch: ColumnBatch) -> NDArray[np.int64]:
-    """The lowest version of each sequence's tokens; the largest integer where none is known."""
+    """Returns the lowest version of each sequence's tokens; the largest integer where none is known."""
     found = np.full(batch.num_sequences, _NO_VERSION)
     versions = batch.columns.get("policy_versions")
     filled = np.flatnonzero(batch.lengths)

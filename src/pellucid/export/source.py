@@ -21,4 +21,4 @@ class RecordSource(Protocol):
         """The columns that a record has."""
 
     def batch(self, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
-        """These columns of these rows; a column that one of the rows lacks is left out."""
+        """Returns these columns of these rows; a column that one of the rows lacks is left out."""

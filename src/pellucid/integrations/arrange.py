@@ -172,7 +172,7 @@ class TensorArrangement:
 
 
 def _refuse_holes(is_token: NDArray[np.bool_], lengths: NDArray[np.int64]) -> None:
-    """The tokens of a row have to be contiguous: what lies in a gap would be left out of the record."""
+    """Refuses rows whose tokens are not contiguous: the record would leave out what lies in a gap."""
     firsts = is_token.argmax(axis=1)
     stops = is_token.shape[1] - is_token[:, ::-1].argmax(axis=1)
     if (torn := np.flatnonzero(stops - firsts != lengths)).size:

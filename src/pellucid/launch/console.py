@@ -107,7 +107,7 @@ def _align(cells: Sequence[str], columns: Sequence[StepColumn]) -> str:
 
 
 def skip_note(record: Record) -> str | None:
-    """A line for a step that moved no weights."""
+    """Returns a line for a step that moved no weights."""
     if not record.get("skipped_steps"):
         return None
     cause = "its loss or gradient is not finite; the trainer's log has the cause"

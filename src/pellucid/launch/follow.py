@@ -71,7 +71,7 @@ class StepJoin:
             self._waiting.setdefault(record["step"], {}).setdefault(source, {}).update(record)
 
     def complete(self) -> list[Record]:
-        """The steps that every source has reported, in order; each is handed out once."""
+        """Returns the steps that every source has reported, in order; each is handed out once."""
         steps = sorted(step for step, parts in self._waiting.items() if len(parts) == self._num_sources)
         return [self._merge(self._waiting.pop(step)) for step in steps]
 

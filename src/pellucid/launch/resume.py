@@ -64,7 +64,7 @@ Config = TypeVar("Config", bound=RunConfig)
 def take_over(
     config: Config, rewind: Callable[[Config, Sequence[Change]], ResumePoint], console: Console
 ) -> tuple[Config, int]:
-    """The configuration of a run in its claimed folder, and the first step to train.
+    """Returns the configuration of a run in its claimed folder, and the first step to train.
 
     `resume` is true from here on only if the folder holds a run; it is rewound then, and its logs are kept.
     Settings that a resumed run must not have are refused before any file of the run is touched.

@@ -127,7 +127,7 @@ def _reserve(server: socket.socket) -> None:
 
 
 def write_configs(config: RLConfig) -> None:
-    """The run as resolved, whole and as each of its processes sees it."""
+    """Writes the configuration as resolved, whole and as each process of the run sees it."""
     save(config, config_path(config, "rl"))
     for name, part in parts(config).items():
         save(part, config_path(config, name))

@@ -55,7 +55,7 @@ class ViewSink:
         self._view.refresh()
 
     def close(self) -> None:
-        """The view belongs to its maker."""
+        """Does nothing: whoever made the view closes it."""
 
 
 def run_sft(config: SFTConfig) -> None:

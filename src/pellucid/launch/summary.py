@@ -164,7 +164,7 @@ class Summary:
 
 
 def summary_panel(title: str, values: Sequence[float], facts: Iterable[Fact], width: int) -> Panel:
-    """The curve of `values` above what there is to say."""
+    """Returns the curve of `values` above what there is to say."""
     width = min(width, WIDTH)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -188,7 +188,7 @@ def progress(
 
 
 def evaluated(records: Sequence[Record]) -> list[Fact]:
-    """The first and the last average of each environment."""
+    """Returns the first and the last average of each environment."""
     averages: dict[str, list[str]] = {}
     for record in records:
         for name, measures in evaluations_in(record).items():
@@ -207,7 +207,7 @@ def rung(alarms: Sequence[Alarm]) -> list[Fact]:
 
 
 def artefacts(output_dir: Path) -> list[Fact]:
-    """The paths of what a run left behind for its user."""
+    """Returns the paths of what a run left behind for its user."""
     places = [
         ("model", output_dir / "model"),
         ("token exports", output_dir / "token_exports"),

@@ -139,7 +139,7 @@ def _announce(outcome: RunEnding) -> str:
 
 
 def _raise(outcome: RunEnding, fleet: "_Fleet", late: Sequence[Exit]) -> None:
-    """The error of a run that did not finish; `late` are the exits after it was told to stop."""
+    """Raises the error of a run that did not finish; `late` are the exits after it was stopped."""
     if outcome.failure:
         # Who notices a failure may be quicker to end than who failed.
         late = [end for end in late if fleet.has_failed(end)]
@@ -181,7 +181,7 @@ class _Fleet:
         self.interrupt: Signals | None = None
 
     def say(self, line: str) -> None:
-        """A terminal that is gone must not keep the children running."""
+        """Shows a line; a terminal that is gone must not keep the children running."""
         with suppress(OSError):
             self._say(line)
 
@@ -294,7 +294,7 @@ class _Fleet:
 
 
 def _start(child: Child) -> tuple[subprocess.Popen[bytes], int]:
-    """The process, and the end of the pipe from which its words are read."""
+    """Returns the process, and the end of the pipe from which its words are read."""
     child.log_path.parent.mkdir(parents=True, exist_ok=True)
     words, theirs = os.pipe()
     os.set_blocking(theirs, False)  # a child never waits for its launcher
@@ -350,7 +350,7 @@ def _signal_group(group: int, number: Signals) -> None:
 
 @contextmanager
 def _signals_into(events: "SimpleQueue[_Event]") -> Iterator[None]:
-    """The launcher's own signals become events: an exception could strike in the midst of stopping."""
+    """Context manager: signals to the launcher become events; exceptions could interrupt a stop."""
 
     def put(number: int, frame: object) -> None:
         events.put(Signals(number))

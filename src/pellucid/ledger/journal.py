@@ -170,7 +170,7 @@ def journals_of(ledger_dir: Path, stage: Stage) -> list[Path]:
 
 
 def sum_entries(entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
-    """One entry per stage, run and environment, with the last step of any."""
+    """Returns one entry per stage, run and environment, with the last step of any."""
     totals: dict[tuple[Stage, str, str], Counter[str]] = {}
     last_step = 0
     for entry in entries:
@@ -200,7 +200,7 @@ def _encode(entry: LedgerEntry) -> bytes:
 
 
 def read_journal(path: Path) -> Iterator[LedgerEntry]:
-    """The entries of a journal, one at a time.
+    """Returns the entries of a journal, one at a time.
 
     A torn last line (the process was killed while writing) is left out.
     """
@@ -256,7 +256,7 @@ def mend(path: Path) -> LedgerEntry | None:
 
 
 def _summed_up(path: Path, stage: Stage, mark: int) -> Iterator[bytes]:
-    """The journal with the same sums in fewer lines; from `mark` on, if any, the lines as they are."""
+    """Yields the journal with the same sums in fewer lines; from `mark` on, if any, the lines as they are."""
     entries, opened = read_journal(path), ""
     last: list[LedgerEntry] = []
     open_steps: dict[int, dict[_Key, Counter[str]]] = {}

@@ -61,7 +61,7 @@ def metric_name(name: str, measure: str) -> str:
 
 
 def evaluations_in(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The measures in a record of `metrics/eval.jsonl`, by environment; those that are finite."""
+    """Returns the measures in a record of `metrics/eval.jsonl`, by environment; those that are finite."""
     found: dict[str, dict[str, float]] = {}
     for key, value in record.items():
         if key.startswith(f"{EVAL}/") and isinstance(value, int | float):

@@ -151,7 +151,7 @@ class _Listener:
 
 
 def exposition(step: int, values: Mapping[str, float]) -> str:
-    """The values as gauges, all samples of one name together."""
+    """Returns the values as gauges, all samples of one name together."""
     gauges: dict[str, dict[str, float]] = {"pellucid_step": {"": step}}
     environments = environments_in(values)
     for name, value in values.items():

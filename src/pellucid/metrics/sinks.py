@@ -98,7 +98,7 @@ class Tee:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file; a torn last line is left out."""
+    """Yields the records of a metrics file; a torn last line is left out."""
     for number, line in read_lines(path):
         if not line.endswith(b"\n"):
             return
@@ -106,7 +106,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_metrics(place: str, line: bytes) -> dict[str, Any]:
-    """One record: `step`, and numbers by their names, with null for those that are not finite."""
+    """Returns one record: `step`, and numbers by their names, with null for those that are not finite."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:

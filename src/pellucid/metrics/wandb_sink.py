@@ -61,7 +61,7 @@ class WandbSink:
 
 
 def stable_id(path: Path) -> str:
-    """The id in `path`; a new one is written there first."""
+    """Returns the id in `path`; a new one is written there first."""
     if not path.exists():
         replace_file(path, secrets.token_hex(8).encode())
     found = read_whole(path, _MAX_ID_BYTES).decode(errors="replace")

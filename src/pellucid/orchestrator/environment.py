@@ -201,7 +201,7 @@ _MAX_REWARD = float(np.finfo(np.float32).max)  # advantages are computed in floa
 
 
 def _as_float(value: Any) -> float | None:
-    """A number of Python, numpy or torch as a float; None for anything else, above all for text."""
+    """Returns a number of Python, numpy or torch as a float; None for anything else, above all for text."""
     if isinstance(value, (str, bytes)):
         return None
     try:
@@ -211,7 +211,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
-    """The environment of one entry; entries with different names see different examples.
+    """Returns the environment of one entry; entries with different names see different examples.
 
     An evaluation has seeds of its own: an environment that draws its examples by seed measures on others
     than it trains on, even under the same name.

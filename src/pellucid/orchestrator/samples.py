@@ -61,7 +61,7 @@ def _columns_of(rollout: Rollout, run_id: str, advantage: float) -> list[dict[st
 
 
 def token_sequences(rollout: Rollout) -> list[NDArray[np.integer[Any]]]:
-    """The token ids of each sample that the rollout gives."""
+    """Returns the token ids of each sample that the rollout gives."""
     return [turns[-1].known_ids for turns in _branches(rollout)]
 
 

@@ -75,7 +75,7 @@ class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def newest_version(group: Sequence[HeldRollout]) -> int:
-    """The newest policy version that sampled a token of the group."""
+    """Returns the newest policy version that sampled a token of the group."""
     turns = (turn for held in group for turn in held.turns)
     return max((version for turn in turns for version, _ in turn.policy_versions), default=0)
 

@@ -29,7 +29,7 @@ def count_planes(form: Form, dtype: np.dtype[Any] | None) -> int:
 
 
 def squeeze(values: NDArray[np.uint8], num_planes: int) -> list[bytes]:
-    """The size of each plane, then the planes."""
+    """Returns the size of each plane, then the planes."""
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     planes = [_squeeze_plane(values[plane::num_planes], compressor) for plane in range(num_planes)]
     return [struct.pack(f"<{num_planes}Q", *map(len, planes)), *planes]

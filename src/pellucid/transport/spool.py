@@ -136,7 +136,7 @@ class Spool:
 
 
 def _inode(path: Path) -> int | None:
-    """None where nothing is, or a link that leads nowhere."""
+    """Returns the inode of a file; None if there is none, or a link that leads nowhere."""
     return path.stat().st_ino if path.exists() else None
 
 

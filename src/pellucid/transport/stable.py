@@ -61,5 +61,5 @@ def is_stable(folder: Path) -> bool:
 
 
 def stable_steps(parent: Path) -> list[int]:
-    """The N of every finished `step_N` below `parent`, ascending."""
+    """Returns the N of every finished `step_N` below `parent`, ascending."""
     return sorted(step for step, folder in step_folders(parent).items() if is_stable(folder))

@@ -332,7 +332,7 @@ class ZmqReceiver:
         return batch
 
     def receive(self, step: int) -> Batch:
-        """A stored batch that turns out to be bad ends the wait: whoever sent it has forgotten it."""
+        """Waits for the batch; raises if a stored one is bad, since its sender has forgotten it."""
         while True:
             try:
                 if (batch := self.poll(step)) is not None:

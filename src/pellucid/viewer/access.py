@@ -94,7 +94,7 @@ class Exports:
         return self._export.records({step}, **self.selection.wanted)
 
     def batches(self, records: Records) -> Iterator[ColumnBatch]:
-        """The records in columns, some at a time."""
+        """Yields the records in columns, some at a time."""
         start, size = 0, FIRST_RECORDS
         while start < len(records):
             batch = records[start : start + size].batch(ALL_FIELDS)

@@ -42,7 +42,7 @@ class BlobWriter:
         self._columns[name] = self._column(values) | more
 
     def add_near(self, name: str, values: NDArray[Any], against: str, reference: NDArray[Any]) -> None:
-        """A column whose values are nearly those of `against`, which was added as it is."""
+        """Adds a column whose values are nearly those of `against`, which was added as it is."""
         column = self._columns[against]
         single = _as_single(values)
         if single is None or column.get("type") != "f4" or "against" in column:

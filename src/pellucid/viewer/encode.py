@@ -93,7 +93,7 @@ def encode_step(
 def encode_index(
     step: int, identity: Identity, summary: StepSummary, starts: Sequence[int], *, level: int | None
 ) -> tuple[bytes, dict[str, Any]]:
-    """The index, and the step's points."""
+    """Returns the index, and the step's points."""
     blob = BlobWriter()
     words = identity.write(blob)
     blob.add("chunk_starts", np.array(starts, np.int32))
@@ -142,7 +142,7 @@ def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) ->
 
 
 def encode_lead(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) -> bytes:
-    """The first tokens of one record, in the form of a chunk."""
+    """Returns the first tokens of one record, in the form of a chunk."""
     columns = {
         name: values[:LEAD_TOKENS] if is_per_token(name, values, batch) else values
         for name, values in batch.columns.items()
@@ -160,7 +160,7 @@ def _ramp(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _per_record(values: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any] | None:
-    """One value per record where a column is constant in each of several."""
+    """Returns one value per record where a column is constant in each of several."""
     if len(lengths) < 2 or not lengths.all():
         return None
     first = values[np.cumsum(lengths) - lengths]

@@ -39,7 +39,7 @@ class RunFolder:
 
     @classmethod
     def around(cls, path: Path) -> "RunFolder":
-        """The run that `path` is, or is part of."""
+        """Returns the run that `path` is, or is part of."""
         if (path / "token_exports").is_dir():
             return cls(path)
         for parent in (path, *path.parents):

@@ -148,7 +148,7 @@ class RefusedBodyError(Exception):
 
 
 async def _read_json(request: Request) -> Any:
-    """The body of a request; what is too large, too slow or no JSON is refused."""
+    """Returns the body of a request; what is too large, too slow or no JSON is refused."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):

@@ -41,7 +41,7 @@ def show(
     trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> None:
-    """The last step: its summary, its records, one record, its outliers; then the run's ledger."""
+    """Prints the last step: its summary, its records, one record, its outliers; then the run's ledger."""
     console = console or Console(markup=False, emoji=False)
     run = RunFolder.around(exports.path)
     vocabulary, note = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)

@@ -24,7 +24,7 @@ MAX_CHARACTERS = 2_000
 
 
 def shortened(text: str) -> str:
-    """The text as far as it is shown, and how long it is."""
+    """Returns the text as far as it is shown, and how long it is."""
     if len(text) <= MAX_CHARACTERS:
         return text
     return f"{text[:MAX_CHARACTERS]}… ({len(text):,} characters)"
@@ -82,7 +82,7 @@ class Vocabulary:
         return text
 
     def _piece(self, token_id: int) -> str | None:
-        """The token's own string in the tokenizer, None for an id that it does not know."""
+        """Returns the token's own string in the tokenizer, None for an id that it does not know."""
         if self.tokenizer is None:
             return None
         try:

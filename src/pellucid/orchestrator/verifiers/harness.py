@@ -92,7 +92,7 @@ class RolloutTools:
         self._gate = gate
 
     async def use(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The tool message that answers a call."""
+        """Returns the tool message that answers a call."""
         name = call["function"]["name"]
         try:
             arguments = json.loads(call["function"]["arguments"] or "{}")
