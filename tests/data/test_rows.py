@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.data.packed import runs_of
-from pellucid.data.rows import BitRows, FlatRows, PieceRows, Prefixes, RunRows, SpanRows
+from pellucid.data.rows import BitRows, FlatRows, PieceRows, Prefixes, RunRows, SpanRows, spread
 
 masks = st.lists(st.booleans(), min_size=1, max_size=30)
 row_lists = st.lists(masks, min_size=1, max_size=6)
@@ -100,3 +100,10 @@ def test_values_are_views_until_they_are_joined() -> None:
     assert rows.array is buffer
     ((piece,),) = rows.select(np.array([1]), np.array([3])).pieces()
     assert np.shares_memory(piece, buffer) and piece.tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 3], [40, 0, 50]])  # few of each, and stretches that are filled
+def test_values_are_spread_as_often_as_their_counts_say(counts) -> None:
+    values = np.array([0.5, 0.25, -1.0], np.float32)
+    expected = [value for value, count in zip(values.tolist(), counts, strict=True) for _ in range(count)]
+    assert spread(values, np.array(counts)).tolist() == expected

@@ -234,3 +234,14 @@ def test_a_torn_last_line_is_cut_off_before_the_next(tmp_path) -> None:
     journal.count(RUN, ENV, State.TRAINED, 7)
     journal.flush(1)
     assert [entry.counts for entry in read_journal(path)] == [{"trained": 5}, {"trained": 7}]
+
+
+def test_totals_name_the_last_step_that_they_hold(tmp_path) -> None:
+    journal = Journal(tmp_path / "trainer.jsonl", Stage.TRAINER)
+    for step in (4, 5):
+        journal.count(RUN, ENV, State.TRAINED, 10)
+        journal.flush(step)
+    assert journal.totals() == [LedgerEntry(Stage.TRAINER, 5, RUN, ENV, {"trained": 20})]
+    journal.count(RUN, ENV, State.TRAINED, 1)
+    journal.flush(6)
+    assert journal.totals() == [LedgerEntry(Stage.TRAINER, 6, RUN, ENV, {"trained": 21})]
