@@ -188,7 +188,7 @@ ckpt = { interval = 2, asynchronous = true }
 """
 SCENARIOS = (
     Scenario("plain", "dense", PLAIN),
-    Scenario("turns", "dense", TURNS, seq_len=72, is_resumed=True),
+    Scenario("turns", "dense", TURNS, seq_len=128, is_resumed=True),
     Scenario("experts", "experts", EXPERTS),
     Scenario("windows", "dense", WINDOWS),
 )
