@@ -110,7 +110,8 @@ def test_the_cost_of_alarms_is_that_of_their_calls(monkeypatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", Shape(1, 2, (3, 3), (2, 2)))
     monkeypatch.setattr(alarms, "NUM_STEPS", 33)
     judge = TrainerAlarms.judge
-    step, requests = alarms.run()
+    step, requests, whole = alarms.run()
     assert (step.name, requests.name) == ("alarms, a step of tiny", "alarms, 2 requests")
     assert 0 < step.baseline < step.ours
+    assert whole.baseline == step.baseline and whole.ours > step.ours + requests.ours - requests.baseline
     assert TrainerAlarms.judge is judge

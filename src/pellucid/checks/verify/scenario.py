@@ -55,6 +55,9 @@ TURNS_OF_STILLNESS = 100
 STUCK_S = 5.0
 """A run that goes on without a batch or an answer for this long has lost groups that the script counts on."""
 
+TURNS_OF_A_SAMPLE = 8
+"""At most: its prompt, replies and responses, none of them longer than the prompt and a reply."""
+
 TOOL_RESPONSE = {"role": "tool", "content": "42"}
 SECOND_RESPONSE = {"role": "tool", "content": "7"}
 DOUBT = {"role": "user", "content": "Sure?"}
@@ -169,6 +172,9 @@ def play(config: VerifyConfig, folder: Path, tokenizer: Any, model: ReferenceMod
         resume=False,
     )
     assert isinstance(part, OrchestratorRunConfig)
+    longest = max(part.inference.max_model_len, TURNS_OF_A_SAMPLE * (len(opening) + REPLY_TOKENS))
+    inference = part.inference.model_copy(update={"max_model_len": longest})
+    part = part.model_copy(update={"inference": inference})
     environments = {name: kind(seed=config.seed) for name, kind in ENVIRONMENTS.items()}
     client = ScriptedClient(model, temperature, tokenizer)
     sender = FilesystemSender(folder)
