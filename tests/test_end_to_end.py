@@ -174,7 +174,8 @@ def test_the_record_replays(finished, capsys) -> None:
     assert main(["replay", str(folder), "--weights", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {finding["check"] for finding in report["findings"]} == {
-        *("rewards", "advantages", "ratios", "masks", "losses", "weights", "record", "loss")
+        *("rewards", "advantages", "ratios", "masks", "losses", "weights", "record", "loss"),
+        *("learning rate", "off-policy"),
     }
     assert report["steps"] == list(range(STEPS)) and report["notes"] == []
     assert main(["replay", str(folder), "--set", "trainer.loss.dppo_mask_high=0", "--json"]) == 0
