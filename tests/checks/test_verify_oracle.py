@@ -1,6 +1,8 @@
 """`verify` holds the real path to the oracle: a planted fault is caught, and its stage named."""
 
 import hashlib
+import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from pellucid.checks.oracle import ReferenceModel, ReferenceSequence, ReferenceStep
-from pellucid.checks.verify import agreement, path, scenario, subject
+from pellucid.checks.verify import agreement, path, scenario, script, subject
 from pellucid.checks.verify.differences import STAGES, Differences
 from pellucid.checks.verify.expected import ExpectedRun, group_of
 from pellucid.checks.verify.rollout_stages import check_rollouts
@@ -540,6 +542,13 @@ def test_a_fault_of_a_resumed_trainer_is_named_by_its_stage(
 ) -> None:
     plant(monkeypatch)
     assert first_difference(sound.of_training(tmp_path)) == stage
+
+
+@pytest.mark.parametrize("log_pi", [-1e-4, -0.7, -30.0, -52.2, -500.0])
+def test_the_script_reports_logprobs_that_samples_may_have(log_pi: float) -> None:
+    """Also of a model that is sure of itself: tokens that the script chooses have next to no probability."""
+    for seed, offset in itertools.product(range(20), script.OFFSETS):
+        assert -44 < script._off(log_pi, offset, random.Random(seed)) < 0
 
 
 def test_an_engine_that_draws_from_its_top_tokens(opened: subject.Subject, monkeypatch: Patch) -> None:

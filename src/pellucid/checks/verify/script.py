@@ -37,6 +37,9 @@ REPLY_TOKENS = 6
 OFFSETS = (0.02, -0.4, 0.9, -0.03, 0.0, 1.5)
 """log μ − log π of the tokens of a reply, in turn; on the likeliest token μ is made far smaller or larger."""
 
+LEAST_LOGPROB = -40.0
+"""log μ of a token is at least this, however sure of another the model is: below −44 samples are rejected."""
+
 REASONING = "<think>no</think>"
 """The start of a first reply that goes on to a tool: some chat templates would drop it from the history."""
 
@@ -184,4 +187,4 @@ def _off(log_pi: float, offset: float, generator: random.Random) -> float:
         return math.log(pi - 0.45) if generator.random() < 0.5 else math.log(min(0.99, pi + 0.005))
     if generator.random() < 0.25:
         return math.log(pi + 0.45)
-    return min(log_pi + offset, -1e-3)
+    return max(LEAST_LOGPROB, min(log_pi + offset, -1e-3))
