@@ -115,6 +115,19 @@ def test_no_name_stands_for_two_classes() -> None:
     assert {name for name, number in found.items() if number > 1} == set()
 
 
+def test_no_docstring_starts_as_a_fragment() -> None:
+    """One that starts with "Of" or "What" does not say who does what."""
+    fragments = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and str(node.value.value).startswith(("Of ", "What "))
+    ]
+    assert fragments == []
+
+
 HEAVY = ("torch", "transformers", "aiohttp", "pyarrow", "peft", "datasets", "verifiers", "wandb", "uvicorn")
 LIGHT = (
     "cli",

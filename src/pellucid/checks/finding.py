@@ -1,4 +1,4 @@
-"""What a check found: a number, how large it may be, and what it means if it is larger."""
+"""A finding of a check: a number, how large it may be, and what it means if it is larger."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from rich.text import Text
 class Finding:
     check: str
     what: str
-    """What the number is."""
+    """Quantity that was measured."""
 
     value: float
     limit: float

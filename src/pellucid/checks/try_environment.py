@@ -251,7 +251,7 @@ class EngineClient:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one role said, as the model saw it: `text`, of which `sampled` is what the model replied."""
+    """One role's message as the model saw it: `text`, of which the model sampled `sampled`."""
 
     role: str
     text: str

@@ -50,7 +50,7 @@ class Story:
     """Rewards of all rollouts of its group."""
 
     states: dict[str, int]
-    """What became of its sampled tokens, as far as it is known: once they are sent, by an export."""
+    """Sampled tokens by ledger state, as far as known: an export tells what became of sent ones."""
 
     unknown: str = ""
     """Why it is not known what became of the others."""
@@ -63,7 +63,7 @@ class Story:
 
 
 def stories_of(run: Path, name: str) -> list[Story]:
-    """Of a rollout, or of all rollouts of a group; more than one of a rollout that was sampled again."""
+    """Reads the story of a rollout, or of each of a group; one that was sampled again has several."""
     if not (run / "rollouts").is_dir():
         raise LedgerError(f"{run} holds no saved rollouts; give the folder of an rl run")
     wanted = name.encode()

@@ -19,7 +19,7 @@ _KEYS = tuple(
     for key in (*dotted_keys(TrainerConfig, "trainer."), *dotted_keys(OrchestratorConfig, "orchestrator."))
     if key.startswith((f"{LOSS}.", f"{ADVANTAGE}."))
 )
-"""What may be changed."""
+"""Keys that `--set` may change."""
 
 
 @dataclass(frozen=True, slots=True)

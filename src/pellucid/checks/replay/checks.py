@@ -97,7 +97,7 @@ class Checks:
     run: RecordedRun
     predictor: "Predictor | None" = None
     notes: list[str] = field(default_factory=list)
-    """What could not be checked, and why."""
+    """Checks that could not be made, and why."""
 
     def __post_init__(self) -> None:
         self._comparisons: dict[str, Comparison] = {}

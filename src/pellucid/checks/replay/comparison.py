@@ -23,7 +23,7 @@ class Comparison:
 
     of: str = "tokens"
     hint: str = ""
-    """What to look at if they differ."""
+    """Advice where to look if they differ."""
 
     num_compared: int = 0
     num_different: int = 0

@@ -1,4 +1,4 @@
-"""What was logged of a step beside its loss, against the oracle and the export: learning rate, staleness."""
+"""Holds the logged learning rate to the oracle, and logged off-policy levels to the export."""
 
 import numpy as np
 

@@ -24,7 +24,7 @@ MASKS = ("is_masked", "is_masked_high", "is_masked_low")
 
 
 def replay_losses(step: ColumnBatch, config: LossConfig | None) -> dict[str, Values]:
-    """Of all records of a step: `RATIOS`, `MASKS` and `token_loss` of each token; NaN where there is none.
+    """Computes `RATIOS`, `MASKS` and `token_loss` of each token of a step; NaN where there is none.
 
     Without a loss, the tokens of rl have ratios alone.
     """
@@ -116,7 +116,7 @@ def num_trainable(step: ColumnBatch) -> Integers:
 
 
 def _weights(step: ColumnBatch, config: LossConfig | None) -> NDArray[np.float32]:
-    """Of each record's tokens in the step's mean. Records have trainable tokens: all that count are here."""
+    """Computes the weight of each record's tokens in the step's mean; all records have trainable tokens."""
     weights = np.ones(step.num_sequences, np.float32)
     if config is not None and config.reduction != "token":
         chosen = np.flatnonzero(modes_of(step) == TrainingMode.RL.value)

@@ -1,4 +1,4 @@
-"""What a run left behind of its steps: exports, logged losses, rollouts, and its configuration."""
+"""The files that a run leaves of its steps: exports, logged losses, rollouts, and its configuration."""
 
 import math
 import sys
@@ -97,7 +97,7 @@ class RecordedRun:
 
     @cached_property
     def loss(self) -> LossConfig | None:
-        """Of rl samples; None where it is not to be computed: see `no_loss`."""
+        """Settings of the loss of rl samples; None where it cannot be computed: see `no_loss`."""
         return None if self.no_loss else self.trainer.loss
 
     @property
@@ -120,7 +120,7 @@ class RecordedRun:
 
     @cached_property
     def recorded(self) -> RecordedConfig:
-        """What another trainer says of itself; empty for a run of pellucid's."""
+        """Returns what another trainer recorded of itself; empty for a run of pellucid's."""
         return self._section("recorded", RecordedConfig) or RecordedConfig()
 
     @property
@@ -204,7 +204,7 @@ class RecordedRun:
 
     @cached_property
     def logged_levels(self) -> Mapping[int, LoggedLevels]:
-        """What the orchestrator logged of the off-policy levels of each batch."""
+        """Reads the off-policy levels that the orchestrator logged for each batch."""
         path = None if self.folder is None else self.folder / "metrics" / "orchestrator.jsonl"
         if path is None or not path.exists():
             return {}

@@ -128,7 +128,7 @@ class Predictor:
         }
 
     def _measure(self, hidden: Tensor, layout: Layout, temperatures: Tensor) -> tuple[Values, Values]:
-        """Of each token, the length of the hidden state that predicts it ÷ temperature, and the standard
+        """Measures per token the length of the hidden state that predicts it ÷ temperature, and the standard
         deviation of log p under p; both are 0 where nothing predicts."""
         head = self._policy.hf.get_output_embeddings()
         norms, spreads = torch.zeros_like(temperatures), torch.zeros_like(temperatures)

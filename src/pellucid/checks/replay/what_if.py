@@ -1,4 +1,4 @@
-"""What other settings would have done with the same tokens: masks and losses, old and new side by side.
+"""The effect of other settings on the same tokens: masks and losses, old and new side by side.
 
 Logprobs are what they were: the first step is exact, and later ones are what the new settings would have done
 with the tokens of the old run.
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Of an environment, or of all."""
+    """The effect on the tokens of one environment, or of all."""
 
     sequences: int = 0
     trainable: int = 0

@@ -92,7 +92,7 @@ class Differences:
 
 @dataclass
 class Bounds:
-    """What rounding in float32 explains, for a model and sequences of some length."""
+    """Differences that rounding in float32 explains, for a model and sequences of some length."""
 
     chain: int
     """Numbers that are added up on the way from a token to its logprob."""

@@ -46,10 +46,10 @@ from pellucid.transport.weights import weights_folder
 
 
 class BatchResult(NamedTuple):
-    """Of one batch; the same in every process."""
+    """The result of training one batch; the same in every process."""
 
     denominators: list[int]
-    """Of each rank."""
+    """The denominator of each rank."""
 
     loss: float
     gradients: Gradients
@@ -103,7 +103,7 @@ def _clipping(config: VerifyConfig, norm: float) -> VerifyConfig:
 
 
 def _ways(table: TokenTable) -> Iterator[tuple[str, TokenTable, dict[str, Any]]]:
-    """What is trained, and settings of the trainer. Ranks without a sequence have padding alone."""
+    """Yields a batch and the settings that train it. Ranks without a sequence have padding alone."""
     yield "as configured", table, {}
     yield "with a sequence at a time", table, {"micro_batch_max_tokens": 2}
     yield "with one sequence in all", table.select([0]), {}
@@ -218,6 +218,6 @@ def _explain(expected: Gradients, found: Gradients) -> str:
 
 
 def _factor(expected: Gradients, found: Gradients) -> float:
-    """What `expected` is to be multiplied with to come closest to `found`."""
+    """Computes the factor that brings `expected` closest to `found`."""
     product = sum(float((expected[name] * found[name]).sum()) for name in expected)
     return product / max(sum(float(value.square().sum()) for value in expected.values()), 1e-30)

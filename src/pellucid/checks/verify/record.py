@@ -1,4 +1,4 @@
-"""What travels and what is written down: columns arrive as they left, and token losses add up to the loss."""
+"""Checks that columns arrive as they left, and that recorded token losses add up to the loss."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What is verified: the user's trainer, an engine beside it, and samples that the engine drew."""
+"""The subject of verification: the user's trainer, an engine beside it, and samples that the engine drew."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -184,7 +184,7 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
 
 
 def _prompts(config: VerifyConfig, tokenizer: Any) -> list[list[int]]:
-    """Of the run's environments in turn, as the orchestrator would send them, cut to half of `seq_len`."""
+    """Makes prompts of the environments in turn, as the orchestrator does, cut to half of `seq_len`."""
     chat = ChatTemplate(tokenizer)
     environments = [load_environment(env, config.seed) for env in config.orchestrator.env]
     prompts = []
