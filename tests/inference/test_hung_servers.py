@@ -28,7 +28,7 @@ from pellucid.inference.examine import Expected
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.inference.pool import ServerPool
 from pellucid.inference.server import Server
-from pellucid.inference.slots import SlottedEngine
+from pellucid.inference.slots import Request, SlottedEngine, run_to_end
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import JsonlSink
 from pellucid.model.tiny import character_tokenizer
@@ -209,6 +209,21 @@ def test_requests_of_a_hung_server_are_answered_by_another_and_counted_once(tmp_
         received = asyncio.run(main([one, other]))
     assert received == 24 * NUM_TOKENS
     assert assert_booked(first, second, received=received)["cancelled"] > 0
+
+
+def test_a_request_given_up_after_its_end_takes_no_slot_from_the_next() -> None:
+    """Engines may number their slots: the answer that nobody took came from a slot that another has now."""
+    engine, finished = ScriptedEngine(num_slots=1), []
+    requests = [Request([5], SamplingParams(max_tokens=3), ACCOUNT, finished.append) for _ in range(2)]
+    for request in requests:
+        engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    engine.abandon(requests[0])
+    run_to_end(engine, [])
+    counts = engine.counts
+    assert [completion.finish_reason for completion in finished] == ["length", "length"]
+    assert (counts.sampled[ACCOUNT], counts.delivered[ACCOUNT], counts.cancelled[ACCOUNT]) == (6, 3, 3)
 
 
 def test_a_slow_server_that_gets_on_is_never_interrupted(tmp_path: Path) -> None:

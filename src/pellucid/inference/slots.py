@@ -330,7 +330,7 @@ class SlottedEngine(ABC, Generic[Slot]):
         """Frees the slot and delivers the tokens, cancelled if abandoned; nothing if it has ended already."""
         if request in self._waiting:
             del self._waiting[request]
-        elif request.slot in self._running:
+        elif self._running.get(request.slot) is request:  # its slot may be another's by now
             del self._running[request.slot]
             self._free(request.slot)
         else:
