@@ -53,8 +53,8 @@ ROOMS = (
     *("trainer/batches.py", "trainer/build.py", "trainer/loop.py", "trainer/observer.py"),
     *("trainer/optimizer.py", "trainer/ranks.py", "trainer/resume.py", "trainer/run.py", "trainer/saver.py"),
     *("trainer/skips.py", "trainer/step.py", "trainer/trained.py"),
-    *("transport/decode.py", "transport/encode.py", "transport/filesystem.py", "transport/planes.py"),
-    *("transport/spool.py", "transport/stable.py", "transport/weights.py", "transport/wire.py"),
+    *("transport/decode.py", "transport/encode.py", "transport/spool.py", "transport/weights.py"),
+    "transport/wire.py",
 )
 """The modules that a sampled token, its logprob or its reward passes on its way into weights and record."""
 

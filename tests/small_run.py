@@ -43,7 +43,7 @@ from pellucid.packing import pack_batch
 from pellucid.trainer.observer import StepObserver
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
 from pellucid.transport import stable_steps
-from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
+from pellucid.transport.spool import FilesystemReceiver, FilesystemSender
 from pellucid.transport.weights import publish_version, published_versions, write_version
 
 RUN = "run"

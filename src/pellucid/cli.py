@@ -123,7 +123,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "keys": Command(
         KeysSettings,
-        "pellucid.transport.keys:run_keys",
+        "pellucid.transport.zmq_link:run_keys",
         "make keys for batches over a network",
         reads_run=True,
     ),

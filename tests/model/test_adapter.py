@@ -6,8 +6,7 @@ import torch
 from pellucid.config.model import LoraConfig, ModelConfig
 from pellucid.errors import ConfigError, TransportError
 from pellucid.model import Adapters, load_policy, packed_layout
-from pellucid.transport.adapter import ServedWeights, write_adapter
-from pellucid.transport.weights import write_version
+from pellucid.transport.weights import ServedWeights, write_adapter, write_version
 from tolerance import chain, near
 
 IDS = torch.tensor([[5, 9, 17, 33, 64, 80, 12]])

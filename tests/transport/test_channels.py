@@ -19,9 +19,7 @@ from pellucid.transport import (
     MemoryChannel,
     encode_batch,
 )
-from pellucid.transport.filesystem import first_missing_batch
-from pellucid.transport.spool import Spool
-from pellucid.transport.stable import is_stable, publish_folder, stable_steps
+from pellucid.transport.spool import Spool, first_missing_batch, is_stable, publish_folder, stable_steps
 from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
 

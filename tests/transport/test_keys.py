@@ -7,7 +7,7 @@ import zmq
 
 from pellucid.cli import main
 from pellucid.errors import ConfigError
-from pellucid.transport.keys import allowed_keys, make_keys, own_keys, trainer_key
+from pellucid.transport.zmq_link import allowed_keys, make_keys, own_keys, trainer_key
 
 
 def test_the_command_makes_two_pairs(tmp_path, capsys) -> None:

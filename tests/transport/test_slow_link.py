@@ -12,10 +12,9 @@ import pytest
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.transport import Batch, Limits, encode_batch, zmq_sender
 from pellucid.transport.spool import Spool
-from pellucid.transport.zmq_messages import Offer
+from pellucid.transport.zmq_link import Offer, Patience, Transfer
 from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
-from pellucid.transport.zmq_transfer import Patience, Transfer
 
 PATIENCE_S = 60.0
 """Only ever waited for when a test fails."""

@@ -6,12 +6,13 @@ from torch import nn
 
 from pellucid.config.model import LoraConfig
 from pellucid.errors import TransportError
-from pellucid.transport.adapter import check_adapter, write_adapter
 from pellucid.transport.weights import (
+    check_adapter,
     check_weights,
     load_weights,
     read_weights,
     weight_shapes,
+    write_adapter,
     write_version,
 )
 

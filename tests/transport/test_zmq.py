@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from msgspec.msgpack import encode
 from pydantic import TypeAdapter, ValidationError
 
 from pellucid.config import TransportConfig, ZmqTransportConfig
@@ -14,23 +15,26 @@ from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import ConfigError, TransportError
 from pellucid.guard import is_loopback
 from pellucid.transport import Batch, Limits, encode_batch, open_receiver, open_sender
-from pellucid.transport.keys import KeyPair, allowed_keys, make_keys, own_keys, trainer_key
 from pellucid.transport.spool import Spool
 from pellucid.transport.wire import PREAMBLE
-from pellucid.transport.zmq_messages import (
+from pellucid.transport.zmq_link import (
+    TO_RECEIVER,
+    TO_SENDER,
     Chunk,
+    KeyPair,
     Offer,
+    Patience,
     Refused,
     Stored,
     Taken,
     Want,
-    encode,
-    for_receiver,
-    for_sender,
+    allowed_keys,
+    make_keys,
+    own_keys,
+    trainer_key,
 )
 from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
-from pellucid.transport.zmq_transfer import Patience
 
 PATIENCE_MS = 20_000
 LIMITS = Limits(max_bytes=100_000)
@@ -74,7 +78,7 @@ def chunk_of(data: bytes, step: int = 0) -> list[bytes]:
 
 def answer(socket, timeout_ms: int = PATIENCE_MS):
     assert socket.poll(timeout_ms), "no answer"
-    return for_sender(socket.recv())
+    return TO_SENDER.decode(socket.recv())
 
 
 def wait_until(condition) -> None:
@@ -217,7 +221,7 @@ def fake_trainer():
 def hear(socket):
     assert socket.poll(PATIENCE_MS), "nothing was said"
     peer, head, *rest = socket.recv_multipart()
-    return peer, for_receiver(head), rest
+    return peer, TO_RECEIVER.decode(head), rest
 
 
 def test_the_sender_repeats_until_it_is_heard() -> None:
@@ -360,6 +364,6 @@ def test_opened_as_configured(tmp_path) -> None:
 
 def test_messages_that_lack_a_field_are_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
-        for_receiver(msgspec.msgpack.encode(["offer", "run", 1]))
+        TO_RECEIVER.decode(encode(["offer", "run", 1]))
     refused = Refused("run", 3, 40, "why", True)
-    assert for_sender(encode(refused)) == refused
+    assert TO_SENDER.decode(encode(refused)) == refused

@@ -18,8 +18,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.ledger import read_journal
 from pellucid.model import Adapters, load_policy, packed_layout
-from pellucid.transport.adapter import ServedWeights, write_adapter
-from pellucid.transport.weights import weights_folder, write_version
+from pellucid.transport.weights import ServedWeights, weights_folder, write_adapter, write_version
 from tolerance import logprob_bound, near_logprobs
 
 ENV = Account("run", "env")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from pellucid.data.files import read_whole, require_file
+from pellucid.data.files import read_whole, require_file, step_folders
 from pellucid.data.model_folder import check_safetensors
 from pellucid.errors import DataError, ModelError
 from pellucid.ledger import LedgerEntry, settle_trainer
@@ -25,7 +25,6 @@ from pellucid.transport import (
     retract_folder,
     retract_steps,
     stable_steps,
-    step_folders,
 )
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from pellucid.inference.scoring import Scoring, score
 from pellucid.inference.slots import Request, SlottedEngine
 from pellucid.inference.step_attention import Prompt, StepAttention
 from pellucid.model import ExpertRecorder, Policy, lean_forward
-from pellucid.transport.adapter import ServedWeights
+from pellucid.transport.weights import ServedWeights
 
 MAX_PREFILL_TOKENS = 8192
 

@@ -20,8 +20,7 @@ from pellucid.inference.client import SamplingParams
 from pellucid.inference.vllm_args import engine_args, require_vllm
 from pellucid.inference.vllm_engine import SampledToken, Scored, VllmEngine
 from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
-from pellucid.transport.adapter import check_adapter, is_adapter
-from pellucid.transport.weights import check_weights, weight_shapes
+from pellucid.transport.weights import check_adapter, check_weights, is_adapter, weight_shapes
 
 _NUM_SEEDS = 2**63
 _ADAPTER = 1

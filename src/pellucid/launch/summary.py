@@ -15,7 +15,7 @@ from pellucid.launch.console import WIDTH
 from pellucid.launch.follow import Record
 from pellucid.ledger import MEANING, Flow, Report, State
 from pellucid.metrics.evaluation import average_in, evaluations_in
-from pellucid.transport.stable import stable_steps
+from pellucid.transport.spool import stable_steps
 
 CURVE_HEIGHT = 6
 NUM_AVERAGED = 10

@@ -14,11 +14,11 @@ from typing import Any
 
 import orjson
 
-from pellucid.data.files import append_whole, read_lines, replace_file, require_own, sync
+from pellucid.data.files import append_whole, read_lines, replace_file, require_own, step_folders, sync
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
 from pellucid.orchestrator.verdict import Verdict
-from pellucid.transport import MARKER, step_folders
+from pellucid.transport import MARKER
 
 FILE = "train_rollouts.jsonl"
 

@@ -45,8 +45,7 @@ from pellucid.orchestrator.snapshot import (
     write_snapshot,
 )
 from pellucid.transport import Limits, limits_of, retract_steps, stable_steps
-from pellucid.transport.filesystem import first_missing_batch
-from pellucid.transport.spool import Spool
+from pellucid.transport.spool import Spool, first_missing_batch
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from pellucid.config.model import LoraConfig
 from pellucid.model import Adapter, Policy
-from pellucid.transport.adapter import write_adapter
-from pellucid.transport.weights import offer_weights, write_version, write_weights
+from pellucid.transport.weights import offer_weights, write_adapter, write_version, write_weights
 
 
 class Trained(Protocol):

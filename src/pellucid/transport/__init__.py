@@ -1,19 +1,26 @@
 """Bytes between processes: batches from orchestrator to trainer, weights from trainer to engine."""
 
-from pellucid.data.files import step_folders
-from pellucid.transport.channel import Batch, BatchReceiver, BatchSender
-from pellucid.transport.codec import UNLIMITED, Limits, decode_batch, encode_batch
-from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
-from pellucid.transport.memory import MemoryChannel
-from pellucid.transport.open import limits_of, open_receiver, open_sender
-from pellucid.transport.stable import (
+from pellucid.transport.channel import (
+    BatchReceiver,
+    BatchSender,
+    MemoryChannel,
+    limits_of,
+    open_receiver,
+    open_sender,
+)
+from pellucid.transport.decode import decode_batch
+from pellucid.transport.encode import encode_batch
+from pellucid.transport.spool import (
     MARKER,
+    FilesystemReceiver,
+    FilesystemSender,
     is_stable,
     publish_folder,
     retract_folder,
     retract_steps,
     stable_steps,
 )
+from pellucid.transport.wire import UNLIMITED, Batch, Limits
 
 __all__ = [
     "MARKER",
@@ -35,5 +42,4 @@ __all__ = [
     "retract_folder",
     "retract_steps",
     "stable_steps",
-    "step_folders",
 ]

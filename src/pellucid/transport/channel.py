@@ -1,26 +1,29 @@
-"""The two ends of a channel for batches. Batches of a run arrive in order, each once.
+"""The two ends of a channel for batches, as `[transport]` asks for them. Batches arrive in order, each once.
 
     orchestrator ── send ──> [ stored, not yet taken: at most `hwm` ] ── receive ──> trainer
 
 A batch that was received stays with the receiver until it is released, so that a trainer that died can
-train it again. What cannot be a batch is refused, counted and logged with its sender; the receiver goes
-on waiting for a good one, and the sender is told.
+train it again. The receiver refuses what cannot be a batch, counts it and logs it with its sender; it goes on
+waiting for a good one, and the sender is told.
 """
 
-from dataclasses import dataclass
+import logging
+import queue
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
-from pellucid.data import TokenTable
-from pellucid.errors import TransportError
+from pellucid.config import TransportConfig, ZmqTransportConfig
+from pellucid.data.rules import Experts
+from pellucid.errors import ConfigError, PayloadError, TransportError
+from pellucid.transport.decode import decode_batch
+from pellucid.transport.spool import FilesystemReceiver, FilesystemSender, Spool
+from pellucid.transport.wire import Batch, Limits
+from pellucid.transport.zmq_link import allowed_keys, own_keys, tcp_address, trainer_key
+from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
+from pellucid.transport.zmq_sender import ZmqSender
 
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The samples that one optimizer step of one run trains on."""
-
-    run_id: str
-    step: int
-    table: TokenTable
+logger = logging.getLogger(__name__)
 
 
 class BatchSender(Protocol):
@@ -52,18 +55,105 @@ class BatchReceiver(Protocol):
         """Ends receiving."""
 
 
-def refusal(step: int, reason: str) -> TransportError:
-    """Makes the error that a sender raises for a batch that the trainer refused."""
-    return TransportError(
-        f"the trainer refused the batch of step {step}: {reason}; go on with --resume, which gives it up and "
-        "samples the step anew"
+class MemoryChannel:
+    """Sender and receiver inside one process, through the same bytes as the real ones."""
+
+    def __init__(self, *, hwm: int = 0) -> None:
+        """0 holds any number of batches."""
+        self._queue: queue.Queue[bytes] = queue.Queue(hwm)
+        self._refusals: list[PayloadError] = []
+
+    def send(self, step: int, payload: bytes) -> None:
+        self._queue.put(payload)
+
+    def check(self) -> None:
+        if self._refusals:
+            raise TransportError(f"the trainer refused a batch: {self._refusals[-1]}")
+
+    @property
+    def num_rejected(self) -> int:
+        return len(self._refusals)
+
+    def poll(self, step: int) -> Batch | None:
+        return None if self._queue.empty() else self._take(step)
+
+    def receive(self, step: int) -> Batch:
+        while True:
+            with suppress(PayloadError):
+                return self._take(step)
+
+    def _take(self, step: int) -> Batch:
+        try:
+            batch = decode_batch(self._queue.get(), sender="memory")
+        except PayloadError as error:
+            logger.error("refused the batch of step %d: %s", step, error)
+            self._refusals.append(error)
+            raise
+        if batch.step != step:
+            raise TransportError(f"received the batch of step {batch.step}; expected step {step}")
+        return batch
+
+    def release_before(self, step: int) -> None:
+        """Does nothing: a batch received from memory is gone, and is never received again."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def limits_of(
+    config: TransportConfig, *, vocab_size: int | None = None, experts: Experts | None = None
+) -> Limits:
+    """Returns the receiver's limits. Bytes bound the tokens: each takes one, unless it is shared."""
+    return Limits(
+        config.max_batch_bytes,
+        max_tokens=config.max_batch_bytes,
+        vocab_size=vocab_size,
+        text_only=True,
+        experts=experts,
     )
 
 
-def check_size(step: int, payload: bytes, max_bytes: int) -> None:
-    """Raises TransportError if a batch is too large; the sender calls it, where the cause is."""
-    if len(payload) > max_bytes:
-        raise TransportError(
-            f"the batch of step {step} has {len(payload)} bytes; transport.max_batch_bytes = {max_bytes} "
-            "allows no more: raise it on both sides, or send smaller batches"
+def open_sender(config: TransportConfig, run_dir: Path, run_id: str) -> BatchSender:
+    if not isinstance(config, ZmqTransportConfig):
+        return FilesystemSender(run_dir, hwm=config.hwm, max_bytes=config.max_batch_bytes)
+    return ZmqSender(
+        _address(config),
+        run_id,
+        hwm=config.hwm,
+        max_bytes=config.max_batch_bytes,
+        keys=own_keys(config.keys, "orchestrator") if config.keys else None,
+        trainer_key=trainer_key(config.keys) if config.keys else None,
+    )
+
+
+def open_receiver(
+    config: TransportConfig,
+    run_dir: Path,
+    run_id: str,
+    *,
+    vocab_size: int | None = None,
+    experts: Experts | None = None,
+) -> BatchReceiver:
+    """`vocab_size`: a batch with a token id beyond it is refused; `experts`: one without these experts."""
+    limits = limits_of(config, vocab_size=vocab_size, experts=experts)
+    if not isinstance(config, ZmqTransportConfig):
+        return FilesystemReceiver(run_dir, limits=limits)
+    spool = Spool(run_dir, limits)
+    inbox = Inbox(
+        _address(config),
+        {run_id: spool},
+        hwm=config.hwm,
+        limits=limits,
+        keys=own_keys(config.keys, "trainer") if config.keys else None,
+        allowed_keys=allowed_keys(config.keys) if config.keys else frozenset(),
+    )
+    return ZmqReceiver(inbox, run_id, spool)
+
+
+def _address(config: ZmqTransportConfig) -> str:
+    if config.port == 0:
+        raise ConfigError(
+            "transport.port = 0 does not say where the trainer is; set the port that it listens on, or start "
+            "all parts with `pellucid rl`"
         )
+    return tcp_address(config.host, config.port)

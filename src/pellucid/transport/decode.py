@@ -32,8 +32,6 @@ from pellucid.data.rows import (
 )
 from pellucid.data.rules import check_experts, check_rules, check_text
 from pellucid.errors import ColumnError
-from pellucid.transport.channel import Batch
-from pellucid.transport.planes import count_planes, inflate
 from pellucid.transport.wire import (
     COUNTS,
     DTYPES,
@@ -45,12 +43,15 @@ from pellucid.transport.wire import (
     PREAMBLE,
     SHARED,
     VERSION,
+    Batch,
     Form,
     Limits,
     Refusal,
     Squeeze,
     aligned,
     checksum,
+    count_planes,
+    inflate,
     too_large,
 )
 

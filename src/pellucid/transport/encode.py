@@ -22,8 +22,6 @@ from pellucid.data.rows import (
     ValueRows,
     offsets_of,
 )
-from pellucid.transport.channel import Batch
-from pellucid.transport.planes import count_planes, squeeze
 from pellucid.transport.wire import (
     COUNTS,
     DTYPE_CODES,
@@ -35,11 +33,14 @@ from pellucid.transport.wire import (
     PREAMBLE,
     SHARED,
     VERSION,
+    Batch,
     Compression,
     Form,
     Squeeze,
     aligned,
     checksum,
+    count_planes,
+    squeeze,
 )
 
 

@@ -1,32 +1,97 @@
-"""`batches/` of a run folder: where a batch waits for the trainer, and stays until a checkpoint covers it.
+"""Batches in folders that appear whole: `batches/step_N/batch.bin` + `STABLE` below the run folder.
 
     step_7/batch.bin + STABLE     a batch, whole; with TAKEN once the trainer has it
     refused_step_8/               one that was refused, with the reason; kept to be looked at
 
-Both transports end here, so that a trainer that died finds its batches whichever way they came.
+A folder is written beside its place, renamed into it and marked `STABLE`; a reader trusts it only once it
+holds that marker, so that a killed writer leaves nothing that anybody misreads. Weights and checkpoints are
+published in the same way. A folder published as durable is trusted after a power failure, too: its content
+is on the disk before `STABLE` is. Readers of the others compare checksums.
+
+A batch waits in the spool for the trainer, and stays until a checkpoint covers it. Both transports end here,
+so that a trainer that died finds its batches whichever way they came.
 """
 
+import logging
 import os
 import shutil
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-from pellucid.data.files import read_whole, replace_file, step_number
-from pellucid.errors import PayloadError
-from pellucid.transport.channel import Batch
-from pellucid.transport.codec import decode_batch
-from pellucid.transport.stable import is_stable, publish_folder, retract_folder, stable_steps
-from pellucid.transport.wire import PREAMBLE, Limits, too_large
+from pellucid.data.files import read_whole, replace_file, step_folders, step_number, sync, sync_tree, writing
+from pellucid.errors import PayloadError, TransportError
+from pellucid.transport.decode import decode_batch
+from pellucid.transport.wire import PREAMBLE, Batch, Limits, batch_refused, check_size, too_large
+
+logger = logging.getLogger(__name__)
+
+MARKER = "STABLE"
 
 _FILE = "batch.bin"
 _REASON = "reason.txt"
 _TAKEN = "TAKEN"
 _REFUSED = "refused_step_"
 _MAX_REASON_BYTES = 1 << 20
+_POLL_S = 0.005
+
+
+def publish_folder(target: Path, write: Callable[[Path], object], *, durable: bool = False) -> None:
+    """Makes `target` with what `write` puts into it, replacing an earlier one."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with writing(target):
+            partial.mkdir(parents=True)
+            write(partial)
+            if durable:
+                sync_tree(partial)
+            (partial / MARKER).touch()
+            if durable:
+                sync(partial)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            if durable:
+                sync(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def retract_folder(folder: Path) -> None:
+    """Deletes it, the marker first: killed in between, it is not trusted any more.
+
+    Of a link it deletes the link alone: what it leads to may be anybody's.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def retract_steps(parent: Path, start: int) -> None:
+    """Deletes every `step_N` below `parent` from N = `start` on, finished or not."""
+    for step, folder in step_folders(parent).items():
+        if step >= start:
+            retract_folder(folder)
+
+
+def is_stable(folder: Path) -> bool:
+    return (folder / MARKER).exists()
+
+
+def stable_steps(parent: Path) -> list[int]:
+    """Returns the N of every finished `step_N` below `parent`, ascending."""
+    return sorted(step for step, folder in step_folders(parent).items() if is_stable(folder))
 
 
 class Spool:
+    """The folder `batches/` of a run."""
+
     def __init__(self, run_dir: Path, limits: Limits | None = None) -> None:
         self._batches = run_dir / "batches"
         self._limits = limits or Limits()
@@ -34,7 +99,7 @@ class Spool:
     def store(self, step: int, payload: bytes | memoryview) -> None:
         """Replaces an earlier batch of this step; one that was refused is forgotten."""
         shutil.rmtree(self._refused(step), ignore_errors=True)
-        publish_folder(self._folder(step), lambda folder: _write(folder / _FILE, payload))
+        publish_folder(self._folder(step), lambda folder: (folder / _FILE).write_bytes(payload))
 
     def has(self, step: int) -> bool:
         return is_stable(self._folder(step))
@@ -140,5 +205,78 @@ def _inode(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
-def _write(path: Path, payload: bytes | memoryview) -> None:
-    path.write_bytes(payload)
+class FilesystemSender:
+    def __init__(self, run_dir: Path, *, hwm: int = 8, max_bytes: int = Limits().max_bytes) -> None:
+        self._spool = Spool(run_dir)
+        self._hwm = hwm
+        self._max_bytes = max_bytes
+
+    def send(self, step: int, payload: bytes) -> None:
+        check_size(step, payload, self._max_bytes)
+        while self._spool.num_waiting() >= self._hwm:
+            self.check()
+            time.sleep(_POLL_S)
+        self._spool.store(step, payload)
+
+    def check(self) -> None:
+        for step, reason in self._spool.refusals().items():
+            raise batch_refused(step, reason)
+
+    def close(self) -> None:
+        """Raises if a batch was refused; all that was sent is in the folder already."""
+        self.check()
+
+
+class FilesystemReceiver:
+    def __init__(self, run_dir: Path, *, limits: Limits | None = None) -> None:
+        self._spool = Spool(run_dir, limits)
+        self._num_rejected = 0
+
+    @property
+    def num_rejected(self) -> int:
+        return self._num_rejected
+
+    def poll(self, step: int) -> Batch | None:
+        if not self._spool.has(step):
+            return None
+        try:
+            return self._spool.take(step)
+        except PayloadError as error:
+            self._num_rejected += 1
+            logger.error("refused the batch of step %d: %s", step, error)
+            raise
+
+    def receive(self, step: int) -> Batch:
+        while True:
+            with suppress(PayloadError):
+                if (batch := self.poll(step)) is not None:
+                    return batch
+            time.sleep(_POLL_S)
+
+    def release_before(self, step: int) -> None:
+        self._spool.release_before(step)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def first_missing_batch(
+    run_dir: Path, start: int, stop: int | None, limits: Limits | None = None, *, trust_taken: bool = False
+) -> int:
+    """Returns the first step of `start` … `stop` whose batch is missing or damaged.
+
+    Without `stop`, it looks up to the step after the last batch. `trust_taken`: batches that the trainer has
+    taken count as intact and are not read.
+    """
+    spool = Spool(run_dir, limits)
+    for step in count(start) if stop is None else range(start, stop):
+        if trust_taken and spool.is_taken(step):
+            continue
+        try:
+            spool.read(step)
+        except (OSError, TransportError) as error:
+            if stop is not None:
+                logger.warning("the batch of step %d cannot be trained again: %s", step, error)
+            return step
+    assert stop is not None
+    return stop

@@ -1,6 +1,6 @@
 """The trainer's end of the ZMQ transport: one inbox for all runs, and a receiver for each.
 
-The inbox fetches one batch of each run at a time, in chunks (`zmq_transfer`), decodes and judges it, writes
+The inbox fetches one batch of each run at a time, in chunks (`zmq_link`), decodes and judges it, writes
 it to the run's spool and only then says `stored`. What is refused is counted and logged with its sender;
 nothing that arrives can stop the inbox. Offers of a run are left unanswered until the trainer has said which
 step it waits for: a resumed one may need batches again.
@@ -21,26 +21,26 @@ import zmq
 from zmq.utils import z85
 
 from pellucid.errors import PayloadError, TransportError
-from pellucid.transport.channel import Batch, refusal
-from pellucid.transport.codec import decode_batch
-from pellucid.transport.keys import KeyPair
+from pellucid.transport.decode import decode_batch
 from pellucid.transport.spool import Spool
-from pellucid.transport.wire import PREAMBLE, Limits, checksum
-from pellucid.transport.zmq_messages import (
+from pellucid.transport.wire import PREAMBLE, Batch, Limits, batch_refused, checksum
+from pellucid.transport.zmq_link import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
+    TO_RECEIVER,
     Chunk,
+    KeyPair,
     Offer,
+    Patience,
     Refused,
     Stored,
     Taken,
     ToSender,
+    Transfer,
+    WakePipe,
     Want,
-    encode,
-    for_receiver,
+    open_socket,
 )
-from pellucid.transport.zmq_socket import WakePipe, open_socket
-from pellucid.transport.zmq_transfer import Patience, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class Inbox:
         if not frames or len(frames[0]) > MAX_MESSAGE_BYTES:
             raise PayloadError(sender, 0, "no message, or one that is too long")
         try:
-            message = for_receiver(frames[0])
+            message = TO_RECEIVER.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PayloadError(sender, 0, f"not a message of this protocol: {error}") from error
         sender = f"{sender}, run {message.run_id!r}"
@@ -294,7 +294,7 @@ class Inbox:
     def _say(self, peer: bytes, message: ToSender) -> bool:
         """Sends a message; False if the peer is gone or its queue is full: it will ask again."""
         try:
-            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
@@ -338,7 +338,7 @@ class ZmqReceiver:
                 if (batch := self.poll(step)) is not None:
                     return batch
             except PayloadError as error:
-                raise refusal(step, str(error)) from error
+                raise batch_refused(step, str(error)) from error
             with self._inbox.stored:
                 self._inbox.stored.wait_for(lambda: self._spool.has(step), _WAIT_S)
 

@@ -1,4 +1,4 @@
-"""The orchestrator's end of the ZMQ transport; `zmq_messages` shows the conversation."""
+"""The orchestrator's end of the ZMQ transport; `zmq_link` shows the conversation."""
 
 import logging
 import threading
@@ -11,24 +11,23 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pellucid.errors import TransportError
-from pellucid.transport.channel import check_size, refusal
-from pellucid.transport.keys import KeyPair
-from pellucid.transport.wire import PREAMBLE
-from pellucid.transport.zmq_messages import (
+from pellucid.transport.wire import PREAMBLE, batch_refused, check_size
+from pellucid.transport.zmq_link import (
     MAX_MESSAGE_BYTES,
+    TO_SENDER,
     Chunk,
+    KeyPair,
     Offer,
+    Patience,
     Refused,
     Stored,
     Taken,
     ToReceiver,
     ToSender,
+    WakePipe,
     Want,
-    encode,
-    for_sender,
+    open_socket,
 )
-from pellucid.transport.zmq_socket import WakePipe, open_socket
-from pellucid.transport.zmq_transfer import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +222,7 @@ class ZmqSender:
             except zmq.Again:
                 return
             try:
-                message = for_sender(data)
+                message = TO_SENDER.decode(data)
             except msgspec.DecodeError as error:
                 logger.warning("the trainer at %s said something unknown: %s", self._address, error)
                 continue
@@ -294,11 +293,13 @@ class ZmqSender:
             *(refused.step, batch.num_refused, refused.reason),
         )
         if refused.is_final or batch.num_refused >= _MAX_ATTEMPTS:
-            self._fail(refusal(refused.step, refused.reason))
+            self._fail(batch_refused(refused.step, refused.reason))
 
     def _say(self, message: ToReceiver, part: memoryview | None = None) -> bool:
         """False if nobody is there to hear it."""
-        frames: list[bytes | memoryview] = [encode(message)] if part is None else [encode(message), part]
+        frames: list[bytes | memoryview] = (
+            [msgspec.msgpack.encode(message)] if part is None else [msgspec.msgpack.encode(message), part]
+        )
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=part is None)
         except zmq.Again:

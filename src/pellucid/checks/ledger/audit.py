@@ -6,11 +6,10 @@ from typing import TypeVar
 
 import msgspec
 
-from pellucid.data.files import read_lines
+from pellucid.data.files import read_lines, step_folders
 from pellucid.errors import DataError
 from pellucid.orchestrator.bias import BiasFinding, DropAudit
 from pellucid.orchestrator.records import FILE
-from pellucid.transport import step_folders
 
 T = TypeVar("T")
 

@@ -31,8 +31,7 @@ from pellucid.model import Layout, Policy, TokenOutput, load_policy
 from pellucid.model.head import MAX_LOGITS, token_logprobs
 from pellucid.trainer.step import layout_of
 from pellucid.transport import is_stable
-from pellucid.transport.adapter import ServedWeights
-from pellucid.transport.weights import weights_folder
+from pellucid.transport.weights import ServedWeights, weights_folder
 
 _EPS = float(torch.finfo(torch.float32).eps)
 

@@ -40,7 +40,7 @@ from pellucid.orchestrator import Environment, Orchestrator, Score, Session, Sin
 from pellucid.orchestrator.chat import Message
 from pellucid.orchestrator.records import FILE
 from pellucid.transport import Batch, publish_folder, stable_steps
-from pellucid.transport.filesystem import FilesystemReceiver, FilesystemSender
+from pellucid.transport.spool import FilesystemReceiver, FilesystemSender
 from pellucid.transport.weights import weights_folder
 
 NUM_STEPS = 3

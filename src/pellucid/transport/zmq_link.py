@@ -1,0 +1,312 @@
+"""The link of the ZMQ transport, as both ends see it: messages, keys, sockets, and a batch on its way.
+
+    orchestrator (DEALER)                        trainer (ROUTER)
+        offer 7: 31 MB                ───────>
+                                      <───────   want 7: 16 K from byte 0     it is small enough
+                                      <───────   want 7: 16 K from byte 16 K  a few at a time
+        chunk 7 from byte 0           ───────>
+                                      <───────   want 7: 32 K from byte 64 K  it came quickly: larger ones
+        …                                        decoded, judged, written to the run folder
+                                      <───────   stored 7                     the payload may be forgotten
+                                      <───────   taken: next is 8             one less waits
+        offer 8 …                     <───────   refused 8, byte 40: reason
+
+Messages are small msgpack arrays, checked on arrival. The sender repeats its offers until a batch is asked
+for or stored, and then until it is taken; a lost connection, a lost message or a restarted end heals by
+itself. The receiver decides how much is on its way, and where to go on after a connection was lost. Nothing
+is stored twice: a batch is known by its checksum, and a chunk by the batch and the byte that it starts at.
+
+Batches that leave the machine are encrypted by CurveZMQ, with the key pairs that `pellucid keys DIR` makes:
+
+    trainer.secret        the trainer's machine only          trainer.public        both machines
+    orchestrator.secret   the orchestrator's machine only     orchestrator.public   both machines
+
+The trainer lets in who holds the secret of another public key of its folder.
+"""
+
+import os
+import stat
+import tomllib
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from pellucid.config.tools import KeysSettings
+from pellucid.data.files import read_whole
+from pellucid.errors import ConfigError, DataError
+
+PROTOCOL = 2
+MAX_MESSAGE_BYTES = 4096
+
+_PARTS = ("trainer", "orchestrator")
+_KEY_LENGTH = 40
+_MAX_FILE_BYTES = 4096
+_HEARTBEATS = 4
+"""Heartbeats per `dead_after_s`; a link counts as dead once none was answered for that long."""
+
+_MAX_CHUNKS = 4
+"""Chunks that are on their way at once."""
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True, tag=str.lower):
+    run_id: str
+    step: int
+
+
+class Offer(_Message, frozen=True):
+    num_bytes: int
+    checksum: int
+    protocol: int = PROTOCOL
+
+
+class Chunk(_Message, frozen=True):
+    """A frame with the bytes from `start` on follows."""
+
+    checksum: int
+    """Checksum of the batch."""
+
+    start: int
+
+
+class Want(_Message, frozen=True):
+    checksum: int
+    start: int
+    num_bytes: int
+
+
+class Stored(_Message, frozen=True):
+    """The batch is intact and on the receiver's disk."""
+
+
+class Taken(_Message, frozen=True):
+    """Everything before `step` is with the trainer."""
+
+
+class Refused(_Message, frozen=True):
+    position: int
+    reason: str
+    is_final: bool
+    """False if another attempt may help: it was damaged on the way."""
+
+
+ToReceiver = Offer | Chunk
+ToSender = Want | Stored | Taken | Refused
+
+TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+TO_SENDER: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    public: bytes
+    secret: bytes
+
+
+def run_keys(settings: KeysSettings) -> None:
+    make_keys(settings.folder)
+    print(
+        f"keys are in {settings.folder}; set transport.keys to it. On two machines, give each the .public "
+        "files and its own .secret, and never the other's."
+    )
+
+
+def make_keys(folder: Path) -> None:
+    """Writes a key pair for each part; existing keys are never replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (folder / f"{part}.{kind}" for part in _PARTS for kind in ("secret", "public")):
+        if path.exists():
+            raise ConfigError(f"{path} exists already; choose another folder, or delete the old keys first")
+    for part in _PARTS:
+        public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
+        _write_key(folder / f"{part}.secret", f'secret = "{secret}"\n', 0o600)
+        _write_key(folder / f"{part}.public", f'public = "{public}"\n', 0o644)
+
+
+def _write_key(path: Path, text: str, mode: int) -> None:
+    """Creates the file with its final permissions: nobody can read a secret before it is protected."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def own_keys(folder: Path, part: str) -> KeyPair:
+    path = folder / f"{part}.secret"
+    secret = _read_key(path, "secret")
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ConfigError(f"transport.keys: {path} can be read by others; protect it: chmod 600 {path}")
+    return KeyPair(zmq.curve_public(secret), secret)
+
+
+def trainer_key(folder: Path) -> bytes:
+    return _read_key(folder / "trainer.public", "public")
+
+
+def allowed_keys(folder: Path) -> frozenset[bytes]:
+    """Reads all public keys in the folder but the trainer's."""
+    return frozenset(_read_key(path, "public") for path in folder.glob("*.public") if path.stem != "trainer")
+
+
+def _read_key(path: Path, kind: str) -> bytes:
+    try:
+        key = tomllib.loads(read_whole(path, _MAX_FILE_BYTES).decode("ascii"))[kind]
+        if not isinstance(key, str) or len(key) != _KEY_LENGTH:
+            raise ValueError(f"a key has {_KEY_LENGTH} characters")
+    except (OSError, DataError, ValueError, KeyError, RecursionError) as error:
+        raise ConfigError(
+            f"transport.keys: {path} holds no {kind} key ({error}); make the folder with "
+            f"`pellucid keys {path.parent}`"
+        ) from error
+    return key.encode("ascii")
+
+
+def tcp_address(host: str, port: int) -> str:
+    """`tcp://127.0.0.1:5555`, `tcp://[::1]:5555`."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def open_socket(
+    context: "zmq.Context[Any]", kind: int, address: str, max_bytes: int, dead_after_s: float
+) -> "zmq.Socket[Any]":
+    """Makes a socket. ZMQ ends a connection on a frame above `max_bytes`, unread, and after silence."""
+    socket: zmq.Socket[Any] = context.socket(kind)
+    socket.linger = 0
+    socket.ipv6 = "[" in address
+    socket.maxmsgsize = max_bytes
+    socket.heartbeat_ivl = round(1000 * dead_after_s / _HEARTBEATS)
+    socket.heartbeat_timeout = round(1000 * dead_after_s)
+    socket.reconnect_ivl = 50
+    socket.reconnect_ivl_max = 1_000
+    return socket
+
+
+class WakePipe:
+    """A pipe by which any thread wakes the one that polls it."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+
+    def fileno(self) -> int:
+        return self._read
+
+    def ring(self) -> None:
+        with suppress(BlockingIOError):  # full: it is ringing already
+            os.write(self._write, b"!")
+
+    def silence(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a link may be silent, and how much may be on its way.
+
+    A link on which a chunk of `min_chunk_bytes` takes less than `dead_after_s` delivers whatever it is given.
+    """
+
+    dead_after_s: float = 20.0
+    """Without a chunk, an answer or a heartbeat."""
+
+    min_chunk_bytes: int = 16 << 10
+    max_chunk_bytes: int = 16 << 20
+
+    @property
+    def quick_s(self) -> float:
+        """Chunks that take less grow."""
+        return self.dead_after_s / 80
+
+    @property
+    def slow_s(self) -> float:
+        """Chunks that take more shrink."""
+        return self.dead_after_s / 10
+
+
+class _Ask(NamedTuple):
+    start: int
+    num_bytes: int
+    asked_s: float
+
+
+class Transfer:
+    """A batch on its way in, and the chunks to ask for next. The clock is passed in.
+
+        0          received         asked                    num_bytes
+        |──────────────|── 32 K ──|── 32 K ──|                |
+
+    - Chunks grow while they come quickly and shrink when they come slowly, so that a fast link is kept busy,
+      and heartbeats on a slow one never wait long behind them.
+    - Memory is taken for bytes that arrived, never for those that were offered.
+    - Whatever happens to a connection, what was received stays; the rest is asked for again.
+    """
+
+    def __init__(self, offer: Offer, peer: bytes, patience: Patience, now_s: float) -> None:
+        self.offer = offer
+        self.peer: bytes | None = peer
+        """Connection that sends it; None while the sender cannot be reached."""
+
+        self.has_stalled = False
+        """Whether nothing came for too long, and nothing has come since."""
+
+        self._patience = patience
+        self._data = bytearray()
+        self._asked: deque[_Ask] = deque()
+        self._chunk_bytes = patience.min_chunk_bytes
+        self._heard_s = now_s
+
+    @property
+    def num_received(self) -> int:
+        return len(self._data)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._data) == self.offer.num_bytes
+
+    def payload(self) -> memoryview:
+        return memoryview(self._data)
+
+    def asks(self, now_s: float) -> list[tuple[int, int]]:
+        """Returns (start, bytes) of each chunk to ask for now, and notes that it was asked for."""
+        last = self._asked[-1] if self._asked else None
+        start = len(self._data) if last is None else last.start + last.num_bytes
+        found = []
+        while len(self._asked) < _MAX_CHUNKS and start < self.offer.num_bytes:
+            num_bytes = min(self._chunk_bytes, self.offer.num_bytes - start)
+            self._asked.append(_Ask(start, num_bytes, now_s))
+            found.append((start, num_bytes))
+            start += num_bytes
+        return found
+
+    def take(self, start: int, chunk: memoryview, now_s: float) -> bool:
+        """Whether it is the next that was asked for; one that came before, or too early, changes nothing."""
+        if not self._asked or (start, len(chunk)) != self._asked[0][:2]:
+            return False
+        took_s = now_s - self._asked.popleft().asked_s
+        self._data += chunk
+        self._heard_s, self.has_stalled = now_s, False
+        if took_s < self._patience.quick_s:
+            self._chunk_bytes = min(2 * self._chunk_bytes, self._patience.max_chunk_bytes)
+        elif took_s > self._patience.slow_s:
+            self._chunk_bytes = max(self._chunk_bytes // 2, self._patience.min_chunk_bytes)
+        return True
+
+    def is_stalled(self, now_s: float) -> bool:
+        """Whether nothing has come for too long from whoever sends it."""
+        return self.peer is not None and now_s - self._heard_s > self._patience.dead_after_s
+
+    def go_on(self, peer: bytes | None, now_s: float) -> None:
+        """Nothing is on its way any more: the rest is asked for again, in small chunks at first."""
+        self.peer = peer
+        self._asked.clear()
+        self._chunk_bytes = self._patience.min_chunk_bytes
+        self._heard_s = now_s
