@@ -25,7 +25,7 @@ from pellucid.config import DppoLossConfig, OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.inference.client import Account
 from pellucid.inference.slots import EngineCounts
-from pellucid.launch.resume import ResumePoint, rewind_rl
+from pellucid.launch.run_folder import ResumePoint, rewind_rl
 from pellucid.ledger import Flow, Journal, Stage, State, link_of, sum_entries
 from pellucid.loss import LossInputs, dppo_loss
 from pellucid.model import TokenOutput

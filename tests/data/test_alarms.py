@@ -7,7 +7,7 @@ import pytest
 
 from pellucid.data.alarms import MAX_ALARMS, Alarm, alarms_path, read_alarms
 from pellucid.errors import DataError
-from pellucid.launch.follow import AlarmFollower
+from pellucid.launch.console import AlarmFollower
 
 GOOD = {
     "name": "surprise",

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.launch.follow import JsonlFollower, StepJoin
+from pellucid.launch.console import JsonlFollower, StepJoin
 from pellucid.metrics import JsonlSink, parse_metrics
 
 

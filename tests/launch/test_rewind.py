@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pellucid.config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from pellucid.errors import ConfigError, PayloadError, TransportError
-from pellucid.launch.resume import rewind_rl, take_over
+from pellucid.launch.run_folder import rewind_rl, take_over
 from pellucid.ledger import reconcile
 from pellucid.ledger.settings import record_settings
 from pellucid.orchestrator.snapshot import read_snapshot

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import pellucid.export
 from pellucid.cli import main
-from pellucid.launch.sft import SFTSummary
+from pellucid.launch.summary import sft_summary
 from pellucid.metrics import read_metrics
 
 WORDS = ["abc", "xyz", "hello", "world", "lamp", "spoon", "bicycle", "ant"]
@@ -184,7 +184,7 @@ def test_the_summary_of_many_steps_fits(tmp_path) -> None:
     records[0]["validation/initial_loss"] = 12345.6789
     records[40] |= {"loss": None, "skipped_steps": 1}
     out = io.StringIO()
-    Console(file=out, width=140).print(SFTSummary("demo", 165.0, records, tmp_path).panel(140))
+    Console(file=out, width=140).print(sft_summary("demo", 165.0, records, tmp_path, 140))
     text = out.getvalue()
     assert "duration    2 min 45 s" in text
     assert "steps       100" in text

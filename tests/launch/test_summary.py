@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pellucid.data.alarms import Alarm
-from pellucid.launch.summary import Summary, TokenUse, artefacts, curve, format_duration, progress
+from pellucid.launch.summary import artefacts, curve, format_duration, progress, rl_summary, token_lines
 from pellucid.ledger import Difference, Report, Stage
+from pellucid.metrics.alarms import Bell
 
 ACCOUNT = ("demo", "reverse-text")
 
@@ -83,8 +84,8 @@ def test_the_panel_says_what_changed():
     out = io.StringIO()
     rewards = [0.5] * 10 + [0.75] * 80 + [1.0] * 10
 
-    summary = Summary("demo", 165.0, 100, rewards, report(), Path("/does/not/exist"), num_packed=3300)
-    panel = summary.panel(120)
+    nowhere = Path("/does/not/exist")
+    panel = rl_summary("demo", 165.0, 100, rewards, report(), nowhere, 120, num_packed=3300)
     Console(file=out, width=120).print(panel)
 
     text = out.getvalue()
@@ -105,8 +106,9 @@ def test_the_first_and_the_last_average_of_each_evaluation():
         {"step": 1200, "time": 3.0, "eval/a/avg@8": 0.93, "eval/b/avg@1": 0.25},
     ]
     out = io.StringIO()
-    summary = Summary("demo", 1.0, 1200, [], report(), Path("/does/not/exist"), records)
-    Console(file=out, width=100).print(summary.panel(100))
+    nowhere = Path("/does/not/exist")
+    panel = rl_summary("demo", 1.0, 1200, [], report(), nowhere, 100, evaluations=records)
+    Console(file=out, width=100).print(panel)
 
     assert "eval      a avg@8 0.3941 (version 0) → 0.9300 (version 1,200)" in out.getvalue()
     assert "eval      b avg@1 0.2500 (version 1,200)" in out.getvalue()
@@ -115,23 +117,21 @@ def test_the_first_and_the_last_average_of_each_evaluation():
 def test_only_what_was_sampled_to_train_on_can_be_wasted():
     other = ("demo", "other")
     states = {ACCOUNT: Counter(trained=60, eval=500, in_flight=7), other: Counter(masked=15, stale=25)}
-    use = TokenUse.of(Report(states, {}, {ACCOUNT: Counter(computed=80), other: Counter(saved=9)}, [], []))
+    beside = {ACCOUNT: Counter(computed=80), other: Counter(saved=9)}
 
-    assert (use.trained, use.wasted, use.evaluated, use.computed, use.saved, use.padding) == (
-        60,
-        40,
-        500,
-        80,
-        9,
-        0,
-    )
-    assert ("", "500 sampled for evaluation") in use.lines()
+    assert token_lines(Report(states, {}, beside, [], [])) == [
+        ("tokens", "60 trained, 40 wasted (40.0%: sampled, not trained)"),
+        ("", "  25 stale: sampled too many policy versions ago"),
+        ("", "  15 masked: outside of the trust region"),
+        ("", "80 computed, 9 saved by sharing prompts"),
+        ("", "500 sampled for evaluation"),
+    ]
 
 
 def test_a_resumed_run_tells_its_own_time_and_speed():
     out = io.StringIO()
-    summary = Summary("demo", 20.0, 62, [], report(), Path("/no"), num_packed=1000, is_resumed=True)
-    Console(file=out, width=100).print(summary.panel(100))
+    panel = rl_summary("demo", 20.0, 62, [], report(), Path("/no"), 100, num_packed=1000, is_resumed=True)
+    Console(file=out, width=100).print(panel)
 
     assert "duration  20.0 s since the resume" in out.getvalue()
     assert "tokens/s  50 through the trainer, prompts included, since the resume" in out.getvalue()
@@ -139,7 +139,7 @@ def test_a_resumed_run_tells_its_own_time_and_speed():
 
 def test_padding_is_told():
     padding = {("demo", ""): Counter(padding=10, computed=10), ACCOUNT: Counter(computed=60, saved=30)}
-    lines = TokenUse.of(Report({}, {}, padding, [], [])).lines()
+    lines = token_lines(Report({}, {}, padding, [], []))
 
     assert [text for _, text in lines[1:]] == [
         "70 computed, 30 saved by sharing prompts",
@@ -148,10 +148,12 @@ def test_padding_is_told():
 
 
 def test_the_token_lines_of_a_large_run_fit():
-    use = TokenUse(10**13, {"stale": 10**12}, evaluated=10**12, computed=10**14, saved=10**13, padding=10**13)
+    states = {ACCOUNT: Counter(trained=10**13, stale=10**12, eval=10**12)}
+    beside = {ACCOUNT: Counter(computed=10**14, saved=10**13, padding=10**13)}
+    lines = token_lines(Report(states, {}, beside, [], []))
 
-    assert max(len(text) for _, text in use.lines()) <= 84
-    assert TokenUse(0, {}, 0, 0, 0, 0).lines()[0][1].startswith("0 trained, 0 wasted (0.0%")
+    assert len(lines) == 5 and max(len(text) for _, text in lines) <= 84
+    assert token_lines(Report({}, {}, {}, [], []))[0][1].startswith("0 trained, 0 wasted (0.0%")
 
 
 def test_waste_is_explained_by_reason_the_largest_first():
@@ -159,7 +161,7 @@ def test_waste_is_explained_by_reason_the_largest_first():
         ACCOUNT: Counter(trained=60, masked=3, failed_rollout=5, in_flight=7),
         ("demo", "other"): Counter(zero_advantage=900, failed_rollout=10, eval=4),
     }
-    lines = TokenUse.of(Report(states, {}, {}, [], [])).lines()
+    lines = token_lines(Report(states, {}, {}, [], []))
     assert [text for _, text in lines[:4]] == [
         "60 trained, 918 wasted (93.9%: sampled, not trained)",
         "  900 zero_advantage: an advantage of 0: nothing to learn from",
@@ -183,5 +185,6 @@ def test_the_beginning_and_the_end_of_a_short_run_do_not_overlap(values, text):
 def test_alarms_are_in_the_summary(tmp_path):
     alarm = Alarm(name="frozen", step=8, statistic="share", value=0.0, threshold=0.0, causes="A copy.")
     console = Console(file=io.StringIO(), width=100)
-    console.print(Summary("demo", 1.0, 9, [], report(), tmp_path, alarms=[alarm]).panel(100))
+    Bell(tmp_path, ["frozen"]).ring(alarm)
+    console.print(rl_summary("demo", 1.0, 9, [], report(), tmp_path, 100))
     assert "frozen at step 8: share: 0 (threshold 0). A copy." in console.file.getvalue()

@@ -20,7 +20,7 @@ import warm
 from pellucid.cli import main
 from pellucid.config import TrainerConfig
 from pellucid.errors import ConfigError
-from pellucid.launch.resume import rewind_rl
+from pellucid.launch.run_folder import rewind_rl
 from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import character_tokenizer, make_tiny_model, make_tiny_moe_model

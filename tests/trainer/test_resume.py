@@ -20,7 +20,7 @@ from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.ending import SILENCE_S
 from pellucid.errors import ConfigError, DataError, TransportError
-from pellucid.launch.resume import rewind_rl
+from pellucid.launch.run_folder import rewind_rl
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.ledger.settings import record_settings
 from pellucid.metrics import read_metrics

@@ -21,7 +21,7 @@ from pellucid.config.tools import ReplaySettings
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.errors import DataError
-from pellucid.launch.resume import rewind_rl
+from pellucid.launch.run_folder import rewind_rl
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.loss import LossInputs, LossRecord
 from pellucid.metrics import read_metrics

@@ -1,4 +1,4 @@
-"""Live progress: one row per step, from a table of columns.
+"""Live progress: one row per step, from a table of columns; and the files that the rows are read from.
 
 On a terminal the latest rows and a progress bar are redrawn in place; elsewhere every row is a plain
 line, because a live display writes nothing until its end when there is no terminal. Both are views:
@@ -7,9 +7,10 @@ they are shown records, and know nothing about where those come from.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -27,8 +28,14 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from pellucid.data.alarms import Alarm, alarms_path, as_alarm
+from pellucid.data.files import read_lines
 from pellucid.errors import printable
-from pellucid.launch.follow import Record
+
+T = TypeVar("T")
+
+Record = Mapping[str, Any]
+"""One line of a metrics file: `{"step": 3, "loss": 0.1, …}`."""
 
 WIDTH = 100
 """Columns that everything printed fits in."""
@@ -114,23 +121,6 @@ def skip_note(record: Record) -> str | None:
     return f"step {record['step']} is skipped: {cause}"
 
 
-class StepView(Protocol):
-    """Where steps are shown."""
-
-    def show(self, record: Record) -> None: ...
-
-    def note(self, line: str) -> None:
-        """Something to say between two steps."""
-
-    def status(self, lines: Sequence[str]) -> None:
-        """Shows what happens until the next step; later lines replace these."""
-
-    def refresh(self) -> None:
-        """Called a few times a second, whether or not there is a new step."""
-
-    def close(self) -> None: ...
-
-
 class PlainView:
     """A line per step, with a header now and then; the status only while no step comes."""
 
@@ -157,9 +147,11 @@ class PlainView:
             self.note(note)
 
     def note(self, line: str) -> None:
+        """Shows a line between two steps."""
         self._write(line)
 
     def status(self, lines: Sequence[str]) -> None:
+        """Shows what happens until the next step; later lines replace these."""
         if lines and lines != self._status and self._clock() - self._last_line >= STATUS_EVERY_S:
             self._last_line = self._clock()
             self._status = lines
@@ -167,10 +159,10 @@ class PlainView:
                 self._write(line)
 
     def refresh(self) -> None:
-        pass
+        """Called a few times a second, whether or not there is a new step; lines need no redrawing."""
 
     def close(self) -> None:
-        pass
+        """Does nothing: whoever opened the stream closes it."""
 
 
 class _RateColumn(ProgressColumn):
@@ -230,6 +222,9 @@ class LiveView:
         return Group(table, self._progress.get_renderable(), status)
 
 
+StepView = PlainView | LiveView
+
+
 class PlainConsole(Console):
     """A console on which only rich's own styles have control characters; those in a text are spelled out."""
 
@@ -262,3 +257,73 @@ def open_view(columns: Sequence[StepColumn], max_steps: int, console: Console) -
     if has_terminal(console):
         return LiveView(columns, max_steps, console)
     return PlainView(columns, console.out)
+
+
+def number_in(record: Record, name: str) -> float | None:
+    """Returns a number of a record; None if it is missing, was not finite, or is no number."""
+    value = record.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+class JsonlFollower(Generic[T]):
+    """The lines added to a JSONL file since the last look; a line is read once, when it is complete."""
+
+    def __init__(self, path: Path, parse: Callable[[str, bytes], T]) -> None:
+        """`parse` is called with the place of a line, `FILE:NUMBER`, and the line."""
+        self._path = path
+        self._parse = parse
+        self._offset = 0
+        self._num_lines = 0
+
+    def read(self) -> list[T]:
+        found = []
+        for _, line in read_lines(self._path, self._offset):
+            if not line.endswith(b"\n"):
+                break
+            self._offset += len(line)
+            self._num_lines += 1
+            found.append(self._parse(f"{self._path}:{self._num_lines}", line))
+        return found
+
+
+class AlarmFollower:
+    """The alarms that ring after it was made; a line that is no alarm is left out."""
+
+    def __init__(self, output_dir: Path) -> None:
+        """Raises DataError where the file is none: a process that rings would wait for a pipe."""
+        self._follower = JsonlFollower(alarms_path(output_dir), lambda _, line: as_alarm(line))
+        self._follower.read()  # those of the run that is resumed
+
+    def read(self) -> list[Alarm]:
+        return [alarm for alarm in self._follower.read() if alarm is not None]
+
+
+class StepJoin:
+    """Merges the records of several sources by step; where two report the same key, the later source wins.
+
+    join = StepJoin(num_sources=2)
+    join.add(0, [{"step": 1, "reward/all": 0.5}])
+    join.complete()                                -> []
+    join.add(1, [{"step": 1, "loss": 0.1}])
+    join.complete()                                -> [{"step": 1, "reward/all": 0.5, "loss": 0.1}]
+    """
+
+    def __init__(self, num_sources: int) -> None:
+        self._num_sources = num_sources
+        self._waiting: dict[int, dict[int, dict[str, Any]]] = {}
+
+    def add(self, source: int, records: Iterable[Record]) -> None:
+        for record in records:
+            self._waiting.setdefault(record["step"], {}).setdefault(source, {}).update(record)
+
+    def complete(self) -> list[Record]:
+        """Returns the steps that every source has reported, in order; each is handed out once."""
+        steps = sorted(step for step, parts in self._waiting.items() if len(parts) == self._num_sources)
+        return [self._merge(self._waiting.pop(step)) for step in steps]
+
+    @staticmethod
+    def _merge(parts: dict[int, dict[str, Any]]) -> Record:
+        merged: dict[str, Any] = {}
+        for source in sorted(parts):
+            merged |= parts[source]
+        return merged

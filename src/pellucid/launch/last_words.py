@@ -1,12 +1,16 @@
 """The last reports of a run's children, by which the launcher decides whom to wait for and what to show.
 
 A child that reports nothing has a grace period after the launcher stopped it. One that reports what it is
-doing may be silent for as long as it announced, counted from its last report; see `pellucid.ending`.
+doing may be silent for as long as it announced, counted from its last report; see `pellucid.ending`. The end
+of its log tells why a child ended.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 
 from pellucid.ending import Word
 
@@ -113,3 +117,40 @@ def _enumerate(names: list[str]) -> str:
     if len(names) > NUM_NAMES_SHOWN:
         return f"{names[0]} and {len(names) - 1} others"
     return ", ".join(names)
+
+
+NUM_TAIL_BYTES = 64 * 1024
+NUM_TAIL_LINES = 12
+TRACEBACK = "Traceback (most recent call last)"
+
+
+def read_cause(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_TAIL_BYTES))
+        return find_cause(file.read().decode(errors="replace"))
+
+
+def find_cause(log: str) -> list[str]:
+    """The last `error: …` with its indented lines, else the last traceback's end, else the last lines."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    if (start := _last(lines, "error: ")) is not None:
+        return [lines[start], *_indented(lines[start + 1 :])]
+    if (start := _last(lines, TRACEBACK)) is not None:
+        return _traceback_end(lines[start:])
+    return lines[-NUM_TAIL_LINES:]
+
+
+def _traceback_end(lines: list[str]) -> list[str]:
+    """The innermost frames, the exception, and the first lines after it: a message may have several."""
+    exception = 1 + len(_indented(lines[1:]))
+    half = NUM_TAIL_LINES // 2
+    return lines[max(0, exception - half) : exception + half]
+
+
+def _last(lines: list[str], prefix: str) -> int | None:
+    found = [index for index, line in enumerate(lines) if line.startswith(prefix)]
+    return found[-1] if found else None
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return list(takewhile(lambda line: line.startswith(" "), lines))

@@ -27,24 +27,26 @@ from pellucid.config import (
     ZmqTransportConfig,
 )
 from pellucid.config.save import save
-from pellucid.data.alarms import read_alarms
 from pellucid.data.files import append_whole
 from pellucid.errors import ConfigError, DiskError, LedgerError, ProcessError
 from pellucid.launch.console import (
     RL_COLUMNS,
     STOPPED,
     TEACHER_COLUMN,
+    AlarmFollower,
+    JsonlFollower,
     PlainView,
+    Record,
     StepColumn,
+    StepJoin,
     StepView,
     make_console,
+    number_in,
     open_view,
 )
-from pellucid.launch.follow import AlarmFollower, JsonlFollower, Record, StepJoin, number_in
 from pellucid.launch.preflight import check_rl
-from pellucid.launch.resume import rewind_rl, take_over
-from pellucid.launch.run_folder import claimed, has_begun, settle_export
-from pellucid.launch.summary import Summary
+from pellucid.launch.run_folder import claimed, has_begun, rewind_rl, settle_export, take_over
+from pellucid.launch.summary import rl_summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
 from pellucid.metrics import parse_metrics
@@ -229,20 +231,19 @@ def run_processes(config: RLConfig, children: Sequence[Child], console: Console,
         console.out(STOPPED)
         raise
     report = reconcile(folder / "ledger")
-    duration_s = time.monotonic() - started
-    summary = Summary(
+    summary = rl_summary(
         config.run_name,
-        duration_s,
+        time.monotonic() - started,
         progress.num_steps,
         progress.rewards,
         report,
         folder,
-        progress.evaluations,
+        console.width,
+        evaluations=progress.evaluations,
         num_packed=progress.num_packed,
         is_resumed=start > 0,
-        alarms=read_alarms(folder),
     )
-    console.print(summary.panel(console.width))
+    console.print(summary)
     _require_balance(report, folder)
 
 

@@ -4,41 +4,35 @@ Under torchrun the main process does all that; the others only train.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.panel import Panel
 from rich.progress import track
 
 from pellucid.config import SFTConfig
 from pellucid.config.save import save
-from pellucid.data.alarms import read_alarms
 from pellucid.launch.console import (
     SFT_COLUMNS,
     STOPPED,
     VALIDATED_SFT_COLUMNS,
+    AlarmFollower,
     StepView,
     has_terminal,
     make_console,
     open_view,
 )
-from pellucid.launch.follow import AlarmFollower, Record, number_in
 from pellucid.launch.preflight import check_sft, is_torchrun
-from pellucid.launch.resume import rewind_sft, take_over
-from pellucid.launch.run_folder import claimed, settle_export
-from pellucid.launch.summary import Fact, artefacts, progress, rung, summary_panel
+from pellucid.launch.run_folder import claimed, rewind_sft, settle_export, take_over
+from pellucid.launch.summary import sft_summary
 from pellucid.metrics import read_metrics
 
 if TYPE_CHECKING:
     from pellucid.trainer.ranks import Ranks
     from pellucid.trainer.sft_data import DataSize, SFTData
     from pellucid.trainer.sft_rows import Row, SftRows
-
-VALIDATION_LOSS = "validation/loss"
 
 
 class ViewSink:
@@ -91,8 +85,8 @@ def _lead(config: SFTConfig, ranks: "Ranks | None") -> None:
         own = prepare() if ranks is None else ranks.share(prepare)
         _train(own, console, *prepared[0], ranks)
         records = list(read_metrics(own.output_dir / "metrics" / "trainer.jsonl"))
-    summary = SFTSummary(own.run_name, time.monotonic() - started, records, own.output_dir)
-    console.print(summary.panel(console.width))
+    duration_s = time.monotonic() - started
+    console.print(sft_summary(own.run_name, duration_s, records, own.output_dir, console.width))
 
 
 def _train(config: SFTConfig, console: Console, start: int, data: "SFTData", ranks: "Ranks | None") -> None:
@@ -142,56 +136,3 @@ def _describe(size: "DataSize") -> str:
     if not size.num_cut:
         return sizes
     return f"{sizes}; {size.num_cut:,} cut at seq_len, {size.num_mute:,} of these with no loss left"
-
-
-@dataclass(frozen=True, slots=True)
-class SFTSummary:
-    run_name: str
-    duration_s: float
-    records: Sequence[Record]
-    """Metrics of all steps, including those before the run was resumed."""
-
-    output_dir: Path
-
-    def panel(self, width: int) -> Panel:
-        losses = [loss for record in self.records if (loss := number_in(record, "loss")) is not None]
-        facts = [
-            *progress(self.duration_s, len(self.records), "loss", losses),
-            *self._skipped(),
-            *self._validation(),
-            *self._tokens(),
-            *rung(read_alarms(self.output_dir)),
-            *artefacts(self.output_dir),
-        ]
-        return summary_panel(self.run_name, losses, facts, width)
-
-    def _skipped(self) -> list[Fact]:
-        num_skipped = int(self._total("skipped_steps"))
-        text = f"{num_skipped:,} of these steps: loss or gradient was not finite"
-        return [("skipped", text)] if num_skipped else []
-
-    def _validation(self) -> list[Fact]:
-        measured = [record for record in self.records if number_in(record, VALIDATION_LOSS) is not None]
-        if not measured:
-            return []
-        best, last = min(measured, key=lambda record: record[VALIDATION_LOSS]), measured[-1]
-        initial = number_in(self.records[0], "validation/initial_loss")
-        before = "" if initial is None else f"{initial:.4f} (before) → "
-        text = (
-            f"{before}{last[VALIDATION_LOSS]:.4f} (last), best {best[VALIDATION_LOSS]:.4f} after step "
-            f"{best['step']:,}, over {number_in(last, 'validation/tokens') or 0:,} tokens"
-        )
-        return [("validation", text)]
-
-    def _tokens(self) -> list[Fact]:
-        packed = self._total("tokens") - self._total("padding_tokens")
-        text = (
-            f"{packed:,.0f} trained on, {self._total('loss_tokens'):,.0f} of them with loss; "
-            f"{self._total('truncated_tokens'):,.0f} cut off"
-        )
-        seconds = self._total("time/step_s") - self._total("time/validate_s")
-        speed = [("tokens/s", f"{packed / seconds:,.0f} while training")] if seconds else []
-        return [("tokens", text), *speed]
-
-    def _total(self, name: str) -> float:
-        return sum(number_in(record, name) or 0 for record in self.records)

@@ -1,8 +1,7 @@
 """The end of a run on one screen: how long, how much better, whether the books balance, what is where."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Group
@@ -10,9 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.data.alarms import Alarm
-from pellucid.launch.console import WIDTH
-from pellucid.launch.follow import Record
+from pellucid.data.alarms import read_alarms
+from pellucid.launch.console import WIDTH, Record, number_in
 from pellucid.ledger import MEANING, Flow, Report, State
 from pellucid.metrics.evaluation import average_in, evaluations_in
 from pellucid.transport.spool import stable_steps
@@ -77,90 +75,96 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUse:
-    """Token counts of all environments together, by what became of them."""
-
-    trained: int
-    reasons: Mapping[str, int]
-    """The wasted ones by their state in the ledger."""
-
-    evaluated: int
-    computed: int
-    saved: int
-    padding: int
-
-    @classmethod
-    def of(cls, ledger: Report) -> "TokenUse":
-        states, beside = _total(ledger.states.values()), _total(ledger.beside.values())
-        trained, evaluated = states[State.TRAINED.value], states[State.EVAL.value]
-        unwasted = (State.TRAINED.value, State.EVAL.value, State.IN_FLIGHT.value)
-        reasons = {name: number for name, number in states.most_common() if number and name not in unwasted}
-        computed, saved, padding = (beside[flow.value] for flow in (Flow.COMPUTED, Flow.SAVED, Flow.PADDING))
-        return cls(trained, reasons, evaluated, computed, saved, padding)
-
-    @property
-    def wasted(self) -> int:
-        """Sampled to train on, but not trained; neither eval nor what is still in flight."""
-        return sum(self.reasons.values())
-
-    def lines(self) -> list[Fact]:
-        share = self.wasted / max(self.trained + self.wasted, 1)
-        evaluated = [("", f"{self.evaluated:,} sampled for evaluation")] if self.evaluated else []
-        padded = [("", f"{self.padding:,} of the computed ones only fill up")] if self.padding else []
-        return [
-            (
-                "tokens",
-                f"{self.trained:,} trained, {self.wasted:,} wasted ({share:.1%}: sampled, not trained)",
-            ),
-            *(
-                ("", f"  {number:,} {state}: {MEANING[State(state)]}")
-                for state, number in self.reasons.items()
-            ),
-            ("", f"{self.computed:,} computed, {self.saved:,} saved by sharing prompts"),
-            *padded,
-            *evaluated,
-        ]
+def rl_summary(
+    run_name: str,
+    duration_s: float,
+    num_steps: int,
+    rewards: Sequence[float],
+    ledger: Report,
+    output_dir: Path,
+    width: int,
+    *,
+    evaluations: Sequence[Record] = (),
+    num_packed: int = 0,
+    is_resumed: bool = False,
+) -> Panel:
+    """`evaluations`: records of `metrics/eval.jsonl`, including those before the run was resumed.
+    `num_packed`: tokens that went through the trainer, prompts included, while this process watched."""
+    speed = []
+    if num_packed:
+        rate = f"{num_packed / duration_s:,.0f} through the trainer, prompts included"
+        speed = [("tokens/s", f"{rate}, {'since the resume' if is_resumed else 'over the whole run'}")]
+    facts = [
+        *progress(duration_s, num_steps, "reward", rewards, is_resumed=is_resumed),
+        *evaluated(evaluations),
+        *token_lines(ledger),
+        *speed,
+        *(("ledger", line) for line in ledger.verdict()),
+        *artefacts(output_dir),
+    ]
+    return summary_panel(run_name, rewards, facts, width)
 
 
-def _total(parts: Iterable[Counter[str]]) -> Counter[str]:
-    return sum(parts, Counter())
+def token_lines(ledger: Report) -> list[Fact]:
+    """Returns what became of the tokens of all environments together.
+
+    Wasted tokens were sampled to train on, but not trained; neither eval nor what is still in flight.
+    """
+    states = sum(ledger.states.values(), Counter[str]())
+    beside = sum(ledger.beside.values(), Counter[str]())
+    trained, evaluated = states.pop(State.TRAINED.value, 0), states.pop(State.EVAL.value, 0)
+    states.pop(State.IN_FLIGHT.value, 0)
+    wasted = states.total()
+    share = wasted / max(trained + wasted, 1)
+    facts = [("tokens", f"{trained:,} trained, {wasted:,} wasted ({share:.1%}: sampled, not trained)")]
+    for state, number in states.most_common():
+        if number:
+            facts.append(("", f"  {number:,} {state}: {MEANING[State(state)]}"))
+    computed, saved, padding = (beside[flow.value] for flow in (Flow.COMPUTED, Flow.SAVED, Flow.PADDING))
+    facts.append(("", f"{computed:,} computed, {saved:,} saved by sharing prompts"))
+    if padding:
+        facts.append(("", f"{padding:,} of the computed ones only fill up"))
+    if evaluated:
+        facts.append(("", f"{evaluated:,} sampled for evaluation"))
+    return facts
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    run_name: str
-    duration_s: float
-    num_steps: int
-    rewards: Sequence[float]
-    ledger: Report
-    output_dir: Path
-    evaluations: Sequence[Record] = ()
-    """Records of `metrics/eval.jsonl`, including those before the run was resumed."""
+def sft_summary(
+    run_name: str, duration_s: float, records: Sequence[Record], output_dir: Path, width: int
+) -> Panel:
+    """`records`: the metrics of all steps, including those before the run was resumed."""
 
-    num_packed: int = 0
-    """Tokens that went through the trainer, prompts included, while this process watched."""
+    def total(name: str) -> float:
+        return sum(number_in(record, name) or 0 for record in records)
 
-    is_resumed: bool = False
-    alarms: Sequence[Alarm] = ()
+    losses = [loss for record in records if (loss := number_in(record, "loss")) is not None]
+    facts = progress(duration_s, len(records), "loss", losses)
+    if num_skipped := int(total("skipped_steps")):
+        facts.append(("skipped", f"{num_skipped:,} of these steps: loss or gradient was not finite"))
+    facts += _validated(records)
+    packed = total("tokens") - total("padding_tokens")
+    with_loss, cut = total("loss_tokens"), total("truncated_tokens")
+    facts.append(
+        ("tokens", f"{packed:,.0f} trained on, {with_loss:,.0f} of them with loss; {cut:,.0f} cut off")
+    )
+    if seconds := total("time/step_s") - total("time/validate_s"):
+        facts.append(("tokens/s", f"{packed / seconds:,.0f} while training"))
+    return summary_panel(run_name, losses, [*facts, *artefacts(output_dir)], width)
 
-    def panel(self, width: int) -> Panel:
-        facts = [
-            *progress(self.duration_s, self.num_steps, "reward", self.rewards, is_resumed=self.is_resumed),
-            *evaluated(self.evaluations),
-            *TokenUse.of(self.ledger).lines(),
-            *self._speed(),
-            *(("ledger", line) for line in self.ledger.verdict()),
-            *rung(self.alarms),
-            *artefacts(self.output_dir),
-        ]
-        return summary_panel(self.run_name, self.rewards, facts, width)
 
-    def _speed(self) -> list[Fact]:
-        if not self.num_packed:
-            return []
-        rate = f"{self.num_packed / self.duration_s:,.0f} through the trainer, prompts included"
-        return [("tokens/s", f"{rate}, {'since the resume' if self.is_resumed else 'over the whole run'}")]
+def _validated(records: Sequence[Record]) -> list[Fact]:
+    """Returns the validation losses before, best and last; nothing without validation."""
+    losses = [
+        (loss, record) for record in records if (loss := number_in(record, "validation/loss")) is not None
+    ]
+    if not losses:
+        return []
+    initial = number_in(records[0], "validation/initial_loss")
+    before = "" if initial is None else f"{initial:.4f} (before) → "
+    (best, at), (last, latest) = min(losses, key=lambda pair: pair[0]), losses[-1]
+    tokens = number_in(latest, "validation/tokens") or 0
+    text = f"{last:.4f} (last), best {best:.4f} after step {at['step']:,}, over {tokens:,} tokens"
+    return [("validation", f"{before}{text}")]
 
 
 def summary_panel(title: str, values: Sequence[float], facts: Iterable[Fact], width: int) -> Panel:
@@ -201,13 +205,8 @@ def evaluated(records: Sequence[Record]) -> list[Fact]:
     ]
 
 
-def rung(alarms: Sequence[Alarm]) -> list[Fact]:
-    """Returns a line of the summary for each alarm."""
-    return [("alarm", alarm.line().removeprefix("ALARM ")) for alarm in alarms]
-
-
 def artefacts(output_dir: Path) -> list[Fact]:
-    """Returns the paths of what a run left behind for its user."""
+    """Returns the alarms that rang, and the paths of what a run left behind for its user."""
     places = [
         ("model", output_dir / "model"),
         ("token exports", output_dir / "token_exports"),
@@ -216,4 +215,5 @@ def artefacts(output_dir: Path) -> list[Fact]:
     ]
     if steps := stable_steps(output_dir / "weights"):
         places.insert(0, ("weights", output_dir / "weights" / f"step_{steps[-1]}"))
-    return [(label, str(path)) for label, path in places if path.exists()]
+    rang = [("alarm", alarm.line().removeprefix("ALARM ")) for alarm in read_alarms(output_dir)]
+    return rang + [(label, str(path)) for label, path in places if path.exists()]

@@ -31,8 +31,7 @@ import msgspec
 
 from pellucid.ending import LAUNCHER_PIPE, SILENCE_S, Word, describe_pipe
 from pellucid.errors import DiskError, ProcessError
-from pellucid.launch.last_words import LastWords
-from pellucid.launch.log_tail import read_cause
+from pellucid.launch.last_words import LastWords, read_cause
 
 TICK_S = 0.25
 _READ_OUT_S = 1.0

@@ -1,24 +1,146 @@
-"""Kubernetes objects: a StatefulSet of servers, a Job for the orchestrator, and one for the trainer.
+"""`pellucid render @ run.toml @ cluster.toml`: the files that start a run on many machines.
 
-Pods of the servers and of the trainer have names that are known beforehand, by which the others find them.
-The configuration is in a ConfigMap, and the run folder on a volume that all pods share.
+    run.toml        the run as resolved, which every part reads
+    run.sbatch      Slurm: one job; the first machines train, the others serve; or
+    run.yaml        Kubernetes: a StatefulSet of servers, a Job for the orchestrator, and one for the trainer
 
-Kubernetes restarts a dead pod by the same command, so every command has `--resume`: in a folder without a
-run, that begins one.
+A Slurm job that is started again goes on. Kubernetes restarts a dead pod by the same command, so every
+command has `--resume`: in a folder without a run, that begins one. Pods of the servers and of the trainer
+have names that are known beforehand, by which the others find them. The configuration is in a ConfigMap, and
+the run folder on a volume that all pods share.
 """
 
 import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pellucid.config import RLConfig
-from pellucid.config.cluster import ClusterConfig
+from pellucid.config.cluster import ClusterConfig, RenderConfig
+from pellucid.config.save import to_toml
+from pellucid.data.files import replace_file
 from pellucid.errors import ConfigError
+
+
+def run_render(config: RenderConfig) -> None:
+    for path in write_files(config):
+        print(path)
+
+
+def write_files(config: RenderConfig) -> list[Path]:
+    run = _run_of(config)
+    cluster, text = config.cluster, to_toml(run)
+    if cluster.scheduler == "slurm":
+        files = {"run.toml": text, "run.sbatch": slurm_script(run, cluster, config.files / "run.toml")}
+    else:
+        files = {"run.toml": text, "run.yaml": kubernetes_manifests(run, cluster, text)}
+    config.files.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        replace_file(config.files / name, content.encode())
+    return [config.files / name for name in files]
+
+
+def _run_of(config: RenderConfig) -> RLConfig:
+    """Returns the configuration that all parts read; server addresses are passed when a part starts."""
+    cluster, trainer = config.cluster, config.trainer
+    num_processes = cluster.trainer_nodes * cluster.processes_per_node
+    trainer.check_num_processes(num_processes)
+    _refuse_loopback(config, cluster)
+    own = {name: getattr(config, name) for name in RLConfig.model_fields}
+    trainer = trainer.model_copy(update={"num_processes": num_processes})
+    return RLConfig.model_construct(**{**own, "trainer": trainer})
+
+
+def _refuse_loopback(config: RenderConfig, cluster: ClusterConfig) -> None:
+    if config.inference.servers:
+        raise ConfigError(
+            "inference.servers is for servers that you start yourself; `pellucid render` starts "
+            f"cluster.inference_nodes = {cluster.inference_nodes}: leave it out"
+        )
+    if config.transport.type == "zmq":
+        raise ConfigError(
+            'transport.type = "zmq" needs the address of a machine, which only the scheduler knows; use '
+            '"filesystem": the run folder is on a file system that all machines see'
+        )
+    if config.orchestrator.teacher is not None and config.orchestrator.teacher.model is not None:
+        raise ConfigError(
+            "orchestrator.teacher.model is served by `pellucid rl` on one machine; start a server for it and "
+            "give its address as orchestrator.teacher.servers"
+        )
+
+
+_SCRIPT = """\
+set -euo pipefail
+
+config={config}
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+trainers=("${{nodes[@]:0:{num_trainers}}}")
+servers=("${{nodes[@]:{num_trainers}}}")
+
+resume=()
+if [[ ${{SLURM_RESTART_COUNT:-0}} -gt 0 ]]; then
+    pellucid rewind @ "$config"
+    resume=(--resume)
+fi
+
+on() {{ srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${{@:2}}"; }}
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+
+addresses=""
+for number in "${{!servers[@]}}"; do
+    host=${{servers[$number]}}
+    addresses+="${{addresses:+, }}\\"http://$host:{port}\\""
+    on "$host" pellucid inference @ "$config" "${{resume[@]}}" \\
+        --inference.host "$host" --inference.port {port} --inference.replica "$number" &
+done
+
+parts=()
+on "${{trainers[0]}}" pellucid orchestrator @ "$config" "${{resume[@]}}" --inference.servers "[$addresses]" &
+parts+=($!)
+for number in "${{!trainers[@]}}"; do
+    on "${{trainers[$number]}}" torchrun --nnodes {num_trainers} --node-rank "$number" \\
+        --nproc-per-node {num_processes} --master-addr "${{trainers[0]}}" --master-port {rendezvous_port} \\
+        -m pellucid.cli trainer @ "$config" "${{resume[@]}}" &
+    parts+=($!)
+done
+
+# The first that fails ends the job; the servers end with it.
+for _ in "${{parts[@]}}"; do
+    wait -n "${{parts[@]}}"
+done
+"""
+
+
+def slurm_script(run: RLConfig, cluster: ClusterConfig, config_path: Path) -> str:
+    options = {
+        "job-name": run.run_name,
+        "nodes": cluster.trainer_nodes + cluster.inference_nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "partition": cluster.partition,
+        "time": cluster.time_limit,
+        "requeue": "",
+    }
+    lines = [
+        f"#SBATCH --{name}={value}" if value != "" else f"#SBATCH --{name}"
+        for name, value in options.items()
+        if value is not None
+    ]
+    script = _SCRIPT.format(
+        config=shlex.quote(str(config_path.resolve())),
+        num_trainers=cluster.trainer_nodes,
+        num_processes=cluster.processes_per_node,
+        port=cluster.port,
+        rendezvous_port=cluster.rendezvous_port,
+    )
+    return "\n".join(["#!/bin/bash", *lines, script])
+
 
 _MOUNT = "/pellucid"
 _CONFIG = "/etc/pellucid/run.toml"
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_OBJECT_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 40
 _MAX_RESTARTS = 6
 
@@ -26,7 +148,7 @@ Object = dict[str, Any]
 
 
 def kubernetes_manifests(run: RLConfig, cluster: ClusterConfig, config: str) -> str:
-    name = _name(run)
+    name = _object_name(run)
     labels = {"app.kubernetes.io/name": "pellucid", "app.kubernetes.io/instance": name}
     pods = _Pods(name, cluster, labels)
     objects = [
@@ -154,9 +276,9 @@ class _Pods:
         return {"pellucid/run": self._name, "pellucid/part": part}
 
 
-def _name(run: RLConfig) -> str:
+def _object_name(run: RLConfig) -> str:
     name = run.run_name.lower().replace("_", "-").replace(".", "-")
-    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
+    if not _OBJECT_NAME.fullmatch(name) or len(name) > _MAX_NAME:
         raise ConfigError(
             f"run_id = {run.run_name!r} cannot name Kubernetes objects: at most {_MAX_NAME} letters, digits "
             "and dashes, a letter first; set another run_id"
