@@ -4,6 +4,7 @@ import ctypes
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,10 @@ from workers import (  # noqa: F401
 
 # Nothing is asked of the Hugging Face Hub: without a network it is tried five times, which takes 40 seconds.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell that starts the suite in the background has it ignore SIGINT, and so would every process it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
 
