@@ -18,10 +18,11 @@ import torch
 import pellucid.export
 from benchmarks.result import Result, fastest_each_s, fastest_s
 from pellucid.data import TokenTable, TrainingSample
-from pellucid.export import FIELDS, Field, TokenExporter
+from pellucid.data.schema import FIELDS, Column
+from pellucid.export import TokenExporter
 from pellucid.export.batch import ColumnBatch, micro_batch_columns
-from pellucid.export.optional import require
-from pellucid.export.sink import JsonlRecords, ParquetSink
+from pellucid.export.jsonl import JsonlRecords
+from pellucid.export.parquet import ParquetSink, require
 
 NUM_TOKENS, NUM_SEQUENCES = 32_768, 12
 NUM_LARGE = 1_000_000
@@ -104,7 +105,7 @@ def make_batch(seed: int = 0, micro_step: int = 0) -> ColumnBatch:
     return batch
 
 
-def write_lists(path: Path, batch: ColumnBatch, fields: Sequence[Field]) -> None:
+def write_lists(path: Path, batch: ColumnBatch, fields: Sequence[Column]) -> None:
     """The usual way: a dict of lists per sequence."""
     with path.open("w") as file:
         for row in range(batch.num_sequences):
@@ -122,12 +123,12 @@ def _writing(folder: Path) -> Iterator[Result]:
     def lists() -> None:
         write_lists(folder / "lists.jsonl", batch, BASE)
 
-    def jsonl(fields: Sequence[Field]) -> None:
+    def jsonl(fields: Sequence[Column]) -> None:
         sink = JsonlRecords(folder / "ours.jsonl", fields)
         sink.write(batch)
         sink.close()
 
-    def parquet(fields: Sequence[Field]) -> None:
+    def parquet(fields: Sequence[Column]) -> None:
         sink = ParquetSink(folder / "ours.parquet", fields)
         sink.write(batch)
         sink.close()

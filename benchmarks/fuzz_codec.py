@@ -319,7 +319,7 @@ def differing_column(left: TokenTable, right: TokenTable) -> str | None:
         return "lengths"
     for name, column in COLUMNS.items():
         one, two = left[name], right[name]
-        same = one.tolist() == two.tolist() if column.dtype is object else one.tobytes() == two.tobytes()
+        same = one.tolist() == two.tolist() if not column.is_number else one.tobytes() == two.tobytes()
         if not same:
             return name
     return None

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from pellucid.data.schema import FIELDS
 from pellucid.export.batch import ColumnBatch
-from pellucid.export.schema import FIELDS
-from pellucid.export.sink import JsonlRecords, ParquetSink
+from pellucid.export.jsonl import JsonlRecords
+from pellucid.export.parquet import ParquetSink
 from pellucid.export.summary import NEEDED, StepSummary
 
 VOCABULARY = 32_000

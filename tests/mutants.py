@@ -24,10 +24,10 @@ from typing import Any
 
 ROOMS = (
     *("checkpoint/files.py", "checkpoint/state.py"),
-    *("data/columns.py", "data/conversation.py", "data/experts.py", "data/gather.py", "data/labels.py"),
+    *("data/schema.py", "data/conversation.py", "data/experts.py", "data/gather.py", "data/labels.py"),
     *("data/packed.py", "data/rollout.py", "data/rows.py", "data/sample.py", "data/shared_prompts.py"),
     *("data/table.py", "data/tensors.py"),
-    *("export/derive.py", "export/record.py", "export/step_writer.py", "export/writer.py"),
+    *("export/batch.py", "export/records.py", "export/writer.py"),
     *("inference/engine.py", "inference/engine_thread.py", "inference/kv_cache.py", "inference/sampling.py"),
     *("inference/slots.py", "inference/step_attention.py"),
     *("ledger/journal.py", "ledger/settle.py"),

@@ -222,7 +222,7 @@ def test_every_field_of_an_export_is_documented() -> None:
     text = (ROOT / "docs" / "read-an-export.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
     per = {f.name: ("token" if f.per_token else "sequence") + " †" * f.derivable for f in FIELDS}
-    assert rows == [(f.name, per[f.name], f.what) for f in FIELDS]
+    assert rows == [(f.name, per[f.name], f.meaning) for f in FIELDS]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.export import BASE, BASE_ESSENTIAL, NUM_SEQUENCES, NUM_TOKENS, make_batch, write_lists
-from pellucid.export.sink import JsonlRecords, ParquetSink
+from pellucid.export.jsonl import JsonlRecords
+from pellucid.export.parquet import ParquetSink
 from tolerance import near
 
 

@@ -7,7 +7,7 @@ from hypothesis.extra import numpy as hnp
 from benchmarks.transport import size_in_process
 from benchmarks.workload import long_sample
 from pellucid.data import COLUMNS, PackedArray, TrainingSample
-from pellucid.data.columns import Encoding
+from pellucid.data.schema import Encoding
 from pellucid.errors import DataError
 
 VALID = {

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pellucid.errors import DataError
-from pellucid.export import parquet_source
-from pellucid.export.parquet_source import MAX_VALUES, ParquetSource
+from pellucid.export import parquet
+from pellucid.export.parquet import MAX_VALUES, ParquetSource
 
 NUM_ROWS = 77
 IN_THE_FILE, IN_A_COLUMN, IN_THE_ROW_GROUP = 0, 1, -1
@@ -68,8 +68,8 @@ def test_a_footer_that_lies_is_an_error_or_fewer_rows(tmp_path: Path, place, cla
 
 def test_a_row_group_has_as_many_values_as_the_limit_and_not_one_more(tmp_path, monkeypatch) -> None:
     path = written(tmp_path / "rank_0.parquet", with_keys=True)
-    monkeypatch.setattr(parquet_source, "MAX_VALUES", 3 * NUM_ROWS)
+    monkeypatch.setattr(parquet, "MAX_VALUES", 3 * NUM_ROWS)
     assert len(ParquetSource(path, pytest.fail).keys) == NUM_ROWS
-    monkeypatch.setattr(parquet_source, "MAX_VALUES", 3 * NUM_ROWS - 1)
+    monkeypatch.setattr(parquet, "MAX_VALUES", 3 * NUM_ROWS - 1)
     with pytest.raises(DataError, match="row group 0 unpacks to columns of 231 values; at most 230 are read"):
         ParquetSource(path, pytest.fail)

@@ -17,8 +17,8 @@ import pellucid.export
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import FIELDS
 from pellucid.export.batch import ColumnBatch
-from pellucid.export.jsonl_source import JsonlSource
-from pellucid.export.sink import JsonlRecords, ParquetSink
+from pellucid.export.jsonl import JsonlRecords, JsonlSource
+from pellucid.export.parquet import ParquetSink
 from token_exports import write_run
 from tolerance import near
 
@@ -265,7 +265,7 @@ def batches(draw) -> ColumnBatch:
     columns = {}
     for field in FIELDS:
         size = int(lengths.sum()) if field.per_token else len(lengths)
-        kind = np.dtype(field.dtype).kind
+        kind = field.array_dtype.kind
         if field.name == "role_spans":
             columns[field.name] = np.empty(size, object)
             columns[field.name][:] = [[["user", 0, 1]]] * size

@@ -10,7 +10,7 @@ import pytest
 
 from exported_steps import WHOLE_STEPS, exported, observed, samples, write_steps
 from pellucid.export import TokenExporter
-from pellucid.export.process import WriterProcess
+from pellucid.export.writer import WriterProcess
 
 
 def process_of(exporter: TokenExporter) -> subprocess.Popen[bytes]:
@@ -66,9 +66,8 @@ ENDS_AT_ONCE = """
 import os, sys
 from pathlib import Path
 from pellucid.export.paths import ExportPaths
-from pellucid.export.process import WriterProcess
-from pellucid.export.schema import FIELDS
-from pellucid.export.step_writer import StepWriter
+from pellucid.export.writer import StepWriter, WriterProcess
+from pellucid.data.schema import FIELDS
 
 writer = WriterProcess(StepWriter(ExportPaths(Path(sys.argv[1]), ".jsonl"), 0, FIELDS))
 writer.complete(0)

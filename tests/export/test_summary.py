@@ -8,8 +8,8 @@ from hypothesis import given
 
 import pellucid.export
 from pellucid.export.batch import ColumnBatch
-from pellucid.export.distribution import Distribution, edges
-from pellucid.export.summary import MAX_BLOCKS, NUM_WORST, PerPosition, StepSummary
+from pellucid.export.distribution import MAX_BLOCKS, Distribution, PerPosition, edges
+from pellucid.export.summary import NUM_WORST, StepSummary
 from token_exports import write_run
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)

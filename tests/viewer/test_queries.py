@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import pellucid.export
+from pellucid.data.schema import FIELDS
 from pellucid.errors import DataError
-from pellucid.export.schema import FIELDS
-from pellucid.export.sink import ParquetSink
+from pellucid.export.parquet import ParquetSink
 from pellucid.viewer.access import Exports, Selection
 from pellucid.viewer.queries import RunQueries
 

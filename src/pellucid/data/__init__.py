@@ -1,12 +1,12 @@
 """The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts."""
 
-from pellucid.data.columns import COLUMNS, Axis, Column, TrainingMode
 from pellucid.data.conversation import RoleSpan
 from pellucid.data.experts import RecordedExperts, join_experts
 from pellucid.data.list_payload import read_list_payload
 from pellucid.data.packed import PackedArray
 from pellucid.data.rollout import NOT_OURS, Completion, Example, Rollout, Turn
 from pellucid.data.sample import TrainingSample
+from pellucid.data.schema import COLUMNS, Axis, Column, TrainingMode
 from pellucid.data.table import TokenTable
 
 __all__ = [

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import COLUMNS, Axis, Column, Encoding
 from pellucid.data.packed import BITS, PAIR_BYTES, RUN, SPAN, PackedArray
 from pellucid.data.rows import BitRows, CellRows, Integers, PieceRows, Rows, RunRows, SpanRows
+from pellucid.data.schema import COLUMNS, Axis, Column, Encoding
 from pellucid.errors import ColumnError
 
 _MASKS = [name for name, column in COLUMNS.items() if column.encoding is Encoding.SPANS]
@@ -46,7 +46,7 @@ def gather(samples: Sequence[Sample], only: Collection[str] = COLUMNS.keys()) ->
 
 
 def filled(column: Column, size: int, dims: tuple[int, ...] = ()) -> NDArray[Any]:
-    array: NDArray[Any] = np.empty((size, *dims), column.dtype)
+    array: NDArray[Any] = np.empty((size, *dims), column.array_dtype)
     array.fill(column.fill)
     return array
 
@@ -54,7 +54,7 @@ def filled(column: Column, size: int, dims: tuple[int, ...] = ()) -> NDArray[Any
 def _cells(name: str, samples: Sequence[Sample]) -> NDArray[Any]:
     column = COLUMNS[name]
     values = [sample.values.get(name, column.fill) for sample in samples]
-    return np.fromiter(values, column.dtype, count=len(values))
+    return np.fromiter(values, column.array_dtype, count=len(values))
 
 
 def _mask_rows(name: str, samples: Sequence[Sample], lengths: Integers) -> Rows:

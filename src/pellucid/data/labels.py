@@ -6,8 +6,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import TrainingMode
 from pellucid.data.rows import CellRows, Integers, Rows
+from pellucid.data.schema import TrainingMode
 from pellucid.errors import ColumnError
 
 _ALL = "all"

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pellucid.data.columns import Encoding
+from pellucid.data.schema import Encoding
 from pellucid.errors import DataError
 
 SPANS = "spans"

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import TrainingMode
 from pellucid.data.conversation import BlockLine, RoleSpan, TokenLine
 from pellucid.data.experts import RecordedExperts
 from pellucid.data.packed import PackedArray
 from pellucid.data.plain import clip_middle, encodable
+from pellucid.data.schema import TrainingMode
 from pellucid.errors import DataError
 
 NOT_OURS = -1

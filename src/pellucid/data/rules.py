@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import COLUMNS, Axis, TrainingMode
 from pellucid.data.labels import check_ids, check_names, check_roles, first_row
 from pellucid.data.rows import (
     BitRows,
@@ -34,13 +33,9 @@ from pellucid.data.rows import (
     ValueRows,
     offsets_of,
 )
+from pellucid.data.schema import COLUMNS, Axis, TrainingMode
 from pellucid.errors import ColumnError
 
-JUDGED = (
-    *("env_name", "training_mode", "loss_mask", "sampled", "inference_logprobs"),
-    *("teacher_logprobs", "advantages", "advantage", "reward", "temperatures", "temperature"),
-    *("policy_versions", "role_spans", "group_id", "rollout_id", "sample_id"),
-)
 _NO_TEACHER = "opd needs teacher_logprobs on every trainable token: set orchestrator.teacher"
 _BLOCK_TOKENS = 1 << 20
 """Tokens whose masks are inflated at a time, to find out which of them train."""
@@ -89,6 +84,13 @@ _RANGES = {
     ),
     "advantages": _Range("advantage", -_MAX_ADVANTAGE, _MAX_ADVANTAGE, "the loss would overflow; scale it"),
 }
+
+JUDGED = (
+    *("env_name", "training_mode", "loss_mask", "sampled", *_RANGES),
+    *("advantage", "reward", "temperatures", "temperature", "policy_versions"),
+    *("role_spans", "group_id", "rollout_id", "sample_id"),
+)
+"""Columns that `check_rules` looks at."""
 
 
 def check_rules(columns: Mapping[str, Rows], *, is_trained: bool = False) -> None:

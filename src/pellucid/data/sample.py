@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pellucid.data.columns import COLUMNS, Axis, Column
 from pellucid.data.gather import gather
 from pellucid.data.packed import PackedArray
 from pellucid.data.rules import JUDGED, check_rules
+from pellucid.data.schema import COLUMNS, Axis, Column
 from pellucid.errors import ColumnError, DataError
 
 
@@ -164,11 +164,12 @@ def _fits(array: NDArray[Any], dtype: type) -> bool:
 
 
 def _check_value(name: str, value: Any) -> None:
-    holds = COLUMNS[name].holds or Real
+    column = COLUMNS[name]
+    holds = Real if column.is_number else column.dtype
     if isinstance(holds, type) and isinstance(value, holds):
         return
     try:
-        msgspec.convert(value, float if holds is Real else holds)
+        msgspec.convert(value, float if column.is_number else holds)
     except msgspec.ValidationError as error:
         raise DataError(f"sample column {name} is {value!r}: {error}") from error
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.columns import COLUMNS, Axis, Encoding, TrainingMode
 from pellucid.data.gather import filled, gather
 from pellucid.data.rows import CellRows, FlatRows, Integers, MaskRows, Rows, SpanRows, offsets_of, spread
 from pellucid.data.sample import TrainingSample
+from pellucid.data.schema import COLUMNS, SCHEMA, Axis, Encoding, TrainingMode
 from pellucid.errors import DataError
 
 
@@ -124,7 +124,7 @@ class TokenTable:
 
     def dense(self, name: str) -> NDArray[Any]:
         """Returns a column with one value per token; values of sequences are repeated, gaps are filled."""
-        column = COLUMNS[name]
+        column = SCHEMA[name]
         if name not in self.columns and column.stand_in is not None:
             return self.dense(column.stand_in)
         if column.stored is Axis.TOKENS:

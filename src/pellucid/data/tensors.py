@@ -12,20 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pellucid.data.columns import COLUMNS
+from pellucid.data.schema import COLUMNS
 from pellucid.data.table import TokenTable
-
-READ = (
-    "token_ids",
-    "loss_mask",
-    "inference_logprobs",
-    "temperatures",
-    "advantages",
-    "teacher_logprobs",
-    "routed_experts",
-    "mm_token_types",
-)
-"""Columns that become tensors. The others serve the books, which read the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +30,11 @@ class TokenTensors:
 
 
 def to_tensors(table: TokenTable, device: torch.device) -> TokenTensors:
+    """Converts the columns that forward or loss read; the others serve the books, which read the table."""
     columns = {
         name: _tensor(_dense(table, name), device)
-        for name in READ
-        if table.has(name) or COLUMNS[name].stand_in is not None
+        for name, column in COLUMNS.items()
+        if column.read_by and (table.has(name) or column.stand_in is not None)
     }
     return TokenTensors(table.lengths.tolist(), _tensor(table.positions(), device), columns)
 

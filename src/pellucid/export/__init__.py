@@ -7,16 +7,16 @@ export.step(3).column("mismatch_kl")               all of the step's, end to end
 export.records(env_name="math").arrow()            a view for other tools
 """
 
+from pellucid.data.schema import FIELDS
+from pellucid.export.batch import SCHEMA_VERSION
 from pellucid.export.reader import Export, open, read_records
-from pellucid.export.record import Record, Records
-from pellucid.export.schema import FIELDS, SCHEMA_VERSION, Field
+from pellucid.export.records import Record, Records
 from pellucid.export.writer import TokenExporter
 
 __all__ = [
     "FIELDS",
     "SCHEMA_VERSION",
     "Export",
-    "Field",
     "Record",
     "Records",
     "TokenExporter",

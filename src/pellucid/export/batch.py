@@ -8,7 +8,7 @@
 A mask that is null somewhere (sft has no trust region) is float32 with NaN there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data import TokenTable
-from pellucid.export.schema import BY_NAME, FIELDS, SCHEMA_VERSION, Field
+from pellucid.data import TokenTable, TrainingMode
+from pellucid.data.rows import offsets_of, ranges
+from pellucid.data.schema import FIELDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +26,15 @@ if TYPE_CHECKING:
 Integers = NDArray[np.int64]
 Values = NDArray[Any]
 
-_STORED_AS = {"rewards": "reward"}
-"""Fields that are a table's column under another name."""
+SCHEMA_VERSION = 1
+
+BY_NAME = {field.name: field for field in FIELDS}
+
+KEY = ("step", "rank", "export_sequence_idx")
+"""Fields that identify a record, and by which records are ordered."""
+
+NAMES = ("env_name", "training_mode")
+"""Fields that are text in every trainer's export: parts of a summary are distinguished by them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class ColumnBatch:
     @cached_property
     def offsets(self) -> Integers:
         """Where each sequence starts, and the number of tokens at the end."""
-        return np.concatenate([[0], np.cumsum(self.lengths)])
+        return offsets_of(self.lengths)
 
     @cached_property
     def owners(self) -> Integers:
@@ -58,10 +66,7 @@ class ColumnBatch:
 
     def tokens_of(self, rows: Integers) -> Integers:
         """Returns the tokens of these sequences, in this order."""
-        lengths = self.lengths[rows]
-        ends = np.cumsum(lengths)
-        num_tokens = int(ends[-1]) if len(ends) else 0
-        return np.arange(num_tokens) + np.repeat(self.offsets[rows] - ends + lengths, lengths)
+        return ranges(self.offsets[rows], self.lengths[rows])
 
     def take(self, rows: Sequence[int] | Integers) -> "ColumnBatch":
         """Returns these sequences, in this order."""
@@ -80,6 +85,8 @@ class ColumnBatch:
     @classmethod
     def concat(cls, batches: Sequence["ColumnBatch"]) -> "ColumnBatch":
         """Joins batches end to end, with the columns that all of them have."""
+        if not batches:
+            return cls(np.zeros(0, np.int64), {})
         if len(batches) == 1:
             return batches[0]
         names = [name for name in batches[0].columns if all(name in batch.columns for batch in batches)]
@@ -115,7 +122,6 @@ def micro_batch_columns(
     """
     is_due = table.trainable_lengths > 0
     num_skipped = int(sum(bool(env) for env in table["env_name"][~is_due]))
-    rows = np.flatnonzero(is_due)
     constant = {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -133,10 +139,12 @@ def micro_batch_columns(
     }
     if table.has("advantages"):
         known["advantage"] = np.full(table.num_sequences, np.nan, np.float32)
-    columns = {
-        field.name: known[field.name] if field.name in known else _stored(table, field) for field in FIELDS
-    }
-    return ColumnBatch(table.lengths, columns).take(rows), num_skipped
+    for field in FIELDS:
+        if field.name not in known:
+            values = table.dense(field.name) if field.per_token else table[field.name]
+            known[field.name] = np.ascontiguousarray(values)
+    columns = {field.name: known[field.name] for field in FIELDS}
+    return ColumnBatch(table.lengths, columns).take(np.flatnonzero(is_due)), num_skipped
 
 
 def _observed(values: "Tensor | None", num_tokens: int) -> Values:
@@ -146,6 +154,33 @@ def _observed(values: "Tensor | None", num_tokens: int) -> Values:
     return array
 
 
-def _stored(table: TokenTable, field: Field) -> Values:
-    name = _STORED_AS.get(field.name, field.name)
-    return np.ascontiguousarray(table.dense(name) if field.per_token else table[name])
+RATIOS: Mapping[str, Callable[[Values, Values], Values]] = {
+    "log_importance_ratio": lambda trainer, inference: trainer - inference,
+    "importance_ratio": lambda trainer, inference: np.exp(trainer - inference),
+    "mismatch_kl": lambda trainer, inference: np.expm1(trainer - inference) - (trainer - inference),
+    "prob_delta": lambda trainer, inference: np.exp(trainer) - np.exp(inference),
+}
+"""Fields that follow from the logprobs of trainer and inference; as the loss has them, but for rounding."""
+
+_LOGPROBS = ("trainer_logprobs", "inference_logprobs")
+
+
+def sources(name: str) -> tuple[str, ...]:
+    """Returns the fields that have to be read to derive this one."""
+    if name in RATIOS:
+        return (*_LOGPROBS, "training_mode")
+    stand_in = BY_NAME[name].stand_in
+    return () if stand_in is None else (stand_in,)
+
+
+def derive(batch: ColumnBatch, name: str) -> Values:
+    """Computes a derivable field that a file leaves out. Samples of sft have no ratios: null."""
+    if name == "position_ids":
+        return (np.arange(batch.num_tokens) - batch.offsets[batch.owners]).astype(np.int32)
+    if name not in RATIOS:
+        return batch.spread(*sources(name))
+    with np.errstate(over="ignore"):
+        values = RATIOS[name](*(batch.columns[each] for each in _LOGPROBS))
+    if "training_mode" in batch.columns:
+        values[batch.spread("training_mode") == TrainingMode.SFT.value] = np.nan
+    return values

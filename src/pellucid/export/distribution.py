@@ -1,4 +1,4 @@
-"""How a metric is distributed, in a form that adds up exactly: over micro batches, ranks and environments.
+"""Distributions and means of a metric that add up exactly: over micro batches, ranks and environments.
 
 Bins are those of float32 itself: sixteen to each power of two, on both sides of 0, whatever the range. So
 every writer has the same bins, a histogram on a log axis is free, and a quantile is within 6 % of its value.
@@ -8,7 +8,7 @@ every writer has the same bins, a histogram on a log axis is free, and a quantil
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ _SIDE = 1 << (31 - _SHIFT)
 """Bins of the positive numbers, and of the negative ones."""
 
 Counts = NDArray[np.int64]
+
+MAX_BLOCKS = 128
+"""Blocks of positions, at most."""
 
 
 @dataclass(slots=True)
@@ -132,3 +135,77 @@ def edges(bins: Counts) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     size = np.where(is_negative, _SIDE - 1 - bins, bins - _SIDE)
     near, far = ((size + offset << _SHIFT).astype(np.uint32).view(np.float32) for offset in (0, 1))
     return np.where(is_negative, -far, near), np.where(is_negative, -near, far)
+
+
+@dataclass(slots=True)
+class RunningMean:
+    sum: float = 0.0
+    count: int = 0
+
+    def add(self, values: Values) -> None:
+        known = values[np.isfinite(values)].astype(np.float64)
+        self.sum += float(known.sum())
+        self.count += len(known)
+
+    def merge(self, other: "RunningMean") -> None:
+        self.sum += other.sum
+        self.count += other.count
+
+    @property
+    def mean(self) -> float | None:
+        return self.sum / self.count if self.count else None
+
+
+@dataclass(slots=True)
+class PerPosition:
+    """Sums over blocks of positions; the blocks grow so that there are never too many."""
+
+    block: int = 1
+    sums: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    counts: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+
+    def add(self, name: str, positions: NDArray[np.int64], values: Values) -> None:
+        known = np.isfinite(values)
+        positions, values = positions[known], values[known]
+        if len(positions):
+            while positions.max() // self.block >= MAX_BLOCKS:
+                self._widen()
+            places = positions // self.block
+            self._put(name, np.bincount(places, values).astype(np.float64), np.bincount(places))
+
+    def merge(self, other: "PerPosition") -> None:
+        other = replace(other)  # widening it must not change the original
+        while self.block < other.block:
+            self._widen()
+        while other.block < self.block:
+            other._widen()
+        for name, sums in other.sums.items():
+            self._put(name, sums, other.counts[name])
+
+    def means(self, name: str) -> Values:
+        """NaN for a block without a token."""
+        with np.errstate(invalid="ignore"):
+            means: Values = self.sums[name] / self.counts[name]
+        return means
+
+    def _put(self, name: str, sums: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
+        self.sums[name] = _plus(self.sums.get(name), sums)
+        self.counts[name] = _plus(self.counts.get(name), counts)
+
+    def _widen(self) -> None:
+        self.block *= 2
+        self.sums = {name: _pairs(values) for name, values in self.sums.items()}
+        self.counts = {name: _pairs(values) for name, values in self.counts.items()}
+
+
+def _plus(one: Values | None, other: Values) -> Values:
+    if one is None:
+        return other
+    size = max(len(one), len(other))
+    total: Values = np.pad(one, (0, size - len(one))) + np.pad(other, (0, size - len(other)))
+    return total
+
+
+def _pairs(values: Values) -> Values:
+    total: Values = np.pad(values, (0, len(values) % 2)).reshape(-1, 2).sum(axis=1)
+    return total

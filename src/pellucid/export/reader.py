@@ -21,11 +21,10 @@ from typing import Any
 
 from pellucid.data.files import read_whole, require_file, step_number
 from pellucid.errors import DataError
-from pellucid.export.jsonl_source import JsonlSource
-from pellucid.export.parquet_source import ParquetSource
+from pellucid.export.jsonl import JsonlSource
+from pellucid.export.parquet import ParquetSource
 from pellucid.export.paths import FOLDER, LINK, MARKER, RankFile
-from pellucid.export.record import Records, Wanted, read_columns
-from pellucid.export.source import RecordSource
+from pellucid.export.records import Records, RecordSource, Wanted, read_columns
 from pellucid.export.summary import NEEDED, StepSummary
 
 log = logging.getLogger(__name__)

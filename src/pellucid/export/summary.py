@@ -10,53 +10,44 @@ and ranks do not change it (but for which of several equal tokens is named). Tra
       metrics.NAME                                                       a distribution over tokens
       positions.NAME    sums and counts over blocks of `block` positions
       worst.NAME        the K tokens that stand out most: value, record, token, id
-      slices[]          counts, reward, entropy and mismatch KL by rank and policy version, see `slices`
+      slices[]          counts, reward, entropy and mismatch KL by rank and policy version, see `Slice`
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
-from operator import neg, pos
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from pellucid.data.schema import SUMMARISED, Shade
 from pellucid.errors import DataError
 from pellucid.export.batch import ColumnBatch, Values
-from pellucid.export.distribution import Distribution
-from pellucid.export.slices import NEEDED as SLICED_BY
-from pellucid.export.slices import Slices
+from pellucid.export.distribution import Distribution, PerPosition, RunningMean
 
 VERSION = 2
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 NUM_WORST = 20
-MAX_BLOCKS = 128
-
-_Score = Callable[[Any], Any]
-
-METRICS: Mapping[str, _Score] = {
-    "trainer_logprobs": neg,
-    "entropy": pos,
-    "mismatch_kl": pos,
-    "log_importance_ratio": abs,
-    "importance_ratio": pos,
-    "prob_delta": abs,
-    "token_loss": abs,
-    "advantages": abs,
-}
-"""Per-token columns that are summarised, and what makes a value stand out."""
 
 _MASKS = {"masked": "is_masked", "masked_high": "is_masked_high", "masked_low": "is_masked_low"}
 _COUNTED = ("sequences", "tokens", "trainable", *_MASKS)
 _OWNER = ("rank", "export_sequence_idx", "rollout_id")
+_SIDES = {"masked_high": "is_masked_high", "masked_low": "is_masked_low"}
+_SLICE_COUNTED = ("sequences", "tokens", "trainable", *_SIDES, "ended", "cut")
+_NO_VERSION = np.iinfo(np.int64).max
+
+Owner = tuple[int, int | None]
+"""Rank and policy version."""
 
 NEEDED = (
-    *METRICS,
+    *SUMMARISED,
     *_MASKS.values(),
-    *dict.fromkeys((*_OWNER, *SLICED_BY)),
+    *_OWNER,
+    "policy_versions",
+    "stop_reason",
     "env_name",
     "training_mode",
     "token_ids",
@@ -68,58 +59,112 @@ NEEDED = (
 
 
 @dataclass(slots=True)
-class PerPosition:
-    """Sums over blocks of positions; the blocks grow so that there are never too many."""
+class Slice:
+    """A step's numbers for the records of one rank that the same weights sampled.
 
-    block: int = 1
-    sums: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    counts: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+        rank 0, version 36     64 sequences, 2,048 tokens, 1,204 trainable, …
 
-    def add(self, name: str, positions: NDArray[np.int64], values: Values) -> None:
-        known = np.isfinite(values)
-        positions, values = positions[known], values[known]
-        if len(positions):
-            while positions.max() // self.block >= MAX_BLOCKS:
-                self._widen()
-            places = positions // self.block
-            self._put(name, np.bincount(places, values).astype(np.float64), np.bincount(places))
+    A record belongs to the lowest policy version of its tokens, the oldest weights that had a part in it; to
+    None where versions are not recorded. Slices add up to their part of the summary.
+    """
 
-    def merge(self, other: "PerPosition") -> None:
-        other = replace(other)  # widening it must not change the original
-        while self.block < other.block:
-            self._widen()
-        while other.block < self.block:
-            other._widen()
-        for name, sums in other.sums.items():
-            self._put(name, sums, other.counts[name])
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SLICE_COUNTED, 0))
+    """`ended`: sequences that say why sampling ended; `cut`: those of them that were cut by length."""
 
-    def means(self, name: str) -> Values:
-        """NaN for a block without a token."""
-        with np.errstate(invalid="ignore"):
-            means: Values = self.sums[name] / self.counts[name]
-        return means
+    reward: RunningMean = field(default_factory=RunningMean)
+    entropy: RunningMean = field(default_factory=RunningMean)
+    kl: Distribution = field(default_factory=Distribution)
 
-    def _put(self, name: str, sums: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-        self.sums[name] = _plus(self.sums.get(name), sums)
-        self.counts[name] = _plus(self.counts.get(name), counts)
+    def add(self, batch: ColumnBatch, rows: NDArray[np.bool_], tokens: NDArray[np.int64]) -> None:
+        """`rows`: which sequences; `tokens`: the trainable tokens of them."""
+        columns = batch.columns
+        self.counts["sequences"] += int(rows.sum())
+        self.counts["tokens"] += int(batch.lengths[rows].sum())
+        self.counts["trainable"] += len(tokens)
+        for name, column in _SIDES.items():
+            if column in columns:
+                self.counts[name] += int((columns[column][tokens] == 1).sum())
+        if "stop_reason" in columns:
+            reasons = [reason for reason in columns["stop_reason"][rows] if reason]
+            self.counts["ended"] += len(reasons)
+            self.counts["cut"] += reasons.count("length")
+        if "reward" in columns:
+            self.reward.add(columns["reward"][rows])
+        if "entropy" in columns:
+            self.entropy.add(columns["entropy"][tokens])
+        if "mismatch_kl" in columns:
+            self.kl.add(columns["mismatch_kl"][tokens])
 
-    def _widen(self) -> None:
-        self.block *= 2
-        self.sums = {name: _pairs(values) for name, values in self.sums.items()}
-        self.counts = {name: _pairs(values) for name, values in self.counts.items()}
+    def merge(self, other: "Slice") -> None:
+        for name, count in other.counts.items():
+            self.counts[name] += count
+        self.reward.merge(other.reward)
+        self.entropy.merge(other.entropy)
+        self.kl.merge(other.kl)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **self.counts,
+            "reward": [self.reward.sum, self.reward.count],
+            "entropy": [self.entropy.sum, self.entropy.count],
+            "mismatch_kl": self.kl.as_dict(()),
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "Slice":
+        return cls(
+            {name: value[name] for name in _SLICE_COUNTED},
+            RunningMean(*value["reward"]),
+            RunningMean(*value["entropy"]),
+            Distribution.from_dict(value["mismatch_kl"]),
+        )
 
 
-def _plus(one: Values | None, other: Values) -> Values:
-    if one is None:
-        return other
-    size = max(len(one), len(other))
-    total: Values = np.pad(one, (0, size - len(one))) + np.pad(other, (0, size - len(other)))
-    return total
+class Slices:
+    def __init__(self) -> None:
+        self._of: dict[Owner, Slice] = {}
+
+    def __iter__(self) -> Iterator[tuple[Owner, Slice]]:
+        """In the order of rank and version."""
+        yield from sorted(self._of.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1]))
+
+    def __getitem__(self, owner: Owner) -> Slice:
+        return self._of.setdefault(owner, Slice())
+
+    def add(self, batch: ColumnBatch, trainable: NDArray[np.int64]) -> None:
+        """`trainable`: the trainable tokens of the batch."""
+        ranks = batch.columns.get("rank", np.zeros(batch.num_sequences, np.int64)).astype(np.int64)
+        versions = oldest_versions(batch)
+        for rank, version in {*zip(ranks.tolist(), versions.tolist(), strict=True)}:
+            rows = (ranks == rank) & (versions == version)
+            tokens = trainable if rows.all() else trainable[rows[batch.owners[trainable]]]
+            self[rank, None if version == _NO_VERSION else version].add(batch, rows, tokens)
+
+    def merge(self, other: "Slices") -> None:
+        for owner, part in other:
+            self[owner].merge(part)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        return [{"rank": rank, "version": version, **part.as_dict()} for (rank, version), part in self]
+
+    @classmethod
+    def from_dicts(cls, values: Iterable[Mapping[str, Any]]) -> "Slices":
+        slices = cls()
+        for value in values:
+            slices._of[value["rank"], value["version"]] = Slice.from_dict(value)
+        return slices
 
 
-def _pairs(values: Values) -> Values:
-    total: Values = np.pad(values, (0, len(values) % 2)).reshape(-1, 2).sum(axis=1)
-    return total
+def oldest_versions(batch: ColumnBatch) -> NDArray[np.int64]:
+    """Returns the lowest version of each sequence's tokens; the largest integer where none is known."""
+    found = np.full(batch.num_sequences, _NO_VERSION)
+    versions = batch.columns.get("policy_versions")
+    filled = np.flatnonzero(batch.lengths)
+    if versions is not None and len(filled):
+        numbers = np.nan_to_num(versions, nan=-1).astype(np.int64)  # before anything as large as _NO_VERSION
+        known = np.where(numbers >= 0, numbers, _NO_VERSION)
+        found[filled] = np.minimum.reduceat(known, batch.offsets[filled])
+    return found
 
 
 @dataclass(slots=True)
@@ -151,11 +196,11 @@ class Part:
         if "reward" in columns:
             self.reward.add(columns["reward"])
         positions = columns["position_ids"][tokens].astype(np.int64)
-        for name, score in METRICS.items():
+        for name, shade in SUMMARISED.items():
             if name in columns and np.isfinite(values := columns[name][tokens]).any():
                 self.metrics.setdefault(name, Distribution()).add(values)
                 self.positions.add(name, positions, values)
-                self._keep_worst(name, _worst(batch, tokens, values, score))
+                self._keep_worst(name, _worst(batch, tokens, values, shade))
 
     def merge(self, other: "Part") -> None:
         for name, count in other.counts.items():
@@ -170,8 +215,10 @@ class Part:
 
     def _keep_worst(self, name: str, tokens: Iterable[dict[str, Any]]) -> None:
         """Merges `tokens`, worst first, into those kept so far."""
-        score, known = METRICS[name], self.worst.get(name, [])
-        merged = heapq.merge(known, tokens, key=lambda token: (-score(token["value"]), *_place(token)))
+        shade, known = SUMMARISED[name], self.worst.get(name, [])
+        merged = heapq.merge(
+            known, tokens, key=lambda token: (-_score(token["value"], shade), *_place(token))
+        )
         self.worst[name] = list(islice(merged, NUM_WORST)) if known else list(tokens)
 
     def as_dict(self) -> dict[str, Any]:
@@ -212,9 +259,9 @@ class Part:
 
 
 def _worst(
-    batch: ColumnBatch, tokens: NDArray[np.int64], values: Values, score: _Score
+    batch: ColumnBatch, tokens: NDArray[np.int64], values: Values, shade: Shade
 ) -> Iterator[dict[str, Any]]:
-    scores = np.where(np.isfinite(values), score(values), -np.inf)
+    scores = np.where(np.isfinite(values), _score(values, shade), -np.inf)
     chosen = np.argpartition(-scores, NUM_WORST)[:NUM_WORST] if len(scores) > NUM_WORST else slice(None)
     chosen = np.arange(len(scores))[chosen]
     chosen = chosen[np.isfinite(scores[chosen])]
@@ -229,6 +276,11 @@ def _worst(
     }
     for entry in zip(*(column.tolist() for column in columns.values()), strict=True):
         yield dict(zip(columns, entry, strict=True))
+
+
+def _score(value: Any, shade: Shade) -> Any:
+    """Returns how much a value stands out, or each of an array."""
+    return -value if shade.of == "negative" else abs(value) if shade.scale == "diverging" else value
 
 
 def _place(token: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -13,22 +13,29 @@ back what it had of the step, and counts what it leaves out from then on.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from pellucid.data import TokenTable
-from pellucid.data.files import read_lines, replace_file
+from pellucid.data.files import append_file, read_lines, replace_file
+from pellucid.data.schema import FIELDS, Column
 from pellucid.errors import DataError
-from pellucid.export.batch import micro_batch_columns
-from pellucid.export.optional import require
-from pellucid.export.paths import ExportPaths
-from pellucid.export.process import WriterProcess
-from pellucid.export.schema import ESSENTIAL, FIELDS
-from pellucid.export.step_writer import StepWriter, Writer, take_back
+from pellucid.export.batch import ColumnBatch, micro_batch_columns
+from pellucid.export.jsonl import JsonlRecords
+from pellucid.export.parquet import ParquetSink, require
+from pellucid.export.paths import ExportPaths, partial_of
+from pellucid.export.summary import StepSummary
 
 if TYPE_CHECKING:  # the process that writes needs neither, and starts in half the time
     from torch import Tensor
@@ -36,6 +43,135 @@ if TYPE_CHECKING:  # the process that writes needs neither, and starts in half t
     from pellucid.config import ExportColumns, ExportFormat, TrainerPrecision
 
 logger = logging.getLogger(__name__)
+
+_GRACE_S = 10.0
+
+
+class StepWriter:
+    """Encodes the records of one rank, step by step: under a hidden name until the step is complete."""
+
+    def __init__(self, paths: ExportPaths, rank: int, fields: Sequence[Column]) -> None:
+        self.paths = paths
+        self.rank = rank
+        self._fields = fields
+        self._records: JsonlRecords | ParquetSink | None = None
+        self._summary = StepSummary()
+
+    def write(self, step: int, batch: ColumnBatch) -> None:
+        """Writes a part of a step; the first part opens its file."""
+        self._summary.add(batch)
+        self._open(step).write(batch)
+
+    def complete(self, step: int) -> None:
+        """Gives the step's file its name, even if it has no record, and writes its summary."""
+        self._open(step).close()
+        target = self.paths.file(step, self.rank)
+        start = target.stat().st_size if self.paths.is_shared and target.exists() else 0
+        if self.paths.is_shared:
+            append_file(target, partial_of(target))
+            partial_of(target).unlink()
+        else:
+            partial_of(target).rename(target)
+        self.paths.link(step, self.rank, start, target.stat().st_size)
+        summary = orjson.dumps(self._summary.as_dict(), option=orjson.OPT_SERIALIZE_NUMPY)
+        replace_file(self.paths.summary(step, self.rank), summary)
+        self._records, self._summary = None, StepSummary()
+
+    def abandon(self) -> None:
+        """Lets go of a step that is not complete: its file keeps its hidden name. Never raises an OSError."""
+        if self._records is not None:
+            self._records.abandon()
+        self._records, self._summary = None, StepSummary()
+
+    def _open(self, step: int) -> JsonlRecords | ParquetSink:
+        if self._records is None:
+            path = partial_of(self.paths.file(step, self.rank))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kind = JsonlRecords if self.paths.suffix == ".jsonl" else ParquetSink
+            self._records = kind(path, self._fields)
+        return self._records
+
+
+class WriterProcess:
+    """Runs a `StepWriter` in another process, which starts with the first call.
+
+        training                                the other process
+        ("write", step, batch)    ────────>     StepWriter.write
+                                  <────────     None, or the error that it ended with
+
+    Python's lock is not shared with training then: a thread would hold it while it makes JSON of a long
+    record, and training could start no operation meanwhile. The process ends when the other end of its pipe
+    does, however that came about: what it had of a step keeps its hidden name.
+    """
+
+    def __init__(self, writer: StepWriter) -> None:
+        self._writer = writer
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+
+    def write(self, step: int, batch: ColumnBatch) -> None:
+        self._call("write", step, batch)
+
+    def complete(self, step: int) -> None:
+        self._call("complete", step)
+
+    def abandon(self) -> None:
+        """Ends the process."""
+        if self._process is None or self._pipe is None:
+            return
+        self._pipe.close()
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._pipe = None
+
+    def _call(self, name: str, *arguments: object) -> None:
+        try:
+            pipe = self._pipe or self._start()
+            pipe.send((name, *arguments))
+            error = pipe.recv()
+        except (EOFError, ConnectionError) as broken:
+            raise OSError(f"its process is gone ({self._how_it_ended()})") from broken
+        if error is not None:
+            raise error
+
+    def _start(self) -> Connection:
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import serve; serve()", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self._pipe.send(self._writer)
+        return self._pipe
+
+    def _how_it_ended(self) -> str:
+        if self._process is None:
+            return "it did not start"
+        try:
+            return f"exit code {self._process.wait(_GRACE_S)}"
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe"
+
+
+def serve() -> None:
+    """Handles the calls of a `WriterProcess` until the other end of the pipe is closed."""
+    # Whoever ends a run signals all its processes; the trainer may finish its step, and this ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(EOFError, ConnectionError), Connection(int(sys.argv[1])) as pipe:
+        writer: StepWriter = pipe.recv()
+        while True:
+            name, *arguments = pipe.recv()
+            error = None
+            try:
+                getattr(writer, name)(*arguments)
+            except Exception as raised:  # all of them are raised where the call was made
+                error = raised
+            pipe.send(error)
 
 
 class _MicroBatch(NamedTuple):
@@ -66,8 +202,9 @@ class TokenExporter:
         self.paths = ExportPaths.at(run_dir, format, path)
         self._rank = rank
         self._precision = precision
-        writer = StepWriter(self.paths, rank, FIELDS if columns == "all" else ESSENTIAL)
-        self._writer: Writer = WriterProcess(writer) if own_process else writer
+        fields = [field for field in FIELDS if columns == "all" or not field.derivable]
+        writer = StepWriter(self.paths, rank, fields)
+        self._writer = WriterProcess(writer) if own_process else writer
         self._num_written = 0
         self._num_due = 0
         """Sequences of this step, whether they could be written or not."""
@@ -182,8 +319,13 @@ class TokenExporter:
                 path.unlink(missing_ok=True)
 
     def _write(self, step: int, work: Callable[[], object]) -> None:
+        """Attempts `work`; if it fails, deletes what was written of the step: half a step is of no use."""
         if self._attempt(step, work):
-            take_back(self.paths, step, self._rank)
+            target = self.paths.file(step, self._rank)
+            with suppress(OSError):
+                partial_of(target).unlink(missing_ok=True)
+                if not self.paths.is_shared:
+                    target.unlink(missing_ok=True)
 
     def _attempt(self, step: int, work: Callable[[], object]) -> bool:
         """Runs `work`; an OSError ends the export with a warning. Returns True if this call ended it."""

@@ -302,7 +302,7 @@ def _check_folder(folder: Path, first_step: int) -> None:
 
 
 def _texts(where: TensorArrangement, names: Mapping[str, str | Sequence[str]]) -> dict[str, NDArray[Any]]:
-    known = [name for name, column in COLUMNS.items() if column.holds is str and name != "training_mode"]
+    known = [name for name, column in COLUMNS.items() if column.dtype is str and name != "training_mode"]
     for name in names:
         if name not in known:
             raise DataError(f"add({name}=…): no such column; texts of a sequence are {', '.join(known)}")

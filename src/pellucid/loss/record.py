@@ -7,12 +7,13 @@ log_importance_ratio  ℓ = log π − log μ         mismatch_kl  r − ℓ −
 importance_ratio      r = exp ℓ                 prob_delta   π − μ
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
+from pellucid.data.schema import SCHEMA
 from pellucid.data.tensors import TokenTensors
 
 
@@ -38,20 +39,11 @@ class Ratios:
             )
 
 
-_UNTRAINABLE = {
-    "trainer_logprobs": 0.0,
-    "inference_logprobs": 0.0,
-    "advantages": 0.0,
-    "teacher_logprobs": torch.nan,
-}
-"""Columns of `LossInputs` that gradients go through, and their values where a token is not trainable."""
-
-
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """One value per token of a packed micro batch.
 
-    On tokens that are not trainable, logprobs and advantages are set to 0 and teacher logprobs to NaN: the
+    On tokens that are not trainable, each column is set to its fill (0; NaN for the teacher's logprobs): the
     batch may hold anything there (an environment masks out tokens without a logprob). So neither the loss
     nor, through `where`, the gradient can depend on them.
 
@@ -75,22 +67,33 @@ class LossInputs:
     lengths: Sequence[int]
     """Lengths of the packed sequences, in tokens."""
 
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """Every other column that the schema declares for losses, where the batch has it."""
+
     def __post_init__(self) -> None:
-        for name, fill in _UNTRAINABLE.items():
+        for name in ("trainer_logprobs", "inference_logprobs", "advantages", "teacher_logprobs"):
             values: Tensor | None = getattr(self, name)
             if values is not None:
-                object.__setattr__(self, name, torch.where(self.loss_mask, values, fill))
+                object.__setattr__(self, name, self._trainable(name, values))
+        others = {name: self._trainable(name, values) for name, values in self.columns.items()}
+        object.__setattr__(self, "columns", others)
+
+    def _trainable(self, name: str, values: Tensor) -> Tensor:
+        return torch.where(self.loss_mask, values, SCHEMA[name].fill)
 
     @classmethod
     def of(cls, tokens: TokenTensors, trainer_logprobs: Tensor) -> "LossInputs":
+        """Takes the columns that the schema declares for losses."""
+        read = {name: values for name, values in tokens.columns.items() if SCHEMA[name].read_by == "loss"}
         return cls(
             trainer_logprobs=trainer_logprobs,
-            inference_logprobs=tokens["inference_logprobs"],
-            advantages=tokens["advantages"],
+            inference_logprobs=read.pop("inference_logprobs"),
+            advantages=read.pop("advantages"),
             loss_mask=tokens["loss_mask"],
-            teacher_logprobs=tokens.get("teacher_logprobs"),
+            teacher_logprobs=read.pop("teacher_logprobs", None),
             ratios=Ratios.of(trainer_logprobs, tokens["inference_logprobs"]),
             lengths=tokens.lengths,
+            columns=read,
         )
 
     def mean_per_sequence(self, values: Tensor) -> Tensor:
@@ -126,9 +129,9 @@ class LossRecord:
 
     def columns(self) -> dict[str, Tensor | None]:
         """Returns every value by the name under which it is exported."""
-        ratios = {field.name: getattr(self.ratios, field.name, None) for field in fields(Ratios)}
+        ratios = {each.name: getattr(self.ratios, each.name, None) for each in fields(Ratios)}
         return ratios | {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name != "ratios"
+            each.name: getattr(self, each.name) for each in fields(self) if each.name != "ratios"
         }
 
     def weighted(self, weights: Tensor | None) -> "LossRecord":

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.data import COLUMNS, Axis, Column, TokenTable
-from pellucid.data.columns import Encoding, RoleSpans
 from pellucid.data.packed import PAIR_BYTES, RUN, SPAN
 from pellucid.data.rows import (
     BitRows,
@@ -31,6 +30,7 @@ from pellucid.data.rows import (
     sum_rows,
 )
 from pellucid.data.rules import check_experts, check_rules, check_text
+from pellucid.data.schema import Encoding, RoleSpans
 from pellucid.errors import ColumnError
 from pellucid.transport.wire import (
     COUNTS,
@@ -258,8 +258,8 @@ def _declared(name: str) -> tuple[set[Form], set[np.dtype[Any] | None], int]:
     if name in _SPECIAL:
         return {Form.VALUES}, {np.dtype("<u4")}, 0
     column = COLUMNS[name]
-    if column.dtype is object:
-        return {Form.BLOBS if column.holds is bytes else Form.TEXT}, {None}, 0
+    if not column.is_number:
+        return {Form.BLOBS if column.dtype is bytes else Form.TEXT}, {None}, 0
     if column.encoding is Encoding.SPANS:
         return _DECLARED[column.encoding], {None}, 0
     forms = _DECLARED[column.encoding] | ({Form.TAILS} if column.shares_prompts else set())
@@ -414,13 +414,13 @@ class _Columns:
         if _array_length(packed[:5].tobytes()) > self._num_rows:
             raise section.refuse("has more distinct values than there are sequences")
         try:
-            if column.holds is RoleSpans:
+            if column.dtype is RoleSpans:
                 self._count_spans(section, codes, msgspec.msgpack.decode(packed.data, type=list[msgspec.Raw]))
-            distinct = msgspec.msgpack.decode(packed.data, type=list[column.holds])  # type: ignore[name-defined]
+            distinct = msgspec.msgpack.decode(packed.data, type=list[column.dtype])  # type: ignore[name-defined]
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise section.refuse(f"is not what it should be: {error}") from error
         rows = self._chosen(section, codes, distinct)
-        if column.holds is str:
+        if column.dtype is str:
             self._measure_text(section, codes, distinct, packed.size)
         return rows
 

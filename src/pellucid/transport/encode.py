@@ -175,15 +175,16 @@ def _values(name: str, values: NDArray[Any]) -> _EncodedSection:
 
 
 def _cells(name: str, rows: CellRows) -> _EncodedSection:
-    if COLUMNS[name].dtype is not object:
+    column = COLUMNS[name]
+    if column.is_number:
         return _values(name, rows.array)
     cells = rows.array.tolist()
-    if COLUMNS[name].holds is bytes:
+    if column.dtype is bytes:
         which = {cell: code for code, cell in enumerate(dict.fromkeys(cells))}
         codes = np.array([which[cell] for cell in cells], "<u4")
         sizes = np.array([len(cell) for cell in which], "<u8")
         return _EncodedSection(name, Form.BLOBS, [codes, np.array([len(which)], "<u4"), sizes, *which])
-    if COLUMNS[name].holds is str:
+    if column.dtype is str:
         which = {cell: code for code, cell in enumerate(dict.fromkeys(cells))}
         codes = np.array([which[cell] for cell in cells], "<u4")
         return _EncodedSection(name, Form.TEXT, [codes, msgspec.msgpack.encode(list(which))])

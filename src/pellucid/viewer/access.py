@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.data.schema import FIELDS
 from pellucid.errors import DataError
 from pellucid.export import Export, Records
 from pellucid.export import open as open_export
 from pellucid.export.batch import ColumnBatch, is_per_token
-from pellucid.export.parquet_source import ParquetSource
-from pellucid.export.schema import FIELDS
+from pellucid.export.parquet import ParquetSource
 from pellucid.export.summary import StepSummary
 
 __all__ = ["ColumnBatch", "Exports", "Records", "Selection", "StepSummary", "is_per_token", "trainable"]

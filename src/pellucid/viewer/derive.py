@@ -6,18 +6,14 @@ A page carries such a column only where it says something else than its formula:
 the logprobs, which are carried exactly.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-FORMULAS: Mapping[str, Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]] = {
-    "log_importance_ratio": lambda trainer, inference: trainer - inference,
-    "importance_ratio": lambda trainer, inference: np.exp(trainer - inference),
-    "mismatch_kl": lambda trainer, inference: np.expm1(trainer - inference) - (trainer - inference),
-    "prob_delta": lambda trainer, inference: np.exp(trainer) - np.exp(inference),
-}
+from pellucid.export.batch import RATIOS
+
 ABSOLUTE, RELATIVE = 1e-6, 1e-5
 """A record in float32 differs from its formula by rounding: a KL near 0 by 1e-7 if taken as r − ℓ − 1."""
 
@@ -28,7 +24,7 @@ def follows(name: str, recorded: NDArray[Any], columns: Mapping[str, NDArray[Any
     if trainer is None or inference is None:
         return False
     with np.errstate(all="ignore"):
-        expected = FORMULAS[name](trainer.astype(np.float64), inference.astype(np.float64))
+        expected = RATIOS[name](trainer.astype(np.float64), inference.astype(np.float64))
     known = np.isfinite(recorded)
     if not np.array_equal(known, np.isfinite(expected)):
         return False

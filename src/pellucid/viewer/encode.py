@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.data.schema import TOKEN_FIELDS
 from pellucid.errors import DataError
+from pellucid.export.batch import RATIOS
 from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary, is_per_token
 from pellucid.viewer.blob import BlobWriter
-from pellucid.viewer.derive import FORMULAS, follows
+from pellucid.viewer.derive import follows
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import Identity, Measures
 from pellucid.viewer.summary import histograms, summarise
@@ -26,28 +28,7 @@ LEAD_TOKENS = 4096
 LONG_TOKENS = 4 * LEAD_TOKENS
 """Records of more have a lead."""
 
-SHOWN = (
-    "token_ids",
-    "position_ids",
-    "loss_mask",
-    "sampled",
-    "advantages",
-    "rewards",
-    "temperatures",
-    "inference_logprobs",
-    "trainer_logprobs",
-    "teacher_logprobs",
-    "entropy",
-    "mismatch_kl",
-    "log_importance_ratio",
-    "importance_ratio",
-    "prob_delta",
-    "is_masked",
-    "is_masked_high",
-    "is_masked_low",
-    "token_loss",
-    "policy_versions",
-)
+_SHOWN = tuple(field.name for field in TOKEN_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -125,10 +106,10 @@ def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) ->
     blob = BlobWriter()
     lengths = batch.lengths
     blob.add("lengths", lengths)
-    present = {name: _as_numbers(batch.columns[name]) for name in SHOWN if name in batch.columns}
+    present = {name: _as_numbers(batch.columns[name]) for name in _SHOWN if name in batch.columns}
     derived = []
     for name, values in present.items():
-        if name in FORMULAS and follows(name, values, present):
+        if name in RATIOS and follows(name, values, present):
             derived.append(name)
         elif name == "position_ids" and np.array_equal(values, _ramp(lengths)):
             blob.add_ramp(name)

@@ -17,9 +17,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
+from pellucid.data.schema import TOKEN_FIELDS
 from pellucid.errors import DataError
-from pellucid.export import FIELDS
-from pellucid.export.frames import whole_parquet_files
 from pellucid.viewer.access import Exports
 from pellucid.viewer.rows import WORDS
 
@@ -28,34 +29,27 @@ HIGH_KL = 0.05
 
 MOST = 1000
 
-_METRICS = {
-    "kl": "mismatch_kl",
-    "entropy": "entropy",
-    "surprise": "-trainer_logprobs",
-    "adv": "advantages",
-    "reward": "rewards",
-    "logratio": "log_importance_ratio",
-    "delta": "prob_delta",
-    "loss": "token_loss",
-    "stale": "CASE WHEN policy_versions >= 0 THEN step - policy_versions END",
-    "ratio": "importance_ratio",
+_FORMS = {
+    "value": "{}",
+    "negative": "-{}",
+    "age": "CASE WHEN {0} >= 0 THEN step - {0} END",
 }
-_NUMBERS = _METRICS | {
-    "id": "token_ids",
-    "logp": "trainer_logprobs",
-    "version": "policy_versions",
-    "masked": "is_masked::INT",
-    "high": "is_masked_high::INT",
-    "low": "is_masked_low::INT",
-    "trainable": "loss_mask::INT",
-    "sampled": "sampled::INT",
+_TOKEN_COLUMNS = tuple(field.name for field in TOKEN_FIELDS)
+_METRICS = {
+    field.shade.key: _FORMS[field.shade.of].format(field.name) for field in TOKEN_FIELDS if field.shade
+}
+_NUMBERS = {
+    **{
+        field.key or field.name: f"{field.name}::INT" if field.dtype is np.bool_ else field.name
+        for field in TOKEN_FIELDS
+    },
+    **_METRICS,
     "at": "token",
     "step": "step",
     "rank": "rank",
     "tokens": "length",
     "micro_step": "micro_step",
 }
-_TOKEN_COLUMNS = tuple(field.name for field in FIELDS if field.per_token)
 _KINDS = {
     "all": "true",
     "trained": f"mismatch_kl >= {HIGH_KL} AND NOT coalesce(is_masked, false)",
@@ -104,7 +98,7 @@ class RunQueries:
         for step in self._exports.steps():
             if step not in self._files:
                 try:
-                    self._files[step] = whole_parquet_files(self._exports.records(step))
+                    self._files[step] = self._exports.records(step).whole_parquet_files()
                 except (DataError, OSError):
                     self._files[step] = None
             if (files := self._files[step]) is None:

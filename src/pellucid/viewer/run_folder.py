@@ -8,7 +8,7 @@ from typing import Any
 
 from pellucid.data.alarms import Alarm, alarms_path, read_alarms
 from pellucid.errors import DataError, PellucidError
-from pellucid.export.jsonl_source import read_json_lines
+from pellucid.export.jsonl import read_json_lines
 from pellucid.ledger import Report, State, reconcile
 from pellucid.ledger.settings import read_settings_file, settings_files
 

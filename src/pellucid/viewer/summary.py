@@ -5,43 +5,19 @@ those of the summaries beside the export: means and extremes exact, quantiles wi
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.data.schema import SUMMARISED
 from pellucid.export.distribution import Distribution
-from pellucid.export.slices import Slice
-from pellucid.export.summary import Part
+from pellucid.export.summary import Part, Slice
 from pellucid.viewer.access import StepSummary
 
 HISTOGRAM_BINS = 48
-METRICS: Mapping[str, bool] = {
-    "mismatch_kl": True,
-    "importance_ratio": True,
-    "entropy": False,
-    "trainer_logprobs": False,
-    "log_importance_ratio": False,
-    "prob_delta": False,
-    "advantages": False,
-    "token_loss": False,
-}
-"""Metric -> whether its axis is logarithmic."""
-
-LIMITS = {
-    "kl": ("mismatch_kl", 1),
-    "entropy": ("entropy", 1),
-    "surprise": ("trainer_logprobs", -1),
-    "adv": ("advantages", 1),
-    "logratio": ("log_importance_ratio", 1),
-    "delta": ("prob_delta", 1),
-    "loss": ("token_loss", 1),
-    "ratio": ("importance_ratio", 1),
-}
-"""Quantities that the page colours by -> (column, sign)."""
-
 DEEPEST_AT_LEAST = 0.05
 """A mismatch KL that deserves the deepest colour even in a run that never reaches it."""
 
@@ -73,7 +49,11 @@ def summarise(
 
 def histograms(summary: StepSummary) -> dict[str, Any]:
     metrics = summary.total().metrics
-    found = {name: histogram(metrics[name], log=log) for name, log in METRICS.items() if name in metrics}
+    found = {
+        name: histogram(metrics[name], log=shade.scale == "log")
+        for name, shade in SUMMARISED.items()
+        if name in metrics
+    }
     return {name: bins for name, bins in found.items() if bins is not None}
 
 
@@ -179,12 +159,12 @@ def _truncated(stops: Sequence[str]) -> float | None:
 
 def _limits(total: Part) -> dict[str, list[float]]:
     found = {}
-    for key, (column, sign) in LIMITS.items():
-        values = total.metrics.get(column)
-        if values is not None and key == "kl":
-            found[key] = kl_domain(values.quantile(0.95) or 0.0)
+    for name, shade in SUMMARISED.items():
+        values, sign = total.metrics.get(name), -1 if shade.of == "negative" else 1
+        if values is not None and name == "mismatch_kl":
+            found[shade.key] = kl_domain(values.quantile(0.95) or 0.0)
         elif values is not None:
-            found[key] = sorted(sign * (values.quantile(share) or 0.0) for share in (0.01, 0.99))
+            found[shade.key] = sorted(sign * (values.quantile(share) or 0.0) for share in (0.01, 0.99))
     if total.reward.count:
         found["reward"] = [total.reward.min, total.reward.max]
     return found

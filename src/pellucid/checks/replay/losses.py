@@ -14,8 +14,10 @@ from pellucid.checks.oracle import loss_weights_of, ratios_of, token_losses
 from pellucid.checks.oracle.losses import KNOWN
 from pellucid.config import LossConfig
 from pellucid.data import TrainingMode
+from pellucid.data.schema import TOKEN_FIELDS
+from pellucid.data.tensors import TokenTensors
 from pellucid.export.batch import ColumnBatch, Integers, Values
-from pellucid.loss import LossInputs, LossRecord, Ratios, TokenLoss, loss_for, sequence_weights
+from pellucid.loss import LossInputs, LossRecord, TokenLoss, loss_for, sequence_weights
 
 NEEDED = ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")
 
@@ -126,18 +128,10 @@ def _weights(step: ColumnBatch, config: LossConfig | None) -> NDArray[np.float32
 
 
 def _loss(part: ColumnBatch, losses: Mapping[str, TokenLoss]) -> LossRecord:
-    def tensor(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(part.columns[name]))
-
-    trainer, inference = tensor("trainer_logprobs"), tensor("inference_logprobs")
-    teacher = tensor("teacher_logprobs") if "teacher_logprobs" in part.columns else None
-    inputs = LossInputs(
-        trainer_logprobs=trainer,
-        inference_logprobs=inference,
-        advantages=tensor("advantages"),
-        loss_mask=tensor("loss_mask"),
-        teacher_logprobs=None if teacher is None or bool(teacher.isnan().all()) else teacher,
-        ratios=Ratios.of(trainer, inference),
-        lengths=part.lengths.tolist(),
-    )
-    return losses[modes_of(part)[0]](inputs)
+    columns = {
+        field.name: torch.from_numpy(np.ascontiguousarray(part.columns[field.name]))
+        for field in TOKEN_FIELDS
+        if field.name in part.columns and not (field.optional and np.isnan(part.columns[field.name]).all())
+    }
+    tokens = TokenTensors(part.lengths.tolist(), torch.empty(0), columns)  # no loss reads positions
+    return losses[modes_of(part)[0]](LossInputs.of(tokens, columns["trainer_logprobs"]))

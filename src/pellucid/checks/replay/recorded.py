@@ -24,7 +24,7 @@ from pellucid.config.model import ModelConfig
 from pellucid.config.recorded import RecordedConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import Export
-from pellucid.export.jsonl_source import read_json_lines
+from pellucid.export.jsonl import read_json_lines
 from pellucid.ledger.settings import Settings, read_settings_file, settings_at, settings_files
 
 S = TypeVar("S", bound=Section)

@@ -1,22 +1,40 @@
-"""Records as a reader returns them: one by one, or many of them in columns."""
+"""Records as a reader returns them: one by one, many of them in columns, or as the tables of other tools."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, overload
+from pathlib import Path
+from typing import Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.data.schema import FIELDS, Column
 from pellucid.errors import DataError
-from pellucid.export import frames
-from pellucid.export.batch import ColumnBatch, Values, is_per_token
-from pellucid.export.derive import derive, sources
-from pellucid.export.schema import BY_NAME, FIELDS, Field
-from pellucid.export.source import Key, RecordSource
+from pellucid.export.batch import BY_NAME, ColumnBatch, Values, derive, is_per_token, sources
+from pellucid.export.parquet import ParquetSource, require, to_arrow
+
+Key = tuple[int, ...]
 
 Wanted = Any
 """A value, a collection of values, or a function that says whether a value is wanted."""
+
+
+class RecordSource(Protocol):
+    """One export file, read as little as possible.
+
+    Rows are records, numbered as they lie in the file; one that is torn or damaged is not among them.
+    """
+
+    path: Path
+    keys: list[Key]
+    """(step, rank, index) of each row."""
+
+    def names(self, row: int) -> Sequence[str]:
+        """Returns the columns that a record has."""
+
+    def batch(self, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
+        """Returns these columns of these rows; a column that one of the rows lacks is left out."""
 
 
 def read_columns(source: RecordSource, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
@@ -50,11 +68,7 @@ class Record(Mapping[str, Any]):
         return len(self["token_ids"])
 
     def __getitem__(self, name: str) -> Any:
-        batch = read_columns(self.source, [self.row], [name])
-        if name not in batch.columns:
-            raise KeyError(name)
-        values = batch.columns[name]
-        return _mask_or_none(name, values) if is_per_token(name, values, batch) else _scalar(values)
+        return self._read([name], _mask_or_none)[name]
 
     def __iter__(self) -> Iterator[str]:
         stored = self.source.names(self.row)
@@ -68,14 +82,14 @@ class Record(Mapping[str, Any]):
 
     def arrays(self) -> dict[str, Any]:
         """All fields at once, as `record[name]` has them."""
-        return self._all(_mask_or_none)
+        return self._read(list(self), _mask_or_none)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, null as None: what the JSONL has."""
-        return self._all(lambda name, values: _plain(values))
+        return self._read(list(self), lambda name, values: _plain(values))
 
-    def _all(self, present: Callable[[str, Values], Any]) -> dict[str, Any]:
-        batch = read_columns(self.source, [self.row], list(self))
+    def _read(self, names: Sequence[str], present: Callable[[str, Values], Any]) -> dict[str, Any]:
+        batch = read_columns(self.source, [self.row], names)
         return {
             name: present(name, values) if is_per_token(name, values, batch) else _scalar(values)
             for name, values in batch.columns.items()
@@ -114,20 +128,17 @@ class Records(Sequence[Record]):
         In floats null is NaN; a mask is False where a loss has none.
         """
         batch = self.batch([name])
-        if not self and name in BY_NAME:
-            dtype = BY_NAME[name].dtype
-            return np.empty(0, object if dtype is str else dtype)
+        field = BY_NAME.get(name)
+        if not self and field is not None:
+            return np.empty(0, field.array_dtype)
         if name not in batch.columns:
             raise DataError(f"not every one of the {len(self)} records has {name}, and it cannot be derived")
         values = batch.columns[name]
-        if name in BY_NAME and BY_NAME[name].dtype is np.bool_ and values.dtype != np.bool_:
-            values = values == 1
-        return values
+        return values == 1 if field is not None and field.dtype is np.bool_ else values
 
     def batch(self, names: Sequence[str]) -> ColumnBatch:
         """Returns those of these columns that all records have."""
-        parts = [read_columns(source, rows, names) for source, rows in self.files()]
-        return ColumnBatch.concat(parts) if parts else ColumnBatch(np.zeros(0, np.int64), {})
+        return ColumnBatch.concat([read_columns(source, rows, names) for source, rows in self.files()])
 
     def where(self, **wanted: Wanted) -> "Records":
         """Those whose per-sequence fields are as wanted: a value, one of several, or as a function says.
@@ -145,37 +156,74 @@ class Records(Sequence[Record]):
             kept &= np.fromiter(map(_test(value), self.column(name)), np.bool_, len(self))
         return Records([self._entries[index] for index in np.flatnonzero(kept).tolist()])
 
-    def arrow(self, columns: Sequence[str] | None = None) -> Any:
-        """Returns a `pyarrow.Table` with one row per record; per-token fields are lists."""
-        return frames.arrow(self, columns)
-
-    def pandas(self, columns: Sequence[str] | None = None) -> Any:
-        """Returns a `pandas.DataFrame` with one row per record; per-token fields are arrays."""
-        return frames.pandas(self, columns)
-
-    def polars(self, columns: Sequence[str] | None = None) -> Any:
-        """Returns a `polars.DataFrame` with one row per record; per-token fields are lists."""
-        return frames.polars(self, columns)
-
-    def duckdb(self) -> Any:
-        """A DuckDB connection with the views `sequences`, a row per record, and `tokens`, a row per token."""
-        return frames.duckdb(self)
-
-    def fields(self) -> tuple[Field, ...]:
+    def fields(self) -> tuple[Column, ...]:
         """Those of the schema that all records have, stored or derived."""
-        names = set.intersection(*(set(self[index]) for index in self._one_per_source())) if self else set()
+        firsts = {source: index for index, (source, _) in reversed(list(enumerate(self._entries)))}
+        names = set.intersection(*(set(self[index]) for index in firsts.values())) if self else set()
         return tuple(field for field in FIELDS if field.name in names)
-
-    def _one_per_source(self) -> list[int]:
-        firsts: dict[RecordSource, int] = {}
-        for index, (source, _) in enumerate(self._entries):
-            firsts.setdefault(source, index)
-        return list(firsts.values())
 
     def files(self) -> Iterator[tuple[RecordSource, list[int]]]:
         """Yields the rows of each file, in order."""
         for source, members in groupby(self._entries, key=lambda entry: entry[0]):
             yield source, [row for _, row in members]
+
+    def whole_parquet_files(self) -> list[str] | None:
+        """Returns their paths, if the records are all there is in Parquet files that leave out nothing."""
+        files = []
+        for source, rows in self.files():
+            if (
+                not isinstance(source, ParquetSource)
+                or source.num_damaged
+                or rows != list(range(len(source.keys)))
+                or any(field.derivable and field.name not in source.columns for field in FIELDS)
+            ):
+                return None
+            files.append(str(source.path))
+        return files
+
+    def arrow(self, columns: Sequence[str] | None = None) -> Any:
+        """Returns a `pyarrow.Table` with one row per record; per-token fields are lists."""
+        require("pyarrow", "arrow()")
+        for name in columns or ():
+            if name not in BY_NAME:
+                raise DataError(f"arrow(columns=…): {name!r} is not a field; see docs/read-an-export.md")
+        chosen = self.fields() if columns is None else [BY_NAME[name] for name in columns]
+        batch = self.batch([field.name for field in chosen])
+        return to_arrow(batch, [field for field in chosen if field.name in batch.columns])
+
+    def pandas(self, columns: Sequence[str] | None = None) -> Any:
+        """Returns a `pandas.DataFrame` with one row per record; per-token fields are arrays."""
+        require("pandas", "pandas()")
+        return self.arrow(columns).to_pandas()
+
+    def polars(self, columns: Sequence[str] | None = None) -> Any:
+        """Returns a `polars.DataFrame` with one row per record; per-token fields are lists."""
+        return require("polars", "polars()").from_arrow(self.arrow(columns))
+
+    def duckdb(self) -> Any:
+        """A DuckDB connection with the views `sequences`, a row per record, and `tokens`, a row per token.
+
+        DuckDB reads whole Parquet files itself, so that a query over a long run takes the columns and row
+        groups that it needs. Any other selection goes through Arrow, in memory.
+        """
+        connection = require("duckdb", "duckdb()").connect()
+        if (files := self.whole_parquet_files()) is not None:
+            names = ", ".join(f"'{file.replace(chr(39), chr(39) * 2)}'" for file in files)
+            connection.execute(
+                f"CREATE VIEW sequences AS SELECT * FROM read_parquet([{names}], union_by_name = true)"
+            )
+            stored = {row[0] for row in connection.execute("DESCRIBE sequences").fetchall()}
+        else:
+            table = self.arrow()
+            connection.register("sequences", table)
+            stored = set(table.schema.names)
+        known = [field for field in FIELDS if field.name in stored]
+        sequence = [field.name for field in known if not field.per_token]
+        token = [f"unnest({field.name}) AS {field.name}" for field in known if field.per_token]
+        place = "unnest(range(len(token_ids))) AS token"
+        shown = ", ".join([*sequence, place, *token])
+        connection.execute(f"CREATE VIEW tokens AS SELECT {shown} FROM sequences")
+        return connection
 
 
 def _test(wanted: Wanted) -> Callable[[Any], bool]:
