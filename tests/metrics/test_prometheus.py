@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from http_fuzz import errors_logged, spoilt
 from pellucid.metrics import prometheus
-from pellucid.metrics.prometheus import PrometheusSink, exposition, gauge_name
+from pellucid.metrics.prometheus import PrometheusSink, exposition
 
 
 @pytest.fixture
@@ -32,6 +32,10 @@ def get(url: str) -> tuple[str, str]:
         return response.headers["Content-Type"], response.read().decode()
 
 
+def page(step: int, values: dict[str, float]) -> str:
+    return exposition(step, values).decode()
+
+
 def test_environments_become_labels():
     values = {
         "mismatch_kl/all/mean": 0.5,
@@ -41,18 +45,24 @@ def test_environments_become_labels():
         "error/Timeout/count": 3,
         "metrics/reverse-text/exact match": 0.125,
     }
-    assert exposition(7, values) == (
+    assert page(7, values) == (
+        "# HELP pellucid_step step\n"
         "# TYPE pellucid_step gauge\n"
         "pellucid_step 7.0\n"
+        "# HELP pellucid_mismatch_kl_mean mismatch_kl/all/mean\n"
         "# TYPE pellucid_mismatch_kl_mean gauge\n"
         'pellucid_mismatch_kl_mean{env="all"} 0.5\n'
         'pellucid_mismatch_kl_mean{env="reverse-text"} 0.25\n'
+        "# HELP pellucid_reward reward/all\n"
         "# TYPE pellucid_reward gauge\n"
         'pellucid_reward{env="all"} 1.0\n'
+        "# HELP pellucid_time_step_s time/step_s\n"
         "# TYPE pellucid_time_step_s gauge\n"
         "pellucid_time_step_s 2.5\n"
+        "# HELP pellucid_error_Timeout_count error/Timeout/count\n"
         "# TYPE pellucid_error_Timeout_count gauge\n"
         "pellucid_error_Timeout_count 3.0\n"
+        "# HELP pellucid_metrics_exact_match metrics/reverse-text/exact match\n"
         "# TYPE pellucid_metrics_exact_match gauge\n"
         'pellucid_metrics_exact_match{env="reverse-text"} 0.125\n'
     )
@@ -60,11 +70,13 @@ def test_environments_become_labels():
 
 def test_the_environment_of_an_evaluation_is_a_label():
     values = {"eval/held-out/avg@8": 0.5, "eval/held-out/num_failed": 0, "eval/other/avg@8": 0.25}
-    assert exposition(50, values).splitlines()[1:] == [
+    assert page(50, values).splitlines()[2:] == [
         "pellucid_step 50.0",
+        "# HELP pellucid_eval_avg_8 eval/held-out/avg@8",
         "# TYPE pellucid_eval_avg_8 gauge",
         'pellucid_eval_avg_8{env="held-out"} 0.5',
         'pellucid_eval_avg_8{env="other"} 0.25',
+        "# HELP pellucid_eval_num_failed eval/held-out/num_failed",
         "# TYPE pellucid_eval_num_failed gauge",
         'pellucid_eval_num_failed{env="held-out"} 0.0',
     ]
@@ -72,10 +84,12 @@ def test_the_environment_of_an_evaluation_is_a_label():
 
 def test_samples_of_one_name_stay_together_and_are_not_repeated():
     """Prometheus refuses the whole page otherwise."""
-    lines = exposition(0, {"a-b": 1, "x/all": 2, "a_b": 3, "x/env": 4}).splitlines()
-    assert lines[2:] == [
+    lines = page(0, {"a-b": 1, "x/all": 2, "a_b": 3, "x/env": 4}).splitlines()
+    assert lines[3:] == [
+        "# HELP pellucid_a_b a_b",
         "# TYPE pellucid_a_b gauge",
         "pellucid_a_b 3.0",
+        "# HELP pellucid_x x/all",
         "# TYPE pellucid_x gauge",
         'pellucid_x{env="all"} 2.0',
         'pellucid_x{env="env"} 4.0',
@@ -83,12 +97,13 @@ def test_samples_of_one_name_stay_together_and_are_not_repeated():
 
 
 def test_label_values_are_escaped():
-    assert gauge_name('reward/a"\\\n', {'a"\\\n'}) == ("pellucid_reward", r'{env="a\"\\\n"}')
+    values = {"reward/all": 1.0, 'reward/a"\\\n': 0.5}
+    assert page(0, values).endswith('pellucid_reward{env="a\\"\\\\\\n"} 0.5\n')
 
 
 @pytest.mark.parametrize(("value", "text"), [(math.nan, "NaN"), (math.inf, "+Inf"), (-math.inf, "-Inf")])
 def test_numbers_that_are_not_finite(value, text):
-    assert exposition(0, {"loss": value}).endswith(f"pellucid_loss {text}\n")
+    assert page(0, {"loss": value}).endswith(f"pellucid_loss {text}\n")
 
 
 def test_the_endpoint_serves_the_latest_step(served):
@@ -101,7 +116,7 @@ def test_the_endpoint_serves_the_latest_step(served):
 
     kind, text = get(f"{url}/metrics")
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
-    assert text == exposition(1, {"loss": 0.5})
+    assert text == page(1, {"loss": 0.5})
     health = json.loads(get(f"{url}/health")[1])
     assert (health["process"], health["step"]) == ("trainer", 1)
     assert 0 <= health["seconds_since_last_step"] < 5
@@ -159,7 +174,7 @@ def test_whatever_is_sent_gets_an_answer_or_is_cut_off(served, data, answer):
     sink, url = served
     sink.log(1, {"loss": 0.5})
     assert exchange(int(url.rpartition(":")[2]), data).startswith(answer)
-    assert get(f"{url}/metrics")[1] == exposition(1, {"loss": 0.5})
+    assert get(f"{url}/metrics")[1] == page(1, {"loss": 0.5})
 
 
 def test_connections_that_ask_nothing_cost_no_threads_and_are_closed(served, monkeypatch):
@@ -176,7 +191,7 @@ def test_connections_that_ask_nothing_cost_no_threads_and_are_closed(served, mon
         for connection in idle:
             with suppress(ConnectionResetError):
                 assert connection.recv(1) == b""  # closed by the other side
-        assert get(f"{url}/metrics")[1] == exposition(1, {"loss": 0.5})
+        assert get(f"{url}/metrics")[1] == page(1, {"loss": 0.5})
     finally:
         for connection in idle:
             connection.close()
@@ -240,4 +255,4 @@ def test_every_head_gets_a_status_or_is_cut_off_and_nothing_is_logged(served):
 
         every_head_gets_a_status_or_is_cut_off()
     assert statuses >= {b"", b"200", b"404", b"405", b"421"}
-    assert get(f"{url}/metrics")[1] == exposition(1, {"loss": 0.5})
+    assert get(f"{url}/metrics")[1] == page(1, {"loss": 0.5})

@@ -41,7 +41,7 @@ class Completion(msgspec.Struct, frozen=True):
     never computed; None if the server does not record them."""
 
     link: str = ""
-    """Pair `SERVER:ORCHESTRATOR` of processes, by which the ledger books lost tokens; see `ledger.links`."""
+    """Pair `SERVER:ORCHESTRATOR` of processes, by which the ledger books lost tokens; see `ledger.Links`."""
 
 
 @dataclass(frozen=True, slots=True)

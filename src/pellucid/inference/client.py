@@ -52,7 +52,7 @@ class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: str = ""
     env: str = ""
     client: str = ""
-    """The process that asks, which may be gone before it is answered; see `ledger.links`."""
+    """The process that asks, which may be gone before it is answered; see `ledger.Links`."""
 
 
 class InferenceClient(Protocol):

@@ -1,9 +1,16 @@
 """Where every sampled token went: states, the journal each process keeps, and the reconciliation."""
 
 from pellucid.ledger.journal import (
+    BESIDE,
+    HANDS_ON,
+    MEANING,
     NOBODY,
+    TAKES_IN,
+    Flow,
     Journal,
     LedgerEntry,
+    Stage,
+    State,
     append_entries,
     end_of_mark,
     journals_of,
@@ -12,10 +19,8 @@ from pellucid.ledger.journal import (
     read_journal,
     sum_entries,
 )
-from pellucid.ledger.links import link_of, orchestrator_of
-from pellucid.ledger.reconcile import Account, Difference, Report, reconcile
+from pellucid.ledger.reconcile import Account, Difference, Report, link_of, orchestrator_of, reconcile
 from pellucid.ledger.settle import discarded, held_again, settle_engines, settle_trainer, trained_steps
-from pellucid.ledger.states import BESIDE, HANDS_ON, MEANING, TAKES_IN, Flow, Stage, State
 
 __all__ = [
     "BESIDE",

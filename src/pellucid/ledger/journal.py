@@ -1,4 +1,13 @@
-"""The journal of one process: JSONL, each line the change since the last one.
+"""The counts of each process: states that a sampled token can end in, flows between stages, the journal.
+
+    inference:     sampled  = delivered + cancelled                      (+ in_flight)
+    orchestrator:  received = eval + … + rejected + sent                 (+ in_flight)
+    trainer:       received = rejected + truncated + untrainable + skipped + masked + trained
+
+Each arrow between two stages is a check: delivered = received, sent = received. Summed up, every token
+that the engine sampled is in exactly one state.
+
+The journal of one process is JSONL, each line the change since the last one:
 
     {"stage":"trainer","step":3,"run":"demo","env":"reverse-text","counts":{"received":812,"trained":810,"masked":2}}
 
@@ -9,7 +18,7 @@ so that a reader can tell "still running or killed" from "done". Lines that are 
     {"stage":"orchestrator","step":7,"mark":8}  all that snapshot 8 of the orchestrator knows is above
 
 What passes from engine to orchestrator is counted per `link`, the pair of processes that it passed between,
-so that a reader knows which tokens a process that is gone took along; see `links`.
+so that a reader knows which tokens a process that is gone took along; see `reconcile.Links`.
 
 A journal grows with the steps of a run, never with its duration: now and then its lines are summed up, per
 step where steps matter, and the file is replaced. A reader that has it open goes on with what it was.
@@ -19,6 +28,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +37,81 @@ import msgspec
 
 from pellucid.data.files import append_whole, read_lines, replace_file, require_file, require_own, sync
 from pellucid.errors import LedgerError
-from pellucid.ledger.states import Flow, Stage, State
+
+
+class Stage(StrEnum):
+    INFERENCE = "inference"
+    ORCHESTRATOR = "orchestrator"
+    TRAINER = "trainer"
+
+
+class State(StrEnum):
+    """In order of precedence: the first that fits is the token's state."""
+
+    EVAL = "eval"
+    LOST = "lost"
+    CANCELLED = "cancelled"
+    FAILED_ROLLOUT = "failed_rollout"
+    DROPPED_GROUP = "dropped_group"
+    STALE = "stale"
+    FILTERED = "filtered"
+    ZERO_ADVANTAGE = "zero_advantage"
+    REJECTED = "rejected"
+    TRUNCATED = "truncated"
+    UNTRAINABLE = "untrainable"
+    SKIPPED = "skipped"
+    MASKED = "masked"
+    TRAINED = "trained"
+    ROLLED_BACK = "rolled_back"
+    """Skipped, trained or masked in a step that a resume discarded."""
+    IN_FLIGHT = "in_flight"
+
+
+MEANING = {
+    State.EVAL: "sampled to evaluate, not to train",
+    State.LOST: "a process died and took them along",
+    State.CANCELLED: "given up while they were sampled",
+    State.FAILED_ROLLOUT: "the environment raised or timed out",
+    State.DROPPED_GROUP: "too little of their group was left",
+    State.STALE: "sampled too many policy versions ago",
+    State.FILTERED: "refused by a filter of yours",
+    State.ZERO_ADVANTAGE: "an advantage of 0: nothing to learn from",
+    State.REJECTED: "broke a rule of training samples",
+    State.TRUNCATED: "beyond seq_len",
+    State.UNTRAINABLE: "masked out by the environment, or in another branch",
+    State.SKIPPED: "in a step whose loss or gradient was not finite",
+    State.MASKED: "outside of the trust region",
+    State.TRAINED: "their gradient is in the weights",
+    State.ROLLED_BACK: "trained in a step that a resume discarded",
+    State.IN_FLIGHT: "running, waiting, or on the way",
+}
+"""Why the tokens in a state are there, for a person."""
+
+
+class Flow(StrEnum):
+    """Tokens that a stage takes in, hands on or computes; never a final state."""
+
+    SAMPLED = "sampled"
+    DELIVERED = "delivered"
+    RECEIVED = "received"
+    HELD = "held"
+    """Received by an earlier process of the orchestrator and kept for a coming batch; booked when it goes."""
+    SENT = "sent"
+    CONTEXT = "context"
+    """Prompt and tool tokens computed by the trainer, beside the sampled ones."""
+    PADDING = "padding"
+    COMPUTED = "computed"
+    """All tokens of the trainer's forward passes."""
+    SAVED = "saved"
+    """Tokens of a shared prompt that another sequence computed."""
+
+
+TAKES_IN = {Stage.INFERENCE: Flow.SAMPLED, Stage.ORCHESTRATOR: Flow.RECEIVED, Stage.TRAINER: Flow.RECEIVED}
+BESIDE = (Flow.CONTEXT, Flow.PADDING, Flow.COMPUTED, Flow.SAVED)
+"""Beside the states; computed + saved = trained + masked + skipped + untrainable + context + padding."""
+
+HANDS_ON = {Stage.INFERENCE: Flow.DELIVERED, Stage.ORCHESTRATOR: Flow.SENT}
+
 
 NOBODY = "nobody"
 """Process name in a journal that a resume has settled, until a process opens it again."""

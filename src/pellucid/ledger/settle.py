@@ -10,7 +10,7 @@ either may have died alone:
 
 - The trainer forgets the steps from the checkpoint on: it trains them again and books them then.
 - A discarded batch was sent, but will never train: `rolled_back` if it had been trained, else `lost`.
-- An engine has nothing to settle. What it, or an orchestrator, took along follows from the `links`.
+- An engine has nothing to settle. What it, or an orchestrator, took along follows from the `reconcile.Links`.
 
 Each of these may be interrupted and run again.
 """
@@ -22,7 +22,10 @@ from pathlib import Path
 
 from pellucid.ledger.journal import (
     NOBODY,
+    Flow,
     LedgerEntry,
+    Stage,
+    State,
     append_entries,
     journals_of,
     mend,
@@ -30,7 +33,6 @@ from pellucid.ledger.journal import (
     replace_entries,
     sum_entries,
 )
-from pellucid.ledger.states import Flow, Stage, State
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ A name's second part is an environment if the first is `eval`, or if the same na
 
 import asyncio
 import logging
-import math
 import re
 import socket
 import time
@@ -18,8 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from threading import Thread
+from types import SimpleNamespace
+from typing import cast
 
 import orjson
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 from pellucid.guard import answers_to, is_foreign
 from pellucid.metrics.evaluation import EVAL
@@ -27,7 +30,6 @@ from pellucid.metrics.evaluation import EVAL
 logger = logging.getLogger(__name__)
 
 ALL = "all"
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS = 64
 MAX_HEAD_BYTES = 16 * 1024
 DEADLINE_S = 5.0
@@ -51,7 +53,10 @@ class PrometheusSink:
         self._listener = _Listener(
             host,
             port,
-            {"/metrics": (METRICS_TYPE, self.metrics), "/health": ("application/json", self.health)},
+            {
+                "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, self.metrics),
+                "/health": ("application/json", self.health),
+            },
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -62,7 +67,7 @@ class PrometheusSink:
 
     def metrics(self) -> bytes:
         snapshot = self._snapshot
-        return b"" if snapshot.step is None else exposition(snapshot.step, snapshot.values).encode()
+        return b"" if snapshot.step is None else exposition(snapshot.step, snapshot.values)
 
     def health(self) -> bytes:
         """Seconds since the last step, or since the start if there was none."""
@@ -150,18 +155,16 @@ class _Listener:
         ).encode() + content
 
 
-def exposition(step: int, values: Mapping[str, float]) -> str:
-    """Returns the values as gauges, all samples of one name together."""
-    gauges: dict[str, dict[str, float]] = {"pellucid_step": {"": step}}
+def exposition(step: int, values: Mapping[str, float]) -> bytes:
+    """Returns the values as gauges, all samples of one name together, each once."""
     environments = environments_in(values)
-    for name, value in values.items():
-        gauge, labels = gauge_name(name, environments)
-        gauges.setdefault(gauge, {})[labels] = value
-    lines = []
-    for gauge, samples in gauges.items():
-        lines.append(f"# TYPE {gauge} gauge")
-        lines += [f"{gauge}{labels} {_number(value)}" for labels, value in samples.items()]
-    return "\n".join(lines) + "\n"
+    samples = {("pellucid_step", ""): ("step", float(step))}
+    samples |= {gauge_name(name, environments): (name, value) for name, value in values.items()}
+    gauges: dict[str, GaugeMetricFamily] = {}
+    for (gauge, env), (name, value) in samples.items():
+        family = gauges.setdefault(gauge, GaugeMetricFamily(gauge, name, labels=["env"]))
+        family.add_metric([env] if env else [], value)
+    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=gauges.values)))
 
 
 def environments_in(values: Mapping[str, float]) -> set[str]:
@@ -173,19 +176,7 @@ def environments_in(values: Mapping[str, float]) -> set[str]:
 
 
 def gauge_name(name: str, environments: set[str]) -> tuple[str, str]:
-    """(name, labels) of a metric."""
+    """(name of the gauge, environment or "") of a metric."""
     first, *rest = name.split("/")
-    labels = ""
-    if rest and rest[0] in environments:
-        labels = f'{{env="{_escape(rest.pop(0))}"}}'
-    return re.sub(r"[^a-zA-Z0-9_]", "_", "_".join(["pellucid", first, *rest])), labels
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return "NaN" if math.isnan(value) else repr(float(value))
+    env = rest.pop(0) if rest and rest[0] in environments else ""
+    return re.sub(r"[^a-zA-Z0-9_]", "_", "_".join(["pellucid", first, *rest])), env

@@ -1,21 +1,36 @@
-"""Where metrics go. JSONL always: one flat record per step, readable while the run goes on.
+"""Where metrics go: the sinks of one process, as its configuration asks for them.
 
-A JSONL file that cannot be written stops the run: training without its record is worthless. Any other
-sink is a convenience and is `Guarded`: it may fail, and the run goes on without it.
+JSONL always: one flat record per step, readable while the run goes on. A JSONL file that cannot be written
+stops the run: training without its record is worthless. Any other sink is a convenience and is `Guarded`: it
+may fail, and the run goes on without it. What keeps a tracker from opening is the user's to settle before the
+run starts, and a ConfigError; what happens to it later is only a warning.
 """
 
 import logging
+import re
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import orjson
 
-from pellucid.data.files import append_whole, read_lines, replace_file, require_own
-from pellucid.errors import DataError
+from pellucid.config import PrometheusConfig, RunConfig, WandbConfig
+from pellucid.data.files import append_whole, read_lines, read_whole, replace_file, require_own
+from pellucid.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
+
+Process = Literal["trainer", "orchestrator", "inference", "eval"]
+"""Who reports. Evaluations do so apart from the orchestrator: their steps are policy versions."""
+
+FINISH_TIMEOUT_S = 60.0
+"""wandb would wait for its upload for ever, and with it the end of the run; the rest stays on disk."""
+
+_WANDB_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MAX_ID_BYTES = 4096
 
 
 class Sink(Protocol):
@@ -95,6 +110,142 @@ class Tee:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
+
+class WandbSink:
+    """Weights & Biases. Two processes cannot share one of its runs, so each has its own, in one group.
+
+    Evaluations have one, too, in the orchestrator's process: their steps are policy versions, and the steps
+    of one of its runs never go back. The id of each is kept in the run folder, so that a run that is
+    continued there continues here.
+    """
+
+    def __init__(self, config: RunConfig, settings: WandbConfig, process: str) -> None:
+        with _optional_package("wandb"):
+            import wandb
+        folder = config.output_dir / "metrics"
+        try:
+            self._run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                name=f"{settings.name or config.run_name}/{process}",
+                group=settings.group or config.run_name,
+                job_type=process,
+                id=stable_id(folder / "wandb" / f"{process}.id"),
+                resume="allow",
+                dir=folder,
+                mode="offline" if settings.offline else None,
+                config=config.model_dump(mode="json"),
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    reinit="create_new",
+                    finish_timeout=FINISH_TIMEOUT_S,
+                    finish_timeout_raises=True,
+                ),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"monitors.wandb cannot start a run in project {settings.project!r} ({error}); "
+                "run `wandb login`, check the network, or set monitors.wandb.offline"
+            ) from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def stable_id(path: Path) -> str:
+    """Returns the id in `path`; a new one is written there first."""
+    if not path.exists():
+        replace_file(path, secrets.token_hex(8).encode())
+    found = read_whole(path, _MAX_ID_BYTES).decode(errors="replace")
+    if not _WANDB_ID.fullmatch(found):
+        raise DataError(f"{path} holds no id of a wandb run; delete it, and wandb shows a new run")
+    return found
+
+
+class TensorboardSink:
+    """TensorBoard's event files, written without torch: the orchestrator has none.
+
+    A run that is resumed takes back the steps from the first that it logs on: TensorBoard hides them.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool = False) -> None:
+        with _optional_package("tensorboard"):
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        self._writer = EventFileWriter(str(folder))
+        self._resumes = resume
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._resumes:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(step=step, wall_time=time.time(), session_log=start))
+            self._resumes = False
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=scalars)))
+        # The writer's thread flushes every two minutes, and only a flush raises what went wrong in it.
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def open_sinks(config: RunConfig, process: Process, label: str | int = "") -> list[Sink]:
+    """`metrics/PROCESS.jsonl`, then the trackers of `[monitors]`; if one cannot be opened, none stays open.
+
+    `label` tells processes of one kind apart: `metrics/PROCESS_LABEL.jsonl`.
+    """
+    with ExitStack() as opened:
+        sinks: list[Sink] = []
+        for sink in _opened_sinks(config, process, label):
+            sinks.append(sink)
+            opened.callback(sink.close)
+        opened.pop_all()
+    return sinks
+
+
+def _opened_sinks(config: RunConfig, process: Process, label: str | int) -> Iterator[Sink]:
+    monitors = config.monitors
+    name = f"{process}_{label}" if label else process
+    yield JsonlSink(config.output_dir / "metrics" / f"{name}.jsonl", resume=config.resume)
+    if monitors.wandb is not None:
+        yield Guarded(WandbSink(config, monitors.wandb, process), "monitors.wandb")
+    if monitors.tensorboard is not None:
+        folder = config.output_dir / "tensorboard" / process
+        yield Guarded(TensorboardSink(folder, resume=config.resume), "monitors.tensorboard")
+    if monitors.prometheus is not None:
+        yield Guarded(_open_prometheus(monitors.prometheus, process), "monitors.prometheus")
+
+
+def _open_prometheus(settings: PrometheusConfig, process: Process) -> Sink:
+    from pellucid.metrics.prometheus import PrometheusSink  # half a second that most runs need not spend
+
+    key = f"{process}_port"
+    port = getattr(settings, key)
+    try:
+        return PrometheusSink(process, settings.host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"monitors.prometheus.{key} = {port} cannot be used on monitors.prometheus.host = "
+            f"{settings.host} ({error.strerror}); choose another port or host"
+        ) from error
+
+
+@contextmanager
+def _optional_package(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"monitors.{name} needs the package {name}, which cannot be imported ({error}); "
+            f"run `pip install 'pellucid[{name}]'`, or leave the section out"
+        ) from error
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

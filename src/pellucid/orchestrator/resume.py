@@ -2,7 +2,7 @@
 
     next_batch   the first batch from the newest checkpoint on that is missing or damaged: sampled next
 
-Journal, saved rollouts and batches are cut back to that point; see `ledger.settle` and `ledger.links` for
+Journal, saved rollouts and batches are cut back to that point; see `ledger.settle` and `ledger.Links` for
 what becomes of the tokens. The snapshot is written last: interrupted before, all of it can be done again.
 Where the newest snapshot or the journal is damaged, neither journal nor rollouts are cut, and groups that
 waited for a batch are given up: they may have been sent since.
