@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "orchestrator": CORE | {"inference", "transport", "ledger", "metrics"},
     "trainer": CORE | {"model", "packing", "loss", "transport", "export", "checkpoint", "ledger", "metrics"},
     "integrations": CORE | {"loss", "export", "metrics"},
-    "viewer": {"export", "ledger", "data"},
+    "viewer": CORE | {"export", "ledger"},
 }
 TOP = {"cli", "launch", "checks"}
 CLIENT_SIDE = {"client", "examine", "http", "fake", "pool", "protocol"}

@@ -104,7 +104,7 @@ def test_lines_laid_out_bit_by_bit_are_those_laid_out_at_once(study_page: Any) -
           const words = ["·a", "bcd", "·efghij", "⏎", "kl", "·m", "<s>", "nopqrstuvwx"];
           const show = (at) => words[(at * 7 + (at >> 3)) % words.length];
           const segments = [["user", 0, 40], ["", 40, 41], ["assistant", 41, 5000]];
-          const make = () => new $draw_lines.Lines(segments, 300, show, (shown) => 8 * shown.length);
+          const make = () => new $draw_tokens.Lines(segments, 300, show, (shown) => 8 * shown.length);
           const whole = make();
           whole.reach({});
           const parts = make();
@@ -122,19 +122,19 @@ def test_lines_laid_out_bit_by_bit_are_those_laid_out_at_once(study_page: Any) -
 
 
 def test_a_chart_of_many_points_keeps_every_extreme(study_page: Any) -> None:
-    assert study_page.evaluate("() => $draw_extremes.extremes([5, 1, 9, 2, 2, 7], () => true, 4)") == [
+    assert study_page.evaluate("() => $draw_chart.extremes([5, 1, 9, 2, 2, 7], () => true, 4)") == [
         0,
         1,
         2,
         3,
         5,
     ]
-    assert study_page.evaluate("() => $draw_extremes.extremes([5, 1, 9], () => true, 4)") == [0, 1, 2]
+    assert study_page.evaluate("() => $draw_chart.extremes([5, 1, 9], () => true, 4)") == [0, 1, 2]
     values = np.random.default_rng(1).normal(size=10_000)
     values[::7] = np.nan
     places = study_page.evaluate(
         """(values) =>
-          $draw_extremes.extremes(Float64Array.from(values, (v) => v ?? NaN), (i) => i % 2 === 0, 200)""",
+          $draw_chart.extremes(Float64Array.from(values, (v) => v ?? NaN), (i) => i % 2 === 0, 200)""",
         [None if np.isnan(value) else float(value) for value in values],
     )
     counted = np.where(np.arange(10_000) % 2 == 0, values, np.nan).reshape(100, 100)

@@ -18,9 +18,8 @@ from pellucid.errors import DataError, ModelError
 from pellucid.viewer import View, run_view
 from pellucid.viewer.access import Exports, Selection
 from pellucid.viewer.blob import BlobWriter
-from pellucid.viewer.bundle import bundle
-from pellucid.viewer.page import write_page
-from pellucid.viewer.spread import Size
+from pellucid.viewer.frame import bundle
+from pellucid.viewer.page import Size, write_page
 
 BLOCK = re.compile(r'<script type="text/plain" id="([^"]+)">([^<]*)</script>')
 
@@ -203,7 +202,7 @@ def test_the_command_says_how_much_a_page_holds(
 def test_modules_become_one_script_in_the_order_of_their_imports() -> None:
     script = bundle()
     assert (
-        script.index("const $data_blob = ")
+        script.index("const $data_source = ")
         < script.index("const $data_run = ")
         < script.index("const $main = ")
     )

@@ -16,15 +16,15 @@ from pellucid.viewer.queries import RunQueries
 
 WORST = {"ask": "worst", "metric": "kl", "kind": "all", "limit": 200}
 BOTH_WAYS = """async (changes) => {
-    const state = { ...$state_store.DEFAULTS, ...changes };
+    const state = { ...$state.DEFAULTS, ...changes };
     const { app } = $main;
     const asked = await $views_worst.WorstView.prototype.ask.call({ app }, state);
     let plain = [];
     for (const step of app.run.steps) {
       const all = await app.run.stepTokens(step);
       const { tokens } = $data_select.select(all, app.run.vocabulary, state);
-      plain = [...plain, ...$data_worst.worstTokens(all, state.kind, state.top, tokens, 200)];
-      $data_worst.cut(plain, 200);
+      plain = [...plain, ...$views_worst.worstTokens(all, state.kind, state.top, tokens, 200)];
+      $views_worst.cut(plain, 200);
     }
     return [asked, plain]; }"""
 

@@ -113,7 +113,7 @@ def test_colours_follow_the_values_and_context_has_none(visit: Any, study: str, 
 
 def test_keys_move_through_tokens_records_steps_and_looks(visit: Any, study: str, made_run: Any) -> None:
     page = visit(f"{study}#record?step=1&record=2", ".token")
-    state = "() => $state_store.parse(location.hash)"
+    state = "() => $state.parse(location.hash)"
     press = page.keyboard.press
 
     def after(key: str) -> dict[str, Any]:

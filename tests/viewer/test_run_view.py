@@ -170,7 +170,7 @@ def test_curves_leave_as_columns_of_the_steps_in_sight(visit: Any, study: str, m
     assert table["reward/math"].to_pylist() == [0.5, 0.5]
 
 
-COLOURS = """(selector) => { const canvas = $draw_picture.picture(document.querySelector(selector));
+COLOURS = """(selector) => { const canvas = $draw_saving.picture(document.querySelector(selector));
     const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
     const seen = new Map();
     for (let i = 0; i < data.length; i += 4) {

@@ -20,10 +20,9 @@ from pellucid.export import TokenExporter
 from pellucid.ledger import State
 from pellucid.viewer import access, run_view
 from pellucid.viewer.access import ColumnBatch, Exports, Selection
-from pellucid.viewer.page import write_page
+from pellucid.viewer.page import Size, choose_spread, write_page
 from pellucid.viewer.roles import RoleFinder, cover
 from pellucid.viewer.source import ServedRun
-from pellucid.viewer.spread import Size, choose_spread
 from pellucid.viewer.terminal import show, visible
 from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
 
@@ -153,7 +152,7 @@ def test_steps_without_a_record_of_the_selection_are_left_out(tmp_path: Path, ma
     assert (math.steps(), math.has(0), math.has(1)) == ([0], True, False)
     assert "step 0  1 records" in shown_in_terminal(math)
     page = write_page(math, tmp_path / "page.html")
-    assert (page.num_records, page.num_steps_in_all) == (1, 1)
+    assert (page.num_records, len(page.sizes)) == (1, 1)
     served = ServedRun(math)
     assert served.pulse() == {"steps": 1, "last": 0, "summarised": 0}
     with pytest.raises(DataError, match="there is no finished step 1"):

@@ -16,7 +16,7 @@ from pellucid.config import GspoLossConfig, LossConfig
 from pellucid.loss import LossInputs, Ratios, sequence_weights
 from pellucid.loss.functions import RL_LOSSES, gspo_loss
 from pellucid.loss.script import script
-from pellucid.viewer.bundle import asset
+from pellucid.viewer.frame import asset
 from tolerance import near
 
 pytestmark = pytest.mark.slow
@@ -217,7 +217,7 @@ def test_losses_by_hand(
     token = {"A": 0.5, "delta": 0.3064, "ratio": 1.6487212707, "logRatio": 0.5, "sequenceLogRatio": 0.1}
     decided = study_page.evaluate(
         """([loss, bounds, token]) =>
-          $data_losses.LOSSES[loss].decide($data_what_if.boundsOf(loss, bounds, null), token)""",
+          $data_losses.LOSSES[loss].decide($views_what_if.boundsOf(loss, bounds, null), token)""",
         [loss, {"kl_tau": 0, **bounds}, {**token, "logProb": -0.25, "teacher": -1}],
     )
     assert decided == {"loss": pytest.approx(value), "masked": masked, "high": masked, "low": False}
@@ -268,7 +268,7 @@ def test_the_page_has_every_loss_and_every_parameter_as_python_has_it(study_page
 
 
 DECIDE = """([loss, chosen, columns]) => {
-  const bounds = $data_what_if.boundsOf(loss, chosen, null);
+  const bounds = $views_what_if.boundsOf(loss, chosen, null);
   const decisions = columns.A.map((_, i) => $data_losses.LOSSES[loss].decide(bounds,
     Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[i] ?? NaN]))));
   const keys = ["loss", "masked", "high", "low"];
@@ -285,7 +285,7 @@ def test_a_mean_over_sequences_or_groups_weighs_tokens_as_python_does(
     expected = sequence_weights(reduction, counts, [record["group_id"] for record in records])
     found = study_page.evaluate(
         """async (reduction) => {
-          const { weights, means } = $data_what_if.recordsOf(await $main.app.run.stepTokens(1), reduction);
+          const { weights, means } = $views_what_if.recordsOf(await $main.app.run.stepTokens(1), reduction);
           return [[...weights], [...means]];
         }""",
         reduction,
@@ -345,7 +345,7 @@ def test_the_rule_of_ppo_clip_by_the_sign_of_the_advantage(
         **{"is_masked": masked, "is_masked_low": masked, "is_masked_high": 0},
     }
     found = study_page.evaluate(
-        """(token) => $data_reason.reasonOf(
+        """(token) => $views_token.reasonOf(
             { value: (name) => token[name], field: () => "rl" }, 3,
             { type: "ppo_clip", clip_low: 0.2, clip_high: 0.2 }, false).rule""",
         token,
@@ -435,12 +435,12 @@ def test_filters_mean_what_they_say(study_page: Any, made_run: Any, text: str, e
     ],
 )
 def test_a_wrong_filter_says_what_is_wrong(study_page: Any, text: str, reason: str) -> None:
-    code = "(text) => { try { $data_filter.compileFilter(text); } catch (error) { return error.message; } }"
+    code = "(text) => { try { $data_select.compileFilter(text); } catch (error) { return error.message; } }"
     assert study_page.evaluate(code, text).startswith(reason)
 
 
 def test_what_differs_between_two_sequences(study_page: Any) -> None:
-    parts = study_page.evaluate("() => $data_diff.diff([1, 2, 3, 4, 9], [1, 3, 4, 5, 9])")
+    parts = study_page.evaluate("() => $views_across.diff([1, 2, 3, 4, 9], [1, 3, 4, 5, 9])")
     assert [(part["kind"], part["start"], part["end"]) for part in parts] == [
         ("same", 0, 1),
         ("first", 1, 2),
@@ -461,9 +461,9 @@ def test_every_ink_reads_on_its_colour(study_page: Any) -> None:
 
 def test_the_hash_says_everything_and_takes_anything(study_page: Any) -> None:
     turned = study_page.evaluate(
-        """() => { const state = { ...$state_store.DEFAULTS, view: "worst", step: 3, token: 0, masks: false,
+        """() => { const state = { ...$state.DEFAULTS, view: "worst", step: 3, token: 0, masks: false,
         filter: "kl > 1 & env = a=b", bounds: "kl_tau=0", up: true };
-        const turned = $state_store.parse($state_store.serialise(state));
-        return [turned, state, $state_store.parse("#?step=x&nonsense=1")]; }"""
+        const turned = $state.parse($state.serialise(state));
+        return [turned, state, $state.parse("#?step=x&nonsense=1")]; }"""
     )
-    assert turned[0] == turned[1] and turned[2] == study_page.evaluate("() => $state_store.DEFAULTS")
+    assert turned[0] == turned[1] and turned[2] == study_page.evaluate("() => $state.DEFAULTS")

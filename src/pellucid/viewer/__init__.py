@@ -1,9 +1,10 @@
 """Every token of a run, and why it did or did not train: in the browser, as a page to send, in a terminal.
 
-    access, roles, vocabulary   what is read: exports through one module, who speaks, the text of ids
-    rows, summary, encode       what is made of it: rows per record, points per step, blobs for the browser
+    access, roles, vocabulary   read: exports and run folders, who speaks, the text of ids
+    rows, summary, encode       rows per record, points per step, blobs for the browser
     page, server, terminal      the three ways to show it
-    assets/                     the page itself: ES modules without a build step (data, state, draw, views)
+    source, queries             the server's answers: bytes by name, questions about a whole run
+    frame, assets/              the page itself: ES modules without a build step (data, draw, views)
 
 Whatever comes from a run is shown as text and never as markup. What a page leaves out it says so.
 """
@@ -11,53 +12,19 @@ Whatever comes from a run is shown as text and never as markup. What a page leav
 import html
 import logging
 from pathlib import Path
-from typing import Protocol
 
+from pellucid.config.tools import ViewSettings
 from pellucid.errors import ConfigError, DataError
 from pellucid.viewer.access import Exports, Selection
-from pellucid.viewer.page import page_text, write_page
+from pellucid.viewer.page import PAGE_BUDGET, page_text, write_page
 from pellucid.viewer.source import ServedRun
-from pellucid.viewer.spread import PAGE_BUDGET
 
-__all__ = ["View", "ViewOptions", "run_view"]
+__all__ = ["View", "run_view"]
 
 log = logging.getLogger(__name__)
 
 
-class ViewOptions(Protocol):
-    """`pellucid.config.tools.ViewSettings`, as far as the viewer reads it."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def output(self) -> Path | None: ...
-    @property
-    def terminal(self) -> bool: ...
-    @property
-    def tokenizer(self) -> str | None: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def rank(self) -> int | None: ...
-    @property
-    def env_name(self) -> str | None: ...
-    @property
-    def record_index(self) -> int: ...
-    @property
-    def all_records(self) -> bool: ...
-    @property
-    def max_mismatch(self) -> float | None: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int | None: ...
-    @property
-    def open_browser(self) -> bool: ...
-
-
-def run_view(settings: ViewOptions) -> None:
+def run_view(settings: ViewSettings) -> None:
     if settings.output is not None:
         _require_file(settings.output)
     exports = _open(settings.path, Selection(settings.step, settings.rank, settings.env_name))

@@ -1,9 +1,10 @@
-"""Reads exports for the viewer: finished steps, and their records in columns.
+"""Reads what is shown: the finished steps of an export, its records in columns, and the run folder around it.
 
-Everything else in the viewer sees exports through this module only.
+Everything else in the viewer sees exports and run folders through this module only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.data.alarms import Alarm, alarms_path, read_alarms
 from pellucid.data.schema import FIELDS
-from pellucid.errors import DataError
+from pellucid.errors import DataError, PellucidError
 from pellucid.export import Export, Records
 from pellucid.export import open as open_export
 from pellucid.export.batch import ColumnBatch, is_per_token
+from pellucid.export.jsonl import read_json_lines
 from pellucid.export.parquet import ParquetSource
 from pellucid.export.summary import StepSummary
+from pellucid.ledger import State, reconcile
+from pellucid.ledger.settings import read_settings_file, settings_files
 
-__all__ = ["ColumnBatch", "Exports", "Records", "Selection", "StepSummary", "is_per_token", "trainable"]
+__all__ = ["ColumnBatch", "Exports", "Records", "RunFolder", "Selection", "StepSummary", "is_per_token"]
 
 FIRST_RECORDS, MOST_RECORDS = 16, 512
 TOKENS_AT_ONCE = 500_000
 """Records whose columns are in memory together: a few at first, then as many as have about so many tokens."""
 
 ALL_FIELDS = tuple(field.name for field in FIELDS)
+
+CURVES = ("reward/", "zero_advantage_groups/", "off_policy_level/", "loss", "skipped_steps")
+"""Metrics that the views show, by how their names begin."""
+
+MAX_NAME = 200
+"""Characters of a metric's or an environment's name; what is longer is nobody's name."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +97,15 @@ class Exports:
                 return True
         return self._matches.get(step, True)
 
-    def records(self, step: int) -> Records:
-        """Returns the selected records of a step, ordered by (rank, index in the rank's file)."""
+    def _opened(self) -> Export:
         if self._export is None:
             self.steps()
         assert self._export is not None
-        return self._export.records({step}, **self.selection.wanted)
+        return self._export
+
+    def records(self, step: int) -> Records:
+        """Returns the selected records of a step, ordered by (rank, index in the rank's file)."""
+        return self._opened().records({step}, **self.selection.wanted)
 
     def batches(self, records: Records) -> Iterator[ColumnBatch]:
         """Yields the records in columns, some at a time."""
@@ -111,13 +125,10 @@ class Exports:
 
     def written_summary(self, step: int) -> StepSummary | None:
         """Returns the summary beside the export; None without one, or if only some records are shown."""
-        is_written = any(self._folder.glob(f"step_{step}/summary.rank_*.json"))
-        if self.selection.wanted or not is_written:
-            return None
-        if self._export is None:
-            self.steps()
-        assert self._export is not None
-        return self._export.summary(step)
+        exports = self.path / "token_exports"
+        folder = exports if exports.is_dir() else self.path
+        is_written = any(folder.glob(f"step_{step}/summary.rank_*.json"))
+        return self._opened().summary(step) if is_written and not self.selection.wanted else None
 
     def summary(self, step: int) -> StepSummary:
         """Returns the summary written beside the export, else one made from the records."""
@@ -128,12 +139,6 @@ class Exports:
                 total.add(batch)
         return total
 
-    @property
-    def _folder(self) -> Path:
-        """The folder that holds the step folders."""
-        exports = self.path / "token_exports"
-        return exports if exports.is_dir() else self.path
-
 
 def trainable(batch: ColumnBatch) -> NDArray[np.bool_]:
     """Returns the loss mask; all True in an export that has none."""
@@ -142,3 +147,137 @@ def trainable(batch: ColumnBatch) -> NDArray[np.bool_]:
         return np.ones(batch.num_tokens, np.bool_)
     chosen: NDArray[np.bool_] = mask == 1
     return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run folder. Files that cannot be read are left out, and named once in `problems`."""
+
+    folder: Path | None
+    """None for exports that lie outside a run folder."""
+
+    problems: dict[str, None] = field(default_factory=dict)
+
+    @classmethod
+    def around(cls, path: Path) -> "RunFolder":
+        """Returns the run that `path` is, or is part of."""
+        if (path / "token_exports").is_dir():
+            return cls(path)
+        for parent in (path, *path.parents):
+            if parent.name == "token_exports":
+                return cls(parent.parent)
+        return cls(None)
+
+    def state(self) -> tuple[tuple[Path, int, int], ...]:
+        """Changes whenever one of the files that are read here does."""
+        files = [
+            *self._files("configs", "*.toml"),
+            *self._files("configs", "step_*/*.toml"),
+            *self._files("metrics", "*.jsonl"),
+            *self._files("ledger", "*.jsonl"),
+        ]
+        found = []
+        for file in files:
+            with suppress(OSError):  # a link that leads nowhere, or in a circle
+                found.append((file, (stat := file.stat()).st_mtime_ns, stat.st_size))
+        return tuple(found)
+
+    def model_folder(self) -> str | None:
+        """`model.name` of the run's configs, where that is a folder on this machine.
+
+        A run that was moved or started elsewhere keeps its own copy of the model beside the configs.
+        """
+        names = [_section(config, "model").get("name") for config in self._configs()]
+        candidates = [name for name in names if isinstance(name, str)]
+        if self.folder is not None:
+            candidates.append(str(self.folder / "model"))
+        return next((name for name in candidates if Path(name).is_dir()), None)
+
+    def losses(self) -> list[tuple[int, dict[str, Any]]]:
+        """Every `[trainer.loss]` of the run with the first step that it trained, ascending."""
+        if self.folder is None:
+            return []
+        recorded: dict[int, Mapping[str, Any]] = {}
+        for part in ("sft", "trainer"):
+            for step, path in settings_files(self.folder, part).items():
+                if (config := self._read(path)) is not None:
+                    recorded[step] = config
+        if not recorded:
+            recorded = dict(enumerate(config for config in self._configs() if "trainer" in config))
+        losses: list[tuple[int, dict[str, Any]]] = []
+        for step, settings in sorted(recorded.items()):
+            loss = _section(settings, "trainer").get("loss")
+            if isinstance(loss, dict) and loss not in [last for _, last in losses[-1:]]:
+                losses.append((step, loss))
+        return losses
+
+    def metrics(self) -> dict[str, list[list[float]]]:
+        """Metric -> [step, value] pairs; the last word on a step counts, as a resumed run writes it again."""
+        found: dict[str, dict[int, float]] = {}
+        for file in self._files("metrics", "*.jsonl"):
+            if file.name == alarms_path(Path()).name:
+                continue
+            try:
+                for _, record in read_json_lines(file, report=lambda _: None):
+                    _add_curves(record, found)
+            except (DataError, OSError) as error:
+                self.problems.setdefault(str(error))
+        return {name: [[step, points[step]] for step in sorted(points)] for name, points in found.items()}
+
+    def is_skipped(self, step: int) -> bool:
+        """Whether the step moved no weights; an export is written before that is decided."""
+        return [step, 1] in self.metrics().get("skipped_steps", [])
+
+    def ledger(self) -> dict[str, Any] | None:
+        """Returns where the sampled tokens of each run and environment went; None without a ledger."""
+        if not self._files("ledger", "*.jsonl"):
+            return None
+        assert self.folder is not None
+        try:
+            report = reconcile(self.folder / "ledger")
+        except (PellucidError, OSError) as error:
+            return {"error": str(error)}
+        accounts = [
+            {
+                "run": run[:MAX_NAME],
+                "env": env[:MAX_NAME],
+                "sampled": report.sampled[run, env],
+                "states": {state.value: states[state.value] for state in State if states[state.value]},
+                "beside": dict(report.beside[run, env]),
+            }
+            for (run, env), states in report.states.items()
+        ]
+        return {"accounts": accounts, "balanced": report.balanced, "verdict": report.verdict()}
+
+    def alarms(self) -> list[Alarm]:
+        """Returns the alarms that rang in the run."""
+        return [] if self.folder is None else read_alarms(self.folder, self.problems.setdefault)
+
+    def _configs(self) -> Iterator[Mapping[str, Any]]:
+        for file in self._files("configs", "*.toml"):
+            if (config := self._read(file)) is not None:
+                yield config
+
+    def _read(self, path: Path) -> Mapping[str, Any] | None:
+        try:
+            return read_settings_file(path)
+        except (PellucidError, OSError) as error:
+            self.problems.setdefault(str(error))
+            return None
+
+    def _files(self, part: str, pattern: str) -> list[Path]:
+        return [] if self.folder is None else sorted((self.folder / part).glob(pattern))
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _add_curves(record: Any, found: dict[str, dict[int, float]]) -> None:
+    step = record.get("step") if isinstance(record, dict) else None
+    if type(step) is not int:
+        return
+    for name, value in record.items():
+        if name.startswith(CURVES) and len(name) <= MAX_NAME and isinstance(value, int | float):
+            found.setdefault(name, {})[step] = value

@@ -6,16 +6,35 @@
 
 Everything is in the one document, so that opening it takes one request. Only the scripts and the style whose
 hashes are in the policy run or apply.
+
+Our ES modules become one classic script: browsers refuse to load modules into a page opened from a file, and
+modules in `data:` addresses of an import map take a browser 100 ms longer and need a wider policy.
+
+    import { a, b } from "./x.js";        const { a, b } = $x;
+    export function f() {}          ->    function f() {}
+                                          return { f };
+
+Each module becomes a function that is called once, in the order of its imports. What a module may contain is
+therefore limited: named imports, and `export` in front of a declaration.
 """
 
 import base64
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
+from posixpath import dirname, join, normpath
 
-from pellucid.viewer.bundle import asset, bundle, vendored
+from pellucid.errors import DataError
 
+ENTRY = "main.js"
 STYLES = ("vendor/uPlot.min.css", "page.css")
+
+_IMPORT = re.compile(r'^import\s*\{([^}]*)\}\s*from\s*"([^"]+)";?\n', re.MULTILINE)
+_EXPORT = re.compile(
+    r"^export\s+((?:async\s+)?function\*?|class|const|let)\s+([A-Za-z_$][\w$]*)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +47,27 @@ class Frame:
 
 @cache
 def frame() -> Frame:
-    scripts = [vendored(), bundle()]
+    # uPlot is a function that returns it: it is run when the first chart is drawn, and not before. While it
+    # loads it makes formats of numbers and dates, which takes a browser longer than all the rest of it and
+    # which no axis of ours needs: `Intl` is a parameter.
+    plot = f"window.loadUPlot = (Intl) => {{\n{asset('vendor/uPlot.iife.min.js')}\nreturn uPlot;\n}};"
+    scripts = [plot, bundle()]
     style = "\n".join(asset(name) for name in STYLES)
-    html = asset("page.html").replace("</head>", f"<style>{style}</style>\n</head>")
-    opening, closing = html.split("</body>")
+    opening, closing = (
+        asset("page.html").replace("</head>", f"<style>{style}</style>\n</head>").split("</body>")
+    )
     return Frame(
         opening,
         "".join(f"<script>{script}</script>\n" for script in scripts),
         f"</body>{closing}",
-        content_policy(scripts, style),
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'",
     )
 
 
-def content_policy(scripts: list[str], style: str) -> str:
-    allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
-    )
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
 def block(name: str, data: bytes, *, is_served: bool = False) -> str:
@@ -57,6 +79,35 @@ def block(name: str, data: bytes, *, is_served: bool = False) -> str:
     return f'<script type="text/plain" id="{name}"{mark}>{base64.b64encode(data).decode("ascii")}</script>\n'
 
 
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
+def asset(name: str) -> str:
+    return (files("pellucid.viewer") / "assets" / name).read_text(encoding="utf-8")
+
+
+def bundle(entry: str = ENTRY) -> str:
+    """Returns the module and all that it imports as one script."""
+    parts: dict[str, str] = {}
+    _add_module(entry, parts, [])
+    return '"use strict";\n' + "\n".join(parts.values())
+
+
+def _add_module(path: str, parts: dict[str, str], above: list[str]) -> None:
+    if path in above:
+        raise DataError(f"viewer module {path} imports itself through {' → '.join([*above, path])}")
+
+    def rewrite(match: re.Match[str]) -> str:
+        target = normpath(join(dirname(path), match[2]))
+        if target not in parts:
+            _add_module(target, parts, [*above, path])
+        names = ", ".join(name.strip().replace(" as ", ": ") for name in match[1].split(",") if name.strip())
+        return f"const {{ {names} }} = {_variable(target)};\n"
+
+    source = _IMPORT.sub(rewrite, asset(path))
+    exported = ", ".join(match[2] for match in _EXPORT.finditer(source))
+    body = _EXPORT.sub(r"\1 \2", source)
+    if re.search(r"^(import|export)\b", body, re.MULTILINE):
+        raise DataError(f"viewer module {path} has an import or export of a form that cannot be bundled")
+    parts[path] = f"const {_variable(path)} = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();"
+
+
+def _variable(path: str) -> str:
+    return "$" + re.sub(r"\W", "_", path.removesuffix(".js"))

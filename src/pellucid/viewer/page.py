@@ -6,49 +6,128 @@
 Nothing is ever loaded. A block is base64 of what the server would answer under the same name, deflated, so no
 byte of a run is parsed as HTML. What every view needs stands first, and what the page opens with; then the
 scripts, then the steps: a record is shown as soon as its own block has been read.
+
+A page that cannot hold all records has whole steps, evenly from the first to the last:
+
+    300 steps of 128 records, at most 4,000 -> 31 steps: 0, 10, 20, …, 299
+
+Only where the first and the last step alone are too many are they cut short, after as many tokens as fit.
 """
 
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from io import StringIO
+from math import ceil
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pellucid.errors import DataError, PellucidError
-from pellucid.viewer.access import Exports, Records
+from pellucid.viewer.access import Exports, Records, RunFolder
 from pellucid.viewer.encode import EncodedStep, encode_step
 from pellucid.viewer.frame import block, frame
-from pellucid.viewer.head import deflate_json, make_head, make_slices
 from pellucid.viewer.roles import RoleFinder
-from pellucid.viewer.run_folder import RunFolder
-from pellucid.viewer.spread import PAGE_BUDGET, Size, choose_spread
-from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
+from pellucid.viewer.summary import as_json, make_head, make_slices
+from pellucid.viewer.vocabulary import open_vocabulary
 
 KEEP_BUDGETS = 4
 """Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    records: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: "Size") -> "Size":
+        return Size(self.records + other.records, self.tokens + other.tokens)
+
+    def over(self, budget: "Size") -> float:
+        """How many times too large; at most 1 where it fits."""
+        return max(self.records / budget.records, self.tokens / budget.tokens)
+
+
+PAGE_BUDGET = Size(records=40_000, tokens=1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    sizes: Mapping[int, Size]
+    """All there is, by step."""
+
+    budget: Size
+    steps: frozenset[int]
+    tokens_per_step: int | None
+    """Where even the fewest steps are too many: of each, the records up to so many tokens."""
+
+    @property
+    def total(self) -> Size:
+        return sum(self.sizes.values(), Size())
+
+    def note(self, num_kept: int) -> str | None:
+        """Says in a sentence what the page leaves out; None if it leaves out nothing."""
+        if num_kept == self.total.records:
+            return None
+        which = "the first, the last and an even spread between"
+        if self.tokens_per_step is not None:
+            which += f", the first {self.tokens_per_step:,} tokens or so of each"
+        return (
+            f"This page shows {num_kept:,} of {self.total.records:,} records, "
+            f"from {len(self.steps):,} of {len(self.sizes):,} steps: {which}. "
+            f"A page is kept to about {self.budget.records:,} records and {self.budget.tokens:,} tokens; "
+            "`--all-records` puts all of them into it, `pellucid view` without `-o` serves them."
+        )
+
+
+def choose_spread(sizes: Mapping[int, Size], budget: Size = PAGE_BUDGET) -> Spread:
+    steps = sorted(sizes)
+    excess = sum(sizes.values(), Size()).over(budget)
+    count = len(steps) if excess <= 1 else max(2, ceil(len(steps) / excess))
+    while True:
+        chosen = evenly(steps, count)
+        excess = sum((sizes[step] for step in chosen), Size()).over(budget)
+        if excess <= 1 or count <= 2:
+            return Spread(
+                sizes, budget, frozenset(chosen), None if excess <= 1 else budget.tokens // len(chosen)
+            )
+        count -= 1
+
+
+def evenly(steps: list[int], count: int) -> list[int]:
+    """`count` of the steps, the first and the last among them."""
+    if count >= len(steps):
+        return steps
+    last = len(steps) - 1
+    return [steps[round(index * last / (count - 1))] for index in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
 class WrittenPage:
+    """Counts of a page, and of all that it could have held."""
+
     num_records: int
-    num_records_in_all: int
     num_steps: int
-    num_steps_in_all: int
+    sizes: Mapping[int, Size]
+    """Sizes of all steps, by step."""
+
     num_bytes: int
 
     @property
     def is_whole(self) -> bool:
-        return self.num_records == self.num_records_in_all
+        return self.num_records == sum(size.records for size in self.sizes.values())
 
     def __str__(self) -> str:
         """`3,968 of 38,400 records from 31 of 300 steps, 2.1 MB`."""
-        records = f"{self.num_records:,} of {self.num_records_in_all:,} records"
-        steps = f"{self.num_steps:,} of {self.num_steps_in_all:,} steps"
-        return f"{records} from {steps}, {self.num_bytes / 1e6:.1f} MB"
+        records = f"{self.num_records:,} of {sum(size.records for size in self.sizes.values()):,} records"
+        return (
+            f"{records} from {self.num_steps:,} of {len(self.sizes):,} steps, {self.num_bytes / 1e6:.1f} MB"
+        )
 
 
 def write_page(
@@ -62,136 +141,125 @@ def write_page(
     trust_remote_code: bool = False,
 ) -> WrittenPage:
     """Writes the page, whole or not at all. `budget`: how much it holds at most; None: everything."""
-    run = RunFolder.around(exports.path)
-    texts = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
-    contents = _Contents(exports, run, texts, budget, start_record, max_mismatch)
+    contents = _Contents(exports, tokenizer, budget, start_record, max_mismatch, trust_remote_code)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)  # a link that somebody put there would be followed
     try:
         with partial.open("w", encoding="utf-8") as file:
-            steps = _write(file, contents)
-        num_records = sum(size.records for size in steps.sizes.values())
-        num_steps = len(steps.head["held"])
-        page = WrittenPage(
-            steps.num_records, num_records, num_steps, len(steps.sizes), partial.stat().st_size
-        )
+            contents.write(file)
+        num_bytes = partial.stat().st_size
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
-    return page
+    return WrittenPage(contents.num_records, len(contents.held), contents.sizes, num_bytes)
 
 
-def page_text(exports: Exports, *, tokenizer: str | None = None, budget: Size = PAGE_BUDGET) -> str:
+def page_text(exports: Exports, *, tokenizer: str | None = None) -> str:
     file = StringIO()
-    run = RunFolder.around(exports.path)
-    _write(file, _Contents(exports, run, open_vocabulary(tokenizer, run.model_folder()), budget))
+    _Contents(exports, tokenizer, PAGE_BUDGET).write(file)
     return file.getvalue()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _Contents:
-    """The sources of a page's content, and its limits."""
+    """One page in the making: where its content comes from, its limits, and what it holds so far."""
 
     exports: Exports
-    run: RunFolder
-    texts: tuple[Vocabulary, str | None]
+    tokenizer: str | None
     budget: Size | None
     start_record: int = 0
     max_mismatch: float | None = None
+    trust_remote_code: bool = False
 
-
-def _write(file: TextIO, contents: _Contents) -> "_Steps":
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
-        steps = _write_steps(blocks, contents)
-        page = frame()
-        meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
-        file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
-        file.write(block("run", deflate_json(steps.head)))
-        file.write(block("texts", deflate_json(steps.texts)))
-        file.writelines(steps.ahead)
-        file.write(page.scripts)
-        file.write(block("slices", deflate_json(steps.slices)))
-        blocks.seek(0)
-        shutil.copyfileobj(blocks, file)
-        file.write(page.closing)
-    return steps
-
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """The parts of a page before its steps, and the sizes of all steps."""
-
-    ahead: list[str]
-    """Blocks of the last step, which a page opens with: its index, and the lead of `start_record`."""
-
-    head: dict[str, Any]
-    texts: dict[str, Any]
-    slices: dict[str, Any]
-    num_records: int
-    sizes: dict[int, Size]
+    sizes: dict[int, Size] = field(default_factory=dict)
     """Sizes of all steps, by step."""
 
+    held: list[int] = field(default_factory=list)
+    num_records: int = 0
+    token_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Distinct token ids of the steps held."""
 
-def _write_steps(file: TextIO, contents: _Contents) -> _Steps:
-    exports, budget = contents.exports, contents.budget
-    vocabulary, vocabulary_note = contents.texts
-    roles = RoleFinder(vocabulary)
-    sizes: dict[int, Size] = {}
-    summaries, held, kept = [], [], 0
-    seen = np.empty(0, np.int64)
-    encoded: dict[int, EncodedStep] = {}
-    ahead: list[str] = []
-    others: list[str] = []
+    ahead: list[str] = field(default_factory=list)
+    """Blocks of the last step, which a page opens with: its index, and the lead of `start_record`."""
 
-    def put(step: int, made: EncodedStep) -> None:
-        nonlocal ahead, others, kept, seen
-        held.append(step)
-        kept += made.summary["points"]["all"]["records"]
-        seen = np.union1d(seen, made.token_ids)
-        file.writelines([*ahead, *others])  # of the step before, which is not the last one
+    others: list[str] = field(default_factory=list)
+    """The rest of the last step's blocks."""
+
+    def write(self, file: TextIO) -> None:
+        run = RunFolder.around(self.exports.path)
+        vocabulary, note = open_vocabulary(
+            self.tokenizer, run.model_folder(), trust_remote_code=self.trust_remote_code
+        )
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
+            summaries, left_out = self._write_steps(blocks, RoleFinder(vocabulary))
+            head = make_head(
+                self.exports.path,
+                run,
+                summaries,
+                held=self.held,
+                notes=[text for text in (left_out, note, *self.exports.warnings) if text],
+                start_record=self.start_record,
+                max_mismatch=self.max_mismatch,
+            )
+            page = frame()
+            meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
+            file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
+            file.write(_json_block("run", head))
+            file.write(_json_block("texts", vocabulary.texts(self.token_ids.tolist())))
+            file.writelines(self.ahead)
+            file.write(page.scripts)
+            file.write(_json_block("slices", make_slices(summaries)))
+            blocks.seek(0)
+            shutil.copyfileobj(blocks, file)
+            file.write(page.closing)
+
+    def _write_steps(self, file: TextIO, roles: RoleFinder) -> tuple[list[dict[str, Any]], str | None]:
+        """Returns the summaries of all steps, and a sentence about what the page leaves out."""
+        exports, budget = self.exports, self.budget
+        summaries = []
+        encoded: dict[int, EncodedStep] = {}
+        for step in exports.steps():
+            try:
+                made = encode_step(step, exports, exports.records(step), roles)
+            except (PellucidError, OSError) as error:
+                exports.warn(step, error)
+                continue
+            summaries.append(made.summary)
+            point = made.summary["points"]["all"]
+            self.sizes[step] = Size(point["records"], point["tokens"])
+            if budget is None:
+                self._put(file, step, made)
+            elif sum(size.tokens for size in self.sizes.values()) <= KEEP_BUDGETS * budget.tokens:
+                encoded[step] = made
+        if not self.sizes:
+            raise DataError(f"{exports.path} has no step that can be shown; {'; '.join(exports.warnings)}")
+        spread = choose_spread(self.sizes, budget or PAGE_BUDGET)
+        for step in () if budget is None else sorted(spread.steps):
+            if step in encoded and spread.tokens_per_step is None:
+                made = encoded[step]
+            else:
+                records = _first_tokens(exports.records(step), spread.tokens_per_step)
+                made = encode_step(step, exports, records, roles)
+            self._put(file, step, made)
+        file.writelines(self.others)
+        return summaries, spread.note(self.num_records)
+
+    def _put(self, file: TextIO, step: int, made: EncodedStep) -> None:
+        """Adds a step; the blocks of the last one stay in memory, since some of them stand first."""
+        self.held.append(step)
+        self.num_records += made.summary["points"]["all"]["records"]
+        self.token_ids = np.union1d(self.token_ids, made.token_ids)
+        file.writelines([*self.ahead, *self.others])  # of the step before, which is not the last one
         leads = {record: block(f"lead/{step}/{record}", lead) for record, lead in made.leads.items()}
-        start = contents.start_record
-        first = [leads.pop(start)] if start in leads else []
+        first = [leads.pop(self.start_record)] if self.start_record in leads else []
         chunks = [block(f"chunk/{step}/{index}", chunk) for index, chunk in enumerate(made.chunks)]
-        ahead = [block(f"step/{step}", made.index), *first]
-        others = [block(f"rows/{step}", made.rows), *leads.values(), *chunks]
+        self.ahead = [block(f"step/{step}", made.index), *first]
+        self.others = [block(f"rows/{step}", made.rows), *leads.values(), *chunks]
 
-    for step in exports.steps():
-        try:
-            made = encode_step(step, exports, exports.records(step), roles)
-        except (PellucidError, OSError) as error:
-            exports.warn(step, error)
-            continue
-        summaries.append(made.summary)
-        point = made.summary["points"]["all"]
-        sizes[step] = Size(point["records"], point["tokens"])
-        if budget is None:
-            put(step, made)
-        elif sum(size.tokens for size in sizes.values()) <= KEEP_BUDGETS * budget.tokens:
-            encoded[step] = made
-    if not sizes:
-        raise DataError(f"{exports.path} has no step that can be shown; {'; '.join(exports.warnings)}")
-    spread = choose_spread(sizes, budget or PAGE_BUDGET)
-    for step in () if budget is None else sorted(spread.steps):
-        if step in encoded and spread.tokens_per_step is None:
-            made = encoded[step]
-        else:
-            records = _first_tokens(exports.records(step), spread.tokens_per_step)
-            made = encode_step(step, exports, records, roles)
-        put(step, made)
-    notes = [note for note in (spread.note(kept), vocabulary_note, *exports.warnings) if note]
-    head = make_head(
-        exports.path,
-        contents.run,
-        summaries,
-        held=held,
-        notes=notes,
-        start_record=contents.start_record,
-        max_mismatch=contents.max_mismatch,
-    )
-    file.writelines(others)
-    return _Steps(ahead, head, vocabulary.texts(seen.tolist()), make_slices(summaries), kept, sizes)
+
+def _json_block(name: str, value: Any) -> str:
+    return block(name, zlib.compress(as_json(value), 6))
 
 
 def _first_tokens(records: Records, limit: int | None) -> Records:

@@ -1,6 +1,6 @@
 """The server's answers: bytes by name, made when asked for and cached while there is room.
 
-    run               the head: see `head.make_head`
+    run               the head: see `summary.make_head`
     slices            its points by rank and policy version
     step/N            the index of a step
     rows/N            what its records' tokens add up to
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from pellucid.errors import DataError, PellucidError
-from pellucid.viewer.access import ALL_FIELDS, ColumnBatch, Exports, Records, StepSummary
+from pellucid.viewer.access import ALL_FIELDS, ColumnBatch, Exports, Records, RunFolder, StepSummary
 from pellucid.viewer.encode import (
     LONG_TOKENS,
     chunk_spans,
@@ -31,12 +31,10 @@ from pellucid.viewer.encode import (
     encode_lead,
     encode_step,
 )
-from pellucid.viewer.head import as_json, make_head, make_slices
 from pellucid.viewer.queries import RunQueries
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, measure
-from pellucid.viewer.run_folder import RunFolder
-from pellucid.viewer.summary import summarise
+from pellucid.viewer.summary import as_json, make_head, make_slices, summarise
 from pellucid.viewer.vocabulary import open_vocabulary
 
 CACHE_BYTES = 512 * 2**20

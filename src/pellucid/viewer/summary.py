@@ -1,21 +1,23 @@
-"""One step in a few numbers, for all records and per environment: the points of the run's curves.
+"""A run in a few numbers: a point of its curves per step, and the head that every view needs at once.
 
 Everything is over trainable tokens, but for rewards and truncation, which are over records. The numbers are
 those of the summaries beside the export: means and extremes exact, quantiles within 6 % of their value.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import orjson
 
 from pellucid.data.schema import SUMMARISED
+from pellucid.errors import printable
 from pellucid.export.distribution import Distribution
 from pellucid.export.summary import Part, Slice
-from pellucid.viewer.access import StepSummary
+from pellucid.viewer.access import RunFolder, StepSummary
 
 HISTOGRAM_BINS = 48
 DEEPEST_AT_LEAST = 0.05
@@ -32,10 +34,13 @@ def summarise(
     """
     total = summary.total()
     points = {"all": _point(total, _truncated(stops))}
-    names = sorted({part.env_name for part in summary.parts})
-    for name in names:
-        own = [stop for stop, env in zip(stops, envs, strict=True) if env == name]
-        points[name] = _point(_of_env(summary, name), _truncated(own))
+    for name in sorted({part.env_name for part in summary.parts}):
+        together = Part(name, "")  # all training modes of an environment
+        for part in summary.parts:
+            if part.env_name == name:
+                together.merge(part)
+        ends = [stop for stop, env in zip(stops, envs, strict=True) if env == name]
+        points[name] = _point(together, _truncated(ends))
     owners = [owner for owner, _ in total.slices]
     return {
         "step": step,
@@ -71,7 +76,11 @@ def histogram(values: Distribution, *, log: bool) -> dict[str, Any] | None:
         middles, counts = np.log10(middles[positive]), counts[positive]
     if not counts.sum():
         return None
-    low, high = _ends(middles, counts)
+    reached = np.cumsum(counts) / counts.sum()
+    places = np.minimum(np.searchsorted(reached, [0.001, 0.999]), len(middles) - 1)
+    low, high = (float(end) for end in middles[places])
+    if low == high:
+        low, high = low - 0.5, low + 0.5
     edges = np.linspace(low, high, HISTOGRAM_BINS + 1)
     binned, _ = np.histogram(np.clip(middles, low, high), edges, weights=counts)
     return {"low": low, "high": high, "log": log, "counts": binned.astype(int).tolist(), "zeros": zeros}
@@ -83,36 +92,24 @@ def kl_domain(p95: float) -> list[float]:
     return [10.0 ** math.floor(math.log10(high) - 3), high]
 
 
-def _ends(middles: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float, float]:
-    reached = np.cumsum(counts) / counts.sum()
-    places = np.minimum(np.searchsorted(reached, [0.001, 0.999]), len(middles) - 1)
-    low, high = (float(end) for end in middles[places])
-    return (low, high) if high > low else (low - 0.5, low + 0.5)
-
-
-def _of_env(summary: StepSummary, env: str) -> Part:
-    """All training modes of an environment together."""
-    total = Part(env, "")
-    for part in summary.parts:
-        if part.env_name == env:
-            total.merge(part)
-    return total
-
-
-def _point(part: Part, truncated: float | None) -> dict[str, Any]:
-    kl, entropy = part.metrics.get("mismatch_kl"), part.metrics.get("entropy")
+def _point(part: Part | Slice, truncated: float | None) -> dict[str, Any]:
+    if isinstance(part, Slice):
+        kl, entropy = part.kl, part.entropy.mean
+    else:
+        kl = part.metrics.get("mismatch_kl", Distribution())
+        entropy = part.metrics.get("entropy", Distribution()).mean
     trainable = part.counts["trainable"]
-    has_masks = kl is not None and trainable > 0
+    has_masks = kl.count > 0 and trainable > 0
     return {
         "records": part.counts["sequences"],
         "tokens": part.counts["tokens"],
         "trainable": trainable,
         "reward": part.reward.mean,
-        "kl_mean": kl.mean if kl else None,
-        "kl_p95": kl.quantile(0.95) if kl else None,
-        "kl_p99": kl.quantile(0.99) if kl else None,
-        "kl_max": kl.max if kl else None,
-        "entropy": entropy.mean if entropy else None,
+        "kl_mean": kl.mean,
+        "kl_p95": kl.quantile(0.95),
+        "kl_p99": kl.quantile(0.99),
+        "kl_max": kl.max if kl.count else None,
+        "entropy": entropy,
         "masked_high": part.counts["masked_high"] / trainable if has_masks else None,
         "masked_low": part.counts["masked_low"] / trainable if has_masks else None,
         "truncated": truncated,
@@ -121,35 +118,18 @@ def _point(part: Part, truncated: float | None) -> dict[str, Any]:
 
 def _sliced(summary: StepSummary) -> Iterator[dict[str, Any]]:
     """Yields a point per environment, rank and policy version; "all" or null stands for any of them."""
-    parts = [(part.env_name, *owner, own) for part in summary.parts for owner, own in part.slices]
+    parts = [(part.env_name, *owner, piece) for part in summary.parts for owner, piece in part.slices]
     if len({owner[1:3] for owner in parts}) < 2:
         return
     total: dict[tuple[str, int | None, int | None], Slice] = {}
-    for env, rank, version, own in parts:
+    for env, rank, version, piece in parts:
         for owner in {*product(("all", env), (None, rank), (None, version))}:
-            total.setdefault(owner, Slice()).merge(own)
-    for owner, own in total.items():
+            total.setdefault(owner, Slice()).merge(piece)
+    for owner, piece in total.items():
         if owner[1:] != (None, None):
-            yield dict(zip(("env", "rank", "version"), owner, strict=True)) | _point_of_slice(own)
-
-
-def _point_of_slice(own: Slice) -> dict[str, Any]:
-    counts, kl = own.counts, own.kl
-    share = 1 / counts["trainable"] if kl.count and counts["trainable"] else None
-    return {
-        "records": counts["sequences"],
-        "tokens": counts["tokens"],
-        "trainable": counts["trainable"],
-        "reward": own.reward.mean,
-        "kl_mean": kl.mean,
-        "kl_p95": kl.quantile(0.95),
-        "kl_p99": kl.quantile(0.99),
-        "kl_max": kl.max if kl.count else None,
-        "entropy": own.entropy.mean,
-        "masked_high": None if share is None else counts["masked_high"] * share,
-        "masked_low": None if share is None else counts["masked_low"] * share,
-        "truncated": counts["cut"] / counts["ended"] if counts["ended"] else None,
-    }
+            cut, ended = piece.counts["cut"], piece.counts["ended"]
+            names = dict(zip(("env", "rank", "version"), owner, strict=True))
+            yield names | _point(piece, cut / ended if ended else None)
 
 
 def _truncated(stops: Sequence[str]) -> float | None:
@@ -168,3 +148,66 @@ def _limits(total: Part) -> dict[str, list[float]]:
     if total.reward.count:
         found["reward"] = [total.reward.min, total.reward.max]
     return found
+
+
+def make_head(
+    path: Path,
+    run: RunFolder,
+    summaries: Sequence[Mapping[str, Any]],
+    *,
+    held: Sequence[int],
+    notes: Sequence[str],
+    pending: int = 0,
+    live: bool = False,
+    start_record: int = 0,
+    max_mismatch: float | None = None,
+) -> dict[str, Any]:
+    """`held`: the steps whose tokens can be opened; `pending`: steps that are still being summarised."""
+    alarms = [
+        {
+            "name": printable(alarm.name),
+            "step": alarm.step,
+            "finding": alarm.finding(),
+            "causes": printable(alarm.causes),
+        }
+        for alarm in run.alarms()
+    ]
+    return {
+        "version": 1,
+        "name": (run.folder or path).name,
+        "steps": [
+            {name: value for name, value in summary.items() if name != "slices"} for summary in summaries
+        ],
+        "held": list(held),
+        "pending": pending,
+        "live": live,
+        "start_record": start_record,
+        "kl_limits": _kl_limits(summaries, max_mismatch),
+        "metrics": run.metrics(),
+        "ledger": run.ledger(),
+        "alarms": alarms,
+        "losses": run.losses(),
+        "notes": [*notes, *run.problems],
+    }
+
+
+def make_slices(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the points of each step by environment, rank and policy version."""
+    return {str(summary["step"]): summary["slices"] for summary in summaries if summary["slices"]}
+
+
+def _kl_limits(summaries: Sequence[Mapping[str, Any]], highest: float | None) -> list[float]:
+    """[low, high] of the run's log scale: the p95 of trainable tokens, and three to four decades below it.
+
+    Over several steps, the p95 is the mean of the steps' own, weighted by their tokens.
+    """
+    if highest is not None:
+        return [highest * 1e-3, highest]
+    points = [summary["points"]["all"] for summary in summaries]
+    known = [(point["kl_p95"], point["trainable"]) for point in points if point["kl_p95"] is not None]
+    total = sum(weight for _, weight in known)
+    return kl_domain(sum(value * weight for value, weight in known) / total if total else 0.0)
+
+
+def as_json(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -19,9 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.errors import DataError, printable
-from pellucid.viewer.access import ColumnBatch, Exports, Records, trainable
+from pellucid.viewer.access import ColumnBatch, Exports, Records, RunFolder, trainable
 from pellucid.viewer.roles import RoleFinder
-from pellucid.viewer.run_folder import RunFolder
 from pellucid.viewer.summary import kl_domain, summarise
 from pellucid.viewer.vocabulary import Text as TokenText
 from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary

@@ -1,9 +1,304 @@
+// The page as a whole: what is loaded, where we are, what keys and buttons do. Views ask it for what they share.
+
+import { METRICS, valuesOf } from "./data/metrics.js";
+import { Abandoned, Run } from "./data/run.js";
+import { recordAsJson, saveFile } from "./data/save.js";
+import { compileFilter, tokensOfRecord } from "./data/select.js";
+import { openSource } from "./data/source.js";
+import { byId, element, notice } from "./draw/dom.js";
+import { currentTheme, domainOf, followSystemTheme } from "./draw/scale.js";
+import { BINDINGS, Store, listenForKeys } from "./state.js";
+import { AcrossView } from "./views/across.js";
+import { GroupView } from "./views/group.js";
+import { RecordView } from "./views/record.js";
+import { RunView } from "./views/run.js";
+import { occurrences, parseQuery } from "./views/search.js";
+import { StepView } from "./views/step.js";
+import { TopBar } from "./views/top_bar.js";
+import { WhatIfView } from "./views/what_if.js";
+import { WorstView } from "./views/worst.js";
+
+/** @type {Record<string, {title: string, View: any, about: string}>} */
+export const VIEWS = {
+  run: { title: "Run", View: RunView, about: "the whole run over its steps, and where its tokens went" },
+  step: { title: "Step", View: StepView, about: "the records of one step" },
+  record: { title: "Record", View: RecordView, about: "one sequence, token by token" },
+  group: { title: "Group", View: GroupView, about: "all rollouts of one example" },
+  across: { title: "Across steps", View: AcrossView, about: "the same example over the steps" },
+  worst: { title: "Worst tokens", View: WorstView, about: "the tokens that stand out" },
+  whatif: { title: "What if", View: WhatIfView, about: "other bounds of the trust region" },
+};
+
+const PULSE_MS = 1500;
+const OVER_TOKENS = new Set(["step", "worst", "whatif"]); // views that read all tokens of a step
+
+export class App {
+  /** @type {Run} */
+  run;
+
+  /** @type {TopBar | null} */
+  topBar = null;
+
+  /** @type {{step: number, records: number[]} | null} the order of a step's records in its table, which j and k follow */
+  order = null;
+
+  /** @param {import("./state.js").Store} store @param {import("./data/source.js").Source} source */
+  constructor(store, source) {
+    this.store = store;
+    this.source = source;
+    this.main = byId("main");
+    /** @type {any} */
+    this.view = null;
+    this.viewName = "";
+  }
+
+  async start() {
+    followSystemTheme(() => { if (this.run) this.update(new Set(["theme"])); });
+    this.main.replaceChildren(notice("loading", "Reading the run …"));
+    let head;
+    try {
+      head = await this.source.run();
+    } catch (error) {
+      this.main.replaceChildren(notice("error", "The run could not be read", /** @type {Error} */ (error).message));
+      return;
+    }
+    this.run = new Run(this.source, head);
+    this.run.wantsTokens = (step) => OVER_TOKENS.has(this.viewName) && (this.state.step === step || this.state.within === "run");
+    document.title = `${head.name} · pellucid`;
+    byId("name").textContent = head.name;
+    this.topBar = new TopBar(this);
+    this.showNotes();
+    this.store.subscribe((_, changed) => this.update(changed));
+    if (!location.hash && head.start_record) this.store.set({ view: "record", record: head.start_record }, { replace: true });
+    await this.update(new Set(["view"]));
+    if (head.live) this.listen();
+  }
+
+  /** The state, with what it leaves open filled in. */
+  get state() {
+    const { state } = this.store;
+    const steps = this.run.steps;
+    const step = state.step < 0 ? steps[steps.length - 1] : steps.includes(state.step) ? state.step : this.run.nearestStep(state.step);
+    return { ...state, step, view: state.view in VIEWS ? state.view : "run" };
+  }
+
+  /** @param {Set<string>} changed */
+  async update(changed) {
+    const { state } = this;
+    if (!this.run.steps.length) {
+      this.main.replaceChildren(notice("empty", "No finished step yet", "The first one appears here as soon as it is written."));
+      return;
+    }
+    if (state.view !== this.viewName || !this.view) {
+      const isFirst = !this.view;
+      this.viewName = state.view;
+      this.view = new VIEWS[state.view].View(this);
+      this.main.dataset.view = state.view;
+      this.main.replaceChildren(this.view.root);
+      if (!isFirst) this.main.scrollTop = 0; // it takes a layout
+      changed = new Set(Object.keys(state));
+    }
+    this.topBar?.update(state);
+    const { view } = this;
+    try {
+      await view.update(state, changed);
+      if (view === this.view && !view.root.isConnected) this.main.replaceChildren(view.root);
+    } catch (error) {
+      if (view !== this.view || error instanceof Abandoned) return;
+      console.error(error);
+      this.main.replaceChildren(notice("error", "This cannot be shown", /** @type {Error} */ (error).message,
+        element("button", { type: "button", onclick: () => this.again() }, "try again")));
+    }
+  }
+
+  /** Draws the view anew. */
+  again() {
+    this.view = null;
+    this.update(new Set(["view"]));
+  }
+
+  /** @param {Partial<import("./state.js").State>} changes */
+  go(changes) {
+    const fixed = changes.view && changes.view !== "run" && changes.step === undefined ? { step: this.state.step } : {};
+    const moved = changes.step !== undefined && changes.record === undefined && changes.step !== this.state.step ? { record: 0, token: -1 } : {};
+    const other = changes.record !== undefined && changes.token === undefined && changes.record !== this.state.record ? { token: -1 } : {};
+    this.store.set({ ...fixed, ...moved, ...other, ...changes });
+  }
+
+  /** @param {number} change */
+  async moveRecord(change) {
+    const { state } = this;
+    const index = await this.run.index(state.step);
+    const order = this.order?.step === state.step ? this.order.records : null;
+    const place = order ? order.indexOf(state.record) : state.record;
+    const next = Math.min((order ? order.length : index.length) - 1, Math.max(0, place + change));
+    this.go({ record: order ? order[next] : next });
+  }
+
+  /** @param {number} change */
+  async moveStep(change) {
+    const { steps } = this.run;
+    const place = steps.indexOf(this.state.step) + change;
+    if (place < 0 || place >= steps.length) return;
+    const index = await this.run.index(steps[place]);
+    this.go({ step: steps[place], record: Math.min(this.state.record, index.length - 1), token: -1 });
+  }
+
+  /** @param {number} change */
+  moveToken(change) {
+    const record = this.view?.record;
+    if (this.viewName !== "record" || !record) return;
+    const from = this.state.token < 0 && change < 0 ? record.length : this.state.token;
+    this.store.set({ token: Math.min(record.length - 1, Math.max(0, from + change)) });
+  }
+
+  /** @param {number} change */
+  moveOutlier(change) {
+    const outliers = this.viewName === "record" ? this.view.outlierTokens() : [];
+    const { token } = this.state;
+    const next = change > 0 ? outliers.find((/** @type {number} */ i) => i > token) : outliers.findLast((/** @type {number} */ i) => i < token || token < 0);
+    if (next === undefined) this.say("No further outlier in this record");
+    else this.store.set({ token: next });
+  }
+
+  /** @param {number} place */
+  colourBy(place) { this.go({ fill: METRICS[place].key }); }
+
+  focusSearch() { this.topBar?.search.focus(); }
+
+  focusFilter() { this.topBar?.filter.focus(); }
+
+  switchTheme() {
+    document.documentElement.dataset.theme = currentTheme() === "dark" ? "light" : "dark";
+    this.update(new Set(["theme"]));
+  }
+
+  escape() {
+    const help = byId("help");
+    if (help.open) help.close();
+    else if (this.topBar?.closeResults()) return;
+    else if (this.viewName === "run" && this.view.showAll()) return;
+    else if (this.state.token >= 0) this.store.set({ token: -1 });
+    /** @type {HTMLElement} */ (document.activeElement)?.blur?.();
+  }
+
+  toggleHelp() {
+    const help = byId("help");
+    if (help.open) { help.close(); return; }
+    help.replaceChildren(
+      element("h2", {}, "Keys"),
+      element("dl", { class: "keys" }, ...BINDINGS.flatMap(({ shown, what }) => [element("dt", {}, element("kbd", {}, shown)), element("dd", {}, what)])),
+      element("p", {}, "The address of this page holds everything you see: copy it to return here, down to the token."),
+      element("form", { method: "dialog" }, element("button", {}, "close")));
+    help.showModal();
+  }
+
+  /** Spoken by screen readers. @param {string} text */
+  say(text) { byId("spoken").textContent = text; }
+
+  address() {
+    const { step, record, token } = this.state;
+    return `step ${step} record ${record}${token >= 0 ? ` token ${token}` : ""}`;
+  }
+
+  async copyId() {
+    const index = await this.run.index(this.state.step);
+    await this.copy(`${index.value("rollout", this.state.record) ?? this.address()}${this.state.token >= 0 ? `:${this.state.token}` : ""}`);
+  }
+
+  async copyRecord() { await this.copy(recordAsJson(await this.run.record(this.state.step, this.state.record))); }
+
+  /** @param {string} text */
+  async copy(text) {
+    try {
+      await navigator.clipboard.writeText(text);
+      this.flash(`Copied ${text.length > 60 ? "the record" : text}`);
+    } catch {
+      saveFile("copied.txt", "text/plain", text);
+      this.flash("The browser does not allow copying here: saved as a file instead");
+    }
+  }
+
+  /** Of what is saved: the run, then what it is, without an ending. @param {string} what */
+  fileName(what) { return `${this.run.head.name}_${what}`.replace(/[^\w.-]+/g, "_"); }
+
+  /** @param {string} text */
+  flash(text) {
+    this.say(text);
+    const note = element("div", { class: "flash" }, text);
+    document.body.append(note);
+    setTimeout(() => note.remove(), 2200);
+  }
+
+  /**
+   * The span of the colours. @param {import("./data/metrics.js").Metric} metric @param {string} scope
+   * @param {import("./data/run.js").TokenRecord} record @returns {Promise<import("./draw/scale.js").Domain>}
+   */
+  async domain(metric, scope, record) {
+    if (scope === "record") return domainOf(valuesOf(record, metric) ?? [], (i) => record.isTrainable(i), metric);
+    if (metric.key === "kl" && scope === "run") return { low: this.run.head.kl_limits[0], high: this.run.head.kl_limits[1] };
+    const summaries = scope === "run" ? this.run.head.steps : [(await this.run.index(record.step)).summary];
+    const limits = summaries.map((/** @type {any} */ summary) => summary.limits[metric.key]).filter(Boolean);
+    if (!limits.length) return { low: 0, high: 1 };
+    const low = Math.min(...limits.map((/** @type {number[]} */ [first]) => first));
+    const high = Math.max(...limits.map((/** @type {number[]} */ [, last]) => last));
+    return high > low ? { low, high } : { low: Math.min(0, low), high: Math.max(high, low === 0 ? 1 : 0) };
+  }
+
+  /** Which tokens of a record the search or the filter finds; null where neither is in use.
+   * @param {import("./data/run.js").TokenRecord} record */
+  async matches(record) {
+    const { search, filter } = this.state;
+    const marks = new Uint8Array(record.length);
+    let isUsed = false;
+    try {
+      const query = parseQuery(search);
+      if (query) {
+        isUsed = true;
+        for (const [from, to] of occurrences(query, record.ids, this.run.vocabulary)) marks.fill(1, from, to);
+      }
+      if (filter.trim()) {
+        isUsed = true;
+        const test = compileFilter(filter).bind(tokensOfRecord(record, this.run.vocabulary));
+        for (let i = 0; i < record.length; i += 1) if (test(i)) marks[i] = 1;
+      }
+    } catch { return null; } // the top bar says what is wrong with it
+    return isUsed ? marks : null;
+  }
+
+  showNotes() {
+    const notes = byId("notes");
+    notes.replaceChildren(...this.run.head.notes.map((/** @type {string} */ text) => element("p", {}, text)));
+    notes.hidden = !this.run.head.notes.length;
+  }
+
+  /** Follows a running job: asks for a pulse, one request at a time, and reads what is new. */
+  async listen() {
+    let isUp = true;
+    for (;;) {
+      await new Promise((resolve) => { setTimeout(resolve, PULSE_MS); });
+      if (document.hidden) continue;
+      try {
+        const { steps, last, summarised } = await this.source.json("pulse");
+        const { held, steps: known } = this.run.head;
+        const isBack = !isUp;
+        if (isBack || steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) await this.refresh();
+        isUp = true;
+        if (isBack && !this.view?.root.isConnected) this.again();
+      } catch { isUp = false; }
+      this.topBar?.connected(isUp);
+    }
+  }
+
+  async refresh() {
+    this.run.head = await this.source.run();
+    this.showNotes();
+    await this.update(new Set(["head"]));
+  }
+}
+
 // Opens the page: where its bytes come from, the state in its address, the keys.
 
-import { App } from "./app.js";
-import { openSource } from "./data/source.js";
-import { listenForKeys } from "./state/keys.js";
-import { Store } from "./state/store.js";
 
 export const app = new App(new Store(), openSource());
 listenForKeys(app);

@@ -1,14 +1,12 @@
-// A run as the views see it: its head, the rows of a step, the tokens of a record, all tokens of a step.
-// What was read is kept; a record costs one chunk.
+// A run as the views see it: its head, the rows of a step, the tokens of a record, all tokens of a step, and each
+// step in a few numbers. What was read is kept; a record costs one chunk.
 
-import { readColumn } from "./blob.js";
-import { DERIVED, derive } from "./derive.js";
-import { Points } from "./points.js";
-import { lastAtMost } from "./sorted.js";
+import { readColumn } from "./source.js";
 import { Vocabulary } from "./texts.js";
 
 /**
- * @typedef {import("./blob.js").Numbers} Numbers
+ * @typedef {import("./source.js").Numbers} Numbers
+ * @typedef {import("./source.js").ColumnBlob} ColumnBlob
  * @typedef {import("./source.js").Source} Source
  * @typedef {[string, number, number]} Segment role, start, end
  */
@@ -21,22 +19,29 @@ const CHUNKS_AT_ONCE = 2;
 export class Abandoned extends Error {}
 
 export class Run {
+  /** Whether all tokens of a step are still worth reading: they may be many. @type {(step: number) => boolean} */
+  wantsTokens = () => true;
+
+  /** @type {Map<number, Promise<StepIndex>>} */
+  indexes = new Map();
+
+  /** @type {Map<number, Promise<StepIndex>>} */
+  rows = new Map();
+
+  /** @type {Map<string, Promise<Chunk>>} */
+  chunks = new Map();
+
+  /** @type {Map<number, Promise<StepTokens>>} */
+  tokens = new Map();
+
+  /** Points by rank and weights. @type {Map<any, Promise<Record<string, any[]>>>} by the head that they belong to */
+  slices = new Map();
+
   /** @param {Source} source @param {any} head */
   constructor(source, head) {
     this.source = source;
     this.head = head;
     this.vocabulary = new Vocabulary(source);
-    this.points = new Points(source);
-    /** Whether all tokens of a step are still worth reading: they may be many. @type {(step: number) => boolean} */
-    this.wantsTokens = () => true;
-    /** @type {Map<number, Promise<StepIndex>>} */
-    this.indexes = new Map();
-    /** @type {Map<number, Promise<StepIndex>>} */
-    this.rows = new Map();
-    /** @type {Map<string, Promise<Chunk>>} */
-    this.chunks = new Map();
-    /** @type {Map<number, Promise<StepTokens>>} */
-    this.tokens = new Map();
   }
 
   /** Steps whose tokens can be opened. @returns {number[]} */
@@ -51,9 +56,6 @@ export class Run {
     return [...names].sort();
   }
 
-  /** @param {number} step */
-  summary(step) { return this.head.steps.find((/** @type {any} */ summary) => summary.step === step); }
-
   /** `[trainer.loss]` by which a step was trained, or null: a resumed run may have another than before. @param {number} step */
   lossAt(step) {
     const { losses } = this.head;
@@ -65,15 +67,30 @@ export class Run {
     return this.steps.reduce((best, next) => (Math.abs(next - step) < Math.abs(best - step) ? next : best), this.steps[0]);
   }
 
+  /** One point for each step of the head; null where a step has no record that is meant. @param {Chosen} chosen @returns {Promise<any[]>} */
+  async points(chosen) {
+    const { head } = this;
+    const wanted = head.steps.map((/** @type {any} */ summary) => narrowed(summary, chosen));
+    if (!this.slices.has(head)) this.slices.clear();
+    const isWhole = (/** @type {any} */ one) => one.rank === ANY && one.version === ANY;
+    const slices = wanted.some((/** @type {any} */ one) => one && !isWhole(one)) ? await kept(this.slices, head, () => this.source.json("slices")) : {};
+    return head.steps.map((/** @type {any} */ summary, /** @type {number} */ i) => {
+      if (!wanted[i]) return null;
+      const env = chosen.env || "all";
+      if (isWhole(wanted[i])) return summary.points[env] ?? null;
+      return slices[summary.step]?.find((/** @type {any} */ one) => one.env === env && one.rank === wanted[i].rank && one.version === wanted[i].version) ?? null;
+    });
+  }
+
   /** @param {number} step @returns {Promise<StepIndex>} */
   index(step) {
-    return kept(this.indexes, step, async () => new StepIndex(step, await this.source.step(step)));
+    return kept(this.indexes, step, async () => new StepIndex(step, await this.source.blob(`step/${step}`)));
   }
 
   /** The index with what the records' tokens add up to. @param {number} step @returns {Promise<StepIndex>} */
   measured(step) {
     return kept(this.rows, step, async () => {
-      const [index, blob] = await Promise.all([this.index(step), this.source.rows(step)]);
+      const [index, blob] = await Promise.all([this.index(step), this.source.blob(`rows/${step}`)]);
       index.measure(blob);
       return index;
     });
@@ -82,7 +99,7 @@ export class Run {
   /** @param {number} step @param {number} number */
   chunk(step, number) {
     if (this.chunks.size > KEPT_CHUNKS) this.chunks.delete(/** @type {string} */ (this.chunks.keys().next().value));
-    return kept(this.chunks, `${step}/${number}`, async () => new Chunk(await this.source.chunk(step, number)));
+    return kept(this.chunks, `${step}/${number}`, async () => new Chunk(await this.source.blob(`chunk/${step}/${number}`)));
   }
 
   /** The index of a step that has this record. @param {number} step @param {number} record @returns {Promise<StepIndex>} */
@@ -97,9 +114,7 @@ export class Run {
     const index = await this.indexWith(step, record);
     const number = index.chunkOf(record);
     const chunk = await this.chunk(step, number);
-    const opened = new TokenRecord(index, record, chunk, record - index.chunkStarts[number]);
-    await this.vocabulary.learn(opened.column("token_ids") ?? []);
-    return opened;
+    return this.learned(new TokenRecord(index, record, chunk, record - index.chunkStarts[number]));
   }
 
   /** The first tokens of a long record, unless all of them are here already; null for others. @param {number} step @param {number} record
@@ -107,9 +122,13 @@ export class Run {
   async lead(step, record) {
     const index = await this.index(step);
     if (!index.summary.leads.includes(record) || this.chunks.has(`${step}/${index.chunkOf(record)}`)) return null;
-    const opened = new TokenRecord(index, record, new Chunk(await this.source.lead(step, record)), 0);
-    await this.vocabulary.learn(opened.column("token_ids") ?? []);
-    return opened;
+    return this.learned(new TokenRecord(index, record, new Chunk(await this.source.blob(`lead/${step}/${record}`)), 0));
+  }
+
+  /** Looks up the texts of tokens. @template {TokenRecord | StepTokens} T @param {T} tokens @returns {Promise<T>} */
+  async learned(tokens) {
+    await this.vocabulary.learn(tokens.ids);
+    return tokens;
   }
 
   /** All tokens of a step. @param {number} step @returns {Promise<StepTokens>} */
@@ -123,9 +142,7 @@ export class Run {
         const last = Math.min(index.chunkStarts.length, number + CHUNKS_AT_ONCE);
         chunks.push(...await Promise.all(Array.from({ length: last - number }, (_, i) => this.chunk(step, number + i))));
       }
-      const tokens = new StepTokens(index, chunks);
-      await this.vocabulary.learn(tokens.column("token_ids") ?? []);
-      return tokens;
+      return this.learned(new StepTokens(index, chunks));
     });
   }
 }
@@ -140,14 +157,14 @@ function kept(cache, key, make) {
 }
 
 export class StepIndex {
-  /** @param {number} step @param {import("./blob.js").Blob} blob */
+  /** @param {number} step @param {ColumnBlob} blob */
   constructor(step, blob) {
     this.step = step;
     this.length = blob.meta.records;
     this.summary = blob.meta;
     this.blob = blob;
     this.words = blob.meta.words;
-    /** @type {import("./blob.js").Blob | null} */
+    /** @type {ColumnBlob | null} */
     this.measures = null;
     this.chunkStarts = /** @type {Numbers} */ (
       readColumn(blob, "chunk_starts", blob.columns.chunk_starts.length ?? 1) ?? new Int32Array(1));
@@ -155,7 +172,7 @@ export class StepIndex {
     this.columns = new Map();
   }
 
-  /** @param {import("./blob.js").Blob} blob */
+  /** @param {ColumnBlob} blob */
   measure(blob) {
     this.measures = blob;
     this.columns.clear();
@@ -196,7 +213,7 @@ export class StepIndex {
 }
 
 class Chunk {
-  /** @param {import("./blob.js").Blob} blob */
+  /** @param {ColumnBlob} blob */
   constructor(blob) {
     this.blob = blob;
     const count = blob.meta.segments.length;
@@ -212,18 +229,22 @@ class Chunk {
   column(name) {
     if (!this.columns.has(name)) {
       const isDerived = this.blob.meta.derived.includes(name);
-      this.columns.set(name, isDerived ? this.derived(name) : readColumn(this.blob, name, this.length, this.lengths));
+      this.columns.set(name, isDerived ? this.derive(name) : readColumn(this.blob, name, this.length, this.lengths));
     }
     return this.columns.get(name);
   }
 
+  /** @param {string} name */
+  derive(name) {
+    const { of } = DERIVED[name];
+    const [trainer, inference] = ["trainer_logprobs", "inference_logprobs"].map((other) => /** @type {Numbers} */ (this.column(other)));
+    const values = new Float32Array(this.length);
+    for (let i = 0; i < values.length; i += 1) values[i] = of(trainer[i], inference[i]);
+    return values;
+  }
+
   /** Whether a derived column is carried as recorded because it is not what its formula gives. @param {string} name */
   differs(name) { return name in DERIVED && name in this.blob.columns && this.blob.columns[name].fill !== null; }
-
-  /** @param {string} name */
-  derived(name) {
-    return derive(name, /** @type {Numbers} */ (this.column("trainer_logprobs")), /** @type {Numbers} */ (this.column("inference_logprobs")));
-  }
 }
 
 export class TokenRecord {
@@ -243,6 +264,9 @@ export class TokenRecord {
 
   /** @param {string} name @returns {Numbers | null | undefined} */
   column(name) { return this.chunk.column(name)?.subarray(this.start, this.end) ?? this.chunk.column(name); }
+
+  /** @returns {ArrayLike<number>} */
+  get ids() { return this.column("token_ids") ?? []; }
 
   /** Undefined where not recorded, null where there is no value. @param {string} name @param {number} token */
   value(name, token) {
@@ -284,22 +308,20 @@ export class StepTokens {
   column(name) {
     if (!this.columns.has(name)) {
       const parts = this.chunks.map((chunk) => chunk.column(name));
-      let all = parts.every((part) => part === undefined) ? undefined : null;
-      if (parts.some((part) => part)) {
-        const values = new Float64Array(this.length);
-        let at = 0;
-        this.chunks.forEach((chunk, i) => {
-          const part = parts[i];
-          if (part) values.set(part, at); else values.fill(NaN, at, at + chunk.length);
-          at += chunk.length;
-        });
-        this.columns.set(name, values);
-        return values;
-      }
-      this.columns.set(name, all);
+      const values = parts.some(Boolean) ? new Float64Array(this.length).fill(NaN) : null;
+      let at = 0;
+      this.chunks.forEach((chunk, i) => {
+        const part = parts[i];
+        if (part) values?.set(part, at);
+        at += chunk.length;
+      });
+      this.columns.set(name, values ?? (parts.every((part) => part === undefined) ? undefined : null));
     }
     return this.columns.get(name);
   }
+
+  /** @returns {ArrayLike<number>} */
+  get ids() { return this.column("token_ids") ?? []; }
 
   /** Where the loss mask is set; everywhere in an export without one. @param {number} token */
   isTrainable(token) {
@@ -309,4 +331,76 @@ export class StepTokens {
 
   /** A token's place in its record. @param {number} token */
   position(token) { return token - this.starts[this.owners[token]]; }
+}
+
+// A step in a few numbers, for all records or for those of an environment, a rank and the weights that sampled them.
+//
+//   weights   ""      whichever
+//             "v37"   policy version 37
+//             "age1"  the version that was one step old when its step was trained
+//
+// A record belongs to the oldest weights that had a part in it.
+
+/** @typedef {{env: string, rank: number, weights: string}} Chosen rank −1: whichever */
+
+const ANY = null;
+
+/** Whether numbers by rank or weights are asked for. @param {Chosen} chosen */
+export const isSliced = ({ rank, weights }) => rank >= 0 || weights !== "";
+
+/** The policy version that is meant in a step; null: whichever. @param {string} weights @param {number} step */
+export function versionIn(weights, step) {
+  const [, kind, number] = weights.match(/^(v|age)(\d+)$/) ?? [];
+  if (!kind) return ANY;
+  return kind === "v" ? Number(number) : step - Number(number);
+}
+
+/** What can be chosen. @param {any} head */
+export function choicesOf(head) {
+  const distinct = (/** @type {(summary: any) => number[]} */ read) => /** @type {number[]} */ ([...new Set(head.steps.flatMap(read))]).sort((a, b) => a - b);
+  return {
+    ranks: distinct(({ ranks }) => ranks),
+    versions: distinct(({ versions }) => versions),
+    ages: distinct(({ step, versions }) => versions.map((/** @type {number} */ version) => step - version).filter((/** @type {number} */ age) => age >= 0)),
+  };
+}
+
+/** What is left to choose in a step: of a single rank or version nothing; null where the step has no such record.
+ * @param {any} summary @param {Chosen} chosen */
+function narrowed({ step, ranks, versions }, { rank, weights }) {
+  const version = versionIn(weights, step);
+  if ((rank >= 0 && !ranks.includes(rank)) || (version !== ANY && !versions.includes(version))) return null;
+  const [oneRank, oneVersion] = [rank < 0 || ranks.length === 1, version === ANY || versions.length === 1];
+  return { rank: oneRank ? ANY : rank, version: oneVersion ? ANY : version };
+}
+
+// Columns that follow from the logprobs. The page carries them only where a record says something else.
+
+/** @type {Record<string, {formula: string, of: (trainer: number, inference: number) => number}>} */
+export const DERIVED = {
+  log_importance_ratio: { formula: "ℓ = log π − log μ", of: (t, i) => t - i },
+  importance_ratio: { formula: "r = exp ℓ", of: (t, i) => Math.exp(t - i) },
+  mismatch_kl: { formula: "r − ℓ − 1", of: (t, i) => Math.expm1(t - i) - (t - i) },
+  prob_delta: { formula: "Δ = π − μ", of: (t, i) => Math.exp(t) - Math.exp(i) },
+};
+
+const ABSOLUTE = 1e-6;
+const RELATIVE = 1e-5;
+
+/** Whether a recorded value is its formula's, but for rounding. @param {number} recorded @param {number} expected */
+export function agrees(recorded, expected) {
+  return Math.abs(recorded - expected) <= ABSOLUTE + RELATIVE * Math.abs(expected);
+}
+
+// Looking things up in ascending numbers.
+
+/** The place of the last value that is not above the target; 0 where all are. @param {ArrayLike<number>} values @param {number} target @param {number} [length] */
+export function lastAtMost(values, target, length = values.length) {
+  let low = 0;
+  let high = length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (values[middle] <= target) low = middle; else high = middle - 1;
+  }
+  return low;
 }

@@ -2,6 +2,9 @@
 // The ramps change in lightness all the way, away from the page's own background, so that they read without
 // colour vision. Every ink has a contrast of at least 4.5:1 on its background; `contrast` is what tests ask.
 
+import { element } from "./dom.js";
+import { short } from "./format.js";
+
 const CLASSES = 24;
 const MIN_CONTRAST = 4.5;
 
@@ -137,4 +140,18 @@ function between(anchors, position) {
   const share = scaled - index;
   return `#${[0, 1, 2].map((c) => Math.round(anchors[index][c] * (1 - share) + anchors[index + 1][c] * share)
     .toString(16).padStart(2, "0")).join("")}`;
+}
+
+// The colours in use, with their numbers.
+
+
+/** @param {ColourScale} scale @param {string} scope */
+export function legend(scale, scope) {
+  const bar = element("span", { class: "legend-bar" });
+  bar.style.background = `linear-gradient(90deg, ${scale.colours.map(([colour]) => colour).join(", ")})`;
+  const middle = scale.kind === "log" ? Math.sqrt(scale.low * scale.high) : (scale.low + scale.high) / 2;
+  const end = scale.kind === "diverging" ? "" : "≤ ";
+  return element("span", { class: "legend", title: `over trainable tokens of this ${scope}` },
+    element("span", {}, end + short(scale.low, 2)), bar, element("span", {}, (scale.kind === "diverging" ? "" : "≥ ") + short(scale.high, 2)),
+    element("span", { class: "legend-middle" }, short(middle, 2)));
 }

@@ -1,6 +1,5 @@
 // The same example over the steps: its reward and length each time, and how what was said has changed.
 
-import { diff } from "../data/diff.js";
 import { lineChart } from "../draw/chart.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
 import { count, fixed, plural, short } from "../draw/format.js";
@@ -24,7 +23,7 @@ export class AcrossView {
     this.turn = 0;
   }
 
-  /** @param {import("../state/store.js").State} state @param {Set<string>} changed */
+  /** @param {import("../state.js").State} state @param {Set<string>} changed */
   async update(state, changed) {
     const turn = (this.turn += 1);
     const { run } = this.app;
@@ -79,7 +78,7 @@ export class AcrossView {
     }
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   async drawCompare(state) {
     const { run } = this.app;
     const { turn } = this;
@@ -91,7 +90,7 @@ export class AcrossView {
     const [first, second] = await Promise.all([run.record(before.step, before.record), run.record(after.step, after.record)]);
     if (turn !== this.turn) return;
     const choices = /** @type {[string, string][]} */ (this.found.map(({ step, record, reward }, i) => [String(i), `step ${step}, record ${record}, reward ${fixed(reward, 2)}`]));
-    const [a, b] = [first.column("token_ids") ?? [], second.column("token_ids") ?? []];
+    const [a, b] = [first.ids, second.ids];
     const parts = diff(a, b);
     const changedTokens = parts.filter(({ kind }) => kind !== "same").reduce((sum, { start, end }) => sum + end - start, 0);
     refill(this.compare, element("header", {}, element("h3", {}, "Text"), choice("from", choices, String(there), (other) => this.app.go({ other: Number(other) })),
@@ -101,7 +100,7 @@ export class AcrossView {
     element("p", { class: "muted" }, element("del", {}, "only before"), " ", element("ins", {}, "only after")));
   }
 
-  /** @param {import("../data/diff.js").Part} part @param {ArrayLike<number>} a @param {ArrayLike<number>} b */
+  /** @param {Part} part @param {ArrayLike<number>} a @param {ArrayLike<number>} b */
   part({ kind, start, end }, a, b) {
     const ids = kind === "first" ? a : b;
     const show = (/** @type {number} */ from, /** @type {number} */ to) => Array.from({ length: to - from }, (_, i) => this.app.run.vocabulary.show(ids, from + i)).join("").replaceAll("⏎", "⏎\n");
@@ -109,4 +108,61 @@ export class AcrossView {
     if (end - start <= 2 * FOLD) return [show(start, end)];
     return [show(start, start + FOLD), element("span", { class: "fold" }, ` ⋯ ${end - start - 2 * FOLD} common ⋯ `), show(end - FOLD, end)];
   }
+}
+
+// What two token sequences share: the parts in order, each common, only in the first, or only in the second.
+
+/** @typedef {{kind: "same" | "first" | "second", start: number, end: number}} Part `start`, `end`: in the sequence it is of; "same": in the second */
+
+const LONGEST = 3000; // beyond it, only common beginnings and ends are found
+
+/** @param {ArrayLike<number>} first @param {ArrayLike<number>} second @returns {Part[]} */
+export function diff(first, second) {
+  const start = commonPrefix([first, second]);
+  let [a, b] = [first.length, second.length];
+  while (a > start && b > start && first[a - 1] === second[b - 1]) { a -= 1; b -= 1; }
+  /** @type {Part[]} */
+  const parts = [];
+  push(parts, "same", 0, start);
+  if (a - start > LONGEST || b - start > LONGEST) {
+    push(parts, "first", start, a);
+    push(parts, "second", start, b);
+  } else middle(first, second, start, a, b, parts);
+  push(parts, "same", b, second.length);
+  return parts;
+}
+
+/** @param {ArrayLike<number>[]} sequences */
+export function commonPrefix(sequences) {
+  const shortest = Math.min(...sequences.map(({ length }) => length));
+  let at = 0;
+  while (at < shortest && sequences.every((sequence) => sequence[at] === sequences[0][at])) at += 1;
+  return at;
+}
+
+/** The longest common subsequence of what differs. @param {ArrayLike<number>} first @param {ArrayLike<number>} second
+ * @param {number} start @param {number} a @param {number} b @param {Part[]} parts */
+function middle(first, second, start, a, b, parts) {
+  const [rows, columns] = [a - start, b - start];
+  const table = new Uint16Array((rows + 1) * (columns + 1));
+  for (let i = rows - 1; i >= 0; i -= 1) {
+    for (let j = columns - 1; j >= 0; j -= 1) {
+      const at = i * (columns + 1) + j;
+      table[at] = first[start + i] === second[start + j] ? table[at + columns + 2] + 1 : Math.max(table[at + columns + 1], table[at + 1]);
+    }
+  }
+  let [i, j] = [0, 0];
+  while (i < rows || j < columns) {
+    const at = i * (columns + 1) + j;
+    if (i < rows && j < columns && first[start + i] === second[start + j]) { push(parts, "same", start + j, start + j + 1); i += 1; j += 1; }
+    else if (i < rows && (j === columns || table[at + columns + 1] >= table[at + 1])) { push(parts, "first", start + i, start + i + 1); i += 1; }
+    else { push(parts, "second", start + j, start + j + 1); j += 1; }
+  }
+}
+
+/** @param {Part[]} parts @param {Part["kind"]} kind @param {number} start @param {number} end */
+function push(parts, kind, start, end) {
+  if (start >= end) return;
+  const last = parts[parts.length - 1];
+  if (last?.kind === kind && last.end === start) last.end = end; else parts.push({ kind, start, end });
 }

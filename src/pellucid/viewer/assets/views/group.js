@@ -1,14 +1,13 @@
 // All rollouts of one example side by side: what each was worth, how long it is, where it goes its own way.
 
-import { commonPrefix } from "../data/diff.js";
 import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
 import { recordsColumns } from "../data/save.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
 import { count, fixed, plural, short, signed } from "../draw/format.js";
-import { legend } from "../draw/legend.js";
 import { drawStrip } from "../draw/minimap.js";
 import { saveBar } from "../draw/saving.js";
-import { ColourScale } from "../draw/scale.js";
+import { ColourScale, legend } from "../draw/scale.js";
+import { commonPrefix } from "./across.js";
 
 const SHOWN = 360; // tokens of a member after the fold; the rest is in its record
 const BEFORE = 6; // of the common beginning, after the fold
@@ -24,7 +23,7 @@ export class GroupView {
     this.turn = 0;
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   async update(state) {
     const turn = (this.turn += 1);
     const { run } = this.app;
@@ -47,10 +46,10 @@ export class GroupView {
     this.draw(state, index, records, metric, scale, `${name} ${word}`);
   }
 
-  /** @param {import("../state/store.js").State} state @param {any} index @param {import("../data/run.js").TokenRecord[]} records
+  /** @param {import("../state.js").State} state @param {any} index @param {import("../data/run.js").TokenRecord[]} records
    * @param {import("../data/metrics.js").Metric} metric @param {ColourScale} scale @param {string} title */
   draw(state, index, records, metric, scale, title) {
-    const ids = records.map((record) => record.column("token_ids") ?? []);
+    const ids = records.map((record) => record.ids);
     const shared = records.length > 1 ? commonPrefix(ids) : 0;
     const rewards = records.map((record) => record.field("reward"));
     const known = rewards.filter((reward) => reward !== null);

@@ -1,19 +1,15 @@
 // One record: who says what, every token coloured, the whole sequence at a glance, one token explained.
 
 import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
-import { maskSide } from "../data/reason.js";
 import { recordColumns } from "../data/save.js";
-import { lineChart } from "../draw/chart.js";
+import { extremes, lineChart } from "../draw/chart.js";
 import { afterPaint, choice, element, notice, refill, toggle } from "../draw/dom.js";
-import { extremes } from "../draw/extremes.js";
 import { count, plural, short, signed } from "../draw/format.js";
-import { legend } from "../draw/legend.js";
 import { Minimap } from "../draw/minimap.js";
 import { saveBar } from "../draw/saving.js";
-import { ColourScale } from "../draw/scale.js";
+import { ColourScale, legend } from "../draw/scale.js";
 import { TokenText } from "../draw/tokens.js";
-import { TokenTable } from "./token_table.js";
-import { spokenToken, tokenDetails } from "./token.js";
+import { TokenTable, maskSide, spokenToken, tokenDetails } from "./token.js";
 
 const CHART_HEIGHT = 118;
 const CHART_POINTS = 4000; // more than there are pixels
@@ -66,7 +62,7 @@ export class RecordView {
     this.turn = 0;
   }
 
-  /** @param {import("../state/store.js").State} state @param {Set<string>} changed */
+  /** @param {import("../state.js").State} state @param {Set<string>} changed */
   async update(state, changed) {
     const turn = (this.turn += 1);
     if (this.isLead || this.record?.step !== state.step || this.record.record !== state.record) {
@@ -78,7 +74,7 @@ export class RecordView {
     }
   }
 
-  /** Shows another record: of a long one the beginning first. @param {import("../state/store.js").State} state @param {number} turn */
+  /** Shows another record: of a long one the beginning first. @param {import("../state.js").State} state @param {number} turn */
   async open(state, turn) {
     const { run } = this.app;
     const isPlain = !state.table && !state.search && !state.filter && state.scope !== "record" && state.token < 0;
@@ -101,7 +97,7 @@ export class RecordView {
     if (this.record === record) this.drawHead();
   }
 
-  /** @param {import("../data/run.js").TokenRecord} record @param {import("../state/store.js").State} state @param {number} turn */
+  /** @param {import("../data/run.js").TokenRecord} record @param {import("../state.js").State} state @param {number} turn */
   async present(record, state, turn) {
     this.record = record;
     this.isLead = record.length < record.field("tokens");
@@ -144,7 +140,7 @@ export class RecordView {
       element("p", { class: "ids" }, ...ids.map(([name, text]) => element("span", {}, `${name} `, element("code", {}, String(text))))));
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   async colour(state) {
     const { record, app } = this;
     const metric = metricOf(state.fill);
@@ -157,7 +153,7 @@ export class RecordView {
     this.outliers = null;
     const marks = await app.matches(record);
     if (this.record !== record) return;
-    const ids = record.column("token_ids") ?? [];
+    const ids = record.ids;
     const look = {
       colour: (/** @type {number} */ i) => (record.isTrainable(i) && values ? this.scale.colour(values[i]) : null),
       classes: (/** @type {number} */ i) => classesOf(app.run, record, ids, i, state.masks) + (marks?.[i] ? " match" : ""),
@@ -174,7 +170,7 @@ export class RecordView {
     if (!this.isLead) afterPaint().then(() => { if (this.record === record) this.drawOverview(look); });
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   drawLook(state) {
     const { app } = this;
     const none = this.values ? null : element("span", { class: "look-none" }, `${this.metric.label} is ${this.values === null && this.record.column(this.metric.column) === null ? "without meaning here" : "not recorded"}`);
@@ -213,7 +209,7 @@ export class RecordView {
     });
   }
 
-  /** @param {import("../state/store.js").State} state @param {boolean} isNew */
+  /** @param {import("../state.js").State} state @param {boolean} isNew */
   pin(state, isNew) {
     const token = state.token < this.record.length ? state.token : -1;
     if (state.table) this.table?.reveal(token);
@@ -272,4 +268,3 @@ export function trainableSpans(record) {
   }
   return spans;
 }
-

@@ -2,18 +2,16 @@
 // per position, and the same per environment. Ranges that are brushed select tokens, and with them records.
 
 import { METRICS, RATIO, metricOf, valuesOf } from "../data/metrics.js";
-import { versionIn } from "../data/points.js";
+import { versionIn } from "../data/run.js";
 import { chosenTokens, selectionColumns } from "../data/save.js";
 import { parseBrushes, select, serialiseBrushes } from "../data/select.js";
 import { lineChart } from "../draw/chart.js";
+import { Histogram, Scatter, binned } from "../draw/distribution.js";
 import { choice, element, notice, refill, toggle } from "../draw/dom.js";
 import { compact, count, percent, plural, short, signed } from "../draw/format.js";
-import { Histogram, binned } from "../draw/histogram.js";
 import { saveBar, saveChart } from "../draw/saving.js";
 import { domainOf } from "../draw/scale.js";
-import { Scatter } from "../draw/scatter.js";
-import { IdsTable } from "./ids_table.js";
-import { RecordsTable } from "./records_table.js";
+import { IdsTable, RecordsTable } from "./step_tables.js";
 
 const HISTOGRAMS = ["kl", "ratio", "entropy", "surprise", "delta", "adv", "loss"];
 const MORE = ["logratio", "reward", "stale"];
@@ -63,7 +61,7 @@ export class StepView {
   /** @param {number} token */
   open(token) { this.app.go({ view: "record", record: this.all.owners[token], token: this.all.position(token) }); }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   async update(state) {
     const turn = (this.turn += 1);
     const { run } = this.app;
@@ -83,7 +81,7 @@ export class StepView {
     this.drawHead(index, true);
   }
 
-  /** What the index alone tells: at once, before any token is read. @param {any} index @param {import("../state/store.js").State} state */
+  /** What the index alone tells: at once, before any token is read. @param {any} index @param {import("../state.js").State} state */
   drawFirst(index, state) {
     for (const [key, histogram] of this.histograms) {
       const bins = key === "stale" || !isShown(key, state) ? null : index.summary.histograms[metricOf(key).column];
@@ -114,7 +112,7 @@ export class StepView {
       columns: () => selectionColumns(this.all, chosenTokens(this.chosen), this.app.run.vocabulary), shown: () => this.root })));
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   draw(state) {
     const { all, app } = this;
     const vocabulary = app.run.vocabulary;
@@ -145,7 +143,7 @@ export class StepView {
     this.drawEnvs(chosen);
   }
 
-  /** @param {import("../state/store.js").State} state @param {Uint8Array} chosen */
+  /** @param {import("../state.js").State} state @param {Uint8Array} chosen */
   drawScatter(state, chosen) {
     const choices = /** @type {[string, string][]} */ ([...METRICS, RATIO].map(({ key, label }) => [key, label]));
     this.scatterBar.replaceChildren(element("h3", {}, "Scatter"), choice("y", choices, state.y, (y) => this.app.go({ y })),
@@ -159,7 +157,7 @@ export class StepView {
     this.scatter.show(axis(state.x), axis(state.y), tokens);
   }
 
-  /** @param {import("../state/store.js").State} state @param {Uint8Array} chosen */
+  /** @param {import("../state.js").State} state @param {Uint8Array} chosen */
   drawPositions(state, chosen) {
     const metric = metricOf(state.fill);
     const values = valuesOf(this.all, metric);
@@ -192,14 +190,14 @@ export class StepView {
 }
 
 /** What the index knows of the filters: the weights only once the records are measured. @param {any} index @param {number} record
- * @param {import("../state/store.js").State} state */
+ * @param {import("../state.js").State} state */
 function isMeant(index, record, { env, rank, weights }) {
   const version = versionIn(weights, index.step);
   return (!env || index.value("env", record) === env) && (rank < 0 || index.value("rank", record) === rank)
     && (version === null || !index.measures || index.value("version_low", record) === version);
 }
 
-/** Also one whose brush is set. @param {string} key @param {import("../state/store.js").State} state */
+/** Also one whose brush is set. @param {string} key @param {import("../state.js").State} state */
 const isShown = (key, { more, brush }) => more || HISTOGRAMS.includes(key) || parseBrushes(brush).some(({ metric }) => metric === key);
 
 /** @param {any} bins of log π, as bins of −log π */

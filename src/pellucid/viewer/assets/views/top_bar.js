@@ -1,11 +1,10 @@
 // The bar above every view: which view, which step, which environment, search and filter.
 
-import { compileFilter } from "../data/filter.js";
-import { choicesOf } from "../data/points.js";
-import { parseQuery } from "../data/search.js";
+import { choicesOf } from "../data/run.js";
+import { compileFilter } from "../data/select.js";
 import { byId, element } from "../draw/dom.js";
 import { plural } from "../draw/format.js";
-import { SearchResults } from "./search_results.js";
+import { SearchResults, parseQuery } from "./search.js";
 
 const TITLES = /** @type {[string, string, string][]} */ ([
   ["run", "Run", "the whole run over its steps, and where its tokens went"],
@@ -62,7 +61,7 @@ export class TopBar {
     this.app.go({ [what]: text });
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   update(state) {
     for (const [name, tab] of this.tabs) {
       if (name === state.view) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current");
@@ -77,7 +76,7 @@ export class TopBar {
     this.results.update(state);
   }
 
-  /** Rank and weights, where there are several, or one is asked for. @param {import("../state/store.js").State} state */
+  /** Rank and weights, where there are several, or one is asked for. @param {import("../state.js").State} state */
   updateSlices({ rank, weights }) {
     if (this.head !== this.app.run.head) {
       this.head = this.app.run.head;

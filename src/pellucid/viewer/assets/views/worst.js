@@ -1,17 +1,14 @@
 // The tokens that stand out, each with what stands around it. A row leads to its token.
 
-import { compileFilter } from "../data/filter.js";
 import { METRICS, RATIO, metricOf, valuesOf } from "../data/metrics.js";
 import { joined, tokenRow } from "../data/save.js";
-import { select } from "../data/select.js";
-import { KINDS, cut, worstTokens } from "../data/worst.js";
-import { contextLine } from "../draw/context.js";
+import { compileFilter, select } from "../data/select.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
 import { count, plural, short, signed } from "../draw/format.js";
-import { legend } from "../draw/legend.js";
 import { saveBar } from "../draw/saving.js";
-import { ColourScale, domainOf } from "../draw/scale.js";
+import { ColourScale, domainOf, legend } from "../draw/scale.js";
 import { VirtualTable } from "../draw/table.js";
+import { contextLine } from "../draw/tokens.js";
 
 const LIMIT = 200;
 const CONTEXT = 12;
@@ -26,7 +23,7 @@ export class WorstView {
     this.app = app;
     this.bar = element("header", { class: "look plain" });
     this.note = element("p", { class: "muted", role: "status" });
-    /** @type {import("../data/worst.js").Found[]} */
+    /** @type {Found[]} */
     this.found = [];
     /** @type {Map<string, import("../data/run.js").TokenRecord>} those that hold what was found */
     this.records = new Map();
@@ -64,16 +61,16 @@ export class WorstView {
     return joined(rows);
   }
 
-  /** Undefined as long as it is not read. @param {import("../data/worst.js").Found} found */
+  /** Undefined as long as it is not read. @param {Found} found */
   record(found) { return this.records.get(`${found.step}/${found.record}`); }
 
-  /** @param {string} name @param {import("../data/worst.js").Found} found */
+  /** @param {string} name @param {Found} found */
   read(name, found) { return this.record(found)?.value(name, found.token); }
 
-  /** @param {import("../data/worst.js").Found} found */
+  /** @param {Found} found */
   where({ step, record, token }) { return `${step} / ${record} / ${token}`; }
 
-  /** @param {import("../data/worst.js").Found} found */
+  /** @param {Found} found */
   state(found) {
     if (!this.record(found)) return "…";
     if (this.app.run.isSkipped(found.step)) return "skipped";
@@ -82,21 +79,21 @@ export class WorstView {
     return this.read("is_masked", found) === 1 ? "masked" : "trained";
   }
 
-  /** @param {import("../data/worst.js").Found} found */
+  /** @param {Found} found */
   open({ step, record, token }) {
     this.app.go({ view: "record", step, record, token, fill: metricOf(this.app.state.top).key === "ratio" ? "logratio" : this.app.state.top });
   }
 
-  /** @param {import("../data/worst.js").Found} found */
+  /** @param {Found} found */
   context(found) {
     const record = this.record(found);
     if (!record) return "…";
     const values = valuesOf(record, metricOf(this.app.state.top));
-    return contextLine(this.app.run.vocabulary, record.column("token_ids") ?? [], Math.max(0, found.token - CONTEXT), Math.min(record.length, found.token + CONTEXT + 1), found.token,
+    return contextLine(this.app.run.vocabulary, record.ids, Math.max(0, found.token - CONTEXT), Math.min(record.length, found.token + CONTEXT + 1), found.token,
       (at) => (record.isTrainable(at) && values ? this.scale.colour(values[at]) : null));
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   async update(state) {
     const turn = (this.turn += 1);
     const { run } = this.app;
@@ -112,7 +109,7 @@ export class WorstView {
       }
     }
     const steps = state.within === "run" ? run.steps : [state.step];
-    /** @type {import("../data/worst.js").Found[]} */
+    /** @type {Found[]} */
     let found = [];
     for (const [place, step] of steps.entries()) {
       const all = await run.stepTokens(step);
@@ -131,8 +128,8 @@ export class WorstView {
     }
   }
 
-  /** Of the whole run, from the server; null where it has no answer. @param {import("../state/store.js").State} state
-   * @returns {Promise<import("../data/worst.js").Found[] | null>} */
+  /** Of the whole run, from the server; null where it has no answer. @param {import("../state.js").State} state
+   * @returns {Promise<Found[] | null>} */
   async ask({ top, kind, env, rank, weights, filter }) {
     let tree = null;
     try {
@@ -143,7 +140,7 @@ export class WorstView {
   }
 
   /** The rows at once, what stands around their tokens as it is read.
-   * @param {import("../state/store.js").State} state @param {number} turn @param {import("../data/worst.js").Found[]} found @param {string} where */
+   * @param {import("../state.js").State} state @param {number} turn @param {Found[]} found @param {string} where */
   async show(state, turn, found, where) {
     this.found = found;
     const wanted = new Map(found.map(({ step, record }) => [`${step}/${record}`, { step, record }]));
@@ -157,7 +154,7 @@ export class WorstView {
     }
   }
 
-  /** @param {import("../state/store.js").State} state @param {string} where */
+  /** @param {import("../state.js").State} state @param {string} where */
   draw(state, where) {
     const { app } = this;
     refill(this.bar,
@@ -174,4 +171,69 @@ export class WorstView {
     }
     this.table.show(Array.from({ length: this.found.length }, (_, i) => i));
   }
+}
+
+// The tokens of a step that stand out, by class.
+
+
+/** @typedef {import("../data/run.js").StepTokens} StepTokens @typedef {{step: number, record: number, token: number, value: number, score: number}} Found */
+
+/** @type {Record<string, {title: string, about: string}>} */
+export const KINDS = {
+  all: { title: "all trainable tokens", about: "furthest from 0 by the metric" },
+  trained: { title: "high KL, yet trained", about: "trained although the mismatch KL is beyond the p95 of the step" },
+  masked: { title: "masked", about: "outside the trust region, on either side" },
+  high: { title: "masked high", about: "A > 0 and the probability already rose too far" },
+  low: { title: "masked low", about: "A < 0 and the probability already fell too far" },
+  against: { title: "advantage against the ratio", about: "the loss pushes up what went down since sampling, or the other way round" },
+};
+
+/**
+ * @param {StepTokens} all @param {string} kind @param {string} key @param {Uint8Array} chosen @param {number} limit
+ * @returns {Found[]} best first
+ */
+export function worstTokens(all, kind, key, chosen, limit) {
+  const values = valuesOf(all, metricOf(key));
+  if (!values) return [];
+  const test = testOf(all, kind, chosen);
+  /** @type {Found[]} */
+  const found = [];
+  let bar = -Infinity;
+  for (let token = 0; token < all.length; token += 1) {
+    if (!chosen[token] || Number.isNaN(values[token])) continue;
+    const score = Math.abs(values[token]);
+    if (score <= bar || !test(token)) continue;
+    found.push({ step: all.step, record: all.owners[token], token: all.position(token), value: values[token], score });
+    if (found.length >= 4 * limit) bar = cut(found, limit);
+  }
+  cut(found, limit);
+  return found;
+}
+
+/** Keeps the best; returns what a further one has to beat. @param {Found[]} found @param {number} limit */
+export function cut(found, limit) {
+  found.sort((a, b) => b.score - a.score || a.step - b.step || a.record - b.record || a.token - b.token);
+  if (found.length <= limit) return -Infinity;
+  found.length = limit;
+  return found[limit - 1].score;
+}
+
+/** @param {StepTokens} all @param {string} kind @param {Uint8Array} chosen @returns {(token: number) => boolean} */
+function testOf(all, kind, chosen) {
+  const column = (/** @type {string} */ name) => all.column(name);
+  const flag = (/** @type {string} */ name) => { const values = column(name); return (/** @type {number} */ token) => values?.[token] === 1; };
+  if (kind === "masked") return flag("is_masked");
+  if (kind === "high") return flag("is_masked_high");
+  if (kind === "low") return flag("is_masked_low");
+  if (kind === "trained") {
+    const [kl, masked] = [column("mismatch_kl"), flag("is_masked")];
+    if (!kl) return () => false;
+    const { high } = domainOf(kl, (i) => chosen[i] === 1, { ...metricOf("kl"), key: "kl" });
+    return (token) => kl[token] >= Math.min(high, 0.05) && !masked(token);
+  }
+  if (kind === "against") {
+    const [advantage, ratio] = [column("advantages"), column("log_importance_ratio")];
+    return (token) => Boolean(advantage && ratio) && /** @type {any} */ (advantage)[token] * /** @type {any} */ (ratio)[token] < 0;
+  }
+  return () => true;
 }

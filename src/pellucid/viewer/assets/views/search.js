@@ -1,6 +1,5 @@
 // Where a search finds something, in the record, the step or the run; a result leads to its token.
 
-import { occurrences, parseQuery } from "../data/search.js";
 import { element } from "../draw/dom.js";
 import { count, plural } from "../draw/format.js";
 
@@ -17,13 +16,13 @@ export class SearchResults {
     this.turn = 0;
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   update(state) {
     if (!state.search) this.close();
     else if (!this.root.hidden && this.key !== this.keyOf(state)) this.run();
   }
 
-  /** @param {import("../state/store.js").State} state */
+  /** @param {import("../state.js").State} state */
   keyOf(state) {
     const place = state.within === "run" ? "" : state.within === "step" ? state.step : `${state.step}/${state.record}`;
     return `${state.search}\u0000${state.within}\u0000${place}`;
@@ -58,7 +57,7 @@ export class SearchResults {
       for (const number of numbers) {
         const record = await run.record(step, number);
         if (turn !== this.turn) return;
-        const ids = record.column("token_ids") ?? [];
+        const ids = record.ids;
         const found = occurrences(query, ids, run.vocabulary);
         if (found.length) records += 1;
         for (const [from, to] of found) {
@@ -79,4 +78,73 @@ export class SearchResults {
     element("small", {}, `${record.step} / ${record.record} / ${from}`),
     element("span", {}, show(Math.max(0, from - CONTEXT), from), element("mark", {}, show(from, to)), show(to, Math.min(ids.length, to + CONTEXT)))));
   }
+}
+
+// Where a text, a pattern, a token id or a sequence of ids occurs.
+//
+//   hello        text, in any case        /h[ae]llo/i  a pattern
+//   #123         a token id               #123 45 6    ids in a row
+
+/** @typedef {{kind: "ids", ids: number[]} | {kind: "text", pattern: RegExp}} Query */
+
+export class SearchError extends Error {}
+
+/** @param {string} text @returns {Query | null} */
+export function parseQuery(text) {
+  const asked = text.trim();
+  if (!asked) return null;
+  const ids = asked.match(/^#(\d+(?:[\s,]+#?\d+)*)$/);
+  if (ids) return { kind: "ids", ids: ids[1].split(/[\s,#]+/).map(Number) };
+  const pattern = asked.match(/^\/(.+)\/([imsu]*)$/);
+  if (!pattern) return { kind: "text", pattern: new RegExp(asked.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"), "giu") };
+  try {
+    return { kind: "text", pattern: new RegExp(pattern[1], `g${pattern[2]}`) };
+  } catch (error) {
+    throw new SearchError(/** @type {Error} */ (error).message);
+  }
+}
+
+/**
+ * [first, last) tokens of every occurrence.
+ * @param {Query} query @param {ArrayLike<number>} ids @param {import("../data/texts.js").Vocabulary} vocabulary @param {number} [limit]
+ * @returns {[number, number][]}
+ */
+export function occurrences(query, ids, vocabulary, limit = 10_000) {
+  return query.kind === "ids" ? ofIds(query.ids, ids, limit) : ofText(query.pattern, ids, vocabulary, limit);
+}
+
+/** @param {number[]} wanted @param {ArrayLike<number>} ids @param {number} limit */
+function ofIds(wanted, ids, limit) {
+  const found = /** @type {[number, number][]} */ ([]);
+  for (let at = 0; at + wanted.length <= ids.length && found.length < limit; at += 1) {
+    if (wanted.every((id, i) => ids[at + i] === id)) found.push([at, at + wanted.length]);
+  }
+  return found;
+}
+
+/** @param {RegExp} pattern @param {ArrayLike<number>} ids @param {import("../data/texts.js").Vocabulary} vocabulary @param {number} limit */
+function ofText(pattern, ids, vocabulary, limit) {
+  const starts = new Int32Array(ids.length + 1);
+  const parts = [];
+  let length = 0;
+  for (let at = 0; at < ids.length; at += 1) {
+    starts[at] = length;
+    const known = vocabulary.texts.get(ids[at]);
+    const part = typeof known === "string" ? known : vocabulary.join(ids, at, at + 1);
+    parts.push(part);
+    length += part.length;
+  }
+  starts[ids.length] = length;
+  const text = parts.join("");
+  const found = /** @type {[number, number][]} */ ([]);
+  let token = 0;
+  for (const match of text.matchAll(pattern)) {
+    if (found.length >= limit) break;
+    const [from, to] = [match.index, match.index + Math.max(1, match[0].length)];
+    while (token + 1 < ids.length && starts[token + 1] <= from) token += 1;
+    let end = token + 1;
+    while (end < ids.length && starts[end] < to) end += 1;
+    found.push([token, end]);
+  }
+  return found;
 }
