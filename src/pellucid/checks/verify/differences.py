@@ -11,6 +11,8 @@ import torch
 from pellucid.checks.finding import Finding
 
 EPS = float(np.finfo(np.float32).eps)
+UNDERFLOW = 1e-30
+"""A gradient that float32 may lose: a ratio below 1e-38 is 0, whatever it is multiplied with later on."""
 
 STAGES: Mapping[str, str] = {
     "prompts": "chat template → token ids of a prompt",

@@ -28,7 +28,7 @@ from pellucid.checks.oracle import (
     off_policy_levels,
     ratios_of,
 )
-from pellucid.checks.verify.differences import EPS, Bounds, Differences
+from pellucid.checks.verify.differences import EPS, UNDERFLOW, Bounds, Differences
 from pellucid.checks.verify.expected import ExpectedRollout
 from pellucid.trainer.run import Run
 
@@ -222,7 +222,7 @@ def check_gradient(step: TrainedStep, found: Mapping[str, Tensor], differences: 
     )
     largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
     scale = max(float(np.abs(each).max()) for each in expected.logprobs)
-    bound = step.bounds.gradient(expected.denominator, scale) * largest
+    bound = step.bounds.gradient(expected.denominator, scale) * largest + UNDERFLOW
     for name, gradient in expected.gradients.items():
         if name in found:
             differences.near(
@@ -248,7 +248,7 @@ def check_update(
     own = {name: gradient.double().cpu() for name, gradient in gradients.items()}
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in own.values()))
     size = sum(gradient.numel() for gradient in own.values())
-    differences.near("norm", norm, logged["grad_norm"], 4 * math.sqrt(size) * EPS * norm, where)
+    differences.near("norm", norm, logged["grad_norm"], 4 * math.sqrt(size) * EPS * norm + UNDERFLOW, where)
     lr = rate_of(run, step)
     differences.near("learning rate", lr, logged["lr"], 16 * EPS * run.config.optim.lr, where)
     after_step = updated_weights(run, before, own, state, lr)
