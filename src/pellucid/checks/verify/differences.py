@@ -22,6 +22,7 @@ STAGES: Mapping[str, str] = {
     "advantages": "rewards of a group → advantages",
     "batches": "groups → batches: whole, in order, full, each rollout once, nothing without a signal",
     "staleness": "groups → those with a token that is too old, which are dropped",
+    "books": "tokens → outcomes and states in the ledgers of orchestrator and trainer",
     "metrics of batches": "batches → rewards and off-policy levels that are logged",
     "truncation": "samples → sequences of at most seq_len tokens",
     "off-policy levels": "versions of sampled tokens → export",
@@ -38,7 +39,7 @@ STAGES: Mapping[str, str] = {
     "learning rate": "step → learning rate",
     "update": "gradient → clipping → AdamW → weights",
     "published": "weights → weights/step_N",
-    "checkpoint": "checkpoint → weights of the trainer that goes on from it",
+    "checkpoint": "checkpoints: when they are due, their weights and ledger, the trainer that goes on",
     "model": "weights → model/, the result of a run",
 }
 """Stages in the order in which a token meets them."""

@@ -22,6 +22,11 @@ from torch import Tensor
 
 from pellucid.checks.finding import Finding
 from pellucid.checks.oracle import AdamWState, ReferenceModel, ReferenceSequence, ReferenceStep
+from pellucid.checks.verify.books import (
+    check_checkpoints,
+    check_orchestrator_books,
+    check_trainer_books,
+)
 from pellucid.checks.verify.differences import Bounds, Differences
 from pellucid.checks.verify.expected import ExpectedRun
 from pellucid.checks.verify.rollout_stages import check_rollouts
@@ -44,6 +49,9 @@ from pellucid.trainer.resume import restore
 from pellucid.trainer.run import Run
 from pellucid.trainer.stop import Stopped
 from pellucid.transport.weights import weights_folder
+
+CHECKPOINT_INTERVAL = 3
+"""Steps; the trainer is stopped before that, and ends after it."""
 
 MAX_PARAMETERS = 500_000_000
 """A larger model is not loaded once more in float64."""
@@ -74,6 +82,7 @@ def check_oracle(subject: Subject) -> Iterator[Finding]:
     folder = Path(mkdtemp(dir=subject.folder))
     expected = ExpectedRun(play(config, folder, subject.tokenizer, model), subject.tokenizer)
     check_rollouts(expected, differences)
+    check_orchestrator_books(expected, folder / "ledger" / "orchestrator.jsonl", differences)
     check_training(config, expected, model, folder, differences)
     yield from differences.findings()
 
@@ -133,6 +142,8 @@ def _train_resumed(
             differences.add("checkpoint", 0.0 if same else math.inf, f"{name} is not what it was")
         oracle.train(run, run.max_steps)
         check_weights("model", run, run.output_dir / "model", differences, "after the last step")
+        due = [RESUMED_AT, CHECKPOINT_INTERVAL, run.max_steps]
+        check_checkpoints(run, due, oracle.journal, differences)
 
 
 def _trainer_config(config: VerifyConfig, expected: ExpectedRun, grad_norm: float) -> VerifyConfig:
@@ -154,7 +165,9 @@ def _trainer_config(config: VerifyConfig, expected: ExpectedRun, grad_norm: floa
                             "weight_decay": max(trainer.optim.weight_decay, 0.01),
                         }
                     ),
-                    "ckpt": trainer.ckpt.model_copy(update={"interval": NUM_STEPS + 2}),
+                    "ckpt": trainer.ckpt.model_copy(
+                        update={"interval": CHECKPOINT_INTERVAL, "keep_last": NUM_STEPS + 1}
+                    ),
                 }
             ),
         }
@@ -200,6 +213,10 @@ class _OracleBeside:
             run.save_checkpoint()
             run.finish_checkpoint()
 
+    @property
+    def journal(self) -> Path:
+        return self._run.output_dir / "ledger" / "trainer.jsonl"
+
     def _note_gradient(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
             assert parameter.grad is not None
@@ -237,6 +254,8 @@ class _OracleBeside:
         check_step_metrics(trained, metrics, differences)
         check_gradient(trained, self._gradients, differences)
         check_update(run, step, forecast.before, self._gradients, metrics, self._state, differences)
+        whole = {key: trained.rollouts[key[0]].samples[key[1]] for key in trained.conversations}
+        check_trainer_books(trained, whole, self.journal, differences)
         folder = weights_folder(run.output_dir, step + 1)
         check_weights("published", run, folder, differences, f"step {step}")
 

@@ -18,6 +18,7 @@ from pellucid.data.tokenizer import load_tokenizer
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
+from pellucid.ledger import Journal, Stage
 from pellucid.model import Policy, load_policy
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.chat import ChatTemplate
@@ -158,7 +159,9 @@ def build_quiet_run(
     )
     part = quiet.part(TrainerRunConfig, monitors={})
     assert isinstance(part, TrainerRunConfig)
-    return build_run(part, batches or NoBatches(), None, [], ranks, publishes=records)
+    path = part.output_dir / "ledger" / "trainer.jsonl"
+    journal = Journal(path, Stage.TRAINER, resume=resume) if records else None
+    return build_run(part, batches or NoBatches(), journal, [], ranks, publishes=records)
 
 
 @contextmanager
