@@ -24,11 +24,12 @@ from pellucid.config import VerifyConfig
 from pellucid.data import Rollout, TokenTable
 from pellucid.export import TokenExporter
 from pellucid.inference import engine
+from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
 from pellucid.model.policy import Policy
 from pellucid.orchestrator import advantage, books, chat, samples, scheduler, session
-from pellucid.trainer import observer, trained
+from pellucid.trainer import observer, run, trained
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import LossResult
@@ -477,6 +478,37 @@ def tools_for_free(patch: Patch) -> None:
     patch.setattr(Rollout, "num_tool_tokens", property(lambda self: 0))
 
 
+def booked_as(patch: Patch, wrong: State | Flow, right: State | Flow) -> None:
+    original = Journal.count
+
+    def count(self: Any, run: str, env: str, what: State | Flow, tokens: int, link: str = "") -> None:
+        original(self, run, env, wrong if what is right else what, tokens, link)
+
+    patch.setattr(Journal, "count", count)
+
+
+def failed_booked_as_stale(patch: Patch) -> None:
+    booked_as(patch, State.STALE, State.FAILED_ROLLOUT)
+
+
+def masked_booked_as_trained(patch: Patch) -> None:
+    booked_as(patch, State.TRAINED, State.MASKED)
+
+
+def last_checkpoint_missing(patch: Patch) -> None:
+    original = Run.save_checkpoint
+
+    def save(self: Any) -> None:
+        if self._num_trained < self.max_steps:
+            original(self)
+
+    patch.setattr(Run, "save_checkpoint", save)
+
+
+def checkpoint_without_ledger(patch: Patch) -> None:
+    patch.setattr(run, "sum_entries", lambda entries: [])
+
+
 @pytest.mark.parametrize(
     ("plant", "stage"),
     [
@@ -491,6 +523,7 @@ def tools_for_free(patch: Patch) -> None:
         (newest_first, "batches"),
         (half_a_batch, "batches"),
         (group_lost, "batches"),
+        (failed_booked_as_stale, "books of batches"),
         (levels_of_another_step, "metrics of batches"),
     ],
 )
@@ -511,6 +544,7 @@ def test_a_fault_of_the_orchestrator_is_named_by_its_stage(
         (swapped_sides, "masks"),
         (wrong_sign, "token losses"),
         (entropy_of_all_tokens, "metrics of steps"),
+        (masked_booked_as_trained, "books of steps"),
         (twice_the_loss, "gradient"),
         (never_cleared, "gradient"),
         (frozen_layer, "gradient"),
@@ -531,6 +565,8 @@ def test_a_fault_of_the_trainer_is_named_by_its_stage(
     ("plant", "stage"),
     [
         (weights_lost, "checkpoint"),
+        (last_checkpoint_missing, "checkpoint"),
+        (checkpoint_without_ledger, "checkpoint"),
         (moments_lost, "update"),
         (teacher_forgotten, "token losses"),
         (halved_sft_loss, "token losses"),

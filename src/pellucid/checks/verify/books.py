@@ -25,8 +25,6 @@ from pellucid.transport.weights import weights_folder
 Counts = dict[str, dict[str, int]]
 """Tokens by environment and state."""
 
-STATES = {state.value for state in State}
-
 
 def _entries(journal: Path) -> Iterator[dict[str, Any]]:
     for line in journal.read_text().splitlines() if journal.exists() else ():
@@ -42,22 +40,24 @@ def _summed(entries: Iterator[dict[str, Any]]) -> Counts:
     return {env: {what: tokens for what, tokens in own.items() if tokens} for env, own in counts.items()}
 
 
-def check_orchestrator_books(expected: ExpectedRun, journal: Path, differences: Differences) -> None:
+def check_orchestrator_books(expected: ExpectedRun, differences: Differences) -> None:
     """Holds the tokens of every outcome to what the client sampled for the rollouts that had it."""
-    wanted: Counts = {}
+    journal, wanted = expected.played.folder / "ledger" / "orchestrator.jsonl", Counts()
     for each in expected.played.settled:
         rollout = expected.rollouts.get(each["rollout_id"])  # None: its request was given up
         num_tokens = 0 if rollout is None else sum(len(turn.reply_ids) for turn in rollout.turns)
         own = wanted.setdefault(each["env_name"], {})
         own[each["outcome"]] = own.get(each["outcome"], 0) + num_tokens
-        differences.same("books", num_tokens, each["num_tokens"], f"rollout {each['rollout_id']}: its tokens")
+        differences.same(
+            "books of batches", num_tokens, each["num_tokens"], f"rollout {each['rollout_id']}: its tokens"
+        )
         if each["rollout_id"] in expected.failed:
             where = f"rollout {each['rollout_id']}, which failed: its outcome"
-            differences.same("books", State.FAILED_ROLLOUT.value, each["outcome"], where)
+            differences.same("books of batches", State.FAILED_ROLLOUT.value, each["outcome"], where)
     found = _summed(_entries(journal))
     for env, own in wanted.items():
         booked = {what: found.get(env, {}).get(what, 0) for what in own}
-        differences.same("books", own, booked, f"{env}: tokens by outcome in {journal.name}")
+        differences.same("books of batches", own, booked, f"{env}: tokens by outcome in {journal.name}")
 
 
 def check_trainer_books(
@@ -90,7 +90,7 @@ def check_trainer_books(
         for what, tokens in counts.items():
             allowed = 0.5 + (undecided if what in (State.MASKED, State.TRAINED) else 0)
             where = f"{step.where}, {env}: {what.value} tokens in {journal.name}"
-            differences.near("books", tokens, found.get(env, {}).get(what.value, 0), allowed, where)
+            differences.near("books of steps", tokens, found.get(env, {}).get(what.value, 0), allowed, where)
 
 
 def check_checkpoints(run: Run, due: list[int], journal: Path, differences: Differences) -> None:

@@ -22,11 +22,7 @@ from torch import Tensor
 
 from pellucid.checks.finding import Finding
 from pellucid.checks.oracle import AdamWState, ReferenceModel, ReferenceSequence, ReferenceStep
-from pellucid.checks.verify.books import (
-    check_checkpoints,
-    check_orchestrator_books,
-    check_trainer_books,
-)
+from pellucid.checks.verify.books import check_checkpoints, check_trainer_books
 from pellucid.checks.verify.differences import Bounds, Differences
 from pellucid.checks.verify.expected import ExpectedRun
 from pellucid.checks.verify.rollout_stages import check_rollouts
@@ -82,7 +78,6 @@ def check_oracle(subject: Subject) -> Iterator[Finding]:
     folder = Path(mkdtemp(dir=subject.folder))
     expected = ExpectedRun(play(config, folder, subject.tokenizer, model), subject.tokenizer)
     check_rollouts(expected, differences)
-    check_orchestrator_books(expected, folder / "ledger" / "orchestrator.jsonl", differences)
     check_training(config, expected, model, folder, differences)
     yield from differences.findings()
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.checks.oracle import expected_batches, off_policy_levels, prompt_ids_of, response_ids_of
+from pellucid.checks.verify.books import check_orchestrator_books
 from pellucid.checks.verify.differences import EPS, Differences
 from pellucid.checks.verify.expected import ExpectedRun, group_of, rollouts_of
 from pellucid.checks.verify.scenario import (
@@ -35,6 +36,7 @@ def check_rollouts(expected: ExpectedRun, differences: Differences) -> None:
             check_prompts(expected, differences, rollout_id, table["example_id"][rows[0]], where)
             check_samples(expected, differences, rollout_id, table, rows, where)
     check_batches(expected, differences)
+    check_orchestrator_books(expected, differences)
     check_batch_metrics(expected, differences)
 
 

@@ -115,6 +115,7 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
 class Played:
     """The outcome of a scenario: what was sampled, and the batches that it became."""
 
+    folder: Path
     config: OrchestratorRunConfig
     requests: list[ScriptedRequest]
     batches: list[Batch]
@@ -187,7 +188,7 @@ def play(config: VerifyConfig, folder: Path, tokenizer: Any, model: ReferenceMod
     receiver = FilesystemReceiver(folder)
     batches = [receiver.receive(step) for step in range(NUM_STEPS)]
     logged = {record["step"]: record for record in read_metrics(folder / "metrics" / "orchestrator.jsonl")}
-    return Played(part, client.requests, batches, _settled(folder), logged)
+    return Played(folder, part, client.requests, batches, _settled(folder), logged)
 
 
 def _settled(folder: Path) -> list[dict[str, Any]]:
