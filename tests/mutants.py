@@ -39,7 +39,7 @@ BESIDE = {
     "signals tasks teacher verifiers",
     "trainer": "alarms cost entry log_sink machine many sft_data sft_rows sft_tokens stop update_watch "
     "validation",
-    "transport": "channel keys memory open zmq_receiver zmq_sender zmq_link",
+    "transport": "zmq_link zmq_receiver zmq_sender",
 }
 """Modules and folders of `PACKAGES` that no sampled token, logprob or reward passes on its way into weights
 and record, or that are about sockets, reports, other engines and other data."""
