@@ -442,8 +442,10 @@ class Examination:
 
         def one(scenario: Scenario) -> None:
             laboratory = self._free.get()
-            self.baselines[scenario.name] = baseline = laboratory.measure(scenario)
-            self._free.put(laboratory)
+            try:
+                self.baselines[scenario.name] = baseline = laboratory.measure(scenario)
+            finally:
+                self._free.put(laboratory)
             times = ", ".join(f"{command} {seconds:.0f} s" for command, seconds in baseline.seconds.items())
             print(f"{scenario.name}: {times}; {len(baseline.lines):,} lines", flush=True)
 
@@ -501,14 +503,19 @@ class Examination:
 
     def _each(self, function: Any, items: Sequence[Any]) -> None:
         with ThreadPoolExecutor(len(self.laboratories)) as pool:
-            for ended in [pool.submit(function, item) for item in items]:
-                ended.result()
+            try:
+                for ended in [pool.submit(function, item) for item in items]:
+                    ended.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
 
 def _digest(changing: bool) -> str:
-    """Names the sources and scenarios that a baseline is of."""
-    texts = [path.read_bytes() for path in (Path(__file__), *sorted(PACKAGE.rglob("*.py")))]
-    return hashlib.sha256(b"".join([*texts, bytes([changing])])).hexdigest()[:12]
+    """Names the sources and scenarios that a baseline is of; checks change no run."""
+    files = [*Path(__file__).parent.glob("mut*.py"), *PACKAGE.rglob("*.py")]
+    told = [path for path in sorted(files) if not changing or path.parts[-3] != "checks"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in told)).hexdigest()[:12]
 
 
 def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:

@@ -170,6 +170,13 @@ def test_other_settings_agree(opened: subject.Subject, settings: dict[str, Any])
     )
 
 
+def test_a_model_with_experts_agrees(tiny_moe: Path) -> None:
+    settings = {"model": {"name": str(tiny_moe)}, "trainer": {"threads": 1}}
+    with subject.opened(VerifyConfig.model_validate(settings)) as opened:
+        findings = list(path.check_oracle(opened))
+    assert [finding.meaning for finding in findings if not finding.passed] == []
+
+
 def test_the_scenario_has_a_sample_of_every_kind(sound: Sound) -> None:
     """Else the checks would agree on nothing but the usual."""
     expected = sound.expected

@@ -31,6 +31,7 @@ from pellucid.checks.verify.subject import Subject, build_quiet_run
 from pellucid.checks.verify.training_stages import (
     TrainedStep,
     check_gradient,
+    check_model,
     check_record,
     check_step_metrics,
     check_update,
@@ -136,7 +137,7 @@ def _train_resumed(
             same = torch.equal(weight, weights[name])
             differences.add("checkpoint", 0.0 if same else math.inf, f"{name} is not what it was")
         oracle.train(run, run.max_steps)
-        check_weights("model", run, run.output_dir / "model", differences, "after the last step")
+        check_model(run, run.output_dir / "model", differences)
         due = [RESUMED_AT, CHECKPOINT_INTERVAL, run.max_steps]
         check_checkpoints(run, due, oracle.journal, differences)
 

@@ -291,7 +291,22 @@ def check_moved(
 
 def check_weights(stage: str, run: Run, folder: Path, differences: Differences, where: str) -> None:
     """Holds the files of a folder to the weights of the run, bit by bit."""
-    written = read_weights(folder)
+    _check_written(stage, run, read_weights(folder), differences, where)
+
+
+def check_model(run: Run, folder: Path, differences: Differences) -> None:
+    """Holds the result of a run, as Hugging Face reads it: the files of some models have other names."""
+    if (folder / "config.json").exists():
+        own = type(run.policy.hf).from_pretrained(folder, dtype="auto", trust_remote_code=False)
+        written = {name: parameter.detach() for name, parameter in own.named_parameters()}
+    else:
+        written = read_weights(folder)
+    _check_written("model", run, written, differences, "after the last step")
+
+
+def _check_written(
+    stage: str, run: Run, written: Mapping[str, Tensor], differences: Differences, where: str
+) -> None:
     for name, weight in trained_weights(run).items():
         if name not in written:
             differences.add(stage, math.inf, f"{where}: {name} is missing")
