@@ -67,7 +67,7 @@ def check_trainer_books(
     differences: Differences,
 ) -> None:
     """Holds what the trainer books of a step to the oracle's masks; `whole`: its samples, not truncated."""
-    wanted: dict[str, Counter[str]] = {}
+    wanted: dict[str, Counter[State | Flow]] = {}
     for key, conversation in step.conversations.items():
         sampled, trainable = np.array(conversation.is_sampled), np.array(conversation.is_trainable)
         num_received = sum(whole[key].is_sampled)
