@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pellucid.data import Completion, Example, Rollout, Turn
+from pellucid.data import Completion, Example, Rollout, Turn, join_columns
 from pellucid.errors import DataError
 
 
@@ -53,3 +53,19 @@ def test_fifteen_thousand_tokens_take_the_bytes_of_their_arrays() -> None:
     left = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert 180_000 < held < 195_000 and left < 10_000
+
+
+def test_columns_that_an_engine_adds_are_kept_and_joined() -> None:
+    first = Turn(
+        [5], Completion([1, 2], [-0.5, -0.5], [(0, 2)], "stop", columns={"temperatures": [0.5, 0.7]}), ""
+    )
+    second = Turn([5, 1, 2], Completion([3], [-0.5], [(0, 1)], "stop"), "", goes_on_from=first)
+    assert first.completion.columns == {"temperatures": [0.5, 0.7]}
+    assert second.completion.columns == {}
+    assert join_columns([second]) == {}
+    joined = join_columns([first, second])["temperatures"]
+    assert joined.tolist() == [0.5, 0.7, 1.0]  # the fill where a turn has none
+    first.forget_tokens()
+    odd = Turn([5], Completion([1], [-0.5], [(0, 1)], "stop", columns={"odd": [1.0]}), "")
+    with pytest.raises(DataError, match="'odd'.*which the schema does not declare"):
+        join_columns([odd])

@@ -19,7 +19,7 @@ import uvicorn
 
 from engine_server import KEY, journal_counts
 from pellucid.data import Completion
-from pellucid.data.vocabulary import fingerprint
+from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, InferenceError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine_thread import EngineThread

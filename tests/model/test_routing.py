@@ -143,7 +143,7 @@ def test_other_experts_change_what_follows_and_are_counted(tiny_moe, tokens, rec
 
 
 def test_the_last_token_of_a_sequence_can_go_anywhere(tiny_moe, tokens, recorded) -> None:
-    """Which is why it needs no record: see `pellucid.data.experts`."""
+    """Which is why it needs no record: see `pellucid.data.join_experts`."""
     experts, expected = recorded
     changed = experts.clone()
     changed[[8, 22, 23]] = torch.tensor([7, 7], dtype=torch.uint8)

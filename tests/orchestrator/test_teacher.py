@@ -15,7 +15,7 @@ import pytest
 from engine_books import close_engine_books
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import NOT_OURS, Completion, Example, Rollout, TokenTable, Turn
-from pellucid.data.vocabulary import fingerprint
+from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, InferenceError, RolloutError
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import Flow, Journal, Report, Stage, State, reconcile

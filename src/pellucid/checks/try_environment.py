@@ -27,8 +27,7 @@ from pellucid.config import EnvConfig, InferenceConfig, InferenceRunConfig, Mode
 from pellucid.config.tools import EnvSettings
 from pellucid.data import Completion, Rollout, Turn
 from pellucid.data.plain import printable, to_json
-from pellucid.data.tokenizer import byte_tokenizer, load_tokenizer
-from pellucid.data.vocabulary import fingerprint
+from pellucid.data.tokenizer import byte_tokenizer, fingerprint, load_tokenizer
 from pellucid.errors import ConfigError, ModelError
 from pellucid.guard import read_key
 from pellucid.inference.client import Account, InferenceClient, SamplingParams

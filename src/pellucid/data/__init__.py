@@ -1,11 +1,18 @@
 """The types that travel from the rollout to the gradient: samples, tables of tokens, rollouts."""
 
-from pellucid.data.conversation import RoleSpan
-from pellucid.data.experts import RecordedExperts, join_experts
-from pellucid.data.list_payload import read_list_payload
 from pellucid.data.packed import PackedArray
-from pellucid.data.rollout import NOT_OURS, Completion, Example, Rollout, Turn
-from pellucid.data.sample import TrainingSample
+from pellucid.data.rollout import (
+    NOT_OURS,
+    Completion,
+    Example,
+    RecordedExperts,
+    RoleSpan,
+    Rollout,
+    Turn,
+    join_columns,
+    join_experts,
+)
+from pellucid.data.sample import TrainingSample, read_list_payload
 from pellucid.data.schema import COLUMNS, Axis, Column, TrainingMode
 from pellucid.data.table import TokenTable
 
@@ -24,6 +31,7 @@ __all__ = [
     "TrainingMode",
     "TrainingSample",
     "Turn",
+    "join_columns",
     "join_experts",
     "read_list_payload",
 ]

@@ -7,19 +7,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from pellucid.data.conversation import BlockLine, RoleSpan, TokenLine
-from pellucid.data.experts import RecordedExperts
 from pellucid.data.packed import PackedArray
 from pellucid.data.plain import clip_middle, encodable
-from pellucid.data.schema import TrainingMode
+from pellucid.data.schema import COLUMNS, TrainingMode
 from pellucid.errors import DataError
+
+RoleSpan = tuple[str, int, int]
+"""(role, start, stop) of a block, in tokens."""
 
 NOT_OURS = -1
 """Policy version of tokens that a teacher sampled, not the policy."""
 
 _MAX_REASON = 100  # characters of a finish reason
+_NO_COLUMNS: Mapping[str, NDArray[Any]] = {}
 _LONG_TEXT = 4096  # characters; below that, a turn's text is not worth compressing
 
 
@@ -43,6 +45,9 @@ class Completion(msgspec.Struct, frozen=True):
     link: str = ""
     """Pair `SERVER:ORCHESTRATOR` of processes, by which the ledger books lost tokens; see `ledger.Links`."""
 
+    columns: dict[str, list[float]] = {}
+    """Further columns of the schema that the engine fills, by name: a number per sampled token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -53,6 +58,153 @@ class Example:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
+class RecordedExperts(NamedTuple):
+    """Experts of a turn's tokens from `start` on; those of earlier tokens are in the record `before`."""
+
+    packed: PackedArray
+    """[tokens, layers, top_k]."""
+
+    start: int = 0
+    before: "RecordedExperts | None" = None
+
+    @classmethod
+    def of(
+        cls, recorded: PackedArray | None, before: "RecordedExperts | None" = None
+    ) -> "RecordedExperts | None":
+        """Makes a record from a server's, which covers all tokens; tokens in `before` are not kept twice."""
+        if recorded is None or before is None:
+            return None if recorded is None else cls(recorded)
+        return cls(PackedArray.pack(recorded.array()[before.stop :]), before.stop, before)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.packed)
+
+    def rows(self, first: int) -> list[NDArray[np.integer[Any]]]:
+        """Returns the experts of the tokens from `first` on, in pieces."""
+        pieces = [self.packed.array()[max(first - self.start, 0) :]]
+        record = self
+        while first < record.start and record.before is not None:
+            known, record = record.start, record.before
+            pieces.append(record.packed.array()[max(first - record.start, 0) : known - record.start])
+        return pieces[::-1]
+
+
+def join_experts(turns: Sequence[RecordedExperts | None]) -> NDArray[np.integer[Any]] | None:
+    """Joins the experts of a sequence's turns, [tokens, layers, top_k]; None if a turn has no record.
+
+        turn 0    a b X Y               prompt a b, completion X Y     recorded: a b X
+        turn 1    a b X Y c Z W         prompt a b X Y c               recorded: a b X Y c Z
+        sample    a b X Y c Z W
+        experts   0 0 0 1 1 1 1         whose record each token's experts are from
+
+    A token has the experts of the turn that computed it first: those gave the logprobs of the tokens sampled
+    in that turn. The last token of a turn was sampled and never computed, so its experts are in the following
+    turn. The last token of all has none. It repeats those of the token before it, which changes nothing: it
+    predicts no token, and no other token attends to it.
+    """
+    parts: list[NDArray[np.integer[Any]]] = []
+    num_known = 0
+    for recorded in turns:
+        if recorded is None:
+            return None
+        parts += recorded.rows(num_known)
+        num_known = max(num_known, recorded.stop)
+    return np.concatenate([*parts, parts[-1][-1:]])
+
+
+class _Growing:
+    """An array that grows at its end, by a sixteenth at least, so that appending is O(1) on average."""
+
+    __slots__ = ("_buffer", "size")
+
+    def __init__(self, dtype: DTypeLike) -> None:
+        self._buffer: NDArray[Any] = np.empty(0, dtype)
+        self.size = 0
+
+    def extend(self, values: NDArray[Any]) -> None:
+        size = self.size + len(values)
+        dtype = np.result_type(self._buffer, values)
+        if size > len(self._buffer) or dtype != self._buffer.dtype:
+            # Views of the old buffer stay valid: their values never change.
+            grown = np.empty(size if not self.size else size + size // 16, dtype)
+            grown[: self.size] = self._buffer[: self.size]
+            self._buffer = grown
+        self._buffer[self.size : size] = values
+        self.size = size
+
+    def view(self, start: int, stop: int) -> NDArray[Any]:
+        part = self._buffer[start:stop]
+        part.flags.writeable = False
+        return part
+
+
+class TokenLine:
+    """Token ids of a conversation, and logprobs of its sampled tokens; its turns share them.
+
+        line of tokens    a b X Y c Z              blocks    user assistant tool
+        turn 0            a b|X Y                            0:2  2:…
+        turn 1            a b X Y c|Z                        0:2  2:4  4:5  5:…
+
+    A turn that continues the end of a line extends it. A turn that continues from an earlier token, because
+    another turn has extended the line already, starts a new line with a copy. So the lines of a rollout hold
+    about as many tokens as its samples will.
+    """
+
+    __slots__ = ("_ids", "_logprobs")
+
+    def __init__(self) -> None:
+        self._ids = _Growing(np.uint32)
+        self._logprobs = _Growing(np.float32)
+
+    @property
+    def num_ids(self) -> int:
+        return self._ids.size
+
+    @property
+    def num_logprobs(self) -> int:
+        return self._logprobs.size
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
+        self._ids.extend(_as_ids(token_ids))
+        self._logprobs.extend(np.array(logprobs, np.float32))
+
+    def ids(self, start: int, stop: int) -> NDArray[np.integer[Any]]:
+        return self._ids.view(start, stop)
+
+    def logprobs(self, start: int, stop: int) -> NDArray[np.float32]:
+        return self._logprobs.view(start, stop)
+
+
+class BlockLine:
+    """Blocks of a conversation before its last reply; the reply is left out because it may still grow."""
+
+    __slots__ = ("_bounds", "_roles")
+
+    def __init__(self) -> None:
+        self._roles: list[str] = []
+        self._bounds = _Growing(np.int64)
+
+    def __len__(self) -> int:
+        return len(self._roles)
+
+    def extend(self, spans: Sequence[RoleSpan]) -> None:
+        self._roles += [role for role, _, _ in spans]
+        self._bounds.extend(np.array([bound for _, *bounds in spans for bound in bounds], np.int64))
+
+    def spans(self, num_blocks: int) -> list[RoleSpan]:
+        bounds = iter(self._bounds.view(0, 2 * num_blocks).tolist())
+        return list(zip(self._roles[:num_blocks], bounds, bounds, strict=True))
+
+
+def _as_ids(values: Sequence[int]) -> NDArray[np.integer[Any]]:
+    """Converts to uint32; keeps ids that do not fit, so that the sample is rejected and still counted."""
+    try:
+        return np.array(values, np.uint32)
+    except OverflowError:
+        return np.array(values, np.int64)
+
+
 class TurnTokens(NamedTuple):
     prompt_ids: NDArray[np.integer[Any]]
     token_ids: NDArray[np.integer[Any]]
@@ -60,6 +212,8 @@ class TurnTokens(NamedTuple):
 
     logprobs: NDArray[np.float32]
     routed_experts: RecordedExperts | None
+    columns: Mapping[str, NDArray[Any]]
+    """Further columns of the sampled tokens."""
 
 
 class Turn:
@@ -76,6 +230,7 @@ class Turn:
 
     __slots__ = (
         "_blocks",
+        "_columns",
         "_experts",
         "_first_logprob",
         "_line",
@@ -128,6 +283,11 @@ class Turn:
         self._blocks.extend(role_spans[len(self._blocks) : -1])
         self._num_blocks = len(self._blocks)
         self._experts = _added_experts(completion.routed_experts, last)
+        self._columns: Mapping[str, NDArray[Any]] = (
+            {name: np.array(values) for name, values in completion.columns.items()}
+            if completion.columns
+            else _NO_COLUMNS
+        )
 
     @classmethod
     def without_tokens(
@@ -166,6 +326,7 @@ class Turn:
             line.ids(self.num_prompt_tokens, self.num_known),
             line.logprobs(self._first_logprob, self._first_logprob + self._num_logprobs),
             self._experts,
+            self._columns,
         )
 
     @property
@@ -181,7 +342,7 @@ class Turn:
     @property
     def completion(self) -> Completion:
         """The completion as lists; without experts if another turn, which this one continues, holds some."""
-        _, token_ids, logprobs, experts = self.tokens
+        _, token_ids, logprobs, experts, columns = self.tokens
         return Completion(
             token_ids.tolist(),
             logprobs.tolist(),
@@ -189,6 +350,7 @@ class Turn:
             self.finish_reason,
             None if experts is None or experts.start else experts.packed,
             self.link,
+            {name: values.tolist() for name, values in columns.items()},
         )
 
     @property
@@ -210,6 +372,7 @@ class Turn:
     def forget_tokens(self) -> None:
         """Frees the tokens; counts and text stay."""
         self._line = self._experts = None
+        self._columns = _NO_COLUMNS
 
     @property
     def _kept_line(self) -> TokenLine:
@@ -230,6 +393,19 @@ def _added_experts(recorded: PackedArray | None, last: Turn | None) -> RecordedE
         return RecordedExperts.of(recorded, None if last is None else last._experts)
     except (DataError, IndexError):
         return RecordedExperts.of(recorded)
+
+
+def join_columns(turns: Sequence[Turn]) -> dict[str, NDArray[Any]]:
+    """Joins the further columns of a sequence's turns; a turn that lacks one has its fill."""
+    names = dict.fromkeys(name for turn in turns for name in turn.tokens.columns)
+    if unknown := sorted(names.keys() - COLUMNS.keys()):
+        raise DataError(f"an engine has sent columns {unknown}, which the schema does not declare")
+    return {
+        name: np.concatenate(
+            [turn.tokens.columns.get(name, COLUMNS[name].filled(turn.num_tokens)) for turn in turns]
+        )
+        for name in names
+    }
 
 
 @dataclass(slots=True)

@@ -15,13 +15,13 @@ for a batch. It is text alone: the model's forward takes no pixels or sound, and
 words. With router replay, every token has experts, and they fit the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.labels import check_ids, check_names, check_roles, first_row
 from pellucid.data.rows import (
     BitRows,
     CellRows,
@@ -37,6 +37,14 @@ from pellucid.data.schema import COLUMNS, Axis, TrainingMode
 from pellucid.errors import ColumnError
 
 _NO_TEACHER = "opd needs teacher_logprobs on every trainable token: set orchestrator.teacher"
+_ALL = "all"
+"""Name of all environments together in metrics, views and reports."""
+
+_MODES = frozenset(mode.value for mode in TrainingMode)
+_MAX_ROLE_LENGTH = 64
+_MAX_RUN_LENGTH = 200
+"""Longest name of a run in characters, as for `run_id` of the configuration."""
+
 _BLOCK_TOKENS = 1 << 20
 """Tokens whose masks are inflated at a time, to find out which of them train."""
 
@@ -98,21 +106,21 @@ def check_rules(columns: Mapping[str, Rows], *, is_trained: bool = False) -> Non
 
     `is_trained` says that another trainer has trained on them: numbers must be finite, but can have any size.
     """
-    check_names(columns)
+    _check_names(columns)
     if not is_trained:
-        check_ids(columns)
+        _check_ids(columns)
     if "role_spans" in columns:
-        check_roles(columns["role_spans"], columns["loss_mask"].lengths)
+        _check_roles(columns["role_spans"], columns["loss_mask"].lengths)
     loss_mask, sampled = columns["loss_mask"], columns["sampled"]
     assert isinstance(loss_mask, MaskRows) and isinstance(sampled, MaskRows)
-    if (first := first_row(loss_mask.leads)) is not None:
+    if (first := _first_row(loss_mask.leads)) is not None:
         raise ColumnError(
             "loss_mask",
             first,
             "marks the first token trainable; nothing predicts that token: unset loss_mask[0]",
         )
     needs_sampled = ~_has_mode(columns, TrainingMode.SFT)
-    if (first := first_row(_strays(loss_mask, sampled) & needs_sampled)) is not None:
+    if (first := _first_row(_strays(loss_mask, sampled) & needs_sampled)) is not None:
         trained, was_sampled = _row(loss_mask, first), _row(sampled, first)
         token = np.flatnonzero(trained & ~was_sampled)[0]
         raise ColumnError(
@@ -127,10 +135,113 @@ def check_rules(columns: Mapping[str, Rows], *, is_trained: bool = False) -> Non
             may_lack = allowed.may_lack & ~needs_teacher
             _check_range(name, any_size if is_trained else allowed, may_lack, columns, loss_mask, sampled)
     has_none = needs_teacher & (loss_mask.counts > 0)
-    if "teacher_logprobs" not in columns and (first := first_row(has_none)) is not None:
+    if "teacher_logprobs" not in columns and (first := _first_row(has_none)) is not None:
         raise ColumnError("training_mode", first, f"is opd; {_NO_TEACHER}")
     _check_numbers(columns, _ANY if is_trained else _MAX_ADVANTAGE)
     _check_versions(columns["policy_versions"])
+
+
+def _check_names(columns: Mapping[str, Rows]) -> None:
+    def wrong(name: str) -> str | None:
+        if not name:
+            return "is empty; name the environment"
+        if name == _ALL:
+            return f"is {_ALL!r}, which stands for all environments; choose another name"
+        return None if name.isprintable() else f"is {name!r}, which cannot be printed; choose another name"
+
+    def odd(run: str) -> str | None:
+        if len(run) > _MAX_RUN_LENGTH or "/" in run or not run.isprintable():
+            return (
+                f"is {run[:_MAX_RUN_LENGTH]!r}; the name of a run has at most {_MAX_RUN_LENGTH} characters, "
+                "no `/` and nothing that cannot be printed; choose another run_id"
+            )
+        return None
+
+    def unknown(mode: str) -> str | None:
+        return None if mode in _MODES else f"is {mode!r}; known: {', '.join(TrainingMode)}"
+
+    _check_cells("env_name", columns, wrong)
+    _check_cells("run_id", columns, odd)
+    _check_cells("training_mode", columns, unknown)
+
+
+def _check_cells(name: str, columns: Mapping[str, Rows], wrong: Callable[[str], str | None]) -> None:
+    """Raises ColumnError if `wrong` finds a rule that a value breaks; checks each distinct value once."""
+    if name not in columns:
+        return
+    rows = columns[name]
+    assert isinstance(rows, CellRows)
+    cells = rows.cells.tolist()
+    rules = {cell: rule for cell in set(cells) if (rule := wrong(cell)) is not None}
+    if rules:
+        is_bad = rows.of_rows(np.array([cell in rules for cell in cells], np.bool_))
+        if (first := _first_row(is_bad)) is not None:
+            raise ColumnError(name, first, rules[rows.array[first]])
+
+
+def _check_ids(columns: Mapping[str, Rows]) -> None:
+    """Raises ColumnError if a sampled token would count twice.
+
+    A sample of a data set, which has no rollout, may occur twice: once in each of two epochs.
+    """
+    if "rollout_id" not in columns:
+        return
+    rollouts = columns["rollout_id"].array.tolist()
+    if "sample_id" in columns:
+        samples = columns["sample_id"].array.tolist()
+        own = [sample if rollout else "" for sample, rollout in zip(samples, rollouts, strict=True)]
+        if (first := _first_repeated(own)) is not None:
+            raise ColumnError("sample_id", first, f"is {samples[first]!r}, which another sample has, too")
+    if "group_id" not in columns:
+        return
+    if _first_repeated(rollouts) is None:
+        return
+    groups: dict[str, str] = {"": ""}
+    for row, (rollout, group) in enumerate(zip(rollouts, columns["group_id"].array.tolist(), strict=True)):
+        if rollout and groups.setdefault(rollout, group) != group:
+            raise ColumnError(
+                "rollout_id",
+                row,
+                f"is {rollout!r}, of group {group!r} here and of {groups[rollout]!r} before",
+            )
+
+
+def _first_repeated(ids: list[str]) -> int | None:
+    """Finds the row where an id occurs for the second time; empty ids do not count."""
+    if len(distinct := set(ids)) == len(ids) or distinct == {""}:
+        return None
+    seen: set[str] = set()
+    for row, each in enumerate(ids):
+        if each and each in seen:
+            return row
+        seen.add(each)
+    return None
+
+
+def _check_roles(rows: Rows, lengths: Integers) -> None:
+    spans = rows.array.tolist()
+    counts = np.fromiter(map(len, spans), np.int64, len(spans))
+    flat = list(chain.from_iterable(spans))
+    if not flat:
+        return
+    roles, first_tokens, ends = zip(*flat, strict=True)
+    owner = np.repeat(np.arange(len(spans)), counts)
+    try:
+        starts, stops = np.array(first_tokens, np.int64), np.array(ends, np.int64)
+    except OverflowError as error:
+        raise ColumnError("role_spans", None, f"holds a number that is no token's: {error}") from error
+    is_bad = (starts < 0) | (stops < starts) | (stops > lengths[owner])
+    is_bad[1:] |= (starts[1:] < stops[:-1]) & (owner[1:] == owner[:-1])
+    if max(map(len, roles)) > _MAX_ROLE_LENGTH:
+        is_bad |= np.fromiter(map(len, roles), np.int64, len(roles)) > _MAX_ROLE_LENGTH
+    if (first := _first_row(is_bad)) is not None:
+        row = int(owner[first])
+        raise ColumnError(
+            "role_spans",
+            row,
+            f"has {roles[first][:_MAX_ROLE_LENGTH]!r} from {starts[first]} to {stops[first]} of "
+            f"{lengths[row]} tokens; roles of at most {_MAX_ROLE_LENGTH} characters come in order and inside",
+        )
 
 
 def check_text(columns: Mapping[str, Rows]) -> None:
@@ -197,9 +308,9 @@ def _check_numbers(columns: Mapping[str, Rows], max_advantage: float) -> None:
         if name not in columns:
             continue
         values = columns[name].array
-        if (first := first_row(np.isinf(values) if may_lack else ~np.isfinite(values))) is not None:
+        if (first := _first_row(np.isinf(values) if may_lack else ~np.isfinite(values))) is not None:
             raise ColumnError(name, first, f"is {values[first]}; a number is needed")
-        if (first := first_row(np.abs(values) > highest)) is not None:
+        if (first := _first_row(np.abs(values) > highest)) is not None:
             raise ColumnError(name, first, f"is {values[first]:g}; {_RANGES['advantages'].why}")
     for name in ("temperature", "temperatures"):
         if name in columns and (first := _first_bad_temperature(columns[name])) is not None:
@@ -228,7 +339,7 @@ def _check_range(
         is_bad = ~((values >= allowed.lowest) & (values <= allowed.highest)) & trained[tokens]
         if is_bad.any() and may_lack.any():
             is_bad &= ~(np.isnan(values) & np.repeat(may_lack[block], lengths)[tokens])
-        if (first := first_row(is_bad)) is not None:
+        if (first := _first_row(is_bad)) is not None:
             offsets = offsets_of(lengths)
             row = int(np.searchsorted(offsets, tokens[first], side="right")) - 1
             rule = f"a token whose {allowed.noun} is not finite cannot train"
@@ -310,3 +421,9 @@ def _is_outside(inner: SpanRows, outer: SpanRows) -> NDArray[np.bool_]:
 
 def _row(rows: Rows, index: int) -> NDArray[Any]:
     return rows.select(np.array([index])).array
+
+
+def _first_row(flags: NDArray[np.bool_]) -> int | None:
+    """Finds the first True; None if there is none."""
+    found = np.flatnonzero(flags)
+    return int(found[0]) if found.size else None

@@ -11,7 +11,7 @@ Lengths, counts and rules (`pellucid.data.rules`) are read off the bytes: a samp
 micro batch is made of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -20,11 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pellucid.data.gather import gather
-from pellucid.data.packed import PackedArray
+from pellucid.data.packed import BITS, PAIR_BYTES, RUN, SPAN, PackedArray
+from pellucid.data.rows import BitRows, CellRows, Integers, PieceRows, Rows, RunRows, SpanRows
 from pellucid.data.rules import JUDGED, check_rules
-from pellucid.data.schema import COLUMNS, Axis, Column
+from pellucid.data.schema import COLUMNS, Axis, Column, Encoding
 from pellucid.errors import ColumnError, DataError
+
+_MASKS = [name for name, column in COLUMNS.items() if column.encoding is Encoding.SPANS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +196,152 @@ def _check_lengths(arrays: Mapping[str, PackedArray], num_sampled: int) -> None:
                 f"sample column {name} has {len(array)} entries; expected {needed[stored]}, one per "
                 f"{'token' if stored is Axis.TOKENS else 'sampled token'}"
             )
+
+
+def gather(samples: Sequence[TrainingSample], only: Collection[str] = COLUMNS.keys()) -> dict[str, Rows]:
+    """Gathers every column that some sample has; samples without it get its stand-in or its fill.
+
+    Inflates nothing, and copies no large values.
+    """
+    lengths = {
+        Axis.TOKENS: np.array([sample.length for sample in samples], np.int64),
+        Axis.SAMPLED: np.array([sample.num_sampled for sample in samples], np.int64),
+    }
+    names = set[str]().union(*(sample.arrays for sample in samples), *(sample.values for sample in samples))
+    rows: dict[str, Rows] = {}
+    for name, column in COLUMNS.items():
+        if name not in only or (name not in names and not column.required):
+            continue
+        if column.stored is Axis.SEQUENCES:
+            rows[name] = CellRows(_cells(name, samples))
+        elif column.encoding is Encoding.SPANS:
+            rows[name] = _mask_rows(name, samples, lengths[column.stored])
+        else:
+            rows[name] = _value_rows(name, samples, lengths[column.stored])
+    return rows
+
+
+def _cells(name: str, samples: Sequence[TrainingSample]) -> NDArray[Any]:
+    column = COLUMNS[name]
+    values = [sample.values.get(name, column.fill) for sample in samples]
+    return np.fromiter(values, column.array_dtype, count=len(values))
+
+
+def _mask_rows(name: str, samples: Sequence[TrainingSample], lengths: Integers) -> Rows:
+    """Gives both masks of a table the same form: bits if any sample stores a mask as bits, else spans."""
+    packed = [sample.arrays[name] for sample in samples]
+    if any(mask.dtype == BITS for mask in _masks(samples)):
+        bits = [_bits(mask) for mask in packed]
+        return BitRows(np.frombuffer(b"".join(bits), np.uint8), lengths)
+    num_spans = np.array([len(mask.data) // PAIR_BYTES for mask in packed], np.int64)
+    spans = np.frombuffer(b"".join([mask.data for mask in packed]), SPAN).reshape(-1, 2)
+    return SpanRows(spans, num_spans, lengths)
+
+
+def _masks(samples: Sequence[TrainingSample]) -> Iterable[PackedArray]:
+    return (sample.arrays[name] for sample in samples for name in _MASKS)
+
+
+def _bits(mask: PackedArray) -> bytes:
+    return mask.data if mask.dtype == BITS else np.packbits(mask.array(), bitorder="little").tobytes()
+
+
+def _value_rows(name: str, samples: Sequence[TrainingSample], lengths: Integers) -> Rows:
+    packed = [sample.arrays.get(name) for sample in samples]
+    present = [array for array in packed if array is not None]
+    if len(present) == len(samples) and all(array.is_runs for array in present):
+        runs = np.frombuffer(b"".join([array.data for array in present]), RUN).reshape(-1, 2)
+        num_runs = np.array([len(array.data) // PAIR_BYTES for array in present], np.int64)
+        return RunRows(runs, num_runs, lengths, np.dtype(COLUMNS[name].dtype))
+    shapes = {array.shape[1:] for array in present}
+    if len(shapes) > 1:
+        dims = " × ".join(COLUMNS[name].dims)
+        raise ColumnError(name, None, f"has entries of {sorted(shapes)} ({dims}); they need one shape")
+    entry = shapes.pop() if shapes else ()
+    pieces = [
+        _absent(name, sample, entry) if array is None else array.array()
+        for sample, array in zip(samples, packed, strict=True)
+    ]
+    dtypes = {piece.dtype for piece in pieces} or {np.dtype(COLUMNS[name].dtype)}
+    dtype = np.result_type(*dtypes)
+    if len(dtypes) > 1:
+        pieces = [piece.astype(dtype, copy=False) for piece in pieces]
+    return PieceRows([(piece,) for piece in pieces], lengths, np.empty((0, *entry), dtype))
+
+
+def _absent(name: str, sample: TrainingSample, dims: tuple[int, ...]) -> NDArray[Any]:
+    column = COLUMNS[name]
+    array = column.filled(sample.length if column.stored is Axis.TOKENS else sample.num_sampled, dims)
+    if column.stand_in is not None and column.stand_in in sample.values:
+        array[:] = sample.values[column.stand_in]
+    return array
+
+
+class _ListSample(msgspec.Struct, array_like=True):
+    """The older form of a sample: one msgpack array of lists, or of packed arrays that replace them.
+
+    Logprobs are doubles there and float32 here. The completion counts as sampled; multimodal tensors stay
+    opaque.
+    """
+
+    prompt_ids: list[int]
+    prompt_mask: list[bool]
+    completion_ids: list[int]
+    completion_mask: list[bool]
+    completion_logprobs: list[float]
+    completion_temperatures: list[float]
+    env_name: str
+    teacher_logprobs: list[float] | None = None
+    advantage: float | None = None
+    reward: float | None = None
+    completion_temperature: float | None = None
+    mm_tensors: msgspec.Raw = msgspec.Raw(b"\xc0")
+    routed_experts: PackedArray | None = None
+    mm_token_type_ids: list[int] | None = None
+    training_mode: str = "rl"
+    packed_prompt_ids: PackedArray | None = None
+    packed_prompt_mask: PackedArray | None = None
+    packed_completion_ids: PackedArray | None = None
+    packed_completion_mask: PackedArray | None = None
+    packed_completion_logprobs: PackedArray | None = None
+    packed_completion_temperatures: PackedArray | None = None
+    packed_teacher_logprobs: PackedArray | None = None
+    packed_mm_token_type_ids: PackedArray | None = None
+
+
+def read_list_payload(payload: bytes) -> TrainingSample:
+    """Decodes one sample of the older form, to convert recorded ones; no transport reads it."""
+    try:
+        old = msgspec.msgpack.decode(payload, type=_ListSample)
+    except msgspec.DecodeError as error:
+        raise DataError(f"not a sample of the older list form: {error}") from error
+    prompt_ids = _values(old.packed_prompt_ids, old.prompt_ids)
+    completion_ids = _values(old.packed_completion_ids, old.completion_ids)
+    masks = (
+        _values(old.packed_prompt_mask, old.prompt_mask),
+        _values(old.packed_completion_mask, old.completion_mask),
+    )
+    temperatures = _values(old.packed_completion_temperatures, old.completion_temperatures)
+    return TrainingSample.build(
+        token_ids=[*prompt_ids, *completion_ids],
+        loss_mask=np.concatenate([np.asarray(mask, np.bool_) for mask in masks]),
+        sampled=np.arange(len(prompt_ids) + len(completion_ids)) >= len(prompt_ids),
+        inference_logprobs=_values(old.packed_completion_logprobs, old.completion_logprobs),
+        policy_versions=np.zeros(len(completion_ids), np.int32),
+        temperatures=temperatures if len(temperatures) else None,
+        temperature=old.completion_temperature,
+        teacher_logprobs=_values(old.packed_teacher_logprobs, old.teacher_logprobs),
+        routed_experts=_values(old.routed_experts, None),
+        mm_token_types=_values(old.packed_mm_token_type_ids, old.mm_token_type_ids),
+        mm_tensors=None if bytes(old.mm_tensors) == b"\xc0" else bytes(old.mm_tensors),
+        env_name=old.env_name,
+        advantage=old.advantage,
+        reward=old.reward,
+        training_mode=old.training_mode,
+    )
+
+
+def _values(packed: PackedArray | None, plain: Sequence[Any] | None) -> Any:
+    """Returns the packed form if there is one, else the plain one."""
+    found: Sequence[Any] | NDArray[Any] | None = plain if packed is None else packed.array()
+    return found

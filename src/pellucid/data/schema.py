@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Axis(StrEnum):
@@ -139,6 +140,12 @@ class Column:
     def array_dtype(self) -> np.dtype[Any]:
         """Dtype of an array of values."""
         return np.dtype(self.dtype if self.is_number else object)
+
+    def filled(self, size: int, dims: tuple[int, ...] = ()) -> NDArray[Any]:
+        """Returns an array of `size` entries that all are the fill."""
+        array: NDArray[Any] = np.empty((size, *dims), self.array_dtype)
+        array.fill(self.fill)
+        return array
 
 
 def _mask(name: str, meaning: str, **options: Any) -> Column:

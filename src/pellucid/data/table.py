@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.gather import filled, gather
 from pellucid.data.rows import CellRows, FlatRows, Integers, MaskRows, Rows, SpanRows, offsets_of, spread
-from pellucid.data.sample import TrainingSample
+from pellucid.data.sample import TrainingSample, gather
 from pellucid.data.schema import COLUMNS, SCHEMA, Axis, Encoding, TrainingMode
 from pellucid.errors import DataError
 
@@ -56,7 +55,7 @@ class TokenTable:
         """Makes a sequence of padding, without sampled tokens, loss or environment."""
         size = {Axis.TOKENS: num_tokens, Axis.SAMPLED: 0, Axis.SEQUENCES: 1}
         columns = {
-            name: filled(column, size[column.stored]) for name, column in COLUMNS.items() if column.required
+            name: column.filled(size[column.stored]) for name, column in COLUMNS.items() if column.required
         }
         return cls(np.array([num_tokens], np.int64), columns)
 
@@ -120,7 +119,7 @@ class TokenTable:
         column = COLUMNS[name]
         if column.stand_in is not None:
             return spread(self[column.stand_in], self.sampled_lengths)
-        return filled(column, int(self.offsets(column.stored)[-1]))
+        return column.filled(int(self.offsets(column.stored)[-1]))
 
     def dense(self, name: str) -> NDArray[Any]:
         """Returns a column with one value per token; values of sequences are repeated, gaps are filled."""
@@ -131,7 +130,7 @@ class TokenTable:
             return self[name]
         if column.stored is Axis.SEQUENCES:
             return spread(self[name], self.lengths)
-        dense = filled(column, self.num_tokens)
+        dense = column.filled(self.num_tokens)
         if name in self.columns:
             self._mask("sampled").scatter(self.columns[name], dense)
         return dense

@@ -1,5 +1,6 @@
 """Loads tokenizers, with errors that say what to do. No torch, and no remote code unless it is trusted."""
 
+import hashlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,11 @@ def first_line(error: Exception) -> str:
     """Returns the first line of an error's text, with the second if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Hashes a vocabulary, special tokens included: equal exactly if every id is the same token."""
+    digest = hashlib.sha256()
+    for token, number in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{number}:{len(token)}:{token}".encode(errors="surrogatepass"))
+    return digest.hexdigest()[:16]

@@ -43,8 +43,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pellucid.config import InferenceRunConfig
 from pellucid.data import Completion
 from pellucid.data.model_folder import model_fingerprint
-from pellucid.data.tokenizer import end_of_turn_ids, load_tokenizer
-from pellucid.data.vocabulary import fingerprint
+from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
 from pellucid.ending import SILENCE_S, say, say_failure, working
 from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.guard import server_key

@@ -27,7 +27,7 @@ from pellucid.config import (
 from pellucid.config.imports import load_function, require_package
 from pellucid.config.tools import EnvSettings
 from pellucid.data.model_folder import check_model_folder
-from pellucid.data.vocabulary import fingerprint
+from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
 from pellucid.inference.examine import other_vocabulary
 from pellucid.inference.vllm_args import VLLM_REMEDY, require_vllm

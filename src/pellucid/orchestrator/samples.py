@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data import PackedArray, Rollout, TrainingSample, Turn, join_experts
+from pellucid.data import PackedArray, Rollout, TrainingSample, Turn, join_columns, join_experts
 
 
 def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[TrainingSample]:
@@ -92,5 +92,6 @@ def _columns(turns: Sequence[Turn], **values: object) -> dict[str, Any]:
         "inference_logprobs": np.concatenate([turn.tokens.logprobs for turn in turns]),
         "policy_versions": PackedArray.of_runs(runs, np.int32),
         "routed_experts": join_experts([turn.tokens.routed_experts for turn in turns]),
+        **join_columns(turns),
         **values,
     }

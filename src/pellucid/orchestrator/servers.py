@@ -14,7 +14,7 @@ from pellucid.config.inference import base_url
 from pellucid.config.orchestrator import TeacherConfig
 from pellucid.data.files import read_whole, replace_file
 from pellucid.data.model_folder import model_fingerprint
-from pellucid.data.vocabulary import fingerprint
+from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import DataError
 from pellucid.guard import read_key, server_key
 from pellucid.inference.examine import Expected
