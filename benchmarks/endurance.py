@@ -23,10 +23,9 @@ from benchmarks.orchestrator import Coin, Fleet, Nowhere, configure, make_orches
 from benchmarks.result import Result
 from benchmarks.training import Shape, Training, draw_table, training_site
 from pellucid.config import ModelConfig
-from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.client import Account, GenerateRequest, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread
-from pellucid.inference.protocol import GenerateRequest
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import JsonlSink
 from pellucid.model import load_policy

@@ -36,7 +36,7 @@ from pellucid.config import (
     TrainerRunConfig,
     VerifyConfig,
 )
-from pellucid.config.save import save, to_toml
+from pellucid.config.base import save, to_toml
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DataError
 from pellucid.integrations import TokenRecorder

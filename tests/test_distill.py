@@ -14,9 +14,9 @@ import warm
 from pellucid.config import ModelConfig, OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from pellucid.data import NOT_OURS, Completion, Example
 from pellucid.data.tokenizer import load_tokenizer
+from pellucid.inference.client import GenerateRequest
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread
-from pellucid.inference.protocol import GenerateRequest
 from pellucid.ledger import Journal, Stage, reconcile
 from pellucid.metrics import JsonlSink, read_metrics
 from pellucid.model import load_policy, packed_layout

@@ -36,7 +36,7 @@ from hostile import (
 )
 from pellucid.cli import main
 from pellucid.config import RLConfig
-from pellucid.config.save import save
+from pellucid.config.base import save
 from pellucid.errors import PellucidError
 from pellucid.orchestrator.records import FILE
 from pellucid.transport import stable_steps

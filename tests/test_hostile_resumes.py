@@ -26,7 +26,7 @@ import pytest
 from hostile import bounded, instead, linked_away, outside, replaced, sparse
 from pellucid.cli import COMMANDS, Command, main
 from pellucid.config import OrchestratorRunConfig, RLConfig
-from pellucid.config.save import save
+from pellucid.config.base import save
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.launch import rl

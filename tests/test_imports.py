@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "viewer": CORE | {"export", "ledger"},
 }
 TOP = {"cli", "launch", "checks"}
-CLIENT_SIDE = {"client", "examine", "http", "fake", "pool", "protocol"}
+CLIENT_SIDE = {"client", "fake", "http", "pool", "servers"}
 """What of `inference` an orchestrator may see: never the engine."""
 
 

@@ -24,15 +24,14 @@ from pellucid.config import (
     TrainerRunConfig,
     VerifyConfig,
 )
-from pellucid.config.base import Section
-from pellucid.config.cluster import RenderConfig
+from pellucid.config.base import Section, to_toml
 from pellucid.config.imports import see_current_folder
 from pellucid.config.parse import parse
-from pellucid.config.save import to_toml
 from pellucid.config.tools import (
     EnvSettings,
     KeysSettings,
     LedgerSettings,
+    RenderConfig,
     ReplaySettings,
     ViewSettings,
 )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pellucid.cli import COMMANDS, Command
 from pellucid.config.base import Section
 from pellucid.config.commands import PARTS, RLConfig, RunConfig, SFTConfig
-from pellucid.config.flags import parser_of
+from pellucid.config.parse import parser_of
 
 _INTRODUCTION = """\
 # Command line

@@ -13,7 +13,7 @@ from pellucid.config import VerifyConfig
 from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
 from pellucid.errors import ConfigError
-from pellucid.inference import engine, sampling
+from pellucid.inference import engine
 from pellucid.model import attention, head, layout, routing
 from pellucid.model.head import TokenOutput
 from pellucid.model.policy import Policy
@@ -91,7 +91,7 @@ def test_padding_that_trains(config, monkeypatch) -> None:
 
 
 def test_an_engine_that_is_not_greedy_at_temperature_0(config, monkeypatch) -> None:
-    draw = sampling.draw
+    draw = engine.draw
 
     def never_greedy(logits, temperatures, uniforms):
         return draw(logits, [temperature or 1.0 for temperature in temperatures], uniforms)

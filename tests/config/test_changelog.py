@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import CliPositionalArg
 
 from pellucid.cli import COMMANDS
-from pellucid.config.keys import dotted_keys
+from pellucid.config.base import dotted_keys
 
 CHANGELOG = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from pellucid.config import SFTConfig
-from pellucid.config.data import ValidationConfig
+from pellucid.config.base import to_toml
 from pellucid.config.parse import parse
-from pellucid.config.save import to_toml
+from pellucid.config.trainer import ValidationConfig
 from pellucid.errors import ConfigError
 
 

@@ -10,10 +10,9 @@ from pydantic.fields import FieldInfo
 
 from pellucid import cli_reference
 from pellucid.cli import COMMANDS
-from pellucid.config.base import Section
-from pellucid.config.keys import TAG
+from pellucid.config.base import TAG, Section
+from pellucid.config.explain import reference
 from pellucid.config.parse import parse
-from pellucid.config.reference import reference
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
@@ -77,9 +76,7 @@ def test_help_shows_every_flag(command: str, capsys: pytest.CaptureFixture[str])
 
 def test_the_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
-    assert page.read_text() == reference(), (
-        "run `python -m pellucid.config.reference > docs/configuration.md`"
-    )
+    assert page.read_text() == reference(), "run `python -m pellucid.config.explain > docs/configuration.md`"
 
 
 def test_the_page_of_commands_is_up_to_date() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from pellucid.config import MonitorsConfig, PrometheusConfig, TensorboardConfig, TrainerRunConfig, WandbConfig
+from pellucid.config.base import save
 from pellucid.config.parse import parse
-from pellucid.config.save import save
 from pellucid.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from pellucid.config.base import save, to_toml
 from pellucid.config.parse import parse
-from pellucid.config.save import save, to_toml
 from pellucid.config.tools import LedgerSettings
 from pellucid.errors import ConfigError
 

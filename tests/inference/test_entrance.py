@@ -16,7 +16,7 @@ from engine_server import AUTHORIZED, KEY, EngineServer
 from pellucid.config import ModelConfig
 from pellucid.errors import ConfigError
 from pellucid.guard import server_key
-from pellucid.inference.protocol import UpdateWeightsRequest
+from pellucid.inference.client import UpdateWeightsRequest
 from pellucid.model import load_policy
 from pellucid.transport.weights import publish_version, weights_folder, write_version
 

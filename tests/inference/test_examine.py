@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from pellucid.errors import ConfigError
-from pellucid.inference.examine import Expected
-from pellucid.inference.protocol import Health
+from pellucid.inference.client import Health
+from pellucid.inference.servers import Expected
 
 POLICY = Expected("policy server", "my/model", "abc", 200, run="mine-1", model_fingerprint="f0")
 TEACHER = Expected("teacher", "my/model", "abc", 200)

@@ -12,12 +12,10 @@ import torch
 
 from pellucid.config import ModelConfig
 from pellucid.data import RecordedExperts, join_experts
-from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.client import Account, Choice, GenerateResponse, SamplingParams
 from pellucid.inference.engine import Engine
-from pellucid.inference.protocol import Choice, GenerateResponse
-from pellucid.inference.scoring import Scoring
 from pellucid.inference.server import _choice
-from pellucid.inference.slots import Request, run_to_end
+from pellucid.inference.slots import Request, Scoring, run_to_end
 from pellucid.model import ExpertRecorder, load_policy, packed_layout
 from pellucid.transport.weights import publish_version, weights_folder, write_version
 from tolerance import near_logprobs

@@ -24,10 +24,10 @@ from pellucid.errors import ConfigError, InferenceError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine_thread import EngineThread
 from pellucid.inference.entrance import Door
-from pellucid.inference.examine import Expected
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.inference.pool import ServerPool
 from pellucid.inference.server import Server
+from pellucid.inference.servers import Expected
 from pellucid.inference.slots import Request, SlottedEngine, run_to_end
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import JsonlSink

@@ -12,12 +12,11 @@ from msgspec.structs import replace
 from engine_server import AUTHORIZED, JSON
 from pellucid.config import ModelConfig
 from pellucid.inference import entrance
-from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.client import Account, GenerateManyRequest, GenerateRequest, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread
 from pellucid.inference.entrance import MAX_BODY_BYTES
 from pellucid.inference.http import HttpInferenceClient
-from pellucid.inference.protocol import GenerateManyRequest, GenerateRequest
 from pellucid.inference.slots import QueueFullError
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.ledger.journal import sum_entries

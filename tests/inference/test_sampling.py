@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pellucid.inference.sampling import _locate, draw
+from pellucid.inference.engine import _locate, draw
 from tolerance import bound, near
 
 

@@ -16,8 +16,7 @@ from pellucid.inference import engine as engine_module
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.http import HttpInferenceClient
-from pellucid.inference.scoring import Scoring
-from pellucid.inference.slots import QueueFullError, Request, run_to_end
+from pellucid.inference.slots import QueueFullError, Request, Scoring, run_to_end
 from pellucid.ledger import read_journal
 from pellucid.metrics import read_metrics
 from pellucid.model import load_policy, packed_layout

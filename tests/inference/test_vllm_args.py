@@ -5,7 +5,7 @@ import pytest
 from pellucid.config import InferenceRunConfig
 from pellucid.errors import ConfigError
 from pellucid.inference.server import open_engine
-from pellucid.inference.vllm_args import engine_args, max_lora_rank
+from pellucid.inference.vllm_engine import engine_args, max_lora_rank
 
 
 def config(model=None, **vllm) -> InferenceRunConfig:

@@ -8,10 +8,8 @@ import pytest
 
 from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.scoring import Scoring
-from pellucid.inference.slots import Request, run_to_end
-from pellucid.inference.vllm_args import MAX_SCORINGS
-from pellucid.inference.vllm_engine import SampledToken, Scored, VllmEngine
+from pellucid.inference.slots import Request, Scoring, run_to_end
+from pellucid.inference.vllm_engine import MAX_SCORINGS, SampledToken, Scored, VllmEngine
 
 ENV = Account("run", "env")
 BLOCK = 4

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pellucid.config import RLConfig
-from pellucid.config.cluster import RenderConfig
+from pellucid.config.tools import RenderConfig
 from pellucid.errors import ConfigError
 from pellucid.launch.cluster import write_files
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pellucid.config.model import LoraConfig, ModelConfig
+from pellucid.config.shared import LoraConfig, ModelConfig
 from pellucid.errors import ConfigError, TransportError
 from pellucid.model import Adapters, load_policy, packed_layout
 from pellucid.transport.weights import ServedWeights, write_adapter, write_version

@@ -11,8 +11,7 @@ from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.alarms import read_alarms
 from pellucid.inference import engine as engines
 from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine
-from pellucid.inference.sampling import draw
+from pellucid.inference.engine import Engine, draw
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.metrics import read_metrics
 from pellucid.metrics.alarms import MeanZeroTest

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.config import SFTConfig
-from pellucid.config.data import ValidationConfig
+from pellucid.config.trainer import ValidationConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.model.tiny import character_tokenizer
 from pellucid.trainer.batches import DatasetBatches

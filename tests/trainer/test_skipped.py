@@ -16,7 +16,7 @@ from pellucid import export
 from pellucid.checkpoint import newest_intact
 from pellucid.checks.replay import run_replay
 from pellucid.config import SFTConfig, TrainerRunConfig
-from pellucid.config.save import save
+from pellucid.config.base import save
 from pellucid.config.tools import ReplaySettings
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tokenizer import load_tokenizer

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pellucid.config.model import LoraConfig
+from pellucid.config.shared import LoraConfig
 from pellucid.errors import TransportError
 from pellucid.transport.weights import (
     check_adapter,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pellucid.config import ModelConfig
-from pellucid.config.model import LoraConfig
+from pellucid.config.shared import LoraConfig
 from pellucid.errors import InferenceError
 from pellucid.guard import server_key
 from pellucid.inference.client import Account, SamplingParams

@@ -31,8 +31,8 @@ from pellucid.data.tokenizer import byte_tokenizer, fingerprint, load_tokenizer
 from pellucid.errors import ConfigError, ModelError
 from pellucid.guard import read_key
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
-from pellucid.inference.examine import other_vocabulary
 from pellucid.inference.fake import FakeInferenceClient
+from pellucid.inference.servers import other_vocabulary
 from pellucid.launch.console import make_console
 from pellucid.orchestrator.attempt import GroupRun
 from pellucid.orchestrator.chat import ChatTemplate
@@ -227,7 +227,7 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        from pellucid.inference.protocol import GenerateRequest
+        from pellucid.inference.client import GenerateRequest
 
         asked = GenerateRequest(list(prompt_ids), params, account, request_id)
         [completion] = [event async for _, event in self._thread.generate([asked])]

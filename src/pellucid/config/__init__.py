@@ -14,7 +14,6 @@ from pellucid.config.commands import (
     TrainerRunConfig,
     VerifyConfig,
 )
-from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig
 from pellucid.config.loss import (
     CispoLossConfig,
@@ -27,8 +26,6 @@ from pellucid.config.loss import (
     Reduction,
     TisLossConfig,
 )
-from pellucid.config.model import ModelConfig
-from pellucid.config.monitors import MonitorsConfig, PrometheusConfig, TensorboardConfig, WandbConfig
 from pellucid.config.orchestrator import (
     AdvantageConfig,
     CustomAdvantageConfig,
@@ -42,7 +39,18 @@ from pellucid.config.orchestrator import (
     SamplingConfig,
     TeacherConfig,
 )
+from pellucid.config.shared import (
+    FilesystemTransportConfig,
+    ModelConfig,
+    MonitorsConfig,
+    PrometheusConfig,
+    TensorboardConfig,
+    TransportConfig,
+    WandbConfig,
+    ZmqTransportConfig,
+)
 from pellucid.config.trainer import (
+    DataConfig,
     ExportColumns,
     ExportFormat,
     OptimConfig,
@@ -51,7 +59,6 @@ from pellucid.config.trainer import (
     TrainerConfig,
     TrainerPrecision,
 )
-from pellucid.config.transport import FilesystemTransportConfig, TransportConfig, ZmqTransportConfig
 
 __all__ = [
     "AdvantageConfig",

@@ -11,14 +11,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pellucid.config.base import MAX_NAME, Section, is_name
-from pellucid.config.data import DataConfig
 from pellucid.config.inference import InferenceConfig, base_url
 from pellucid.config.loss import DppoLossConfig
-from pellucid.config.model import ModelConfig
-from pellucid.config.monitors import MonitorsConfig
 from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig
-from pellucid.config.trainer import TrainerConfig
-from pellucid.config.transport import FilesystemTransportConfig, TransportConfig
+from pellucid.config.shared import FilesystemTransportConfig, ModelConfig, MonitorsConfig, TransportConfig
+from pellucid.config.trainer import DataConfig, TrainerConfig
 
 _ROLLOUTS_PER_SLOT = 4  # some of them wait for their environment, or for a slot
 

@@ -1,11 +1,18 @@
 """`[inference]`: the server that samples rollouts."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from pellucid.config.base import Section
+from pellucid.errors import ConfigError
+
+VLLM_REMEDY = (
+    "`make vllm` makes an environment with it in .venv-vllm: set inference.python = "
+    '".venv-vllm/bin/python" for `pellucid rl`, or start `.venv-vllm/bin/pellucid inference`'
+)
 
 
 def _check_address(value: str) -> str:
@@ -117,3 +124,9 @@ class InferenceConfig(Section):
     def label(self) -> str | int:
         """Suffix that tells this server's files from those of the run's other servers; "" for the first."""
         return "teacher" if self.role == "teacher" else self.replica or ""
+
+
+def require_vllm() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:  # the latter: a folder of that name that happens to be there
+        raise ConfigError(f'inference.backend = "vllm", and vLLM is not installed here; {VLLM_REMEDY}')

@@ -1,19 +1,17 @@
-"""The protocol of inference clients. The clients of the embedded engine, vLLM and the fake implement it.
+"""The protocol of inference clients, and the bodies of the requests and answers that travel over HTTP.
 
-Token ids in, token ids out: the client never tokenizes, so what trains is exactly what was sampled.
+Token ids in, token ids out: the client never tokenizes, so what trains is exactly what was sampled. The
+clients of the embedded engine, vLLM and the fake implement the protocol.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from pellucid.data import Completion
+from pellucid.data import Completion, PackedArray
 from pellucid.errors import InferenceError
-
-if TYPE_CHECKING:
-    from pellucid.inference.protocol import Health
 
 REFUSED = "refused"
 """Finish reason of a completion whose tokens have a policy version that the run cannot verify."""
@@ -107,3 +105,168 @@ class ServerClient(InferenceClient, Protocol):
 
     async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
         """See above; `run` is the identity of the run that published the weights."""
+
+
+NonEmptyIds = Annotated[list[int], msgspec.Meta(min_length=1)]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """`POST /inference/v1/generate`."""
+
+    token_ids: NonEmptyIds
+    sampling_params: SamplingParams = SamplingParams()
+    account: Account = Account()
+    request_id: str = ""
+    """The caller's name for the request, by which it can be aborted."""
+
+    compact: bool = False
+    """Returns logprobs as one list of numbers instead of an object per token."""
+
+
+class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /update_weights`: serve policy version `version` from the published folder."""
+
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    folder: str
+    """`weights/step_VERSION` of the run folder that the server was started with, links resolved: an
+    orchestrator of another run is noticed by it."""
+
+    run: str = ""
+    """Identity of the run that published them; `/health` tells it from then on."""
+
+
+class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /abort`: ends these requests now; each answers with what it has."""
+
+    request_ids: list[str]
+    disown: bool = False
+    """Whether nobody takes their answers: their tokens count as cancelled, even if delivered already, and
+    requests that have not arrived yet are never started."""
+
+
+class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    policy_versions: list[tuple[int, int]]
+    token_logprobs: list[float] = []
+    logprobs: Any = None
+    routed_experts: PackedArray | None = None
+    """[base64 of the bytes, shape, dtype]; see `Completion`."""
+
+
+class GroupMember(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One of the requests of a `GenerateManyRequest`; fields as in `GenerateRequest`."""
+
+    sampling_params: SamplingParams = SamplingParams()
+    account: Account = Account()
+    request_id: str = ""
+    compact: bool = False
+    token_ids: list[int] = []
+    """A prompt of its own; default: the common one."""
+
+
+class GenerateManyRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`POST /inference/v1/generate_many`: answered with one line of JSON per request, as each ends."""
+
+    requests: Annotated[list[GroupMember], msgspec.Meta(min_length=1)]
+    token_ids: list[int] = []
+    """The common prompt, sent once: a group with a long one would exceed the limit of a body otherwise."""
+
+    def members(self) -> list[GenerateRequest]:
+        """Each request with its prompt; those with the common one share it in memory, too."""
+        return [
+            GenerateRequest(
+                each.token_ids or self.token_ids,
+                each.sampling_params,
+                each.account,
+                each.request_id,
+                each.compact,
+            )
+            for each in self.requests
+        ]
+
+
+class GenerateManyLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    index: int
+    """Index of the request that this line answers."""
+
+    choice: Choice | None = None
+    error: str = ""
+
+
+class GenerateResponse(msgspec.Struct, frozen=True):
+    request_id: str
+    choices: list[Choice]
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /inference/v1/score`: logprobs of these very tokens; nothing is sampled."""
+
+    token_ids: NonEmptyIds
+    temperature: float = 1.0
+    """Logits are divided by it."""
+
+
+class ScoreResponse(msgspec.Struct, frozen=True):
+    logprobs: list[float | None]
+    """One per token; null for the first, which nothing predicts."""
+
+
+Access = Literal["all", "sampling", "none"]
+"""Rights of a request. With the server's key: `all`. Without it, on this machine, `sampling`: sampling and
+scoring that no run's books count; from another machine `none`: nothing but `/health`."""
+
+SERVER_ID_HEADER = "x-pellucid-server-id"
+"""Header of every answer: `Health.server_id` of the process that gave it."""
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: str = "ok"
+    model: str
+    model_fingerprint: str = ""
+    """Fingerprint of the weights loaded at the start, equal for equal tensors; "" where it is unknown."""
+
+    vocabulary: str
+    """Fingerprint of the tokenizer's vocabulary: equal where the same ids are the same tokens."""
+
+    max_model_len: int
+    policy_version: int
+    run: str = ""
+    """Identity of the run whose weights are served; "" while they are those that were loaded at the start."""
+
+    server_id: str = ""
+    """Random, new at every start of the process: a server that has another one was restarted."""
+
+    max_concurrent: int = 0
+    """Sequences that it decodes together; 0: unknown."""
+
+    max_queued: int = 0
+    """Requests that may wait besides those."""
+
+    updating: bool = False
+    """Whether it is loading weights; it samples nothing meanwhile."""
+
+    access: Access = "all"
+    """Rights of the client that asked."""
+
+    running: int = 0
+    waiting: int = 0
+    sampled_tokens: int = 0
+    delivered_tokens: int = 0
+    cancelled_tokens: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    scored_tokens: int = 0
+    busy_s: float = 0.0
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+    type: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    error: ErrorBody

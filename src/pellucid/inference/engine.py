@@ -10,8 +10,7 @@ Invariants, besides those of `slots.py`:
 - A weight swap happens between two steps. Running sequences keep their cache and go on under the new
   weights.
 - Where experts are recorded, a token's are those of the forward that computed its keys and values; requests
-  that share a prompt have the same ones for it.
-"""
+  that share a prompt have the same ones for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,12 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data import PackedArray
-from pellucid.inference.kv_cache import CacheRow, KVCache
-from pellucid.inference.sampling import draw
-from pellucid.inference.scoring import Scoring, score
-from pellucid.inference.slots import Request, SlottedEngine
-from pellucid.inference.step_attention import Prompt, StepAttention
-from pellucid.model import ExpertRecorder, Policy, lean_forward
+from pellucid.inference.kv_cache import CacheRow, KVCache, Prompt, StepAttention
+from pellucid.inference.slots import Request, Scoring, SlottedEngine
+from pellucid.model import ExpertRecorder, Policy, lean_forward, packed_layout, token_logprobs
+from pellucid.model.lean_forward import HiddenStates
 from pellucid.transport.weights import ServedWeights
 
 MAX_PREFILL_TOKENS = 8192
@@ -195,3 +192,70 @@ class Engine(SlottedEngine[CacheRow]):
 
     def _free(self, slot: CacheRow) -> None:
         self._cache.remove(slot)
+
+
+_BLOCK = 256
+
+
+def draw(
+    logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Draws a token per row, with its logprob; temperature 0: the likeliest, logprob at temperature 1."""
+    device = logits.device
+    scales = torch.tensor([temperature or 1.0 for temperature in temperatures], device=device)
+    logprobs = token_logprobs(logits, scales)
+    tokens = _inverse_cdf(logprobs, torch.tensor(uniforms, dtype=torch.float64, device=device))
+    if 0 in temperatures:
+        greedy = torch.tensor([temperature == 0 for temperature in temperatures], device=device)
+        tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
+    return tokens.tolist(), logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+
+
+def _inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    """Finds first the block of the vocabulary, then the token in it.
+
+    Sums run in float64 where it matters: adding up a large vocabulary in float32 would starve the rare tokens
+    at its end. With blocks, which add up a few hundred numbers each, only a small part has to be converted.
+    """
+    num_rows, vocab_size = logprobs.shape
+    if vocab_size <= _BLOCK:
+        masses = logprobs.double().exp()
+        return _locate(masses, uniforms * masses.sum(-1))[0]
+    num_blocks = -(-vocab_size // _BLOCK)
+    padded = logprobs.new_zeros(num_rows, num_blocks * _BLOCK)
+    torch.exp(logprobs, out=padded[:, :vocab_size])
+    blocks = padded.view(num_rows, num_blocks, _BLOCK)
+    masses = blocks.sum(-1).double()
+    block, rest = _locate(masses, uniforms * masses.sum(-1))
+    token, _ = _locate(blocks[torch.arange(num_rows, device=logprobs.device), block].double(), rest)
+    return block * _BLOCK + token
+
+
+def _locate(masses: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the entry of each row in which its target falls, and how far into it: [2, 0, 3], 2.5 -> 2, 0.5.
+
+    Never an entry without mass, whatever rounding did to the target.
+    """
+    ends = masses.cumsum(-1)
+    total = ends[:, -1]
+    inside = targets.minimum(torch.nextafter(total, torch.zeros_like(total)))[:, None]
+    index = torch.searchsorted(ends, inside, right=True).clamp_(max=masses.shape[1] - 1)
+    starts = ends.gather(-1, index) - masses.gather(-1, index)
+    return index[:, 0], (inside - starts).clamp_(min=0)[:, 0]
+
+
+def score(policy: Policy, hidden_states: HiddenStates, scorings: Sequence[Scoring]) -> list[list[float]]:
+    """Returns one logprob per token of each sequence, computed in one packed forward."""
+    device = policy.device
+    lengths = [len(each.token_ids) for each in scorings]
+    layout = packed_layout(lengths).to(device)
+    token_ids = torch.from_numpy(np.concatenate([np.asarray(each.token_ids, np.int64) for each in scorings]))
+    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+    temperatures = torch.tensor([each.temperature for each in scorings]).repeat_interleave(
+        torch.tensor(lengths)
+    )
+    token_ids, temperatures = token_ids.to(device), temperatures.to(device)
+    hidden = hidden_states(token_ids, positions.to(device), layout.plan)
+    logprobs = torch.full((len(token_ids),), torch.nan, device=device)
+    logprobs[layout.predicted] = policy.predict(hidden, token_ids, temperatures, layout).logprobs
+    return [part.tolist() for part in logprobs.split(lengths)]

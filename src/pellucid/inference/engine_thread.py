@@ -24,10 +24,8 @@ from typing import Any, TypeVar
 from pellucid.data import Completion
 from pellucid.ending import DISK_SILENCE_S, SINK_SILENCE_S, say
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account
-from pellucid.inference.protocol import GenerateRequest
-from pellucid.inference.scoring import Scoring
-from pellucid.inference.slots import QueueFullError, Request, SlottedEngine
+from pellucid.inference.client import Account, GenerateRequest
+from pellucid.inference.slots import QueueFullError, Request, Scoring, SlottedEngine
 from pellucid.ledger import Flow, Journal, State, link_of
 from pellucid.metrics import Sink
 from pellucid.transport import MARKER

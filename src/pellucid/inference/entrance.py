@@ -25,8 +25,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pellucid.errors import ConfigError
 from pellucid.guard import answers_to, is_foreign, is_loopback, shows_key
+from pellucid.inference.client import SERVER_ID_HEADER, Access, ErrorBody, ErrorResponse
 from pellucid.inference.openai_request import RequestError
-from pellucid.inference.protocol import SERVER_ID_HEADER, Access, ErrorBody, ErrorResponse
 from pellucid.inference.slots import QueueFullError
 
 HEAD_S = 10.0

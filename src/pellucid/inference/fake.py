@@ -20,8 +20,7 @@ from pathlib import Path
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.protocol import Health
+from pellucid.inference.client import Account, Health, SamplingParams
 
 Respond = Callable[[Sequence[int], random.Random], Sequence[int]]
 """Prompt ids and random numbers seeded by the request -> completion ids; greedy requests have one seed."""

@@ -12,17 +12,20 @@ import msgspec
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, BusyError, SamplingParams, UnreachableError
-from pellucid.inference.protocol import (
+from pellucid.inference.client import (
     SERVER_ID_HEADER,
     AbortRequest,
+    Account,
+    BusyError,
     ErrorResponse,
     GenerateManyLine,
     GenerateManyRequest,
     GroupMember,
     Health,
+    SamplingParams,
     ScoreRequest,
     ScoreResponse,
+    UnreachableError,
     UpdateWeightsRequest,
 )
 from pellucid.ledger import link_of
@@ -69,7 +72,7 @@ class HttpInferenceClient:
     """Must be made inside a running event loop."""
 
     def __init__(self, base_url: str, key: str | None = None, process: str = "") -> None:
-        """`key`: the key that the server was started with; without it, see `protocol.Access`.
+        """`key`: the key that the server was started with; without it, see `client.Access`.
 
         `process`: this process's name in the ledger.
         """

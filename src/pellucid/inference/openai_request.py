@@ -6,16 +6,14 @@ the model's own distribution, and their logprobs are those a trainer computes.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from jinja2 import TemplateError
 
 from pellucid.config.orchestrator import OWN_DISTRIBUTION
 from pellucid.errors import InferenceError
-from pellucid.inference.protocol import ChatMessage, OpenAIRequest
-
-R = TypeVar("R", bound=OpenAIRequest)
+from pellucid.inference.client import NonEmptyIds
 
 _ABSENT = "the embedded engine does not offer it"
 
@@ -71,6 +69,73 @@ HARMLESS = frozenset(
     }
 )
 """Fields that do not affect the answer."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    """Adds a last chunk without choices that contains the number of tokens."""
+
+    include_obfuscation: bool = False
+    """Accepted and without effect: padding against eavesdroppers is not for a server inside a cluster."""
+
+
+StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+NumTokens = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that chat and plain completions share."""
+
+    model: str = ""
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
+    seed: int | None = None
+    """Choice i is sampled with seed + i."""
+
+    stop: StopString | Annotated[list[StopString], msgspec.Meta(max_length=16)] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    """Adds `prompt_token_ids`, and `token_ids` and `policy_versions` per choice."""
+
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class CompletionRequest(OpenAIRequest, frozen=True, kw_only=True):
+    """`POST /v1/completions`, for one prompt."""
+
+    prompt: str | NonEmptyIds
+    max_tokens: NumTokens = 16
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None
+    """0 or 1: those of the sampled tokens. There are no alternatives."""
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: str
+    content: str | list[TextPart]
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
+
+
+class ChatRequest(OpenAIRequest, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
+    """The newer name; it wins. Without either, the reply may fill the model's length."""
+
+    logprobs: bool = False
+
+
+R = TypeVar("R", bound=OpenAIRequest)
 
 
 class RequestError(InferenceError):

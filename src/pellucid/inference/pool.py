@@ -1,9 +1,9 @@
 """The inference servers of a run, one or several, as one client.
 
 - A server is examined before it gets any work: at the start, at every weight update and whenever it comes
-  back; see `examine`. One that fails is refused; the run ends once every server is. A pool is ready once one
-  server has passed; the others join when they come.
-- Who gets which request, and when: see `placement`. Only servers with the current weights get any.
+  back; see `servers.Expected`. One that fails is refused; the run ends once every server is. A pool is ready
+  once one server has passed; the others join when they come.
+- Who gets which request, and when: see `servers`. Only servers with the current weights get any.
 - A server is alive as long as it gets on: its `/health` answers, and while it has work, what it counts there
   moves. However long a generation takes, nobody interrupts it. A server that does not answer, or stands
   still, for `hang_s` is hung.
@@ -42,13 +42,12 @@ from pellucid.inference.client import (
     REFUSED,
     Account,
     BusyError,
+    Health,
     SamplingParams,
     ServerClient,
     UnreachableError,
 )
-from pellucid.inference.examine import Expected
-from pellucid.inference.placement import PlacedRequest, PooledServer, WaitingLine
-from pellucid.inference.protocol import Health
+from pellucid.inference.servers import Expected, PlacedRequest, PooledServer, WaitingLine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

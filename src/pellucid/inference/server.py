@@ -47,7 +47,20 @@ from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
 from pellucid.ending import SILENCE_S, say, say_failure, working
 from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.guard import server_key
-from pellucid.inference.client import Account
+from pellucid.inference.client import (
+    AbortRequest,
+    Account,
+    Choice,
+    ErrorBody,
+    GenerateManyLine,
+    GenerateManyRequest,
+    GenerateRequest,
+    GenerateResponse,
+    Health,
+    ScoreRequest,
+    ScoreResponse,
+    UpdateWeightsRequest,
+)
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineDownError, EngineThread, StreamEvent, name_error
 from pellucid.inference.entrance import (
@@ -63,21 +76,13 @@ from pellucid.inference.entrance import (
     web_config,
 )
 from pellucid.inference.openai_answer import ChatAnswer, CompletionAnswer, Served, answer_to, model_card
-from pellucid.inference.openai_request import RequestError, check_model, decode_request, num_opened
-from pellucid.inference.protocol import (
-    AbortRequest,
+from pellucid.inference.openai_request import (
     ChatRequest,
-    Choice,
     CompletionRequest,
-    ErrorBody,
-    GenerateManyLine,
-    GenerateManyRequest,
-    GenerateRequest,
-    GenerateResponse,
-    Health,
-    ScoreRequest,
-    ScoreResponse,
-    UpdateWeightsRequest,
+    RequestError,
+    check_model,
+    decode_request,
+    num_opened,
 )
 from pellucid.inference.slots import QueueFullError, SlottedEngine
 from pellucid.ledger import Journal, Stage
@@ -448,7 +453,7 @@ def run_inference(config: InferenceRunConfig) -> None:
         raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
     num_threads = settings.threads or num_cores()
     if settings.backend == "vllm":
-        from pellucid.inference.vllm_core import restart_with_threads
+        from pellucid.inference.vllm_engine import restart_with_threads
 
         restart_with_threads(num_threads)
     torch.set_num_threads(num_threads)
@@ -500,7 +505,7 @@ class _EndingServer(uvicorn.Server):
 def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any]:
     settings = config.inference
     if settings.backend == "vllm":
-        from pellucid.inference.vllm_core import open_vllm
+        from pellucid.inference.vllm_engine import open_vllm
 
         return open_vllm(config, tokenizer)
     policy = load_policy(config.model, max_length=settings.max_model_len)

@@ -5,8 +5,7 @@ Invariants:
   or cancelled if nobody waits for it any more. An answer that turns out to have reached nobody is moved from
   delivered to cancelled, once; see `abandon` and `disown`.
 - A request holds one slot from its first step to its end; requests beyond the slots wait in order.
-- Each token carries the policy version that sampled it.
-"""
+- Each token carries the policy version that sampled it."""
 
 import math
 import random
@@ -19,9 +18,29 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from pellucid.data import Completion, PackedArray
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.protocol import GenerateRequest
-from pellucid.inference.scoring import Scoring
+from pellucid.inference.client import Account, GenerateRequest, SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Scoring:
+    """A sequence to score, and the callback that gets its logprobs or the error."""
+
+    token_ids: Sequence[int]
+    temperature: float
+    on_finish: Callable[[list[float] | InferenceError], None]
+
+    def finish(self, logprobs: list[float], version: int) -> None:
+        for index, logprob in enumerate(logprobs[1:], start=1):
+            if not math.isfinite(logprob):
+                self.on_finish(
+                    InferenceError(
+                        f"policy version {version} gives token {index} of the sequence the logprob "
+                        f"{logprob}; only finite ones can train"
+                    )
+                )
+                return
+        self.on_finish(logprobs)
+
 
 Slot = TypeVar("Slot")
 T = TypeVar("T")

@@ -7,19 +7,78 @@ Invariants, besides those of `slots.py`:
 - Keys and values are shared among prompts of one policy version: the version is the salt of the prefix cache.
 - Running sequences keep their cache and go on under new weights. One that has no token yet starts again, so
   that its prompt is of the version that samples its first token.
-- Weights that fail half-way take the engine down: nobody knows any more what would be sampled.
-"""
+- Weights that fail half-way take the engine down: nobody knows any more what would be sampled."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from pellucid.errors import InferenceError, TransportError
+import torch
+
+from pellucid.config import InferenceRunConfig
+from pellucid.config.inference import require_vllm
+from pellucid.data.tokenizer import check_vocabulary
+from pellucid.errors import ConfigError, InferenceError, ModelError, TransportError
 from pellucid.inference.client import SamplingParams
-from pellucid.inference.scoring import Scoring
-from pellucid.inference.slots import Request, SlottedEngine
-from pellucid.inference.vllm_args import MAX_SCORINGS
+from pellucid.inference.slots import Request, Scoring, SlottedEngine
+from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
+from pellucid.transport.weights import check_adapter, check_weights, is_adapter, read_weights, weight_shapes
+
+WORKER = "pellucid.inference.vllm_engine.PublishedWeights"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Maximum adapter ranks that vLLM offers; an adapter of a smaller rank fits as well."""
+CPU_KV_CACHE_BYTES = 1 << 30
+MAX_SCORINGS = 8
+"""Sequences that are scored at a time, beside those that are sampled."""
+
+
+def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict[str, Any]:
+    """Returns the keyword arguments of vLLM's `EngineArgs`."""
+    settings, vllm = config.inference, config.inference.vllm
+    cache = vllm.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
+    own: dict[str, Any] = {
+        "model": config.model.name,
+        "dtype": dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_concurrent + MAX_SCORINGS,
+        "seed": config.seed + settings.replica,
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "worker_extension_cls": WORKER,
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        "enforce_eager": on_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        **({"kv_cache_memory_bytes": cache} if cache else {}),
+        **_lora_args(config),
+    }
+    for name in vllm.args:
+        if name in own or name in ("enable_lora", "max_lora_rank", "max_loras", "kv_cache_memory_bytes"):
+            raise ConfigError(
+                f"inference.vllm.args.{name} follows from other settings; leave it out and set those"
+            )
+    return {**own, **vllm.args}
+
+
+def _lora_args(config: InferenceRunConfig) -> dict[str, Any]:
+    if config.model.lora is None:
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(config.model.lora.rank)}
+
+
+def max_lora_rank(rank: int) -> int:
+    """Returns the smallest rank of vLLM's that is large enough: 12 -> 16."""
+    for offered in LORA_RANKS:
+        if rank <= offered:
+            return offered
+    raise ConfigError(f"model.lora.rank = {rank} exceeds {LORA_RANKS[-1]}, vLLM's largest; lower it")
 
 
 class SampledToken(NamedTuple):
@@ -180,3 +239,151 @@ class VllmEngine(SlottedEngine[str]):
 
     def _free(self, slot: str) -> None:
         self._core.stop(slot)
+
+
+_NUM_SEEDS = 2**63
+_ADAPTER = 1
+"""vLLM's number for the policy's adapter: a newer one takes its place, and what runs goes on with it."""
+
+
+def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
+    require_vllm()
+    settings, name = config.inference, config.model.name
+    shapes = weight_shapes(empty_model(config.model))
+    if any(".experts." in parameter for parameter in shapes):
+        raise ModelError(
+            f'model.name = {name!r} has experts, and inference.backend = "vllm" takes new weights of models '
+            'without them only; use "embedded"'
+        )
+    num_ids = vocab_size(config.model)
+    check_vocabulary(name, num_tokens=len(tokenizer), vocab_size=num_ids)
+    return VllmEngine(
+        VllmCore(config, shapes),
+        num_slots=settings.max_concurrent,
+        max_length=settings.max_model_len,
+        max_queued=settings.max_queued,
+        vocab_size=num_ids,
+        decode_text=tokenizer.decode,
+    )
+
+
+def restart_with_threads(num_threads: int) -> None:
+    """Starts this program anew, unless the environment says how many threads OpenMP may use.
+
+    vLLM's attention for CPUs plans in one thread what it does in another, and fails where their numbers
+    differ. They agree only if OpenMP finds the number in the environment when it is loaded.
+    """
+    require_vllm()
+    if default_device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+class VllmCore:
+    """Implements `vllm_engine.Core`."""
+
+    def __init__(self, config: InferenceRunConfig, shapes: Mapping[str, torch.Size]) -> None:
+        device = default_device()
+        dtype = str(resolve_dtype(config.model, device)).removeprefix("torch.")
+        args = engine_args(config, dtype=dtype, on_cpu=device.type == "cpu")
+        if device.type == "cpu" and args["enforce_eager"]:
+            torch._dynamo.config.disable = True  # vLLM compiles parts of its sampler even so: 40 s
+        # On a CPU, vLLM binds threads to cores, which others need, too.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self._engine = _start(args)
+        self._shapes = shapes
+        self._max_rank: int | None = args.get("max_lora_rank")
+        self._adapter: Any = None
+        self._new: set[str] = set()
+        """Keys of requests that have no token yet."""
+
+    def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
+        self._new.add(key)
+        seed = None if params.seed is None else params.seed % _NUM_SEEDS
+        wanted = {"temperature": params.temperature, "seed": seed, "max_tokens": params.max_tokens}
+        self._add(key, token_ids, salt, **wanted)
+
+    def score(self, key: str, token_ids: Sequence[int]) -> None:
+        """Asks for the logprobs of a prompt; vLLM always samples a token, too, which is ignored."""
+        self._add(key, token_ids, salt=None, max_tokens=1, prompt_logprobs=0)
+
+    def _add(self, key: str, token_ids: Sequence[int], salt: str | None, **params: Any) -> None:
+        from vllm import SamplingParams as VllmParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._engine.add_request(
+            key,
+            tokens_input(list(token_ids), cache_salt=salt),
+            VllmParams(
+                logprobs=0,  # that of the sampled token
+                ignore_eos=True,  # who asks says where to stop
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+                **params,
+            ),
+            lora_request=self._adapter,
+        )
+
+    def stop(self, key: str) -> None:
+        self._new.discard(key)
+        self._engine.abort_request([key])
+
+    def step(self) -> tuple[list[SampledToken], list[Scored]]:
+        sampled, scored = [], []
+        for output in self._engine.step():
+            key = output.request_id
+            if output.prompt_logprobs is not None:
+                pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                scored.append(Scored(key, [math.nan, *(found[token].logprob for token, found in pairs)]))
+                continue
+            choice = output.outputs[0]
+            for token, logprobs in zip(choice.token_ids, choice.logprobs, strict=True):
+                shared = output.num_cached_tokens if key in self._new else None
+                self._new.discard(key)
+                sampled.append(SampledToken(key, token, logprobs[token].logprob, shared))
+        return sampled, scored
+
+    def load(self, folder: Path) -> bool:
+        before = self._adapter
+        if is_adapter(folder):
+            self._load_adapter(folder)
+        else:
+            check_weights(folder, self._shapes)
+            self._engine.collective_rpc("load_published", args=(str(folder),))
+            self._adapter = None
+        return (before is None) == (self._adapter is None)
+
+    def _load_adapter(self, folder: Path) -> None:
+        from vllm.lora.request import LoRARequest
+
+        check_adapter(folder, self._shapes, max_rank=self._max_rank or 0)
+        self._engine.add_lora(LoRARequest("policy", _ADAPTER, str(folder), load_inplace=True))
+        self._adapter = LoRARequest("policy", _ADAPTER, str(folder))
+
+
+def _start(args: Mapping[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    config = EngineArgs(**args).create_engine_config()
+    return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+
+
+class PublishedWeights:
+    model_config: Any
+    model_runner: Any
+    reload_weights: Any
+
+    def load_published(self, folder: str) -> None:
+        """Loads the weights; each worker reads the whole file and keeps its shard."""
+        self.reload_weights(weights_iterator=read_weights(Path(folder)))
+        if self.model_config.hf_text_config.tie_word_embeddings:
+            # vLLM prepares again what it has loaded, and a tied head loads nothing of its own. On a CPU it
+            # multiplies with a packed copy of the embedding, which would stay as it was.
+            head = self.model_runner.get_model().lm_head
+            head.quant_method.process_weights_after_loading(head)

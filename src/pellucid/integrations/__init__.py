@@ -19,7 +19,7 @@ What comes out is what pellucid's own trainer writes: `pellucid view`, `pellucid
 `pellucid.export.open` read it.
 """
 
-from pellucid.config.recorded import RecordedConfig
+from pellucid.config.tools import RecordedConfig
 from pellucid.integrations.recorder import TokenRecorder
 
 __all__ = ["RecordedConfig", "TokenRecorder"]

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from pellucid.config import ExportFormat, LossConfig, ModelConfig, TrainerPrecision
-from pellucid.config.base import Section
-from pellucid.config.recorded import RecordedConfig
-from pellucid.config.save import save
+from pellucid.config.base import Section, save
+from pellucid.config.tools import RecordedConfig
 from pellucid.data import COLUMNS, TokenTable, TrainingMode
 from pellucid.data.rules import check_rules
 from pellucid.data.tensors import to_tensors

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from pellucid.config import ExportFormat, TrainerPrecision
-from pellucid.config.recorded import RecordedConfig
+from pellucid.config.tools import RecordedConfig
 from pellucid.errors import ConfigError, MissingPackageError
 from pellucid.integrations.recorder import TokenRecorder
 from pellucid.integrations.trl_loss import translate

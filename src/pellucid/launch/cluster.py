@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from pellucid.config import RLConfig
-from pellucid.config.cluster import ClusterConfig, RenderConfig
-from pellucid.config.save import to_toml
+from pellucid.config.base import to_toml
+from pellucid.config.tools import ClusterConfig, RenderConfig
 from pellucid.data.files import replace_file
 from pellucid.errors import ConfigError
 

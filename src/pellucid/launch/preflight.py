@@ -25,12 +25,12 @@ from pellucid.config import (
     VerifyConfig,
 )
 from pellucid.config.imports import load_function, require_package
+from pellucid.config.inference import VLLM_REMEDY, require_vllm
 from pellucid.config.tools import EnvSettings
 from pellucid.data.model_folder import check_model_folder
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
-from pellucid.inference.examine import other_vocabulary
-from pellucid.inference.vllm_args import VLLM_REMEDY, require_vllm
+from pellucid.inference.servers import other_vocabulary
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.environment import check_environment, draw_example, load_environment
 from pellucid.orchestrator.evaluation import load_evaluation

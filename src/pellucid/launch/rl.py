@@ -26,7 +26,7 @@ from pellucid.config import (
     TrainerRunConfig,
     ZmqTransportConfig,
 )
-from pellucid.config.save import save
+from pellucid.config.base import save
 from pellucid.data.files import append_whole
 from pellucid.errors import ConfigError, DiskError, LedgerError, ProcessError
 from pellucid.launch.console import (

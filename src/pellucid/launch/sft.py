@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 from pellucid.config import SFTConfig
-from pellucid.config.save import save
+from pellucid.config.base import save
 from pellucid.launch.console import (
     SFT_COLUMNS,
     STOPPED,

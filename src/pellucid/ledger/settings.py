@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pellucid.config import RunConfig
-from pellucid.config.save import save, to_toml
+from pellucid.config.base import save, to_toml
 from pellucid.data.files import read_whole, step_folders
 from pellucid.errors import ConfigError
 

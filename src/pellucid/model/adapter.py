@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import dropout
 
-from pellucid.config.model import LoraConfig
+from pellucid.config.shared import LoraConfig
 from pellucid.errors import ConfigError
 from pellucid.model.policy import Policy
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.config import DataConfig, SFTConfig
-from pellucid.config.data import ValidationConfig
+from pellucid.config.trainer import ValidationConfig
 from pellucid.data import TokenTable, TrainingMode, TrainingSample
 from pellucid.errors import ConfigError, DataError
 from pellucid.trainer.sft_rows import Row, SftRows, open_rows

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from pellucid.config.data import DatasetConfig
+from pellucid.config.trainer import DatasetConfig
 from pellucid.errors import ConfigError, DataError
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from safetensors.torch import load_file
 from torch import nn
 
-from pellucid.config.model import LoraConfig
+from pellucid.config.shared import LoraConfig
 from pellucid.model import Adapter, Policy
 from pellucid.transport.weights import offer_weights, write_adapter, write_version, write_weights
 

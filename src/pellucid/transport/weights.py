@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from pellucid.config.model import LoraConfig
+from pellucid.config.shared import LoraConfig
 from pellucid.data.model_folder import everywhere
 from pellucid.errors import TransportError
 from pellucid.transport.spool import publish_folder, retract_folder, stable_steps

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import pellucid.export
 from pellucid.checks.verify.gradients import difference
 from pellucid.config import TrainerRunConfig
-from pellucid.config.save import to_toml
+from pellucid.config.base import to_toml
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import ConfigError, ProcessError
 from pellucid.ledger import read_journal, sum_entries

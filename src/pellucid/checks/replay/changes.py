@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from pellucid.checks.replay.recorded import RecordedRun
 from pellucid.config import AdvantageConfig, LossConfig, OrchestratorConfig, TrainerConfig
+from pellucid.config.base import dotted_keys
 from pellucid.config.explain import nearest
-from pellucid.config.keys import dotted_keys
 from pellucid.errors import ConfigError
 
 LOSS, ADVANTAGE = "trainer.loss", "orchestrator.advantage"

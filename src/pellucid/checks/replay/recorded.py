@@ -20,8 +20,8 @@ from pellucid.config import (
     TrainerConfig,
 )
 from pellucid.config.base import Section
-from pellucid.config.model import ModelConfig
-from pellucid.config.recorded import RecordedConfig
+from pellucid.config.shared import ModelConfig
+from pellucid.config.tools import RecordedConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import Export
 from pellucid.export.jsonl import read_json_lines

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from pellucid.checkpoint.files import STATE
 from pellucid.checkpoint.state import read_model
 from pellucid.config import TrainerPrecision
-from pellucid.config.model import ModelConfig
+from pellucid.config.shared import ModelConfig
 from pellucid.data import TokenTable
 from pellucid.data.tensors import to_tensors
 from pellucid.errors import DataError

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from pellucid.config import TrainerRunConfig
-from pellucid.config.save import to_toml
+from pellucid.config.base import to_toml
 from pellucid.data.model_folder import everywhere
 from pellucid.ending import DISK_SILENCE_S, say
 from pellucid.errors import ProcessError
