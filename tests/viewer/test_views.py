@@ -435,7 +435,7 @@ def test_filters_mean_what_they_say(study_page: Any, made_run: Any, text: str, e
     ],
 )
 def test_a_wrong_filter_says_what_is_wrong(study_page: Any, text: str, reason: str) -> None:
-    code = "(text) => { try { $data_select.compileFilter(text); } catch (error) { return error.message; } }"
+    code = "(text) => { try { $data_select.parseFilter(text); } catch (error) { return error.message; } }"
     assert study_page.evaluate(code, text).startswith(reason)
 
 

@@ -6,7 +6,7 @@
     {"ask": "find", "ids": [123, 45]}
         -> [[step, record], …]                    records that hold all of these token ids
 
-A filter is a tree as `data/filter.js` parses it. A question is data: of its text only values reach DuckDB, as
+A filter is a tree as `data/select.js` parses it. A question is data: of its text only values reach DuckDB, as
 parameters. The answer is None where DuckDB cannot give it (it is not installed, the export is not whole
 Parquet files, a filter looks at texts or at record numbers); the browser then looks through the run itself,
 to the same answer.
@@ -25,7 +25,7 @@ from pellucid.viewer.access import Exports
 from pellucid.viewer.rows import WORDS
 
 HIGH_KL = 0.05
-"""A mismatch KL that is high: of the class `trained`, as in `data/worst.js`."""
+"""A mismatch KL that is high: of the class `trained`, as in `views/worst.js`."""
 
 MOST = 1000
 

@@ -3,7 +3,7 @@
 import { METRICS, valuesOf } from "./data/metrics.js";
 import { Abandoned, Run } from "./data/run.js";
 import { recordAsJson, saveFile } from "./data/save.js";
-import { compileFilter, tokensOfRecord } from "./data/select.js";
+import { parseFilter, testOf } from "./data/select.js";
 import { openSource } from "./data/source.js";
 import { byId, element, notice } from "./draw/dom.js";
 import { currentTheme, domainOf, followSystemTheme } from "./draw/scale.js";
@@ -18,16 +18,8 @@ import { TopBar } from "./views/top_bar.js";
 import { WhatIfView } from "./views/what_if.js";
 import { WorstView } from "./views/worst.js";
 
-/** @type {Record<string, {title: string, View: any, about: string}>} */
-export const VIEWS = {
-  run: { title: "Run", View: RunView, about: "the whole run over its steps, and where its tokens went" },
-  step: { title: "Step", View: StepView, about: "the records of one step" },
-  record: { title: "Record", View: RecordView, about: "one sequence, token by token" },
-  group: { title: "Group", View: GroupView, about: "all rollouts of one example" },
-  across: { title: "Across steps", View: AcrossView, about: "the same example over the steps" },
-  worst: { title: "Worst tokens", View: WorstView, about: "the tokens that stand out" },
-  whatif: { title: "What if", View: WhatIfView, about: "other bounds of the trust region" },
-};
+/** @type {Record<string, any>} */
+const VIEWS = { run: RunView, step: StepView, record: RecordView, group: GroupView, across: AcrossView, worst: WorstView, whatif: WhatIfView };
 
 const PULSE_MS = 1500;
 const OVER_TOKENS = new Set(["step", "worst", "whatif"]); // views that read all tokens of a step
@@ -42,17 +34,19 @@ export class App {
   /** @type {{step: number, records: number[]} | null} the order of a step's records in its table, which j and k follow */
   order = null;
 
-  /** @param {import("./state.js").Store} store @param {import("./data/source.js").Source} source */
-  constructor(store, source) {
-    this.store = store;
-    this.source = source;
-    this.main = byId("main");
-    /** @type {any} */
-    this.view = null;
-    this.viewName = "";
-  }
+  /** @type {any} */
+  view = null;
+
+  viewName = "";
+
+  store = new Store();
+
+  source = openSource();
+
+  main = byId("main");
 
   async start() {
+    listenForKeys(this);
     followSystemTheme(() => { if (this.run) this.update(new Set(["theme"])); });
     this.main.replaceChildren(notice("loading", "Reading the run …"));
     let head;
@@ -92,7 +86,7 @@ export class App {
     if (state.view !== this.viewName || !this.view) {
       const isFirst = !this.view;
       this.viewName = state.view;
-      this.view = new VIEWS[state.view].View(this);
+      this.view = new VIEWS[state.view](this);
       this.main.dataset.view = state.view;
       this.main.replaceChildren(this.view.root);
       if (!isFirst) this.main.scrollTop = 0; // it takes a layout
@@ -164,10 +158,6 @@ export class App {
   /** @param {number} place */
   colourBy(place) { this.go({ fill: METRICS[place].key }); }
 
-  focusSearch() { this.topBar?.search.focus(); }
-
-  focusFilter() { this.topBar?.filter.focus(); }
-
   switchTheme() {
     document.documentElement.dataset.theme = currentTheme() === "dark" ? "light" : "dark";
     this.update(new Set(["theme"]));
@@ -196,14 +186,11 @@ export class App {
   /** Spoken by screen readers. @param {string} text */
   say(text) { byId("spoken").textContent = text; }
 
-  address() {
-    const { step, record, token } = this.state;
-    return `step ${step} record ${record}${token >= 0 ? ` token ${token}` : ""}`;
-  }
-
   async copyId() {
-    const index = await this.run.index(this.state.step);
-    await this.copy(`${index.value("rollout", this.state.record) ?? this.address()}${this.state.token >= 0 ? `:${this.state.token}` : ""}`);
+    const { step, record, token } = this.state;
+    const rollout = (await this.run.index(step)).value("rollout", record);
+    const [place, name] = rollout === null ? [" token ", `step ${step} record ${record}`] : [":", rollout];
+    await this.copy(token >= 0 ? `${name}${place}${token}` : name);
   }
 
   async copyRecord() { await this.copy(recordAsJson(await this.run.record(this.state.step, this.state.record))); }
@@ -247,7 +234,7 @@ export class App {
 
   /** Which tokens of a record the search or the filter finds; null where neither is in use.
    * @param {import("./data/run.js").TokenRecord} record */
-  async matches(record) {
+  matches(record) {
     const { search, filter } = this.state;
     const marks = new Uint8Array(record.length);
     let isUsed = false;
@@ -259,7 +246,7 @@ export class App {
       }
       if (filter.trim()) {
         isUsed = true;
-        const test = compileFilter(filter).bind(tokensOfRecord(record, this.run.vocabulary));
+        const test = testOf(parseFilter(filter), record, this.run.vocabulary);
         for (let i = 0; i < record.length; i += 1) if (test(i)) marks[i] = 1;
       }
     } catch { return null; } // the top bar says what is wrong with it
@@ -297,9 +284,5 @@ export class App {
   }
 }
 
-// Opens the page: where its bytes come from, the state in its address, the keys.
-
-
-export const app = new App(new Store(), openSource());
-listenForKeys(app);
+export const app = new App();
 app.start();

@@ -4,14 +4,8 @@
 //
 // What has its default value is left out.
 
-/**
- * @typedef {{view: string, step: number, record: number, token: number, fill: string, scope: string,
- *   masks: boolean, table: boolean, env: string, rank: number, weights: string, steps: string, filter: string, search: string, within: string, sort: string,
- *   up: boolean, x: string, y: string, brush: string, top: string, kind: string, loss: string, bounds: string,
- *   other: number, ids: boolean, more: boolean}} State
- */
+/** @typedef {typeof DEFAULTS} State */
 
-/** @type {State} */
 export const DEFAULTS = {
   view: "run",
   step: -1, // the last one
@@ -73,12 +67,13 @@ export function parse(hash) {
 }
 
 export class Store {
+  state = parse(location.hash);
+
+  /** @type {((state: State, changed: Set<string>) => void)[]} */
+  listeners = [];
+
   constructor() {
-    this.state = parse(location.hash);
-    /** @type {((state: State, changed: Set<string>) => void)[]} */
-    this.listeners = [];
-    window.addEventListener("hashchange", () => this.adopt(parse(location.hash)));
-    window.addEventListener("popstate", () => this.adopt(parse(location.hash)));
+    for (const event of ["hashchange", "popstate"]) window.addEventListener(event, () => this.adopt(parse(location.hash)));
   }
 
   /** @param {(state: State, changed: Set<string>) => void} listener */
@@ -86,11 +81,12 @@ export class Store {
 
   /** @param {Partial<State>} changes @param {{replace?: boolean}} [options] */
   set(changes, { replace = false } = {}) {
-    const isPlace = Object.entries(changes).some(([name, value]) =>
-      PLACES.has(name) && value !== /** @type {any} */ (this.state)[name]);
+    const isPlace = Object.entries(changes).some(([name, value]) => PLACES.has(name) && value !== /** @type {any} */ (this.state)[name]);
     const next = { ...this.state, ...changes };
     const hash = serialise(next);
-    if (hash !== serialise(this.state)) remember(hash, isPlace && !replace);
+    try {
+      if (hash !== serialise(this.state)) history[isPlace && !replace ? "pushState" : "replaceState"](null, "", hash);
+    } catch { /* a sandboxed frame has no history */ }
     this.adopt(next);
   }
 
@@ -103,20 +99,9 @@ export class Store {
   }
 }
 
-/** @param {string} hash @param {boolean} isPlace */
-function remember(hash, isPlace) {
-  try {
-    history[isPlace ? "pushState" : "replaceState"](null, "", hash);
-  } catch { /* a sandboxed frame has no history */ }
-}
-
 // What the keyboard does: one table, which the help shows, too.
 
-/**
- * @typedef {{keys: string[], shown: string, what: string, run: (app: any, key: string) => void}} Binding
- */
-
-/** @type {Binding[]} */
+/** @type {{keys: string[], shown: string, what: string, run: (app: any, key: string) => void}[]} */
 export const BINDINGS = [
   { keys: ["j", "k"], shown: "j k", what: "next, previous record", run: (app, key) => app.moveRecord(key === "j" ? 1 : -1) },
   { keys: ["l", "h"], shown: "l h", what: "next, previous step", run: (app, key) => app.moveStep(key === "l" ? 1 : -1) },
@@ -129,8 +114,8 @@ export const BINDINGS = [
   { keys: ["1", "2", "3", "4", "5", "6", "7", "8", "9"], shown: "1 … 9", what: "colour by mismatch KL, entropy, surprise, advantage, reward, log ratio, prob. delta, token loss, staleness", run: (app, key) => app.colourBy(Number(key) - 1) },
   { keys: ["m"], shown: "m", what: "show or hide masks", run: (app) => app.go({ masks: !app.store.state.masks }) },
   { keys: ["t"], shown: "t", what: "tokens as text or as a table", run: (app) => app.go({ table: !app.store.state.table }) },
-  { keys: ["/"], shown: "/", what: "search", run: (app) => app.focusSearch() },
-  { keys: ["f"], shown: "f", what: "filter", run: (app) => app.focusFilter() },
+  { keys: ["/"], shown: "/", what: "search", run: (app) => app.topBar?.search.focus() },
+  { keys: ["f"], shown: "f", what: "filter", run: (app) => app.topBar?.filter.focus() },
   { keys: ["y"], shown: "y", what: "copy the address of the record or token", run: (app) => app.copyId() },
   { keys: ["c"], shown: "c", what: "copy the record as JSON", run: (app) => app.copyRecord() },
   { keys: ["d"], shown: "d", what: "dark or light", run: (app) => app.switchTheme() },

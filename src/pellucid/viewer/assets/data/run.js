@@ -276,6 +276,12 @@ export class TokenRecord {
     return Number.isNaN(value) ? null : value;
   }
 
+  /** Where a token is: the record, and the place in it. @param {number} _token */
+  owner(_token) { return this.record; }
+
+  /** @param {number} token */
+  position(token) { return token; }
+
   /** Of the record as a whole. @param {string} name */
   field(name) { return this.index.value(name, this.record); }
 
@@ -328,6 +334,9 @@ export class StepTokens {
     const mask = this.column("loss_mask");
     return !mask || mask[token] !== 0;
   }
+
+  /** @param {number} token */
+  owner(token) { return this.owners[token]; }
 
   /** A token's place in its record. @param {number} token */
   position(token) { return token - this.starts[this.owners[token]]; }

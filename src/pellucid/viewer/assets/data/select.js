@@ -1,12 +1,24 @@
-// Which tokens of a step are meant: those of an environment, a rank, some weights, a filter expression, the brushes.
+// Which tokens of a step are meant: those of an environment, a rank, some weights, the brushes, and a filter
+// expression over tokens such as `kl > 0.5 & adv < 0 & env = math`.
+//
+//   expression  = conjunction { "|" conjunction }
+//   conjunction = term { "&" term }
+//   term        = "!" term | "(" expression ")" | field [ operator value ]
+//   operator    = > < >= <= = != ~        (~: contains)
+//
+// A field alone means that it is set: `masked`, `trainable`. A comparison with a value that a token lacks is false.
 
 import { METRICS, RATIO, metricOf, valuesOf } from "./metrics.js";
 import { versionIn } from "./run.js";
 
 /**
+ * @typedef {import("./run.js").StepTokens} StepTokens @typedef {import("./run.js").TokenRecord} TokenRecord
+ * @typedef {import("./texts.js").Vocabulary} Vocabulary
  * @typedef {{metric: string, low: number, high: number}} Brush
  * @typedef {{tokens: Uint8Array, records: Uint32Array, isAll: boolean, count: number}} Selection
  * `tokens`: 1 for each trainable token that is meant; `records`: how many of them each record has.
+ * @typedef {{any: Tree[]} | {all: Tree[]} | {not: Tree} | {field: string, is?: string, value?: string | number}} Tree
+ * @typedef {(token: number) => boolean} Test
  */
 
 /** `kl:0.1:2,entropy:0:1` @param {string} text @returns {Brush[]} */
@@ -21,51 +33,43 @@ export function serialiseBrushes(brushes) {
 }
 
 /**
- * @param {import("./run.js").StepTokens} all @param {import("./texts.js").Vocabulary} vocabulary
- * @param {{env: string, rank?: number, weights?: string, filter: string, brush: string}} state @param {string} [except] a brush that does not count: a
- *   histogram is not cut by its own
+ * @param {StepTokens} all @param {Vocabulary} vocabulary
+ * @param {{env: string, rank?: number, weights?: string, filter: string, brush: string}} state
+ * @param {string} [except] a brush that does not count: a histogram is not cut by its own
  * @returns {Selection}
  */
 export function select(all, vocabulary, { env, rank = -1, weights = "", filter, brush }, except) {
-  const brushes = parseBrushes(brush).filter(({ metric }) => metric !== except);
+  const { owners, index } = all;
+  /** @type {Test[]} */
   const tests = [];
-  if (env) {
-    const code = all.index.words.env.indexOf(env);
-    const envs = all.index.column("env");
-    tests.push((/** @type {number} */ i) => envs[all.owners[i]] === code);
-  }
-  if (rank >= 0) {
-    const ranks = all.index.column("rank");
-    tests.push((/** @type {number} */ i) => ranks[all.owners[i]] === rank);
-  }
+  const isOf = (/** @type {ArrayLike<number>} */ values, /** @type {number} */ wanted) => tests.push((i) => values[owners[i]] === wanted);
+  if (env) isOf(index.column("env"), index.words.env.indexOf(env));
+  if (rank >= 0) isOf(index.column("rank"), rank);
   const version = versionIn(weights, all.step);
-  if (version !== null) {
-    const oldest = oldestVersions(all);
-    tests.push((/** @type {number} */ i) => oldest[all.owners[i]] === version);
-  }
-  for (const { metric, low, high } of brushes) {
+  if (version !== null) isOf(oldestVersions(all), version);
+  for (const { metric, low, high } of parseBrushes(brush).filter((one) => one.metric !== except)) {
     const values = valuesOf(all, metricOf(metric));
-    tests.push((/** @type {number} */ i) => values !== null && values[i] >= low && values[i] <= high);
+    tests.push((i) => values !== null && values[i] >= low && values[i] <= high);
   }
   if (filter.trim()) {
     try {
-      tests.push(compileFilter(filter).bind(tokensOfStep(all, vocabulary)));
+      tests.push(testOf(parseFilter(filter), all, vocabulary));
     } catch { /* the top bar says what is wrong with it */ }
   }
   const tokens = new Uint8Array(all.length);
-  const records = new Uint32Array(all.index.length);
+  const records = new Uint32Array(index.length);
   let count = 0;
   for (let i = 0; i < all.length; i += 1) {
     if (all.isTrainable(i) && tests.every((test) => test(i))) {
       tokens[i] = 1;
-      records[all.owners[i]] += 1;
+      records[owners[i]] += 1;
       count += 1;
     }
   }
   return { tokens, records, isAll: !tests.length, count };
 }
 
-/** The lowest policy version of each record's tokens; Infinity where none is known. @param {import("./run.js").StepTokens} all */
+/** The lowest policy version of each record's tokens; Infinity where none is known. @param {StepTokens} all */
 function oldestVersions(all) {
   const versions = all.column("policy_versions");
   const oldest = new Float64Array(all.index.length).fill(Infinity);
@@ -73,156 +77,101 @@ function oldestVersions(all) {
   return oldest;
 }
 
-// Filter expressions over tokens: `kl > 0.5 & adv < 0 & env = math`.
-//
-//   expression  = conjunction { "|" conjunction }
-//   conjunction = term { "&" term }
-//   term        = "!" term | "(" expression ")" | field [ operator value ]
-//   operator    = > < >= <= = != ~        (~: contains)
-//
-// A field alone means that it is set: `masked`, `trainable`. A comparison with a value that a token lacks is false.
-
-
-/**
- * @typedef {{column(name: string): any, step: number, word(name: string, token: number): any, text(token: number): string,
- *   at(token: number): number}} Tokens
- * @typedef {(token: number) => boolean} Test
- * @typedef {{any: Tree[]} | {all: Tree[]} | {not: Tree} | {field: string, is?: string, value?: string | number}} Tree
- * @typedef {{bind(tokens: Tokens): Test, tree: Tree}} Filter
- */
-
 const FLAGS = /** @type {Record<string, string>} */ ({ masked: "is_masked", high: "is_masked_high", low: "is_masked_low", trainable: "loss_mask", sampled: "sampled" });
 const COLUMNS = /** @type {Record<string, string>} */ ({ id: "token_ids", logp: "trainer_logprobs", version: "policy_versions", ...FLAGS });
 const WORDS = ["env", "mode", "example", "group", "rollout", "sample", "run", "stop"];
 const NUMBERS = ["rank", "tokens", "micro_step", "record"];
-
-export const FIELD_NAMES = [...METRICS.map(({ key }) => key), RATIO.key, ...Object.keys(COLUMNS), "at", "text", "step", ...WORDS, ...NUMBERS];
-
-export class FilterError extends Error {}
-
-/** @param {string} text @returns {Filter} */
-export function compileFilter(text) {
-  const parser = new Parser(text);
-  const filter = parser.expression();
-  parser.end();
-  return filter;
-}
-
-const TOKEN = /\s*(?:(>=|<=|!=|[><=~&|!()])|"([^"]*)"|([^\s>=<!~&|()"]+))/y;
-
-class Parser {
-  /** @param {string} text */
-  constructor(text) {
-    this.text = text;
-    /** @type {{kind: "operator" | "word" | "quoted", text: string, at: number}[]} */
-    this.parts = [];
-    this.place = 0;
-    TOKEN.lastIndex = 0;
-    while (TOKEN.lastIndex < text.trimEnd().length) {
-      const at = TOKEN.lastIndex;
-      const match = TOKEN.exec(text);
-      if (!match) throw new FilterError(`“${text.slice(at).trim()}” is not understood`);
-      const [, operator, quoted, word] = match;
-      this.parts.push(operator ? { kind: "operator", text: operator, at } : quoted !== undefined ? { kind: "quoted", text: quoted, at } : { kind: "word", text: word, at });
-    }
-  }
-
-  /** @param {string} operator */
-  takes(operator) {
-    const part = this.parts[this.place];
-    if (part?.kind !== "operator" || part.text !== operator) return false;
-    this.place += 1;
-    return true;
-  }
-
-  end() {
-    const part = this.parts[this.place];
-    if (part) throw new FilterError(`expected & or | before “${part.text}”`);
-  }
-
-  /** @returns {Filter} */
-  expression() {
-    const parts = [this.conjunction()];
-    while (this.takes("|")) parts.push(this.conjunction());
-    return { tree: { any: parts.map(({ tree }) => tree) },
-      bind: (tokens) => { const tests = parts.map((part) => part.bind(tokens)); return (i) => tests.some((test) => test(i)); } };
-  }
-
-  /** @returns {Filter} */
-  conjunction() {
-    const parts = [this.term()];
-    while (this.takes("&")) parts.push(this.term());
-    return { tree: { all: parts.map(({ tree }) => tree) },
-      bind: (tokens) => { const tests = parts.map((part) => part.bind(tokens)); return (i) => tests.every((test) => test(i)); } };
-  }
-
-  /** @returns {Filter} */
-  term() {
-    if (this.takes("!")) {
-      const inner = this.term();
-      return { tree: { not: inner.tree }, bind: (tokens) => { const test = inner.bind(tokens); return (i) => !test(i); } };
-    }
-    if (this.takes("(")) {
-      const inner = this.expression();
-      if (!this.takes(")")) throw new FilterError("a ( is not closed");
-      return inner;
-    }
-    const part = this.parts[this.place];
-    if (!part || part.kind === "operator") throw new FilterError(part ? `expected a field before “${part.text}”` : "something is missing at the end");
-    this.place += 1;
-    if (!FIELD_NAMES.includes(part.text)) throw new FilterError(`no field “${part.text}”; there are ${FIELD_NAMES.join(", ")}`);
-    const operator = this.parts[this.place];
-    if (operator?.kind !== "operator" || !COMPARISONS[operator.text]) {
-      return { tree: { field: part.text }, bind: (tokens) => { const read = reader(part.text, tokens); return (i) => Boolean(read(i)); } };
-    }
-    const value = this.parts[this.place + 1];
-    if (!value || value.kind === "operator") throw new FilterError(`${part.text} ${operator.text} what?`);
-    this.place += 2;
-    return comparison(part.text, operator.text, value.text);
-  }
-}
+const FIELD_NAMES = [...METRICS.map(({ key }) => key), RATIO.key, ...Object.keys(COLUMNS), "at", "text", "step", ...WORDS, ...NUMBERS];
 
 /** @type {Record<string, (a: any, b: any) => boolean>} */
 const COMPARISONS = {
   ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b,
   "=": (a, b) => a === b, "!=": (a, b) => a !== b, "~": (a, b) => String(a).toLowerCase().includes(String(b).toLowerCase()),
 };
+const PART = /\s*(?:(>=|<=|!=|[><=~&|!()])|"([^"]*)"|([^\s>=<!~&|()"]+))/y;
 
-/** @param {string} field @param {string} operator @param {string} text @returns {Filter} */
-function comparison(field, operator, text) {
-  const isText = WORDS.includes(field) || field === "text" || operator === "~";
-  const value = isText ? text : Number(text.replace("−", "-"));
-  if (!isText && Number.isNaN(value)) throw new FilterError(`${field} is a number, “${text}” is not`);
-  const compare = COMPARISONS[operator];
-  return { tree: { field, is: operator, value }, bind: (tokens) => {
-    const read = reader(field, tokens);
-    return (i) => { const found = read(i); return found !== null && found !== undefined && !Number.isNaN(found) && compare(found, value); };
-  } };
+/** An expression as a tree; an error says what is wrong with it. @param {string} text @returns {Tree} */
+export function parseFilter(text) {
+  /** @type {{operator?: string, text: string}[]} */
+  const parts = [];
+  PART.lastIndex = 0;
+  while (PART.lastIndex < text.trimEnd().length) {
+    const at = PART.lastIndex;
+    const match = PART.exec(text);
+    if (!match) throw new Error(`“${text.slice(at).trim()}” is not understood`);
+    const [, operator, quoted, word] = match;
+    parts.push({ operator, text: operator ?? quoted ?? word });
+  }
+  const takes = (/** @type {string} */ operator) => parts[0]?.operator === operator && Boolean(parts.shift());
+
+  /** @returns {Tree} */
+  function expression() {
+    const any = [conjunction()];
+    while (takes("|")) any.push(conjunction());
+    return { any };
+  }
+
+  /** @returns {Tree} */
+  function conjunction() {
+    const all = [term()];
+    while (takes("&")) all.push(term());
+    return { all };
+  }
+
+  /** @returns {Tree} */
+  function term() {
+    if (takes("!")) return { not: term() };
+    if (takes("(")) {
+      const inner = expression();
+      if (!takes(")")) throw new Error("a ( is not closed");
+      return inner;
+    }
+    const part = parts.shift();
+    if (!part || part.operator) throw new Error(part ? `expected a field before “${part.text}”` : "something is missing at the end");
+    const field = part.text;
+    if (!FIELD_NAMES.includes(field)) throw new Error(`no field “${field}”; there are ${FIELD_NAMES.join(", ")}`);
+    const is = parts[0]?.operator;
+    if (!is || !COMPARISONS[is]) return { field };
+    const [, value] = parts.splice(0, 2);
+    if (!value || value.operator) throw new Error(`${field} ${is} what?`);
+    if (WORDS.includes(field) || field === "text" || is === "~") return { field, is, value: value.text };
+    const number = Number(value.text.replace("−", "-"));
+    if (Number.isNaN(number)) throw new Error(`${field} is a number, “${value.text}” is not`);
+    return { field, is, value: number };
+  }
+
+  const tree = expression();
+  if (parts.length) throw new Error(`expected & or | before “${parts[0].text}”`);
+  return tree;
 }
 
-/** @param {string} field @param {Tokens} tokens @returns {(token: number) => any} */
-function reader(field, tokens) {
-  if (field === "at") return (i) => tokens.at(i);
-  if (field === "text") return (i) => tokens.text(i);
-  if (field === "step") return () => tokens.step;
-  if (WORDS.includes(field) || NUMBERS.includes(field)) return (i) => tokens.word(field, i);
+/** @param {Tree} tree @param {TokenRecord | StepTokens} tokens @param {Vocabulary} vocabulary @returns {Test} */
+export function testOf(tree, tokens, vocabulary) {
+  if ("not" in tree) {
+    const test = testOf(tree.not, tokens, vocabulary);
+    return (i) => !test(i);
+  }
+  if ("any" in tree || "all" in tree) {
+    const tests = ("any" in tree ? tree.any : tree.all).map((part) => testOf(part, tokens, vocabulary));
+    return "any" in tree ? (i) => tests.some((test) => test(i)) : (i) => tests.every((test) => test(i));
+  }
+  const { field, is, value } = tree;
+  const read = reader(field, tokens, vocabulary);
+  if (!is) return (i) => Boolean(read(i));
+  const compare = COMPARISONS[is];
+  return (i) => { const found = read(i); return found !== null && found !== undefined && !Number.isNaN(found) && compare(found, value); };
+}
+
+/** @param {string} field @param {TokenRecord | StepTokens} tokens @param {Vocabulary} vocabulary @returns {(token: number) => any} */
+function reader(field, tokens, vocabulary) {
+  const { ids, step } = tokens;
+  if (field === "at") return (i) => tokens.position(i);
+  if (field === "text") return (i) => vocabulary.plain(ids[i]);
+  if (field === "step") return () => step;
+  if (WORDS.includes(field) || NUMBERS.includes(field)) return (i) => (field === "record" ? tokens.owner(i) : tokens.index.value(field, tokens.owner(i)));
   const metric = [...METRICS, RATIO].find(({ key }) => key === field);
   const column = tokens.column(metric ? metric.column : COLUMNS[field]);
   if (!column) return () => null;
   const of = metric?.of;
-  return of ? (i) => of(column[i], tokens.step) : (i) => column[i];
-}
-
-/** @param {import("./run.js").TokenRecord} record @param {import("./texts.js").Vocabulary} vocabulary @returns {Tokens} */
-export function tokensOfRecord(record, vocabulary) {
-  const ids = record.ids;
-  return { column: (name) => record.column(name), step: record.step, at: (i) => i, text: (i) => vocabulary.plain(ids[i]),
-    word: (name) => (name === "record" ? record.record : record.field(name)) };
-}
-
-/** @param {import("./run.js").StepTokens} all @param {import("./texts.js").Vocabulary} vocabulary @returns {Tokens} */
-export function tokensOfStep(all, vocabulary) {
-  const ids = all.ids;
-  return { column: (name) => all.column(name), step: all.step, at: (i) => all.position(i), text: (i) => vocabulary.plain(ids[i]),
-    word: (name, i) => (name === "record" ? all.owners[i] : all.index.value(name, all.owners[i])) };
+  return of ? (i) => of(column[i], step) : (i) => column[i];
 }

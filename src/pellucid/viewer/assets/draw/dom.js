@@ -1,36 +1,44 @@
 // Making and finding elements. Text only ever becomes text.
 
-/**
- * @param {string} tag @param {Record<string, any>} [attributes] @param {...(Node | string | null | undefined | false)} children
- * @returns {any}
- */
-export function element(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
+/** @typedef {Node | string | null | undefined | false} Child what is null or false is left out */
+
+/** @param {string} tag @param {Record<string, any>} [attributes] @param {...Child} children @returns {any} */
+export const element = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, children);
+
+/** @param {string} tag @param {Record<string, any>} [attributes] @param {...Child} children @returns {any} */
+export const svg = (tag, attributes = {}, ...children) => filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+/** @param {Element} node @param {Record<string, any>} attributes @param {Child[]} children */
+function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, String(value));
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined && child !== false).map((child) => /** @type {any} */ (child)));
+  refill(node, ...children);
   return node;
 }
 
-/** Replaces what an element holds; what is null or false is left out. @param {Element} node @param {...(Node | string | null | undefined | false)} children */
+/** Replaces what an element holds. @param {Element} node @param {...Child} children */
 export function refill(node, ...children) {
-  node.replaceChildren(...children.filter((child) => child !== null && child !== undefined && child !== false).map((child) => /** @type {any} */ (child)));
+  node.replaceChildren(.../** @type {(Node | string)[]} */ (children.filter((child) => child !== null && child !== undefined && child !== false)));
 }
 
-const SVG = "http://www.w3.org/2000/svg";
+/** Names with what is to say of them; those of which there is nothing are left out. @param {any[][]} pairs */
+export function facts(pairs) {
+  return element("dl", { class: "facts" }, ...pairs.filter(([, text]) => text)
+    .map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(text)))));
+}
 
-/** @param {string} tag @param {Record<string, any>} [attributes] @param {...(Node | string)} children @returns {any} */
-export function svg(tag, attributes = {}, ...children) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, String(value));
-  }
-  node.append(...children);
+/** Gives an element a background and an ink. @template {HTMLElement} T @param {T} node @param {[string, string] | null} colours @returns {T} */
+export function painted(node, colours) {
+  if (colours) [node.style.background, node.style.color] = colours;
   return node;
+}
+
+/** A line of a chart, named. @param {string} colour @param {string} text */
+export function swatch(colour, text) {
+  return element("span", {}, painted(element("i", { class: "swatch" }), [`var(--${colour})`, ""]), text);
 }
 
 /** @param {string} id @returns {any} */

@@ -5,14 +5,11 @@ import { canvasOf, element, themeColour } from "./dom.js";
 const HEIGHT = 40;
 const ROLE_COLOURS = /** @type {Record<string, string>} */ ({ system: "role-system", user: "role-user", assistant: "role-assistant", tool: "role-tool" });
 
-/**
- * @typedef {{length: number, segments: [string, number, number][], value(i: number): number | null | undefined,
- *   colour(i: number): [string, string] | null, trains(i: number): boolean, masked(i: number): boolean}} Strip
- */
+/** @typedef {import("../data/run.js").TokenRecord} TokenRecord @typedef {(i: number) => [string, string] | null} Colour of a token */
 
 export class Minimap {
-  /** @type {Strip} */
-  strip;
+  /** Tokens. */
+  length = 1;
 
   /** @param {{onSeek(token: number): void}} handlers */
   constructor(handlers) {
@@ -23,52 +20,51 @@ export class Minimap {
     const seek = (/** @type {PointerEvent} */ event) => {
       const box = this.root.getBoundingClientRect();
       const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-      handlers.onSeek(Math.min(this.strip.length - 1, Math.floor(share * this.strip.length)));
+      handlers.onSeek(Math.min(this.length - 1, Math.floor(share * this.length)));
     };
     this.root.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => { isDown = true; this.root.setPointerCapture(event.pointerId); seek(event); });
     this.root.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => { if (isDown) seek(event); });
     this.root.addEventListener("pointerup", () => { isDown = false; });
   }
 
-  /** @param {Strip} strip */
-  show(strip) {
-    this.strip = strip;
-    drawStrip(this.canvas, strip, Math.max(100, this.root.clientWidth), HEIGHT);
+  /** @param {TokenRecord} record @param {ArrayLike<number> | null} values @param {Colour} colour */
+  show(record, values, colour) {
+    this.length = record.length || 1;
+    drawStrip(this.canvas, record, values, colour, Math.max(100, this.root.clientWidth), HEIGHT);
   }
 
   /** What of it is in sight. @param {number} first @param {number} last */
   mark(first, last) {
-    const length = this.strip?.length || 1;
-    this.frame.style.left = `${(100 * first) / length}%`;
-    this.frame.style.width = `${Math.max(0.4, (100 * (last - first)) / length)}%`;
+    this.frame.style.left = `${(100 * first) / this.length}%`;
+    this.frame.style.width = `${Math.max(0.4, (100 * (last - first)) / this.length)}%`;
   }
 }
 
-/** @param {HTMLCanvasElement} canvas @param {Strip} strip @param {number} width @param {number} height */
-export function drawStrip(canvas, strip, width, height) {
+/** @param {HTMLCanvasElement} canvas @param {TokenRecord} record @param {ArrayLike<number> | null} values @param {Colour} colourOf
+ * @param {number} width @param {number} height */
+export function drawStrip(canvas, record, values, colourOf, width, height) {
+  const masked = record.column("is_masked");
   const { context } = canvasOf(width, height, canvas);
-  const scale = width / Math.max(1, strip.length);
-  for (const [role, start, end] of strip.segments) {
+  const scale = width / Math.max(1, record.length);
+  for (const [role, start, end] of record.segments) {
     context.fillStyle = themeColour(ROLE_COLOURS[role] ?? "role-other");
     context.fillRect(start * scale, 0, Math.max(1, (end - start) * scale - 1), 4);
   }
   const neutral = themeColour("minimap");
   const mark = themeColour("ink");
-  const columns = Math.min(Math.ceil(width), strip.length);
+  const columns = Math.min(Math.ceil(width), record.length);
   const step = width / columns;
   for (let column = 0; column < columns; column += 1) {
-    const from = Math.floor((column * strip.length) / columns);
-    const to = Math.max(from + 1, Math.floor(((column + 1) * strip.length) / columns));
+    const from = Math.floor((column * record.length) / columns);
+    const to = Math.max(from + 1, Math.floor(((column + 1) * record.length) / columns));
     let best = -1;
     let isMasked = false;
     for (let i = from; i < to; i += 1) {
-      if (strip.masked(i)) isMasked = true;
-      if (!strip.trains(i)) continue;
-      const value = strip.value(i);
-      if (value === null || value === undefined || Number.isNaN(value)) continue;
-      if (best < 0 || Math.abs(value) > Math.abs(/** @type {number} */ (strip.value(best)))) best = i;
+      if (masked?.[i] === 1) isMasked = true;
+      if (!values || !record.isTrainable(i) || Number.isNaN(values[i])) continue;
+      if (best < 0 || Math.abs(values[i]) > Math.abs(values[best])) best = i;
     }
-    const colour = best < 0 ? null : strip.colour(best);
+    const colour = best < 0 ? null : colourOf(best);
     context.fillStyle = colour ? colour[0] : neutral;
     const top = best < 0 ? height * 0.42 : 7;
     context.fillRect(column * step, top, Math.max(step, 0.7), best < 0 ? height * 0.2 : height - 13);

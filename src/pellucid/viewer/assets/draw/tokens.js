@@ -1,7 +1,7 @@
 // The tokens of a record as text. Lines are laid out by width first; only those in sight are in the document.
 
 import { lastAtMost } from "../data/run.js";
-import { element, perFrame } from "./dom.js";
+import { element, painted, perFrame } from "./dom.js";
 
 const GUTTER = 92;
 const OVERSCAN = 8;
@@ -28,9 +28,7 @@ function widthOf(shown) {
   return width;
 }
 
-/**
- * @typedef {{colour(token: number): [string, string] | null, classes(token: number): string, label(token: number): string}} Look
- */
+/** @typedef {{colour(token: number): [string, string] | null, classes(token: number): string}} Look */
 
 export class TokenText {
   /** @type {import("../data/run.js").TokenRecord} */
@@ -155,8 +153,7 @@ export class TokenText {
     node.setAttribute("role", "button");
     node.tabIndex = at === Math.max(0, this.pinned) ? 0 : -1;
     node.textContent = this.vocabulary.show(this.ids, at);
-    if (colour) { node.style.background = colour[0]; node.style.color = colour[1]; }
-    return node;
+    return painted(node, colour);
   }
 
   /** The tokens in sight: [first, last). @returns {[number, number]} */
@@ -304,10 +301,7 @@ export class Lines {
  */
 export function contextLine(vocabulary, ids, from, to, middle, colour) {
   const part = (/** @type {number} */ at) => {
-    const node = element("span", { class: at === middle ? "token pinned" : "token" }, vocabulary.show(ids, at));
-    const paint = colour(at);
-    if (paint) { node.style.background = paint[0]; node.style.color = paint[1]; }
-    return node;
+    return painted(element("span", { class: at === middle ? "token pinned" : "token" }, vocabulary.show(ids, at)), colour(at));
   };
   const range = (/** @type {number} */ a, /** @type {number} */ b) => Array.from({ length: Math.max(0, b - a) }, (_, i) => part(a + i));
   return element("span", { class: "context-line" }, element("span", { class: "context-before" }, element("bdi", {}, ...range(from, middle))),

@@ -2,7 +2,7 @@
 
 import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
 import { recordsColumns } from "../data/save.js";
-import { choice, element, notice, refill } from "../draw/dom.js";
+import { choice, element, facts, notice, painted, refill } from "../draw/dom.js";
 import { count, fixed, plural, short, signed } from "../draw/format.js";
 import { drawStrip } from "../draw/minimap.js";
 import { saveBar } from "../draw/saving.js";
@@ -56,9 +56,8 @@ export class GroupView {
     const mean = known.length ? known.reduce((sum, reward) => sum + reward, 0) / known.length : null;
     const best = rewards.indexOf(Math.max(...known));
     refill(this.head, element("div", { class: "about" }, element("h2", {}, `${title[0].toUpperCase()}${title.slice(1)}`),
-      element("dl", { class: "facts" }, ...[["step", String(state.step)], ["environment", index.value("env", state.record) ?? "–"], ["rollouts here", count(records.length)],
-        ["mean reward", short(mean)], ["common beginning", plural(shared, "token")], ["example", index.value("example", state.record) ?? "–"]]
-        .map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))))),
+      facts([["step", String(state.step)], ["environment", index.value("env", state.record) ?? "–"], ["rollouts here", count(records.length)],
+        ["mean reward", short(mean)], ["common beginning", plural(shared, "token")], ["example", index.value("example", state.record) ?? "–"]])),
     element("span", { class: "view-tools" }, saveBar("the tokens of this group", () => this.app.fileName(`step_${state.step}_${title}`),
       { columns: () => recordsColumns(records, this.app.run.vocabulary), shown: () => this.root })));
     refill(this.look, choice("Colour", METRICS.map(({ key, label }) => [key, label]), state.fill, (fill) => this.app.go({ fill })), legend(scale, state.scope),
@@ -81,10 +80,8 @@ export class GroupView {
       const side = ["is_masked_high", "is_masked_low"].map((name, k) => (record.value(name, i) === 1 ? ` masked-${["high", "low"][k]}` : "")).join("");
       const node = element("span", { class: `token${record.isTrainable(i) ? "" : " context"}${side}${i === leaves ? " leaves" : ""}`,
         title: i === leaves ? "leaves the best rollout's text here" : null }, this.app.run.vocabulary.show(ids, i));
-      const paint = colour(i);
-      if (paint) { node.style.background = paint[0]; node.style.color = paint[1]; }
       node.addEventListener("click", () => this.app.go({ view: "record", record: record.record, token: i }));
-      tokens.push(node);
+      tokens.push(painted(node, colour(i)));
     }
     const strip = element("canvas", { "aria-hidden": "true" });
     const root = element("article", { class: "card member", "aria-current": isChosen ? "true" : null },
@@ -93,8 +90,7 @@ export class GroupView {
       element("div", { class: "bars" }, bar("reward", record.field("reward"), ends.reward, fixed(record.field("reward"), 3)), bar("advantage", record.field("advantage"), ends.advantage, signed(record.field("advantage"), 3))),
       element("div", { class: "strip-frame" }, strip),
       element("p", { class: "member-text" }, shared > BEFORE ? element("span", { class: "fold" }, `⋯ ${shared - BEFORE} common `) : null, ...tokens, to < record.length ? element("span", { class: "fold" }, ` ⋯ ${count(record.length - to)} more`) : null));
-    queueMicrotask(() => drawStrip(strip, { length: record.length, segments: record.segments, value: (i) => (values ? values[i] : null), colour,
-      trains: (i) => record.isTrainable(i), masked: (i) => record.value("is_masked", i) === 1 }, Math.max(40, (root.clientWidth - 30) * (record.length / longest)), 26));
+    queueMicrotask(() => drawStrip(strip, record, values, colour, Math.max(40, (root.clientWidth - 30) * (record.length / longest)), 26));
     return root;
   }
 }

@@ -3,7 +3,7 @@
 import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
 import { recordColumns } from "../data/save.js";
 import { extremes, lineChart } from "../draw/chart.js";
-import { afterPaint, choice, element, notice, refill, toggle } from "../draw/dom.js";
+import { afterPaint, choice, element, facts, notice, refill, toggle } from "../draw/dom.js";
 import { count, plural, short, signed } from "../draw/format.js";
 import { Minimap } from "../draw/minimap.js";
 import { saveBar } from "../draw/saving.js";
@@ -123,7 +123,7 @@ export class RecordView {
       ["weights", value("version_low") === null ? null
         : `version ${value("version_low")}${value("version_high") === value("version_low") ? "" : `–${value("version_high")}`}, ${plural(Math.max(0, record.step - value("version_low")), "step")} old`],
       ["ended by", value("stop")],
-    ].filter(([, text]) => text && text !== "–");
+    ].filter(([, text]) => text !== "–");
     const ids = [["rollout", value("rollout")], ["group", value("group")], ["example", value("example")], ["rank", value("rank")],
       ["micro batch", value("micro_step")], ["mode", value("mode")]].filter(([, text]) => text !== null);
     refill(this.head,
@@ -136,7 +136,7 @@ export class RecordView {
           value("example") === null ? null : element("button", { type: "button", title: "the same example in other steps", onclick: () => app.go({ view: "across" }) }, "across steps"),
           saveBar("this record", () => app.fileName(`step_${record.step}_record_${record.record}`), { columns: async () => recordColumns(await app.run.record(record.step, record.record), app.run.vocabulary), shown: () => this.root },
             element("button", { type: "button", title: "copy as JSON (c)", onclick: () => app.copyRecord() }, "copy JSON")))),
-      element("dl", { class: "facts" }, ...numbers.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(text))))),
+      facts(numbers),
       element("p", { class: "ids" }, ...ids.map(([name, text]) => element("span", {}, `${name} `, element("code", {}, String(text))))));
   }
 
@@ -147,17 +147,12 @@ export class RecordView {
     const values = valuesOf(record, metric);
     const domain = await app.domain(metric, state.scope, record);
     if (this.record !== record) return;
-    this.metric = metric;
-    this.values = values;
-    this.scale = new ColourScale(metric, domain);
-    this.outliers = null;
-    const marks = await app.matches(record);
-    if (this.record !== record) return;
-    const ids = record.ids;
+    Object.assign(this, { metric, values, scale: new ColourScale(metric, domain), outliers: null });
+    const marks = app.matches(record);
+    const { ids } = record;
     const look = {
       colour: (/** @type {number} */ i) => (record.isTrainable(i) && values ? this.scale.colour(values[i]) : null),
       classes: (/** @type {number} */ i) => classesOf(app.run, record, ids, i, state.masks) + (marks?.[i] ? " match" : ""),
-      label: () => "",
     };
     this.text.root.hidden = state.table;
     this.tableRoot.hidden = !state.table;
@@ -173,7 +168,7 @@ export class RecordView {
   /** @param {import("../state.js").State} state */
   drawLook(state) {
     const { app } = this;
-    const none = this.values ? null : element("span", { class: "look-none" }, `${this.metric.label} is ${this.values === null && this.record.column(this.metric.column) === null ? "without meaning here" : "not recorded"}`);
+    const none = this.values ? null : element("span", { class: "look-none" }, `${this.metric.label} is ${this.record.column(this.metric.column) === null ? "without meaning here" : "not recorded"}`);
     refill(this.look,
       choice("Colour", METRICS.map(({ key, label }, i) => [key, `${i + 1}  ${label}`]), state.fill, (fill) => app.go({ fill })),
       element("span", { class: "formula" }, this.metric.formula),
@@ -188,11 +183,7 @@ export class RecordView {
   /** @param {any} look */
   drawOverview(look) {
     const { record, values } = this;
-    const masked = record.column("is_masked");
-    this.minimap.show({
-      length: record.length, segments: record.segments, value: (i) => (values ? values[i] : null), colour: look.colour,
-      trains: (i) => record.isTrainable(i), masked: (i) => masked?.[i] === 1,
-    });
+    this.minimap.show(record, values, look.colour);
     if (!this.text.root.hidden) this.minimap.mark(...this.text.window());
     this.chart?.destroy();
     this.chartRoot.replaceChildren();
@@ -258,7 +249,7 @@ function classesOf(run, record, ids, i, masks) {
 }
 
 /** @param {import("../data/run.js").TokenRecord} record @returns {[number, number][]} */
-export function trainableSpans(record) {
+function trainableSpans(record) {
   const spans = /** @type {[number, number][]} */ ([]);
   let start = -1;
   for (let i = 0; i <= record.length; i += 1) {

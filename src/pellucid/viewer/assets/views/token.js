@@ -3,7 +3,7 @@
 
 import { AGAINST_INFERENCE, METRICS, valuesOf } from "../data/metrics.js";
 import { DERIVED, agrees } from "../data/run.js";
-import { element } from "../draw/dom.js";
+import { element, painted } from "../draw/dom.js";
 import { precise, short, signed } from "../draw/format.js";
 import { VirtualTable } from "../draw/table.js";
 
@@ -237,10 +237,7 @@ export class TokenTable {
 
   /** @param {number} row */
   text(row) {
-    const node = element("span", { class: `token ${this.look.classes(row)}` }, this.app.run.vocabulary.show(this.ids, row));
-    const colour = this.look.colour(row);
-    if (colour) { node.style.background = colour[0]; node.style.color = colour[1]; }
-    return node;
+    return painted(element("span", { class: `token ${this.look.classes(row)}` }, this.app.run.vocabulary.show(this.ids, row)), this.look.colour(row));
   }
 
   /** @param {number} token */

@@ -1,7 +1,7 @@
 // The bar above every view: which view, which step, which environment, search and filter.
 
 import { choicesOf } from "../data/run.js";
-import { compileFilter } from "../data/select.js";
+import { parseFilter } from "../data/select.js";
 import { byId, element } from "../draw/dom.js";
 import { plural } from "../draw/format.js";
 import { SearchResults, parseQuery } from "./search.js";
@@ -51,7 +51,7 @@ export class TopBar {
   submit(what, text) {
     this.fault.hidden = true;
     try {
-      if (what === "filter" && text.trim()) compileFilter(text);
+      if (what === "filter" && text.trim()) parseFilter(text);
       if (what === "search") parseQuery(text);
     } catch (error) {
       this.fault.textContent = /** @type {Error} */ (error).message;

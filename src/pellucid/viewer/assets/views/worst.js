@@ -2,7 +2,7 @@
 
 import { METRICS, RATIO, metricOf, valuesOf } from "../data/metrics.js";
 import { joined, tokenRow } from "../data/save.js";
-import { compileFilter, select } from "../data/select.js";
+import { parseFilter, select } from "../data/select.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
 import { count, plural, short, signed } from "../draw/format.js";
 import { saveBar } from "../draw/saving.js";
@@ -133,7 +133,7 @@ export class WorstView {
   async ask({ top, kind, env, rank, weights, filter }) {
     let tree = null;
     try {
-      if (filter.trim()) tree = compileFilter(filter).tree;
+      if (filter.trim()) tree = parseFilter(filter);
     } catch { /* the top bar says what is wrong with it */ }
     const rows = await this.app.source.query({ ask: "worst", metric: top, kind, env, rank, weights, filter: tree, limit: LIMIT });
     return rows && rows.map((/** @type {number[]} */ [step, record, token, value]) => ({ step, record, token, value, score: Math.abs(value) }));
