@@ -34,11 +34,10 @@ BESIDE = {
     "scoring server text vllm_args vllm_core vllm_engine vllm_worker",
     "ledger": "reconcile settings states",
     "loss": "script",
-    "model": "proof tiny ulysses",
+    "model": "proof tiny",
     "orchestrator": "alarms bias drought environments eval_books evaluation pace progress report servers "
     "signals tasks teacher verifiers",
-    "trainer": "alarms cost entry log_sink machine many sft_data sft_rows sft_tokens stop update_watch "
-    "validation",
+    "trainer": "alarms entry many roster sft sft_tokens update_watch",
     "transport": "zmq_link zmq_receiver zmq_sender",
 }
 """Modules and folders of `PACKAGES` that no sampled token, logprob or reward passes on its way into weights

@@ -48,8 +48,8 @@ from pellucid.trainer import optimizer
 from pellucid.trainer.build import build_run
 from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import accumulate
-from pellucid.trainer.many.roster import Roster
-from pellucid.trainer.parallel import BF16, Processes, shard_module
+from pellucid.trainer.parallel import BF16, Ranks, shard_module
+from pellucid.trainer.roster import Roster
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import StepBatch
 
@@ -221,8 +221,8 @@ class Jobs:
         self.runs: dict[str, Run] = {}
         self.known: dict[str, tuple[dict[str, torch.Tensor], dict[str, float]]] = {}
 
-    def ranks(self, config: TrainerConfig) -> Processes:
-        return Processes.of(config, self.control, default_device())
+    def ranks(self, config: TrainerConfig) -> Ranks:
+        return Ranks.of(config, self.control, default_device())
 
     def build(self, weights: Path, *, alone: bool = False, **trainer) -> Run:
         self.num_runs += 1

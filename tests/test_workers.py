@@ -16,7 +16,7 @@ from pellucid.errors import ModelError
 from pellucid.inference.server import run_inference
 from pellucid.launch.rl import free_port
 from pellucid.trainer.build import load_trained
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.parallel import Ranks
 from pellucid.workers import DaemonThreads, num_cores
 
 

@@ -28,9 +28,7 @@ from pellucid.orchestrator.verdict import Verdict
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
-from pellucid.trainer.parallel import BF16, Processes
-from pellucid.trainer.ranks import Ranks
-from pellucid.trainer.resume import restore
+from pellucid.trainer.parallel import BF16, Ranks
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 from token_exports import write_run
 from tolerance import bound, near
@@ -85,11 +83,11 @@ def samples(seed: int) -> list[TrainingSample]:
 
 
 @contextmanager
-def bfloat16(store: Path) -> Iterator[Processes]:
+def bfloat16(store: Path) -> Iterator[Ranks]:
     """One process as torchrun would start it on a GPU: FSDP2 with mixed precision, here on the CPU."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 1), rank=0, world_size=1)
     try:
-        ranks = Processes.of(TrainerConfig(), dist.group.WORLD, torch.device("cpu"))
+        ranks = Ranks.of(TrainerConfig(), dist.group.WORLD, torch.device("cpu"))
         yield replace(ranks, precision=BF16)
     finally:
         dist.destroy_process_group()
@@ -128,9 +126,7 @@ def train_run(
         channel.send(step, encode_batch(Batch("run", step, TokenTable.from_samples(samples(step)))))
     run = build_run(config, OrchestratorBatches(channel), None, [], ranks, publishes=True)
     try:
-        if resume:
-            restore(run)
-        run.record_settings(config)
+        run.begin(config)
         train(run)
     finally:
         run.close()

@@ -29,7 +29,7 @@ from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
 from pellucid.model.policy import Policy
 from pellucid.orchestrator import advantage, books, chat, samples, scheduler, session
-from pellucid.trainer import observer, run, trained
+from pellucid.trainer import observer, optimizer, run
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import LossResult
@@ -322,7 +322,7 @@ def another_temperature(patch: Patch) -> None:
 
 def stale_publication(patch: Patch) -> None:
     kept: dict[str, torch.Tensor] = {}
-    original = trained.WholeModel.write
+    original = optimizer.WholeModel.write
 
     def first_only(self: Any, folder: Path) -> None:
         own = dict(self.policy.named_parameters())
@@ -334,7 +334,7 @@ def stale_publication(patch: Patch) -> None:
             for name, parameter in own.items():
                 parameter.copy_(now[name])
 
-    patch.setattr(trained.WholeModel, "write", first_only)
+    patch.setattr(optimizer.WholeModel, "write", first_only)
 
 
 def rendered_again(patch: Patch) -> None:
@@ -383,17 +383,17 @@ def examples_lost(patch: Patch) -> None:
 
 
 def moments_lost(patch: Patch) -> None:
-    original = path.restore
+    original = Run.restore
 
     def restore(run: Run) -> None:
         original(run)
         run.optimizer.adamw.state.clear()
 
-    patch.setattr(path, "restore", restore)
+    patch.setattr(Run, "restore", restore)
 
 
 def weights_lost(patch: Patch) -> None:
-    original = path.restore
+    original = Run.restore
 
     def restore(run: Run) -> None:
         initial = trained_weights(run)
@@ -402,7 +402,7 @@ def weights_lost(patch: Patch) -> None:
             for name, parameter in run.trained.module.named_parameters():
                 parameter.copy_(initial[name.removeprefix("hf.")])
 
-    patch.setattr(path, "restore", restore)
+    patch.setattr(Run, "restore", restore)
 
 
 def teacher_forgotten(patch: Patch) -> None:
@@ -438,7 +438,7 @@ def versions_not_exported(patch: Patch) -> None:
 
 
 def initial_model_saved(patch: Patch) -> None:
-    original = trained.WholeModel.save
+    original = optimizer.WholeModel.save
 
     def shrunk(self: Any, folder: Path) -> None:
         with torch.no_grad():
@@ -448,7 +448,7 @@ def initial_model_saved(patch: Patch) -> None:
             original(self, folder)
             weight.copy_(kept)
 
-    patch.setattr(trained.WholeModel, "save", shrunk)
+    patch.setattr(optimizer.WholeModel, "save", shrunk)
 
 
 def never_stale(patch: Patch) -> None:

@@ -8,7 +8,7 @@ import torch
 from pellucid.config import DppoLossConfig
 from pellucid.errors import DataError
 from pellucid.loss import LossInputs, Ratios, dppo_loss, opd_loss, sft_loss
-from pellucid.trainer.loss_stats import LossStats, observe_loss
+from pellucid.trainer.observer import LossStats, observe_loss
 from tolerance import near, partial_sum
 
 OPERATIONS = 8

@@ -12,7 +12,7 @@ from pellucid.metrics import read_metrics
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
-from pellucid.trainer.validation import Validation
+from pellucid.trainer.sft import Validation
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.packing import plain_first_fit_decreasing
-from pellucid.packing.arrange import deal, level
-from pellucid.packing.bins import Bins, Packer, first_fit_decreasing
-from pellucid.packing.cost import Cost
+from pellucid.packing.bins import Bins, Packer, deal, first_fit_decreasing, level
+from pellucid.packing.plan import Cost
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
@@ -55,13 +54,13 @@ def test_arranging_keeps_the_cap_and_needs_no_more_steps_than_first_fit(
     sizes = np.array(lengths)
     costs = Cost(parity=40).of(sizes)
     found = arrange(sizes, costs, capacity=capacity, num_ranks=num_ranks)
-    bins = found.bins.lists()
+    bins = found.lists()
     assert sorted(unit for chosen in bins for unit in chosen) == list(range(len(lengths)))
     assert all(len(chosen) <= 1 or sizes[chosen].sum() <= capacity for chosen in bins)
     steps = [bins[start : start + num_ranks] for start in range(0, len(bins), num_ranks)]
     assert len(bins) % num_ranks == 0
     assert len(steps) <= -(-len(plain_first_fit_decreasing(lengths, capacity)) // num_ranks)
-    assert found.lock_step_cost == sum(
+    assert found.lock_step_cost(costs, num_ranks) == sum(
         max(costs[chosen].sum() for chosen in step if chosen) for step in steps
     )
 
@@ -70,7 +69,7 @@ def test_dealing_gives_each_step_bins_of_like_cost_and_spreads_the_rest() -> Non
     """Bins 8, 7+1, 5+3, 4+2+1 of capacity 8 for 3 ranks: three of them, and the fourth in three parts."""
     sizes = np.array([8, 7, 5, 4, 3, 2, 1, 1])
     found = deal(sizes, Cost(parity=1000).of(sizes), capacity=8, num_ranks=3)
-    assert [sorted(sizes[chosen].tolist()) for chosen in found.bins.lists()] == [
+    assert [sorted(sizes[chosen].tolist()) for chosen in found.lists()] == [
         [8],
         [1, 7],
         [3, 5],
@@ -85,11 +84,11 @@ def test_levelling_fills_all_ranks_to_the_cost_of_the_longest() -> None:
     lengths = np.array([9] + [3] * 16)
     costs = Cost(parity=9).of(lengths)
     found = level(lengths, costs, capacity=12, num_ranks=3)
-    assert found.bins.sums(costs).reshape(-1, 3).tolist() == [[144, 162, 144], [108, 108, 72]]
+    assert found.sums(costs).reshape(-1, 3).tolist() == [[144, 162, 144], [108, 108, 72]]
 
 
 def test_levelling_gives_every_rank_its_share_where_none_stands_out() -> None:
     """Twelve 3s and twelve 2s for 2 ranks in bins of 20: 60 tokens in two steps, not 40 and 20."""
     lengths = np.array([3] * 12 + [2] * 12)
     found = level(lengths, Cost(parity=1000).of(lengths), capacity=20, num_ranks=2)
-    assert found.bins.sums(lengths).tolist() == [15, 15, 15, 15]
+    assert found.sums(lengths).tolist() == [15, 15, 15, 15]

@@ -3,7 +3,7 @@
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pellucid.model import Policy
-from pellucid.trainer.cost import ModelShape
+from pellucid.trainer.step import ModelShape
 
 SHAPE = {
     "vocab_size": 100,

@@ -10,8 +10,7 @@ import pytest
 from pellucid.config import SFTConfig
 from pellucid.errors import DataError
 from pellucid.model.tiny import character_tokenizer
-from pellucid.trainer.sft_data import read_samples
-from pellucid.trainer.sft_rows import Row
+from pellucid.trainer.sft import Row, read_samples
 from pellucid.trainer.sft_tokens import ExampleTokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fine-tune.md").read_text()

@@ -12,7 +12,7 @@ from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
 from pellucid.trainer.batches import share_table
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.parallel import Ranks
 from pellucid.transport import Batch, decode_batch, encode_batch
 from tolerance import gradient_chain, logprob_bound, near
 
@@ -237,10 +237,8 @@ def test_what_the_main_process_judged_is_taken_by_the_others_whatever_its_size()
         decode_batch(payload, sender="test")
 
     class Other(Ranks):
-        group = object()
-
         def share(self, make):
             return payload
 
-    received = share_table(Other(), lambda: pytest.fail("only the main process makes it"))
+    received = share_table(Other(group=object()), lambda: pytest.fail("only the main process makes it"))
     assert received["example_id"].tolist() == ["x" * 40_000]

@@ -26,14 +26,12 @@ from pellucid.ledger.settings import record_settings
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
-from pellucid.trainer.batches import OrchestratorBatches
+from pellucid.trainer.batches import OrchestratorBatches, Stopped, StopRequest
 from pellucid.trainer.build import build_run
 from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import train
-from pellucid.trainer.ranks import Ranks
-from pellucid.trainer.resume import restore
+from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import say_finishing
-from pellucid.trainer.stop import Stopped, StopRequest
 from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, stable_steps
 from pellucid.transport.weights import weights_folder
 
@@ -112,7 +110,7 @@ def run(settings, *sinks, resume=False):
     )
     try:
         if resume:
-            restore(built)
+            built.restore()
         train(built)
     finally:
         built.close()
@@ -517,7 +515,7 @@ def test_versions_beyond_the_checkpoint_are_withdrawn_and_made_again(
     journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=True)
     built = build_run(own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [same], publishes=True)
     same.policy = built.policy
-    restore(built)
+    built.restore()
     assert max(stable_steps(tmp_path / "weights"), default=0) == checkpoint
     train(built)
     built.close()

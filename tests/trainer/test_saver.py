@@ -17,7 +17,7 @@ from pellucid.checkpoint.files import STATE
 from pellucid.checkpoint.state import read_state, write_state
 from pellucid.config.trainer import CkptConfig
 from pellucid.errors import DataError
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.saver import CheckpointSaver
 from pellucid.transport import stable_steps
 

@@ -11,8 +11,7 @@ from pellucid.config.trainer import ValidationConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.model.tiny import character_tokenizer
 from pellucid.trainer.batches import DatasetBatches
-from pellucid.trainer.sft_data import DataSize, ShuffledBatches, hold_out, load_data, read_samples
-from pellucid.trainer.sft_rows import Row
+from pellucid.trainer.sft import DataSize, Row, hold_out, load_data, read_samples
 
 
 @pytest.fixture(scope="module")
@@ -131,32 +130,32 @@ def test_a_limit_that_leaves_no_loss_at_all_is_refused(tmp_path, tokenizer) -> N
 
 
 def test_a_batch_depends_on_seed_and_step_alone() -> None:
-    forwards = [ShuffledBatches(10, 4, seed=1).batch(step) for step in range(20)]
-    backwards = [ShuffledBatches(10, 4, seed=1).batch(step) for step in reversed(range(20))]
+    forwards = [DatasetBatches(range(10), 4, seed=1).indices(step) for step in range(20)]
+    backwards = [DatasetBatches(range(10), 4, seed=1).indices(step) for step in reversed(range(20))]
     assert forwards == backwards[::-1]
-    one = ShuffledBatches(10, 4, seed=1)
-    assert [one.batch(step) for step in (7, 3, 7)] == [forwards[7], forwards[3], forwards[7]]
-    assert [ShuffledBatches(10, 4, seed=2).batch(step) for step in range(20)] != forwards
+    one = DatasetBatches(range(10), 4, seed=1)
+    assert [one.indices(step) for step in (7, 3, 7)] == [forwards[7], forwards[3], forwards[7]]
+    assert [DatasetBatches(range(10), 4, seed=2).indices(step) for step in range(20)] != forwards
 
 
 @given(st.integers(1, 30), st.integers(1, 70), st.integers(0, 2**32))
 def test_every_epoch_has_every_example_once(num_examples, batch_size, seed) -> None:
-    order = ShuffledBatches(num_examples, batch_size, seed)
+    order = DatasetBatches(range(num_examples), batch_size, seed)
     num_steps = 3 * num_examples // batch_size + 1
-    row = [index for step in range(num_steps) for index in order.batch(step)]
+    row = [index for step in range(num_steps) for index in order.indices(step)]
     assert len(row) == num_steps * batch_size
     for epoch in range(len(row) // num_examples):
         assert sorted(row[epoch * num_examples : (epoch + 1) * num_examples]) == list(range(num_examples))
 
 
 def test_epochs_differ_in_their_order() -> None:
-    order = ShuffledBatches(10, 10, seed=0)
-    assert len({tuple(order.batch(epoch)) for epoch in range(5)}) == 5
+    order = DatasetBatches(range(10), 10, seed=0)
+    assert len({tuple(order.indices(epoch)) for epoch in range(5)}) == 5
 
 
 def test_batches_are_those_of_the_order(tokenizer) -> None:
     samples = read_samples(rows("a", "b", "c", "d", "e"), tokenizer)
-    batches, order = DatasetBatches(samples, 3, seed=4), ShuffledBatches(5, 3, seed=4)
+    batches, order = DatasetBatches(samples, 3, seed=4), DatasetBatches(range(5), 3, seed=4)
     for step in (2, 0, 1):
-        expected = [str(index + 1) for index in order.batch(step)]
+        expected = [str(index + 1) for index in order.indices(step)]
         assert batches.next(step)["example_id"].tolist() == expected

@@ -8,7 +8,7 @@ import pytest
 
 from pellucid.config import DataConfig
 from pellucid.errors import ConfigError, DataError
-from pellucid.trainer.sft_rows import open_rows
+from pellucid.trainer.sft import open_rows
 
 WORDS = ["abc", "hello", "xyz"]
 TEST_WORDS = ["no", "on"]

@@ -31,8 +31,7 @@ from pellucid.trainer import train_on_dataset
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
-from pellucid.trainer.resume import restore
-from pellucid.trainer.sft_data import load_data
+from pellucid.trainer.sft import load_data
 from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch
 
 HUGE = 1e19
@@ -122,7 +121,7 @@ def run(config, *, resume=False):
     built = build_run(config, OrchestratorBatches(FilesystemReceiver(folder)), journal, [], publishes=True)
     try:
         if resume:
-            restore(built)
+            built.restore()
         train(built)
     finally:
         built.close()

@@ -13,8 +13,7 @@ from pellucid.model import load_policy
 from pellucid.trainer import train_on_dataset
 from pellucid.trainer.batches import DatasetBatches
 from pellucid.trainer.build import build_run
-from pellucid.trainer.sft_data import SFTData, load_data
-from pellucid.trainer.validation import Validation
+from pellucid.trainer.sft import SFTData, Validation, load_data
 from tolerance import near_logprobs
 
 TRAIN = ["abc", "xyz", "hello", "world", "lamp"]

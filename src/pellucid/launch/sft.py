@@ -30,9 +30,8 @@ from pellucid.launch.summary import sft_summary
 from pellucid.metrics import read_metrics
 
 if TYPE_CHECKING:
-    from pellucid.trainer.ranks import Ranks
-    from pellucid.trainer.sft_data import DataSize, SFTData
-    from pellucid.trainer.sft_rows import Row, SftRows
+    from pellucid.trainer.parallel import Ranks
+    from pellucid.trainer.sft import DataSize, Row, SFTData, SftRows
 
 
 class ViewSink:
@@ -104,7 +103,7 @@ def _train(config: SFTConfig, console: Console, start: int, data: "SFTData", ran
 
 def _load(config: SFTConfig, console: Console) -> "SFTData":
     from pellucid.data.tokenizer import load_tokenizer
-    from pellucid.trainer.sft_data import DataSize, load_data
+    from pellucid.trainer.sft import DataSize, load_data
 
     def show(rows: "SftRows", title: str) -> Iterable["Row"]:
         return track(

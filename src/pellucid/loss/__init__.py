@@ -17,8 +17,7 @@ from pellucid.loss.functions import (
     tis_loss,
     unknown_loss,
 )
-from pellucid.loss.record import LossInputs, LossRecord, Ratios
-from pellucid.loss.reduction import sequence_weights
+from pellucid.loss.record import LossInputs, LossRecord, Ratios, sequence_weights
 
 __all__ = [
     "LossInputs",

@@ -1,4 +1,4 @@
-"""Inputs and record of a loss, token by token.
+"""Inputs and record of a loss, token by token, and the weight of each token in the step's mean.
 
 π  probability under the trainer's weights      A  advantage
 μ  probability under the weights that sampled   m  trainable
@@ -10,9 +10,12 @@ importance_ratio      r = exp ℓ                 prob_delta   π − μ
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from pellucid.config import Reduction
 from pellucid.data.schema import SCHEMA
 from pellucid.data.tensors import TokenTensors
 
@@ -151,3 +154,27 @@ class LossRecord:
             is_masked_high=trainable(self.is_masked_high),
             is_masked_low=trainable(self.is_masked_low),
         )
+
+
+def sequence_weights(
+    reduction: Reduction, num_trainable: NDArray[np.int64], groups: Sequence[str]
+) -> NDArray[np.float32]:
+    """Weighs the trainable tokens of each sequence for a mean over tokens, over sequences, or over groups.
+
+    The denominator is always the number of trainable tokens of the step, so the mean weight over them is 1:
+
+        sequences of 1 and 3 trainable tokens     mean over sequences = Σ w·loss / 4
+        weights   4/(2·1) = 2    4/(2·3) = 2/3    2·1 + 2/3·3 = 4
+
+    The arguments are those of the whole batch, before it is packed, so that neither packing nor ranks can
+    change the weights. A sequence without a group ("") is a group of its own.
+    """
+    if reduction == "token":
+        return np.ones(len(num_trainable), np.float32)
+    numbers: dict[str | int, int] = {}
+    names = [row if reduction == "sequence" else group or row for row, group in enumerate(groups)]
+    units = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+    per_unit = np.bincount(units, weights=num_trainable)
+    shares = num_trainable.sum() / (max(1, np.count_nonzero(per_unit)) * np.maximum(per_unit, 1))
+    weights: NDArray[np.float32] = shares[units].astype(np.float32)
+    return weights

@@ -3,13 +3,12 @@
 from pellucid.model.adapter import Adapter, Adapters
 from pellucid.model.attention import AttentionPlan, PackedAttention
 from pellucid.model.head import TokenOutput, token_logprobs
-from pellucid.model.layout import Layout, packed_layout, shared_layout
+from pellucid.model.layout import ContextParallel, Layout, packed_layout, shared_layout
 from pellucid.model.lean_forward import lean_forward
 from pellucid.model.load import load_policy
 from pellucid.model.policy import Policy
 from pellucid.model.proof import key_shape
 from pellucid.model.routing import ExpertRecorder, RouterShape
-from pellucid.model.ulysses import ContextParallel
 
 __all__ = [
     "Adapter",

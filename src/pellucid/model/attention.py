@@ -77,7 +77,7 @@ class SharedAttention:
         """Pairs of tokens that calls compute, padding included; a causal call computes half of a square."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        key, value = repeat_heads(key, query), repeat_heads(value, query)
+        key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
         outputs = []
         if self._sizes:
             alone = (tensor[:, :, : self._num_alone] for tensor in (query, key, value))
@@ -265,10 +265,10 @@ def _masked_pairs(rows: Sequence[_Row]) -> int:
     return len(rows) * own * (own + max(row.prefix for row in rows))
 
 
-def repeat_heads(tensor: Tensor, query: Tensor) -> Tensor:
-    """Repeats key or value heads to as many as there are query heads (grouped-query attention)."""
-    groups = query.shape[1] // tensor.shape[1]
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+def repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
+    """Repeats each key or value head equally often (grouped-query attention)."""
+    repeats = num_heads // tensor.shape[1]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 
 
 def attention_function(

@@ -1,4 +1,4 @@
-"""Which tokens of a micro batch are computed, and which computed token predicts each token.
+"""Layouts say which tokens of a micro batch are computed, and which computed token predicts each token.
 
 Without sharing, every token is computed once and predicted by the one before it. With sharing, the members
 of a group compute their common prefix once; the tokens behind it attend to it as if it were their own:
@@ -9,8 +9,21 @@ of a group compute their common prefix once; the tokens behind it attend to it a
 
 Values and gradients are those of the unshared forward: a shared token's gradient is the sum over its
 members.
+
+With context parallelism (Ulysses), several ranks hold slices of the computed tokens. A slice has all heads;
+attention needs all tokens, but can do with few heads. So ranks exchange tokens for heads before attention and
+back after it. In between, the plan of the whole micro batch attends:
+
+    tokens       rank 0 | rank 1              rank 0          rank 1
+    head a        0 1   |  2 3      ──>     a: 0 1 2 3      b: 0 1 2 3
+    head b        0 1   |  2 3      <──
+
+Each rank predicts the tokens that follow those of its slice. The ranks gather all values, so that a loss sees
+the whole micro batch, but a gradient flows through a rank's own slice alone. The gradient of the whole is the
+*sum* over ranks.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -20,10 +33,94 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch import distributed as dist
+from torch.nn.functional import pad
 
 from pellucid.data.shared_prompts import takes_part
-from pellucid.model.attention import AttentionPlan, Family, SharedAttention
-from pellucid.model.ulysses import ContextParallel, OwnPredictions, UlyssesAttention
+from pellucid.errors import ConfigError
+from pellucid.model.attention import AttentionPlan, Family, SharedAttention, repeat_heads
+from pellucid.model.head import TokenOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """The ranks that share a micro batch; `rank` is this one."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def check_heads(self, num_heads: int) -> None:
+        if num_heads % self.size:
+            raise ConfigError(
+                f"trainer.model.cp = {self.size} does not divide the {num_heads} attention heads of the "
+                "model; choose a divisor of them"
+            )
+
+
+class UlyssesAttention:
+    """Runs `plan` on tokens in equal slices on all ranks; those beyond `num_tokens` are padding."""
+
+    def __init__(self, plan: AttentionPlan, context: ContextParallel, num_tokens: int) -> None:
+        self._plan = plan
+        self.longest = plan.longest
+        self._context = context
+        self._num_tokens = num_tokens
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        size, group = self._context.size, self._context.group
+        # Every rank needs at least one key and value head: those of its query heads.
+        num_heads = math.lcm(key.shape[1], size)
+        parts = [query, repeat_heads(key, num_heads), repeat_heads(value, num_heads)]
+        # [1, heads, own tokens, width] -> [ranks, heads of each, own tokens, width]
+        by_rank = torch.cat([part[0].unflatten(0, (size, -1)) for part in parts], dim=1)
+        received = _Exchange.apply(by_rank, group)  # type: ignore[no-untyped-call]
+        # -> [1, own heads, all tokens, width]
+        heads = received.transpose(0, 1).flatten(1, 2)[None]
+        real = heads[:, :, : self._num_tokens].split([part.shape[1] // size for part in parts], dim=1)
+        output = self._plan.attend(layer, real[0], real[1], real[2], scale)
+        padded = pad(output, (0, 0, 0, heads.shape[2] - self._num_tokens))
+        # -> [ranks, own heads, tokens of each, width] -> [1, all heads, own tokens, width]
+        by_rank = padded[0].unflatten(1, (size, -1)).transpose(0, 1)
+        received = _Exchange.apply(by_rank, group)  # type: ignore[no-untyped-call]
+        whole: Tensor = received.flatten(0, 1)[None]
+        return whole
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends row i to rank i. The exchange is its own inverse, and so its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        rows = rows.contiguous()
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.forward(ctx, gradient, ctx.group), None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPredictions:
+    """Indices of the rows that this rank predicts, among the `num_rows` of all ranks."""
+
+    context: ContextParallel
+    rows: Tensor
+    num_rows: int
+
+    def gather(self, own: TokenOutput) -> TokenOutput:
+        observed = [own.logprobs.detach(), own.entropy]
+        if own.replaced is not None:
+            observed.append(own.replaced)
+        whole = torch.zeros(len(observed), self.num_rows, device=self.rows.device)
+        whole[:, self.rows] = torch.stack(observed)
+        dist.all_reduce(whole, group=self.context.group)
+        logprobs, *others = whole
+        return TokenOutput(logprobs.index_put((self.rows,), own.logprobs), *others)
+
 
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -81,17 +178,10 @@ class Layout:
         return -(-len(self.computed) // num_slices)
 
     def to(self, device: torch.device) -> "Layout":
-        return Layout(
-            self.computed.to(device),
-            self.predicted.to(device),
-            self.predecessors.to(device),
-            self.read.to(device),
-            self.targets.to(device),
-            self.sources.to(device),
-            self.plan,
-            self.num_pairs,
-            None if self.own is None else replace(self.own, rows=self.own.rows.to(device)),
-        )
+        names = ("computed", "predicted", "predecessors", "read", "targets", "sources")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        own = None if self.own is None else replace(self.own, rows=self.own.rows.to(device))
+        return replace(self, **moved, own=own)
 
 
 def packed_layout(lengths: Sequence[int], loss_mask: Mask | None = None) -> Layout:

@@ -12,8 +12,7 @@ import numpy as np
 
 from pellucid.data import TokenTable
 from pellucid.packing.bins import Ints
-from pellucid.packing.cost import Cost
-from pellucid.packing.plan import MicroStep, Sequences, plan
+from pellucid.packing.plan import Cost, MicroStep, Sequences, plan
 
 T = TypeVar("T", bound=Hashable)
 
@@ -89,7 +88,10 @@ class PackedBatch:
     def _micro_batch(self, indices: list[int], kind: Kind) -> MicroBatch:
         whole = self.table.select(indices)
         cut = whole.truncate(self.seq_len)
-        padded = cut.pad_to(self.pad_to_multiple_of) if indices else _dummy(cut, self.pad_to_multiple_of)
+        if indices:
+            padded = cut.pad_to(self.pad_to_multiple_of)
+        else:  # padding alone, with all columns of the batch, because a loss reads them
+            padded = TokenTable.concat([cut, TokenTable.padding(self.pad_to_multiple_of)])
         counts = Counts(
             samples=cut.num_sequences,
             tokens=padded.num_tokens,
@@ -113,7 +115,8 @@ def pack_batch(
 ) -> PackedBatch:
     """Cuts sequences to `seq_len`; packs micro batches of at most `max_tokens`, or of one longer sequence."""
     lengths = np.minimum(table.lengths, seq_len)
-    codes, kinds = _numbered(_kinds(table))
+    columns = table["training_mode"].tolist(), table["run_id"].tolist(), map(bool, table["mm_tensors"])
+    codes, kinds = _numbered(map(Kind, *columns))
     if share_prompts:
         groups = _groups(table, codes)
         prompts = _common_prompts(table, lengths, groups)
@@ -129,17 +132,6 @@ def pack_batch(
         pad_to_multiple_of=pad_to_multiple_of,
         trainable_lengths=table.truncate(seq_len).trainable_lengths,
     )
-
-
-def _kinds(table: TokenTable) -> Iterator[Kind]:
-    return map(
-        Kind, table["training_mode"].tolist(), table["run_id"].tolist(), map(bool, table["mm_tensors"])
-    )
-
-
-def _dummy(empty: TokenTable, num_tokens: int) -> TokenTable:
-    """Makes a micro batch of padding alone; it has all columns of the batch, because a loss reads them."""
-    return TokenTable.concat([empty, TokenTable.padding(num_tokens)])
 
 
 def _groups(table: TokenTable, kinds: Ints) -> Ints:

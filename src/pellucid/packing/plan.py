@@ -11,11 +11,36 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pellucid.data.shared_prompts import is_masked, takes_part
-from pellucid.packing.arrange import Arrangement, deal, level
-from pellucid.packing.bins import Bins, Ints
-from pellucid.packing.cost import Cost
+from pellucid.packing.bins import Bins, Ints, deal, level
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A sequence of L tokens costs L + L² / parity.
+
+    Cost(parity=40_000).of([10_000, 40_000])  ->  [5e8, 3.2e9], in parts of 1/40,000: 12,500 and 80,000
+
+    Costs are integers, so that every rank makes exactly the same plan.
+    """
+
+    parity: int = 40_000
+    """Tokens at which attention costs as much as everything else; it follows from the shape of the model."""
+
+    def of(self, lengths: Ints) -> Ints:
+        return lengths * (self.parity + lengths)
+
+    def behind(self, prompts: Ints, own: Ints, *, masked: NDArray[np.bool_]) -> Ints:
+        """Computes the cost of a member's own tokens behind a shared prompt, without that of the prompt.
+
+        `masked` is as in `data/shared_prompts.py`. An unmasked member attends causally to prompt and own
+        tokens together. That computes half of a square, so pairs under a mask count twice.
+        """
+        whole = prompts + own
+        cost: Ints = own * self.parity + np.where(masked, 2 * own * whole, whole**2)
+        return cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +97,15 @@ def plan(sequences: Sequences, *, max_tokens: int, num_ranks: int, cost: Cost) -
 
 def _pack_kind(sequences: Sequences, max_tokens: int, num_ranks: int, cost: Cost) -> Bins:
     """Packs sequences of one kind, in the cheapest of several ways to keep groups together."""
-    found: list[tuple[Arrangement, Bins]] = []
+    found: list[tuple[int, Bins]] = []
     for pieces in _ways(sequences, max_tokens):
         sizes, costs = pieces.sums(sequences.lengths), _costs_of(pieces, sequences, cost)
-        if any(known.lock_step_cost * num_ranks <= costs.sum() for known, _ in found):
+        if any(known * num_ranks <= costs.sum() for known, _ in found):
             continue  # not cheaper even if all ranks were equally busy
         arrange = level if num_ranks > 1 and len(pieces) == len(sequences.lengths) else deal
-        found.append((arrange(sizes, costs, capacity=max_tokens, num_ranks=num_ranks), pieces))
-    arrangement, pieces = min(found, key=lambda way: way[0].lock_step_cost)
-    bins = arrangement.bins.expand(pieces)
+        bins = arrange(sizes, costs, capacity=max_tokens, num_ranks=num_ranks)
+        found.append((bins.lock_step_cost(costs, num_ranks), bins.expand(pieces)))
+    _, bins = min(found, key=lambda way: way[0])
     groups = sequences.groups[bins.units]
     return Bins(bins.units[np.lexsort((bins.units, groups, bins.numbers()))], bins.bounds)
 
@@ -125,14 +150,11 @@ def _pieces(sequences: Sequences, order: list[int], limit: int) -> Bins:
 def _split_for_empty(bins: list[list[int]], costs: Ints, num_ranks: int) -> None:
     """Gives each empty bin half of the costliest bin that can be split, of its own micro step if possible."""
 
-    def dearness(index: int) -> int:
-        return int(costs[bins[index]].sum())
-
     for empty in [index for index, chosen in enumerate(bins) if not chosen]:
         start = empty - empty % num_ranks
         for places in (range(start, start + num_ranks), range(len(bins))):
             if donors := [index for index in places if len(bins[index]) > 1]:
-                donor = bins[max(donors, key=dearness)]
+                donor = bins[max(donors, key=lambda index: int(costs[bins[index]].sum()))]
                 up_to = np.cumsum(costs[donor])
                 half = 1 + int(np.searchsorted(up_to[:-2], up_to[-1] // 2))
                 bins[empty], donor[half:] = donor[half:], []

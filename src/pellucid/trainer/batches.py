@@ -1,24 +1,129 @@
-"""Sources of the trainer's batches: an orchestrator, a data set, or random tokens."""
+"""Where a run's batches come from (an orchestrator, a data set, or random tokens), and what ends the wait.
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+On a signal, a trainer ends between two steps, where it can write a checkpoint:
+
+SIGTERM, SIGINT or SIGHUP while a step trains     noted; raised at the next `check`
+                          while it waits          raised at once (`interruptible`)
+                          a second time           ends the process as it would any other
+
+A signal that is ignored, as `nohup` does with SIGHUP, stays ignored.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from signal import Signals
+from types import FrameType
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.model.load import experts_of, vocab_size
-from pellucid.trainer.ranks import Ranks
-from pellucid.trainer.sft_data import ShuffledBatches
+from pellucid.trainer.parallel import Ranks
 from pellucid.transport import UNLIMITED, Batch, BatchReceiver, decode_batch, encode_batch, open_receiver
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class BatchSource(Protocol):
     def next(self, step: int) -> TokenTable:
         """Blocks until the samples of `step` arrive, and returns them."""
+        raise AssertionError(f"the batch of step {step} is received by the main process")
 
     def release_before(self, step: int) -> None:
         """Lets batches of earlier steps be deleted: a checkpoint covers them."""
+        return None
+
+
+class NoBatches(BatchSource):
+    """Source of a process that receives nothing itself: the main process sends it every batch."""
+
+
+class OrchestratorBatches(BatchSource):
+    def __init__(self, receiver: BatchReceiver) -> None:
+        self._receiver = receiver
+
+    def next(self, step: int) -> TokenTable:
+        return self._receiver.receive(step).table
+
+    def release_before(self, step: int) -> None:
+        self._receiver.release_before(step)
+
+
+def open_batches(config: TrainerRunConfig) -> BatchReceiver:
+    """Opens the receiver of a run's batches; it refuses samples that the model of the run cannot train on."""
+    return open_receiver(
+        config.transport,
+        config.output_dir,
+        config.run_name,
+        vocab_size=vocab_size(config.model),
+        experts=experts_of(config.model) if config.trainer.enable_router_replay else None,
+    )
+
+
+class DatasetBatches(BatchSource):
+    """Consecutive examples of an endless row of epochs, each in its own order.
+
+    A batch depends on seed and step alone, so that a resumed run goes on as if it had never stopped.
+
+    5 examples, batches of 3:   epoch 0  3 0 4 1 2   epoch 1  1 4 2 0 3
+                                step 0   3 0 4       step 1   1 2 1      step 2   4 2 0
+    """
+
+    def __init__(self, samples: Sequence[TrainingSample], batch_size: int, seed: int) -> None:
+        self._samples = samples
+        self._batch_size = batch_size
+        self._seed = seed
+        self._epoch = lru_cache(maxsize=1)(self._shuffle)
+
+    def next(self, step: int) -> TokenTable:
+        return TokenTable.from_samples([self._samples[index] for index in self.indices(step)])
+
+    def indices(self, step: int) -> list[int]:
+        """Chooses the examples of a step."""
+        chosen: list[int] = []
+        position = step * self._batch_size
+        while (missing := self._batch_size - len(chosen)) > 0:
+            epoch, offset = divmod(position + len(chosen), len(self._samples))
+            chosen += self._epoch(epoch)[offset : offset + missing].tolist()
+        return chosen
+
+    def _shuffle(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self._samples))
+
+
+@dataclass(frozen=True)
+class FakeBatches(BatchSource):
+    """Samples of random tokens, of full length, half of it prompt. A batch depends on seed and step alone."""
+
+    batch_size: int
+    length: int
+    vocab_size: int
+    run_id: str
+    seed: int
+
+    def next(self, step: int) -> TokenTable:
+        generator, num_prompt = np.random.default_rng([self.seed, step]), self.length // 2
+        samples = []
+        for index in range(self.batch_size):
+            token_ids = generator.integers(0, self.vocab_size, self.length)
+            samples.append(
+                TrainingSample.from_turn(
+                    token_ids[:num_prompt],
+                    token_ids[num_prompt:],
+                    np.full(self.length - num_prompt, -np.log(self.vocab_size)),
+                    env_name="fake",
+                    run_id=self.run_id,
+                    advantage=1.0 if index % 2 else -1.0,
+                )
+            )
+        return TokenTable.from_samples(samples)
 
 
 def share_table(ranks: Ranks, make: Callable[[], TokenTable]) -> TokenTable:
@@ -40,77 +145,60 @@ def from_main(payload: bytes) -> TokenTable:
     return decode_batch(payload, sender="the main process", limits=UNLIMITED).table
 
 
-def open_batches(config: TrainerRunConfig) -> BatchReceiver:
-    """Opens the receiver of a run's batches; it refuses samples that the model of the run cannot train on."""
-    return open_receiver(
-        config.transport,
-        config.output_dir,
-        config.run_name,
-        vocab_size=vocab_size(config.model),
-        experts=experts_of(config.model) if config.trainer.enable_router_replay else None,
-    )
+class Stopped(BaseException):
+    """Raised when a signal asks training to stop. It is no error: only the entries of a trainer catch it."""
+
+    def __init__(self, number: Signals) -> None:
+        super().__init__(number)
+        self.signal = number
+
+    def __str__(self) -> str:
+        return self.signal.name
 
 
-class OrchestratorBatches:
-    def __init__(self, receiver: BatchReceiver) -> None:
-        self._receiver = receiver
+class StopRequest:
+    def __init__(self) -> None:
+        self._received: Signals | None = None
+        self._waiting = False
+        self._tell: Callable[[], None] = lambda: None
+        self._heeded: list[Signals] = []
 
-    def next(self, step: int) -> TokenTable:
-        return self._receiver.receive(step).table
+    @contextmanager
+    def listening(self, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Context manager: handles signals inside, in the main thread; in any other thread it does nothing.
 
-    def release_before(self, step: int) -> None:
-        self._receiver.release_before(step)
+        The signal handler calls `tell`, which tells the launcher what the trainer finishes first.
+        """
+        self._tell = tell
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before: dict[Signals, Any] = {number: signal.signal(number, self._note) for number in self._heeded}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
+    def check(self) -> None:
+        if self._received is not None:
+            raise Stopped(self._received)
 
-class NoBatches:
-    """Source of a process that receives nothing itself: the main process sends it every batch."""
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        self._waiting = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._waiting = False
 
-    def next(self, step: int) -> TokenTable:
-        raise AssertionError(f"the batch of step {step} is received by the main process")
-
-    def release_before(self, step: int) -> None:
-        """Does nothing: only the main process holds batches."""
-
-
-class DatasetBatches:
-    """Batches of a data set that is shuffled anew each epoch; a batch depends on seed and step alone."""
-
-    def __init__(self, samples: Sequence[TrainingSample], batch_size: int, seed: int) -> None:
-        self._samples = samples
-        self._order = ShuffledBatches(len(samples), batch_size, seed)
-
-    def next(self, step: int) -> TokenTable:
-        return TokenTable.from_samples([self._samples[index] for index in self._order.batch(step)])
-
-    def release_before(self, step: int) -> None:
-        """Does nothing: the samples stay in memory."""
-
-
-class FakeBatches:
-    """Samples of random tokens, of full length, half of it prompt. A batch depends on seed and step alone."""
-
-    def __init__(self, batch_size: int, *, length: int, vocab_size: int, run_id: str, seed: int) -> None:
-        self._batch_size = batch_size
-        self._length = length
-        self._vocab_size = vocab_size
-        self._run_id = run_id
-        self._seed = seed
-
-    def next(self, step: int) -> TokenTable:
-        generator = np.random.default_rng([self._seed, step])
-        return TokenTable.from_samples([self._sample(generator, index) for index in range(self._batch_size)])
-
-    def _sample(self, generator: np.random.Generator, index: int) -> TrainingSample:
-        token_ids = generator.integers(0, self._vocab_size, self._length)
-        num_prompt = self._length // 2
-        return TrainingSample.from_turn(
-            token_ids[:num_prompt],
-            token_ids[num_prompt:],
-            np.full(self._length - num_prompt, -np.log(self._vocab_size)),
-            env_name="fake",
-            run_id=self._run_id,
-            advantage=1.0 if index % 2 else -1.0,
-        )
-
-    def release_before(self, step: int) -> None:
-        """Does nothing: batches are made when they are asked for."""
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = Signals(number)
+        self._tell()
+        for each in self._heeded:
+            signal.signal(each, signal.SIG_DFL)
+        if self._waiting:
+            self._waiting = False
+            self.check()

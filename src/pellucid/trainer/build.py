@@ -14,28 +14,10 @@ from pellucid.metrics import Sink, open_sinks
 from pellucid.model import Adapters, Policy, load_policy
 from pellucid.model.load import check_tokenizer
 from pellucid.trainer.batches import BatchSource
-from pellucid.trainer.optimizer import Optimizer
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.optimizer import OneAdapter, Optimizer, Trained, WholeModel
+from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run
-from pellucid.trainer.trained import OneAdapter, Trained, WholeModel
 from pellucid.workers import num_cores
-
-
-def build_run(
-    config: TrainerRunConfig,
-    batches: BatchSource,
-    journal: Journal | None,
-    sinks: Sequence[Sink],
-    ranks: Ranks | None = None,
-    *,
-    publishes: bool = False,
-) -> Run:
-    """Builds a run that shares its model with no other run."""
-    ranks = ranks or Ranks()
-    policy, [trained] = load_trained(config, ranks)
-    if isinstance(trained, OneAdapter):
-        trained.adapter.reset(config.seed)
-    return assemble_run(config, policy, trained, batches, journal, sinks, ranks, publishes=publishes)
 
 
 def load_trained(
@@ -64,22 +46,28 @@ def load_trained(
     ]
 
 
-def assemble_run(
+def build_run(
     config: TrainerRunConfig,
-    policy: Policy,
-    trained: Trained,
     batches: BatchSource,
     journal: Journal | None,
     sinks: Sequence[Sink],
-    ranks: Ranks,
+    ranks: Ranks | None = None,
     *,
-    publishes: bool,
+    publishes: bool = False,
+    loaded: tuple[Policy, Trained] | None = None,
 ) -> Run:
     """Wires a run together. The main process logs to `sinks` and to those that the configuration asks for.
 
-    If one process fails to open a file, all processes raise, and each closes what it has opened.
+    `loaded` is a model that the run shares with others, and its part of it; by default it loads its own. If
+    one process fails to open a file, all processes raise, and each closes what it has opened.
     """
-    settings = config.trainer
+    settings, ranks = config.trainer, ranks or Ranks()
+    if loaded is None:
+        policy, [trained] = load_trained(config, ranks)
+    else:
+        policy, trained = loaded
+    if isinstance(trained, OneAdapter):
+        trained.adapter.reset(config.seed)
     losses = ranks.alike(lambda: loss_for(settings.loss))
     with ExitStack() as opened:
         exporter = _open_exporter(config, ranks)

@@ -1,12 +1,10 @@
 """Entry of `pellucid trainer` and `pellucid sft`: builds a run from its configuration and trains it."""
 
 import logging
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 
 from pellucid.config import SFTConfig, TrainerRunConfig
-from pellucid.data import TokenTable
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.ending import say_failure
 from pellucid.metrics import Sink
@@ -16,21 +14,18 @@ from pellucid.trainer.batches import (
     FakeBatches,
     NoBatches,
     OrchestratorBatches,
+    Stopped,
     open_batches,
     share_table,
 )
 from pellucid.trainer.build import build_run, open_journal
-from pellucid.trainer.log_sink import LogSink
 from pellucid.trainer.loop import train
-from pellucid.trainer.many.join import join_trainer
-from pellucid.trainer.many.serve import serve_runs
-from pellucid.trainer.parallel import joined
-from pellucid.trainer.ranks import Ranks
-from pellucid.trainer.resume import restore
+from pellucid.trainer.many import serve_runs
+from pellucid.trainer.observer import LogSink
+from pellucid.trainer.parallel import Ranks, joined
+from pellucid.trainer.roster import join_trainer
 from pellucid.trainer.run import Run
-from pellucid.trainer.sft_data import SFTData
-from pellucid.trainer.stop import Stopped
-from pellucid.trainer.validation import Validation
+from pellucid.trainer.sft import SFTData, Validation
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +75,12 @@ def train_on_dataset(
     batches = DatasetBatches(data.train, config.data.batch_size, config.seed) if data else NoBatches()
     run = build_run(config, batches, None, sinks, ranks)
     if config.data.validation is not None:
+        tables = data.validation_tables() if data else []
+        indices = range(run.ranks.share(lambda: len(tables)))
         run.validation = Validation(
             run.policy,
             run.forward,
-            [run.pack(0, table) for table in _validation_tables(data, run.ranks)],
+            [run.pack(0, share_table(run.ranks, partial(tables.__getitem__, index))) for index in indices],
             interval=config.data.validation.interval,
             max_steps=config.max_steps,
             gather=run.ranks.gather,
@@ -91,20 +88,11 @@ def train_on_dataset(
     _train(config, run)
 
 
-def _validation_tables(data: SFTData | None, ranks: Ranks) -> Iterator[TokenTable]:
-    tables = data.validation_tables() if data else []
-    for index in range(ranks.share(lambda: len(tables))):
-        yield share_table(ranks, partial(tables.__getitem__, index))
-
-
 def _train(config: TrainerRunConfig, run: Run) -> None:
     # Signals are handled until all is closed: the launcher stops a failed trainer while it closes its files.
     with run.stop.listening(run.say_stopping), closing(run):
         try:
-            run.check_settings(config)
-            if config.resume:
-                restore(run)
-            run.record_settings(config)
+            run.begin(config)
             train(run)
         except Exception as error:
             say_failure(error)

@@ -3,24 +3,27 @@
 Each rank observes the tokens that it trains. Metrics know how they combine; the books of all ranks add up.
 """
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pellucid.data import TokenTable
 from pellucid.export import TokenExporter
 from pellucid.ledger import Flow, Journal, State
-from pellucid.loss import LossRecord
-from pellucid.metrics import Max, MetricSet, Sum
+from pellucid.loss import LossInputs, LossRecord
+from pellucid.metrics import Max, Mean, MetricSet, Moments, Sum
 from pellucid.model import TokenOutput
 from pellucid.trainer.alarms import StepWatch
-from pellucid.trainer.loss_stats import LossStats, kl_ent_ratios, observe_loss
-from pellucid.trainer.skips import FiniteWatch
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
+
+logger = logging.getLogger(__name__)
 
 _Account = tuple[str, str]
 """(run, environment)."""
@@ -88,7 +91,9 @@ class StepObserver:
         self._is_skipped = True
 
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
-        account = self._account_of_tokens(micro_batch)
+        run, table = micro_batch.packed.kind.run_id, micro_batch.table
+        numbers = [self._numbers[run, env] for env in table["env_name"]]
+        account = np.repeat(np.array(numbers, np.int64), table.lengths)
         sampled, loss_mask = micro_batch.table["sampled"], micro_batch.table["loss_mask"]
         self._count(micro_batch, account, sampled, loss_mask)
         # In float64, so that it equals the sum of the exported losses even where they cancel out.
@@ -107,11 +112,6 @@ class StepObserver:
                 micro_step=micro_batch.index,
                 denominator=self._denominator,
             )
-
-    def _account_of_tokens(self, micro_batch: LoadedMicroBatch) -> NDArray[np.int64]:
-        run, table = micro_batch.packed.kind.run_id, micro_batch.table
-        numbers = [self._numbers[run, env] for env in table["env_name"]]
-        return np.repeat(np.array(numbers, np.int64), table.lengths)
 
     def _count(
         self,
@@ -161,12 +161,12 @@ class StepObserver:
     def report(self, ranks: Sequence[MetricSet]) -> dict[str, float]:
         """Combines the metrics of all ranks, and adds the counts of this rank as `local/…`."""
         report = MetricSet.combined(ranks).report()
+        for scope in ("all", *{env for _, env in self._accounts}):
+            kl, entropy = report.get(f"mismatch_kl/{scope}/mean"), report.get(f"entropy/{scope}/mean")
+            if kl is not None and entropy:
+                report[f"kl_ent_ratio/{scope}"] = kl / entropy
         own = ranks[self._batch.rank].report()
-        return {
-            **report,
-            **kl_ent_ratios(report, {env for _, env in self._accounts}),
-            **{f"local/{name}": own[name] for name in (*COUNTED, "max_micro_batch_tokens")},
-        }
+        return report | {f"local/{name}": own[name] for name in (*COUNTED, "max_micro_batch_tokens")}
 
     def write_ledger(self, journal: Journal) -> None:
         """Books this rank's tokens in the ledger; `received` counts sampled tokens before truncation."""
@@ -193,3 +193,148 @@ class StepObserver:
 
 def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.Tensor | None]:
     return {"trainer_logprobs": output.logprobs, "entropy": output.entropy, **record.columns()}
+
+
+_MOMENTS = ("entropy", "mismatch_kl")
+
+
+class LossStats:
+    """Sums of (weight, value, value², maximum) per metric and account, on the device, read back once.
+
+    All are over trainable tokens and weighted by tokens, so that the result does not depend on how the step
+    was cut into micro batches. An account has an environment.
+    """
+
+    def __init__(self, environments: Sequence[str]) -> None:
+        self.environments = list(environments)
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+        self._loss: Tensor | None = None
+
+    def add_loss(self, loss: Tensor) -> None:
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def add(self, name: str, values: Tensor, mask: Tensor, account: Tensor) -> None:
+        num_accounts = len(self.environments)
+        chosen = torch.where(mask, values, values.new_zeros(())).double()
+        rows = torch.stack([mask.double(), chosen, chosen.square()])
+        sums = rows.new_zeros(3, num_accounts).index_add(1, account, rows)
+        lowest = rows.new_full((num_accounts,), -torch.inf)
+        maxima = lowest.scatter_reduce(0, account, torch.where(mask, values.double(), lowest[0]), "amax")
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+        self._maxima[name] = torch.maximum(self._maxima[name], maxima) if name in self._maxima else maxima
+
+    def loss(self) -> float:
+        return 0.0 if self._loss is None else float(self._loss)
+
+    def count(self, name: str) -> list[int]:
+        """Counts per account the tokens for which a yes/no metric is true."""
+        if name not in self._sums:
+            return [0] * len(self.environments)
+        held: list[int] = self._sums[name][1].round().long().tolist()
+        return held
+
+    def metrics(self) -> MetricSet:
+        metrics = MetricSet()
+        for name, sums in self._sums.items():
+            columns = zip(self.environments, sums.T.tolist(), self._maxima[name].tolist(), strict=True)
+            for env, (weight, total, squares), maximum in columns:
+                for scope in ("all", env):
+                    metrics.add(
+                        f"{name}/{scope}",
+                        Moments.of(weight, total, squares, maximum)
+                        if name in _MOMENTS
+                        else Mean(total, weight),
+                    )
+        return metrics
+
+
+def observe_loss(
+    stats: LossStats, inputs: LossInputs, record: LossRecord, entropy: Tensor, account: Tensor
+) -> None:
+    """Adds one micro batch; `account` holds the index of each token's account."""
+    trainable = inputs.loss_mask
+    stats.add("entropy", entropy, trainable, account)
+    if record.ratios is None:
+        stats.add("nll", -inputs.trainer_logprobs.detach(), trainable, account)
+        return
+    kl = record.ratios.mismatch_kl
+    stats.add("mismatch_kl", kl, trainable, account)
+    if inputs.teacher_logprobs is not None:
+        gap = inputs.teacher_logprobs - inputs.trainer_logprobs.detach()
+        stats.add("teacher_kl", gap, trainable & ~gap.isnan(), account)
+    if record.is_masked is None:
+        return
+    masked = trainable & record.is_masked
+    stats.add("is_masked", masked.float(), trainable, account)
+    stats.add("masked_mismatch_kl", kl, masked, account)
+    stats.add("unmasked_mismatch_kl", kl, trainable & ~masked, account)
+    stats.add("masked_advantage_positive", (inputs.advantages > 0).float(), masked, account)
+    stats.add("masked_advantage_negative", (inputs.advantages < 0).float(), masked, account)
+    for name, side in (("is_masked_high", record.is_masked_high), ("is_masked_low", record.is_masked_low)):
+        if side is not None:
+            stats.add(name, side.float(), trainable, account)
+
+
+class FiniteWatch:
+    """Finds the first token of a step whose loss is not finite; only `cause` reads back from the device."""
+
+    def __init__(self) -> None:
+        self._first: list[torch.Tensor] = []
+        """Row per micro batch: whether it has a bad token, its index, loss, logprobs and advantage."""
+
+        self._sequences: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+        """Lengths, environments and rollouts of the sequences, per micro batch."""
+
+    def add(self, micro_batch: LoadedMicroBatch, result: LossResult) -> None:
+        losses, inputs = result.record.token_loss.detach(), result.inputs
+        is_bad = ~losses.isfinite()
+        token = is_bad.int().argmax().view(1)
+        numbers = (losses, inputs.trainer_logprobs.detach(), inputs.inference_logprobs, inputs.advantages)
+        # `each[token]` would synchronise with the device.
+        found = [is_bad.any().view(1), token, *(each.index_select(0, token) for each in numbers)]
+        self._first.append(torch.cat([each.double() for each in found]))
+        table = micro_batch.table
+        self._sequences.append((table.lengths, table["env_name"], table["rollout_id"]))
+
+    def cause(self) -> str | None:
+        """Describes the first bad token and its numbers; None if all losses are finite."""
+        if not self._first:
+            return None
+        for found, sequences in zip(torch.stack(self._first).tolist(), self._sequences, strict=True):
+            if found[0]:
+                return _token(int(found[1]), found[2:], *sequences)
+        return None
+
+
+def _token(
+    index: int, numbers: Sequence[float], lengths: NDArray[Any], envs: NDArray[Any], rollouts: NDArray[Any]
+) -> str:
+    row = int((lengths.cumsum() > index).argmax())
+    token = index - int(lengths[:row].sum())
+    loss, trainer, inference, advantage = numbers
+    whose = f"rollout {rollouts[row]!r}" if rollouts[row] else f"sequence {row} of its micro batch"
+    return (
+        f"the loss of token {token} of {whose}, environment {envs[row]!r}, is {loss:g} (trainer logprob "
+        f"{trainer:g}, inference logprob {inference:g}, advantage {advantage:g})"
+    )
+
+
+class LogSink:
+    def __init__(self, run: str = "") -> None:
+        """Takes `run`, which every line of a trainer that serves several runs names."""
+        self._run = run and f"{run}: "
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        logger.info(
+            "%sstep %d  loss %.4g  grad norm %.3g  %d tokens, %d with loss, %d padding in %d micro batches  "
+            "%.0f tok/s",
+            self._run,
+            step,
+            *(values[name] for name in ("loss", "grad_norm", "tokens", "loss_tokens", "padding_tokens")),
+            values["micro_batches"],
+            values["throughput/tokens_per_s"],
+        )
+
+    def close(self) -> None:
+        """Does nothing: the log stays open."""

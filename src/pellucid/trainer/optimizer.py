@@ -1,15 +1,30 @@
-"""AdamW with clipping and a learning-rate schedule."""
+"""The weights that a run trains, and how a step moves them: AdamW with clipping and a schedule.
+
+A step whose loss or gradient is not finite is skipped:
+
+step           4       5         6         7        max_skipped_steps = 3
+loss           0.1     nan       0.2       nan
+weights        move    stay      move      stay
+in a row       0       1         0         1
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pellucid.config import OptimConfig, SchedulerConfig
+from pellucid.config.shared import LoraConfig
+from pellucid.errors import DataError
+from pellucid.model import Adapter, Policy
 from pellucid.trainer.update_watch import Look, UpdateWatch, own
+from pellucid.transport.weights import offer_weights, write_adapter, write_version, write_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +112,112 @@ def lr_factor(step: int, scheduler: SchedulerConfig, max_steps: int) -> float:
         return 1.0
     progress = min(1.0, (step - warmup) / max(1, max_steps - warmup))
     return 1.0 - progress if scheduler.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def cause_of(update: Update, tokens: Sequence[str | None], parameters: Sequence[str | None]) -> str:
+    """Picks the first known cause: a token's loss by rank, else a parameter's gradient by process, else the
+    norm."""
+    for cause in tokens:
+        if cause is not None:
+            return cause
+    for name in parameters:
+        if name is not None:
+            return f"every token's loss is finite, but the gradient of {name} is not"
+    return f"the norm of the gradient is {update.grad_norm:g}"
+
+
+class Skips:
+    """Counts the steps of a run that were skipped in a row."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self._max = max_in_a_row
+        self._in_a_row = 0
+        self._cause = ""
+
+    def add(self, cause: str | None) -> None:
+        """Counts one more step; `cause` is None if it was not skipped."""
+        self._in_a_row = 0 if cause is None else self._in_a_row + 1
+        self._cause = cause or ""
+
+    @property
+    def is_over(self) -> bool:
+        return self._in_a_row >= self._max
+
+    def error(self, step: int, output_dir: Path, *, is_exported: bool) -> DataError:
+        """Makes the error that ends a run after `step`, once its checkpoint is written."""
+        first = step - self._in_a_row + 1
+        which = f"step {step} was" if first == step else f"steps {first} to {step} were"
+        look = f"look at their tokens with `pellucid view {output_dir}`"
+        if not is_exported:
+            look = "export their tokens with --trainer.experimental.token-export"
+        return DataError(
+            f"{which} skipped, as many in a row as trainer.max_skipped_steps = {self._max} allows: "
+            f"{self._cause}. The weights are those of policy version {first}, and a checkpoint holds them: "
+            f"{look}; then --resume goes on with the next batch. Lower trainer.optim.lr if the "
+            "policy has diverged"
+        )
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    policy: Policy
+    is_sharded: bool
+    tokenizer: Any
+
+    @property
+    def module(self) -> nn.Module:
+        """Module whose parameters, and no others, are optimised and saved in checkpoints."""
+        return self.policy
+
+    def activate(self) -> None:
+        """Makes the following forward passes use these weights; the whole model is always in use."""
+
+    def write(self, folder: Path) -> None:
+        """Writes a policy version for engines, in the main process; if sharded, the others `offer`."""
+        write_version(self.policy.hf, folder)
+
+    def save(self, folder: Path) -> None:
+        """Writes the result, for `AutoModelForCausalLM.from_pretrained`; the other processes `offer`."""
+        if self.is_sharded:
+            whole = folder / "whole.safetensors"
+            write_weights(self.policy.hf, whole)
+            self.policy.hf.save_pretrained(folder, state_dict=load_file(whole))  # mapped, not read
+            whole.unlink()
+        else:
+            self.policy.hf.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def offer(self) -> None:
+        """Takes part in gathering the shards while the main process writes or saves."""
+        offer_weights(self.policy.hf)
+
+
+@dataclass(frozen=True)
+class OneAdapter:
+    adapter: Adapter
+    config: LoraConfig
+    base: str
+    """Hub name or folder of the base model."""
+
+    tokenizer: Any
+
+    @property
+    def module(self) -> nn.Module:
+        return self.adapter
+
+    def activate(self) -> None:
+        self.adapter.activate()
+
+    def write(self, folder: Path) -> None:
+        write_adapter(self.adapter, self.config, self.base, folder)
+
+    def save(self, folder: Path) -> None:
+        self.write(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def offer(self) -> None:
+        offer_weights(self.adapter)
+
+
+Trained = WholeModel | OneAdapter
+"""The part of a model's weights that a run trains."""

@@ -1,6 +1,14 @@
-"""Several processes under torchrun: FSDP2 over all of them, or over each replica (HSDP), and Ulysses.
+"""The processes that train one model together, as the rest of the trainer sees them.
 
-The model is sharded over the ranks of a replica and their context-parallel ranks together. Gradients are
+    process     0  1  2  3  4  5  6  7      of 8, with dp_replicate = 2 and cp = 2
+    rank        0  0  1  1  2  2  3  3      trains micro batches of its own, and keeps books of its own
+    cp rank     0  1  0  1  0  1  0  1      has a slice of the tokens of each
+    replica     0  0  0  0  1  1  1  1      has the whole model, sharded over its processes
+
+Only the main process receives batches, reports metrics, and writes weights and checkpoints' books; of each
+rank, only the first cp rank exports tokens and writes a journal.
+
+FSDP2 shards the model over the ranks of a replica and their context-parallel ranks together. Gradients are
 *summed* over all processes: each has divided its loss by the denominator of the whole step, and context
 parallel ranks have each the gradient through their own slice.
 """
@@ -10,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed as dist
@@ -23,7 +31,6 @@ from pellucid.data.tokenizer import first_line
 from pellucid.errors import ProcessError
 from pellucid.model import ContextParallel, Policy
 from pellucid.model.load import default_device
-from pellucid.trainer.ranks import Ranks, outcome_of
 
 T = TypeVar("T")
 
@@ -39,10 +46,9 @@ BF16 = MixedPrecisionPolicy(
 
 
 @contextmanager
-def joined(config: TrainerConfig) -> Iterator[Ranks]:
+def joined(config: TrainerConfig) -> Iterator["Ranks"]:
     """Joins the process group that torchrun started; without torchrun, the process trains alone."""
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    config.check_num_processes(num_processes)
+    config.check_num_processes(int(os.environ.get("WORLD_SIZE", "1")))
     if "RANK" not in os.environ:
         yield Ranks()
         return
@@ -50,7 +56,7 @@ def joined(config: TrainerConfig) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    ranks = Processes.of(config, dist.new_group(backend="gloo", timeout=_PATIENCE), device)
+    ranks = Ranks.of(config, dist.new_group(backend="gloo", timeout=_PATIENCE), device)
     try:
         yield ranks
     except RuntimeError as error:
@@ -65,9 +71,18 @@ def joined(config: TrainerConfig) -> Iterator[Ranks]:
 
 
 @dataclass(frozen=True)
-class Processes(Ranks):
+class Ranks:
+    """The place of this process among those of the trainer; by default it is the only one.
+
+    Every process calls the same methods in the same order.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
     cp_rank: int = 0
-    control: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None
+    """Group of all processes, for control messages; None if this process is alone."""
+
     model_mesh: DeviceMesh | None = None
     """Mesh of all processes: (replicas, shards of each)."""
 
@@ -78,19 +93,19 @@ class Processes(Ranks):
     """Dtypes of forward and reduction; None: all in float32."""
 
     @classmethod
-    def of(cls, config: TrainerConfig, control: dist.ProcessGroup, device: torch.device) -> "Processes":
+    def of(cls, config: TrainerConfig, group: dist.ProcessGroup, device: torch.device) -> "Ranks":
         """Builds the meshes over the default group; every process calls it."""
         replicate, cp, num_processes = config.model.dp_replicate, config.model.cp, dist.get_world_size()
-        meshes = [
+        model_mesh, cp_mesh = (
             init_device_mesh(device.type, shape, mesh_dim_names=names)
             for shape, names in (
                 ((replicate, num_processes // replicate), ("replica", "shard")),
                 ((num_processes // cp, cp), ("rank", "cp")),
             )
-        ]
+        )
         rank, cp_rank = divmod(dist.get_rank(), cp)
         precision = BF16 if device.type == "cuda" else None
-        return cls(rank, num_processes // cp, cp_rank, control, meshes[0], meshes[1], precision)
+        return cls(rank, num_processes // cp, cp_rank, group, model_mesh, cp_mesh, precision)
 
     @property
     def is_main(self) -> bool:
@@ -98,57 +113,85 @@ class Processes(Ranks):
 
     @property
     def keeps_books(self) -> bool:
+        """Whether this process writes the journal and the export of its rank."""
         return self.cp_rank == 0
 
     @property
     def num_processes(self) -> int:
-        return dist.get_world_size()
+        """Processes of the trainer on all machines."""
+        return 1 if self.group is None else dist.get_world_size()
 
     @property
     def num_local(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """Processes on this machine."""
+        return 1 if self.group is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     @property
     def computes_in(self) -> TrainerPrecision:
+        """The dtype of weights and activations in a forward; gradients are summed in float32."""
         return "float32" if self.precision is None else "bfloat16"
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self.control
-
-    @property
     def context(self) -> ContextParallel | None:
-        assert self.cp_mesh is not None
-        if (size := self.cp_mesh.size(1)) == 1:
+        """Context-parallel ranks that share this rank's micro batches; None without context parallelism."""
+        if self.cp_mesh is None or (size := self.cp_mesh.size(1)) == 1:
             return None
         return ContextParallel(self.cp_mesh.get_group("cp"), self.cp_rank, size)
 
-    def apart(self) -> "Processes":
-        return replace(self, control=dist.new_group(backend="gloo", timeout=_PATIENCE))
+    def apart(self) -> "Ranks":
+        """Returns the same processes with a process group of its own, for use by another thread."""
+        if self.group is None:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=_PATIENCE))
 
     def gather(self, value: Any) -> list[Any]:
-        assert self.cp_mesh is not None
-        return self.gather_all(value)[:: self.cp_mesh.size(1)]
+        """Gathers one value per rank, in order of ranks, in every process."""
+        return self.gather_all(value)[:: 1 if self.cp_mesh is None else self.cp_mesh.size(1)]
 
     def gather_all(self, value: Any) -> list[Any]:
+        """Gathers one value per process, in order, in every process."""
+        if self.group is None:
+            return [value]
         values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self.control)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def share(self, make: Callable[[], T]) -> T:
-        outcome: list[Any] = [outcome_of(make) if self.is_main else None]
-        dist.broadcast_object_list(outcome, src=0, group=self.control)
+        """Calls `make` in the main process alone; every process returns its result, or raises its error."""
+        if self.group is None:
+            return make()
+        outcome: list[Any] = [_outcome_of(make) if self.is_main else None]
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
         value, error = outcome[0]
         if error is not None:
             raise error
-        shared: T = value
-        return shared
+        return cast(T, value)
+
+    def alike(self, make: Callable[[], T]) -> T:
+        """Calls `make` in every process, and raises in every process if it fails in one.
+
+        `make` must not talk to the other processes: one that fails would leave them waiting.
+        """
+        value, own_error = _outcome_of(make)
+        errors = [error for error in self.gather_all(own_error) if error is not None]
+        if errors:
+            raise own_error or errors[0]  # its own has a cause and a traceback, which are not sent
+        return cast(T, value)
 
     def shard(self, policy: Policy) -> None:
-        assert self.model_mesh is not None
+        """Shards the model over the processes; this one keeps its shard."""
         if self.context is not None:
             self.context.check_heads(policy.num_heads)
-        shard_module(policy, policy.layers, self.model_mesh, self.precision)
+        if self.model_mesh is not None:
+            shard_module(policy, policy.layers, self.model_mesh, self.precision)
+
+
+def _outcome_of(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Returns what `make` returned and raised; catches everything, so that all processes end alike."""
+    try:
+        return make(), None
+    except BaseException as error:
+        return None, error
 
 
 def shard_module(

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from pellucid.checkpoint import Progress
+from pellucid.checkpoint import Progress, newest_intact, take_back
+from pellucid.checkpoint.files import STATE
+from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
 from pellucid.data.rules import check_experts, check_text
@@ -23,39 +24,31 @@ from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, sum_entries
 from pellucid.ledger.settings import changed_settings, record_settings
 from pellucid.loss import LossInputs, TokenLoss
-from pellucid.metrics import Max, MetricSet, Sink, Stopwatch
+from pellucid.metrics import Max, Sink, Stopwatch, Sum
 from pellucid.model import Layout, Policy, TokenOutput
 from pellucid.packing import pack_batch
-from pellucid.trainer.alarms import TrainerAlarms, Watched
-from pellucid.trainer.batches import BatchSource, share_table
-from pellucid.trainer.cost import ModelShape
-from pellucid.trainer.machine import peak_flops, peak_memory_gib
+from pellucid.trainer.alarms import TrainerAlarms
+from pellucid.trainer.batches import BatchSource, StopRequest, share_table
 from pellucid.trainer.observer import COUNTED, StepObserver
-from pellucid.trainer.optimizer import Optimizer, Update
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.optimizer import Optimizer, Skips, Trained, Update, cause_of
+from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.saver import CheckpointSaver
-from pellucid.trainer.skips import Skips, cause_of
-from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch, loss_weights
-from pellucid.trainer.stop import StopRequest
-from pellucid.trainer.trained import Trained
-from pellucid.trainer.validation import Validation
+from pellucid.trainer.sft import Validation
+from pellucid.trainer.step import (
+    LoadedMicroBatch,
+    LossResult,
+    ModelShape,
+    StepBatch,
+    loss_weights,
+    peak_flops,
+    peak_memory_gib,
+)
 from pellucid.transport import is_stable, publish_folder
 from pellucid.transport.weights import publish_version, weights_folder
 
 logger = logging.getLogger(__name__)
 
-_LEFT_OUT = _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
-
-
-class RankReport(NamedTuple):
-    """Results of one rank after a step; every process gathers those of all ranks."""
-
-    metrics: MetricSet
-    left_out: tuple[int, ...]
-    """Sequences missing in the export so far, one count per name of `_LEFT_OUT`; empty without an export."""
-
-    num_pairs: int
-    watched: Watched
+_SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
 
 
 @dataclass
@@ -99,33 +92,56 @@ class Run:
             frozen=[name for name, each in self.trained.module.named_parameters() if not each.requires_grad],
         )
 
-    def go_on_from(self, progress: Progress) -> None:
+    def begin(self, config: TrainerRunConfig) -> None:
+        """Checks the settings, restores the run if it is resumed, and records that they hold from here on.
+
+        Raises ConfigError in every process, before anything is restored, if `config` changes what a resumed
+        run must keep.
+        """
+        part = "sft" if isinstance(config, SFTConfig) else "trainer"
+        self.ranks.share(lambda: changed_settings(config, part))
+        if config.resume:
+            self.restore()
+        changes = self.ranks.share(lambda: record_settings(config, part, self.start))
+        if self.ranks.is_main:
+            for change in changes:
+                logger.info(change.line(self.start))
+
+    def restore(self) -> None:
+        """Restores the newest intact checkpoint, bit by bit; without one the run starts at step 0.
+
+        Later entries of books, published weights and exports are removed. The policy version that the run
+        starts from is published again if it is missing.
+        """
+        progress = self.ranks.share(self._take_back)
+        if progress is not None:
+            state = self.output_dir / "checkpoints" / f"step_{progress.step}" / STATE
+            read_state(self.trained.module, self.optimizer.adamw, state, self.ranks.group)
+            torch.set_rng_state(torch.frombuffer(bytearray(progress.random_state), dtype=torch.uint8))
+            self._go_on_from(progress)
+        folder = weights_folder(self.output_dir, self.start)
+        if self.publishes and self.start > 0 and not self.ranks.share(lambda: is_stable(folder)):
+            self.publish(self.start - 1)
+        if self.exporter is not None:
+            self.exporter.forget_from(self.start)
+            if self.ranks.is_main:
+                self.exporter.forget_ranks_from(self.ranks.num_ranks, self.start)
+        logger.info("resumed at step %d", self.start)
+
+    def _take_back(self) -> Progress | None:
+        """Picks the checkpoint and removes later books and weights; called in the main process alone."""
+        progress = newest_intact(self.output_dir)
+        if self.publishes:
+            take_back(self.output_dir, progress)
+        return progress
+
+    def _go_on_from(self, progress: Progress) -> None:
         """Restores counters from a checkpoint; training continues at `progress.step`."""
         self.start = self._num_trained = self._num_saved = progress.step
         self._totals = Counter(progress.totals)
         self.optimizer.num_steps = progress.step
-        if (
-            self.exporter is not None and self.ranks.is_main
-        ):  # the other ranks start at 0, so that the sum is right
+        if self.exporter is not None and self.ranks.is_main:  # other ranks start at 0: the sum is right
             self.exporter.num_skipped, self.exporter.num_lost = self._totals[_SKIPPED], self._totals[_LOST]
-
-    def publish_start(self) -> None:
-        """Publishes the policy version that a resumed run starts from, if it is missing."""
-        folder = weights_folder(self.output_dir, self.start)
-        if self.publishes and self.start > 0 and not self.ranks.share(lambda: is_stable(folder)):
-            self.publish(self.start - 1)
-
-    def check_settings(self, config: TrainerRunConfig) -> None:
-        """Raises ConfigError in every process, before anything is restored, if `config` changes what a
-        resumed run must keep."""
-        self.ranks.share(lambda: changed_settings(config, _part(config)))
-
-    def record_settings(self, config: TrainerRunConfig) -> None:
-        """Records that `config` holds for the steps from here on, and logs the settings that it changes."""
-        changes = self.ranks.share(lambda: record_settings(config, _part(config), self.start))
-        if self.ranks.is_main:
-            for change in changes:
-                logger.info(change.line(self.start))
 
     def steps(self) -> Iterator[int]:
         if self.validation is not None and self.start == 0:
@@ -261,28 +277,31 @@ class Run:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
                 self.exporter.finish(step)
-            ranks: list[RankReport] = self.ranks.gather(self._rank_report(observer))
-            report = observer.report([rank.metrics for rank in ranks])
+            own = observer.metrics()
+            own.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
+            if self.exporter is not None:
+                own.add(_SKIPPED, Sum(self.exporter.num_skipped))
+                own.add(_LOST, Sum(self.exporter.num_lost))
+            ranks = self.ranks.gather((own, observer.num_pairs, observer.alarms.watched()))
+            metrics, num_pairs, watched = zip(*ranks, strict=True)
+            report = observer.report(metrics)
             if self.exporter is not None:
                 num_lost = self._totals[_LOST]
-                for name, counts in zip(
-                    _LEFT_OUT, zip(*(rank.left_out for rank in ranks), strict=True), strict=True
-                ):
-                    self._totals[name] = sum(counts)
+                for name in (_SKIPPED, _LOST):
+                    self._totals[name] = int(report[name])
                 # Every rank has written its export before the gather, and this step lost no sequence.
                 if self.ranks.is_main and self._totals[_LOST] == num_lost:
                     self.exporter.mark_stable(step)
         if self.validation is not None:
             with self._watch("validate"):
                 report |= self.validation.report(step)
-        counted = [*COUNTED, *(f"local/{name}" for name in COUNTED)]
-        self._totals.update({f"total/{name}": report[name] for name in counted})
-        skipped = {"skipped_steps": int(update.is_skipped)}
-        self._totals.update({"total/skipped_steps": skipped["skipped_steps"]})
-        report |= {"grad_norm": update.grad_norm, "lr": update.lr, **skipped, **self._totals}
+        report |= {"grad_norm": update.grad_norm, "lr": update.lr, "skipped_steps": int(update.is_skipped)}
+        for name in (*COUNTED, *(f"local/{name}" for name in COUNTED), "skipped_steps"):
+            self._totals[f"total/{name}"] += int(report[name])
+        report |= self._totals
         if self.ranks.is_main:
-            report |= self._alarms.judge(step, observer.table, [rank.watched for rank in ranks], update)
-        report |= self._times(report, sum(rank.num_pairs for rank in ranks))
+            report |= self._alarms.judge(step, observer.table, watched, update)
+        report |= self._times(report, sum(num_pairs))
         for sink in self.sinks:
             sink.log(step, report)
         self._num_trained = step + 1
@@ -293,13 +312,6 @@ class Run:
             self.save_checkpoint()
             self.finish_checkpoint()
             raise self._skips.error(step, self.output_dir, is_exported=self.exporter is not None)
-
-    def _rank_report(self, observer: StepObserver) -> RankReport:
-        metrics = observer.metrics()
-        metrics.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
-        exporter = self.exporter
-        left_out = () if exporter is None else (exporter.num_skipped, exporter.num_lost)
-        return RankReport(metrics, left_out, observer.num_pairs, observer.alarms.watched())
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint of the steps trained so far, unless it exists; releases batches it covers."""
@@ -397,8 +409,3 @@ def say_finishing(what: str, step_s: float) -> None:
         at_stake="the steps since the last checkpoint, which are trained again",
         silence_s=SILENCE_S + 2 * step_s,
     )
-
-
-def _part(config: TrainerRunConfig) -> str:
-    """Names this part of a run in the record of its settings."""
-    return "sft" if isinstance(config, SFTConfig) else "trainer"

@@ -9,8 +9,10 @@ only once it is complete. `settle` raises the errors of the thread, in the threa
 """
 
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 from pellucid.checkpoint import Progress, publish_checkpoint
 from pellucid.checkpoint.state import stage_state, write_staged, write_state
 from pellucid.config.trainer import CkptConfig
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.parallel import Ranks
 
 
 class CheckpointSaver:
@@ -29,36 +31,41 @@ class CheckpointSaver:
         self._config = config
         # The thread needs a process group of its own: its messages must not mix with those of training.
         self._ranks = ranks.apart() if config.asynchronous else ranks
-        self._job: _Job | None = None
+        self._writing: Future[int] | None = None
 
     @property
     def is_writing(self) -> bool:
         """Whether there is a checkpoint to `settle`."""
-        return self._job is not None
+        return self._writing is not None
 
     def save(self, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
         group = self._ranks.group
-        if not self._config.asynchronous:
-            self._job = _Job(
-                lambda: self._publish(progress, lambda to: write_state(model, optimizer, to, group))
-            )
-            self._job.run()
-            return
-        state = stage_state(model, optimizer)
-        self._job = _Job(lambda: self._publish(progress, lambda to: write_staged(state, to, group)))
-        Thread(target=self._job.run, name="checkpoint", daemon=True).start()
+        if self._config.asynchronous:
+            state = stage_state(model, optimizer)
+            arguments = Future[int](), progress, lambda to: write_staged(state, to, group)
+            Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()
+        else:
+            arguments = Future[int](), progress, lambda to: write_state(model, optimizer, to, group)
+            self._run(*arguments)
+        self._writing = arguments[0]
 
     def settle(self, *, wait: bool) -> int | None:
         """Returns the first step whose batch may be needed again; None if no checkpoint was published."""
-        if self._job is None or not (wait or self._job.done.is_set()):
+        if self._writing is None or not (wait or self._writing.done()):
             return None
-        job, self._job = self._job, None
-        return job.result()
+        writing, self._writing = self._writing, None
+        return writing.result()
 
     def close(self) -> None:
         """Waits for a checkpoint that is being written, unless it needs other processes: they may be gone."""
-        if self._job is not None and self._ranks.group is None:
-            self._job.done.wait()
+        if self._writing is not None and self._ranks.group is None:
+            futures.wait([self._writing])
+
+    def _run(self, writing: Future[int], progress: Progress, write: Callable[[Path], None]) -> None:
+        try:
+            writing.set_result(self._publish(progress, write))
+        except BaseException as error:  # raised where it is waited for
+            writing.set_exception(error)
 
     def _publish(self, progress: Progress, write: Callable[[Path], None]) -> int:
         def write_together(folder: Path | None) -> None:
@@ -73,23 +80,3 @@ class CheckpointSaver:
             )
         write_together(None)
         return 0
-
-
-class _Job:
-    def __init__(self, work: Callable[[], int]) -> None:
-        self._work = work
-        self._outcome: int | BaseException = 0
-        self.done = Event()
-
-    def run(self) -> None:
-        try:
-            self._outcome = self._work()
-        except BaseException as error:  # raised where it is waited for
-            self._outcome = error
-        self.done.set()
-
-    def result(self) -> int:
-        self.done.wait()
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome

@@ -1,7 +1,10 @@
-"""The samples of one optimizer step, packed, and their loss."""
+"""The samples of one optimizer step, packed, with their loss; and what it costs to compute them."""
 
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +14,8 @@ from pellucid.config import Reduction
 from pellucid.data import TokenTable, TrainingMode
 from pellucid.data.tensors import TokenTensors, to_tensors
 from pellucid.loss import LossInputs, LossRecord, sequence_weights
-from pellucid.model import ContextParallel, Layout, packed_layout, shared_layout
-from pellucid.packing import MicroBatch, PackedBatch
+from pellucid.model import ContextParallel, Layout, Policy, packed_layout, shared_layout
+from pellucid.packing import Cost, MicroBatch, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,7 @@ class LoadedMicroBatch:
         return self.packed.table
 
 
-@dataclass(frozen=True, slots=True)
-class LossResult:
+class LossResult(NamedTuple):
     loss: torch.Tensor
     """The micro batch's share of the step's loss, to be differentiated."""
 
@@ -83,33 +85,21 @@ class StepBatch:
     @property
     def micro_batches(self) -> Iterator[LoadedMicroBatch]:
         for index, micro_batch in enumerate(self.packed.micro_batches(self.rank), self.num_before):
-            yield self._load(index, micro_batch)
-
-    def _load(self, index: int, micro_batch: MicroBatch) -> LoadedMicroBatch:
-        table = micro_batch.table
-        layout = layout_of(table, share_prompts=self.share_prompts)
-        is_computed = np.zeros(table.num_tokens, np.bool_)
-        is_computed[layout.computed.numpy()] = True
-        num_filled = 0
-        if (context := self.context) is not None:
-            num_filled = layout.slice_size(context.size) * context.size - len(layout.computed)
-            layout = layout.slice(context)
-        return LoadedMicroBatch(
-            index,
-            micro_batch,
-            to_tensors(table, self.device),
-            layout.to(self.device),
-            is_computed,
-            self._weights(micro_batch),
-            num_filled,
-        )
-
-    def _weights(self, micro_batch: MicroBatch) -> torch.Tensor | None:
-        if self.weights is None:
-            return None
-        per_sequence = np.zeros(micro_batch.table.num_sequences, np.float32)  # padding comes last
-        per_sequence[: len(micro_batch.indices)] = self.weights[micro_batch.indices]
-        return torch.from_numpy(np.repeat(per_sequence, micro_batch.table.lengths)).to(self.device)
+            table, weights, num_filled = micro_batch.table, None, 0
+            layout = layout_of(table, share_prompts=self.share_prompts)
+            is_computed = np.zeros(table.num_tokens, np.bool_)
+            is_computed[layout.computed.numpy()] = True
+            if (context := self.context) is not None:
+                num_filled = layout.slice_size(context.size) * context.size - len(layout.computed)
+                layout = layout.slice(context)
+            if self.weights is not None:
+                per_sequence = np.zeros(table.num_sequences, np.float32)  # padding comes last
+                per_sequence[: len(micro_batch.indices)] = self.weights[micro_batch.indices]
+                weights = torch.from_numpy(np.repeat(per_sequence, table.lengths)).to(self.device)
+            tokens = to_tensors(table, self.device)
+            yield LoadedMicroBatch(
+                index, micro_batch, tokens, layout.to(self.device), is_computed, weights, num_filled
+            )
 
 
 def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:
@@ -131,3 +121,86 @@ def loss_weights(packed: PackedBatch, reduction: Reduction) -> NDArray[np.float3
     groups = table["group_id"][chosen].tolist()
     weights[chosen] = sequence_weights(reduction, packed.trainable_lengths[chosen], groups)
     return weights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Cost of attention against that of the weights, from the shape of a model.
+
+    A forward pass multiplies each token with every active weight, and in each layer with the keys and the
+    values of the tokens before it: in a sequence of L tokens L/2 of them on average, as wide as all heads
+    together. Both parts are equal at L = active weights ÷ (layers · heads · head width). The backward pass
+    doubles both.
+    """
+
+    num_active: float
+    """Weights that the forward pass multiplies each token with."""
+
+    attended: int
+    """Sum of the head widths, over all heads of all layers."""
+
+    is_frozen: bool = False
+    """Whether the model's own weights have no gradient, as under LoRA; the adapters' cost is neglected."""
+
+    @classmethod
+    def of(cls, policy: Policy) -> "ModelShape":
+        config = policy.hf.config.get_text_config()
+        if getattr(config, "kv_lora_rank", None):  # latent attention: the mean width of keys and values
+            width = int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
+        else:
+            width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        attended = config.num_hidden_layers * config.num_attention_heads * width
+        is_frozen = not policy.hf.get_output_embeddings().weight.requires_grad
+        return cls(_num_active(policy.hf, config), attended, is_frozen)
+
+    def cost(self) -> Cost:
+        return Cost(parity=max(1, round(self.num_active / self.attended)))
+
+    def flops(self, num_tokens: float, num_pairs: float) -> float:
+        """Counts the operations of forward and backward, without those that activation checkpointing repeats.
+
+        The forward pass makes one multiplication and one addition per weight and token, and two of each per
+        pair of tokens: with the key and with the value. The backward pass makes twice as many, for the
+        gradients of inputs and weights; with frozen weights it needs only those of inputs.
+        """
+        of_weights = 2 * self.num_active * num_tokens
+        return (2 if self.is_frozen else 3) * of_weights + 3 * 4 * self.attended * num_pairs
+
+
+def _num_active(model: Any, config: Any) -> float:
+    """Counts the weights that a token is multiplied with: no embedding, and the active share of experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((found for name in names if (found := getattr(config, name, None))), None)
+    met = config.num_experts_per_tok / num_experts if num_experts else 1.0
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = float(head.numel())
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and weight is not embedding and weight is not head and ".lora_" not in name:
+            total += weight.numel() * (met if ".experts." in name else 1.0)
+    return total
+
+
+_PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+"""Dense bfloat16 operations per second, by a part of the device's name; the first match counts."""
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Returns the peak memory of this process so far: allocated on its GPU, or resident if it has none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Returns operations per second; None for CPUs and unknown GPUs."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)

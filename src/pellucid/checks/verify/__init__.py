@@ -40,8 +40,7 @@ from pellucid.config.commands import VerifyCheck
 from pellucid.errors import ConfigError
 from pellucid.launch.console import make_console
 from pellucid.launch.preflight import is_torchrun
-from pellucid.trainer.parallel import joined
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.parallel import Ranks, joined
 
 CHECKS: Mapping[VerifyCheck, Callable[[Subject], Iterator[Finding]]] = {
     "tokenizer": check_tokenizer,

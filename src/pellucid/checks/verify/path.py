@@ -41,10 +41,9 @@ from pellucid.checks.verify.training_stages import (
 from pellucid.config import CustomLossConfig, VerifyConfig
 from pellucid.config.loss import DppoLossConfig
 from pellucid.data import TokenTable
+from pellucid.trainer.batches import Stopped
 from pellucid.trainer.loop import train
-from pellucid.trainer.resume import restore
 from pellucid.trainer.run import Run
-from pellucid.trainer.stop import Stopped
 from pellucid.transport.weights import weights_folder
 
 CHECKPOINT_INTERVAL = 3
@@ -132,7 +131,7 @@ def _train_resumed(
     differences: Differences,
 ) -> None:
     with closing(build_quiet_run(config, folder, batches=oracle, records=True, resume=True)) as run:
-        restore(run)
+        run.restore()
         for name, weight in trained_weights(run).items():
             same = torch.equal(weight, weights[name])
             differences.add("checkpoint", 0.0 if same else math.inf, f"{name} is not what it was")

@@ -39,8 +39,7 @@ from pellucid.config import VerifyConfig
 from pellucid.data import TokenTable
 from pellucid.trainer.batches import share_table
 from pellucid.trainer.loop import accumulate
-from pellucid.trainer.parallel import Processes
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run
 from pellucid.transport.weights import weights_folder
 
@@ -65,8 +64,7 @@ def check_processes(config: VerifyConfig, ranks: Ranks, subject: Subject | None)
             for path, content in files.items():
                 (folder / path).write_bytes(content)
             config = with_model(config, folder)
-        if isinstance(ranks, Processes):
-            ranks = replace(ranks, precision=None)  # the sums are checked, not the rounding of bfloat16
+        ranks = replace(ranks, precision=None)  # the sums are checked, not the rounding of bfloat16
         table = share_table(ranks, lambda: _of_main(subject).table)
         config = _clipping(config, ranks.share(lambda: _norm_alone(_of_main(subject))))
         run = build_quiet_run(config, folder, ranks)

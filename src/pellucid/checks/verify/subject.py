@@ -25,7 +25,7 @@ from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import load_environment
 from pellucid.trainer.batches import BatchSource, NoBatches
 from pellucid.trainer.build import build_run
-from pellucid.trainer.ranks import Ranks
+from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run
 
 NUM_GROUPS, GROUP_SIZE = 4, 3

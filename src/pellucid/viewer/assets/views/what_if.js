@@ -231,7 +231,7 @@ export function reductionOf(type, text, own) {
 const isRl = (index, record) => (index.value("mode", record) ?? "rl") === "rl";
 
 /**
- * By record: what its tokens weigh in the step's mean (`pellucid.loss.reduction`), and the mean of ℓ over its trainable tokens.
+ * By record: what its tokens weigh in the step's mean (`pellucid.loss.record`), and the mean of ℓ over its trainable tokens.
  * @param {import("../data/run.js").StepTokens} all @param {string} reduction
  */
 export function recordsOf(all, reduction) {

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.trainer.many.turns import take_turns
+from pellucid.trainer.many import take_turns
 
 
 def test_turns_by_hand() -> None:

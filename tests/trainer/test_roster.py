@@ -7,8 +7,8 @@ import pytest
 
 from pellucid.config import TrainerRunConfig
 from pellucid.errors import ConfigError, DataError
-from pellucid.trainer.many.roster import Roster
-from pellucid.trainer.many.serve import read_run
+from pellucid.trainer.many import read_run
+from pellucid.trainer.roster import Roster
 
 OWN = TrainerRunConfig.model_validate({"output_dir": "x", "model": {"name": "none"}})
 

@@ -1,4 +1,4 @@
-"""How runs find the trainer that they share: `runs/NAME/` below its folder.
+"""How runs find the trainer that they share, and join it: `runs/NAME/` below its folder.
 
     run.toml + STABLE     a run that wants to be trained, with its own configuration
     alive                 locked by the run's process as long as it lives
@@ -9,16 +9,25 @@ The run writes all but `OUTCOME`, and deletes the folder once it has read that; 
 deletes it. The trainer keeps a lock on `.serving` as long as it lives.
 """
 
+import logging
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import IO
 
+from pellucid.config import TrainerRunConfig
+from pellucid.config.base import to_toml
 from pellucid.data.files import open_lock, read_whole, replace_file, try_lock
-from pellucid.errors import ConfigError, DataError
+from pellucid.data.model_folder import everywhere
+from pellucid.ending import DISK_SILENCE_S, say
+from pellucid.errors import ConfigError, DataError, ProcessError
+from pellucid.trainer.batches import Stopped, StopRequest
 from pellucid.transport import is_stable, publish_folder
+
+logger = logging.getLogger(__name__)
 
 _CONFIG = "run.toml"
 _ALIVE = "alive"
@@ -26,6 +35,8 @@ _LEAVE = "LEAVE"
 _OUTCOME = "OUTCOME"
 _SERVING = ".serving"
 _MAX_OUTCOME_BYTES = 1 << 20
+_POLL_S = 0.05
+_REMIND_S = 30.0
 
 
 class RunOutcome(Enum):
@@ -56,7 +67,11 @@ class Roster:
 
     def waiting(self) -> list[str]:
         """Names the runs that want to be trained, sorted."""
-        return [name for name in self._names() if not self._has_outcome(name) and not self.is_leaving(name)]
+        return [
+            name
+            for name in self._names()
+            if not (self._runs / name / _OUTCOME).exists() and not self.is_leaving(name)
+        ]
 
     def is_leaving(self, name: str) -> bool:
         """Returns whether the run asked to leave, or its process is gone."""
@@ -122,9 +137,6 @@ class Roster:
         except ValueError as error:
             raise DataError(f"{path} does not say what became of the run: {error}") from error
 
-    def _has_outcome(self, name: str) -> bool:
-        return (self._runs / name / _OUTCOME).exists()
-
     def _names(self) -> list[str]:
         return sorted(folder.name for folder in self._runs.glob("[!.]*") if is_stable(folder))
 
@@ -138,3 +150,46 @@ def _is_locked(path: Path) -> bool:
             return not try_lock(file)
     except FileNotFoundError:
         return False
+
+
+def join_trainer(config: TrainerRunConfig) -> None:
+    """Has a run trained by the trainer that `trainer.join` names, and returns once it is done.
+
+    A run waits until that trainer starts. Raises ProcessError, with the reason, if the run ended earlier or
+    the trainer disappears.
+    """
+    folder = config.trainer.join
+    assert folder is not None
+    model = config.model.model_copy(update={"name": everywhere(config.model.name)})
+    absolute = {"output_dir": config.output_dir.resolve(), "run_id": config.run_name, "model": model}
+    roster, name = Roster(folder), config.run_name
+    stop, stopped = StopRequest(), None
+    was_there, reminded = False, -_REMIND_S
+    with stop.listening(), roster.joined(name, to_toml(config.model_copy(update=absolute))):
+        while (ended := roster.outcome(name)) is None:
+            try:
+                stop.check()
+            except Stopped as request:
+                if stopped is None:
+                    roster.leave(name)
+                    say(f"waiting for the trainer in {folder} to save the run", silence_s=DISK_SILENCE_S)
+                stopped = request
+            is_there = roster.has_trainer()
+            # A trainer writes the outcome before it goes.
+            if was_there and not is_there and roster.outcome(name) is None:
+                raise ProcessError(
+                    f"the trainer in {folder} is gone; start it again, then go on with --resume"
+                )
+            if not is_there and time.monotonic() - reminded > _REMIND_S:
+                reminded = time.monotonic()
+                logger.warning("no trainer serves runs in %s yet; waiting for one", folder)
+            was_there = is_there
+            if not is_there and stopped is not None:
+                break
+            time.sleep(_POLL_S)
+    if stopped is not None:
+        raise SystemExit(128 + stopped.signal)
+    assert ended is not None
+    outcome, reason = ended
+    if outcome is not RunOutcome.DONE:
+        raise ProcessError(f"run {name} was {outcome.value} by the trainer in {folder}: {reason}")

@@ -11,32 +11,40 @@ error of one run evicts that run alone, with the reason.
 import logging
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 from pellucid.config import TrainerRunConfig
+from pellucid.data import TokenTable
 from pellucid.data.files import read_whole
 from pellucid.data.model_folder import everywhere
 from pellucid.errors import ConfigError, DataError, PayloadError, PellucidError
 from pellucid.export.paths import ExportPaths
 from pellucid.model import Policy
-from pellucid.trainer.batches import BatchSource, NoBatches, OrchestratorBatches, from_main, open_batches
-from pellucid.trainer.build import assemble_run, load_trained, open_journal
-from pellucid.trainer.log_sink import LogSink
-from pellucid.trainer.many.member import Member
-from pellucid.trainer.many.roster import Roster, RunOutcome
-from pellucid.trainer.many.turns import take_turns
-from pellucid.trainer.ranks import Ranks
-from pellucid.trainer.resume import restore
-from pellucid.trainer.run import say_finishing
-from pellucid.trainer.stop import Stopped, StopRequest
-from pellucid.trainer.trained import OneAdapter
+from pellucid.trainer.batches import (
+    BatchSource,
+    NoBatches,
+    OrchestratorBatches,
+    Stopped,
+    StopRequest,
+    from_main,
+    open_batches,
+)
+from pellucid.trainer.build import build_run, load_trained, open_journal
+from pellucid.trainer.loop import accumulate
+from pellucid.trainer.observer import LogSink, StepObserver
+from pellucid.trainer.optimizer import OneAdapter
+from pellucid.trainer.parallel import Ranks
+from pellucid.trainer.roster import Roster, RunOutcome
+from pellucid.trainer.run import Run, say_finishing
+from pellucid.trainer.step import StepBatch
 from pellucid.transport import Batch, BatchReceiver, encode_batch
 
 logger = logging.getLogger(__name__)
+
 
 _POLL_S = 0.01
 
@@ -57,7 +65,9 @@ def serve_runs(config: TrainerRunConfig, ranks: Ranks) -> None:
             train_many(runs)
         except Stopped as stopped:
             logger.warning("%s: stopping after checkpoints", stopped)
-            runs.stop_all(f"the trainer in {config.output_dir} was stopped ({stopped})")
+            for name in list(runs.members):
+                reason = f"the trainer in {config.output_dir} was stopped ({stopped})"
+                runs.leave(name, RunOutcome.STOPPED, reason)
             raise SystemExit(128 + stopped.signal) from None
 
 
@@ -69,6 +79,90 @@ def train_many(runs: "ManyRuns") -> None:
             if member.name in runs.members and is_last:
                 with runs.evicting(member, everywhere=True):
                     member.finish_step()
+
+
+def take_turns(waiting: Mapping[str, Sequence[int]], budget: int, *, first: int = 0) -> dict[str, int]:
+    """Counts how many of each run's next samples a round takes, given their lengths; at least one in all.
+
+        waiting  a: 5 5 5 5    b: 3 3 3    budget 16
+        round 1  a: 5 5        b: 3 3          16 tokens: the next sample is of the run with fewest tokens
+        round 2  a: 5 5        b: 3
+
+    The run with fewest tokens is never above its share. So with k runs none gets more than budget ÷ k tokens
+    plus one sample. Once a run has no more samples, the others use the rest of its share. `first` is the
+    index of the run that is preferred among those with equally many tokens.
+    """
+    names = list(waiting)
+    order = [names[(first + index) % len(names)] for index in range(len(names))] if names else []
+    taken = dict.fromkeys(order, 0)
+    num_tokens = dict.fromkeys(order, 0)
+    while open_runs := [name for name in order if taken[name] < len(waiting[name])]:
+        name = min(open_runs, key=num_tokens.__getitem__)
+        length = waiting[name][taken[name]]
+        total = sum(num_tokens.values())
+        if total and total + length > budget:
+            break
+        taken[name] += 1
+        num_tokens[name] += length
+    return {name: count for name, count in taken.items() if count}
+
+
+@dataclass
+class Member:
+    """One of the runs that share a model: the batch that it trains, and how much of it is trained."""
+
+    name: str
+    run: Run
+    adapter: OneAdapter
+    """The adapter slot of the model that this run trains."""
+
+    step: int
+    """Index of the step that is being trained, or whose batch is awaited."""
+
+    batch: StepBatch | None = None
+    observer: StepObserver | None = None
+    num_taken: int = 0
+    num_micro_batches: int = 0
+
+    def __post_init__(self) -> None:
+        self._waiting = ExitStack()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._waiting.enter_context(self.run.waiting())
+
+    @property
+    def waiting(self) -> Sequence[int]:
+        """Lengths of the samples of its batch that are still to be trained."""
+        return [] if self.batch is None else self.batch.table.lengths[self.num_taken :].tolist()
+
+    def receive(self, table: TokenTable) -> None:
+        self.batch = self.run.pack(self.step, table)
+        self.observer = self.run.observer(self.batch)
+        self.num_taken = self.num_micro_batches = 0
+
+    def train(self, num_samples: int) -> bool:
+        """Adds the gradient of the next samples of the batch; returns whether they were the last."""
+        assert self.batch is not None
+        self._waiting.close()
+        stop = self.num_taken + num_samples
+        part = self.run.part(self.batch, self.num_taken, stop, self.num_micro_batches)
+        accumulate(self.run, part, self.observer)
+        self.num_taken = stop
+        self.num_micro_batches += len(part.packed.steps)
+        if stop == self.batch.table.num_sequences:
+            return True
+        self._wait()
+        return False
+
+    def finish_step(self) -> None:
+        assert self.observer is not None
+        update = self.run.update(self.observer)
+        self.run.publish(self.step)
+        self.run.finish(self.step, self.observer, update)
+        self.batch = self.observer = None
+        self.step += 1
+        self._wait()
 
 
 @dataclass(frozen=True)
@@ -119,7 +213,7 @@ class ManyRuns:
             waiting = {name: member.waiting for name, member in self.members.items()}
             turns = take_turns(waiting, self._budget, first=number)
             yield [(self.members[name], num_samples) for name, num_samples in turns.items()]
-            for member in [member for member in self.members.values() if member.is_done]:
+            for member in [each for each in self.members.values() if each.step == each.run.max_steps]:
                 with self.evicting(member, everywhere=True):
                     member.run.close_books()
                     member.run.save_model()
@@ -147,10 +241,6 @@ class ManyRuns:
         """Tells the launcher that the trainer finishes the current round before it stops."""
         step_s = max((member.run.step_s for member in self.members.values()), default=0.0)
         say_finishing("the round that it is at", step_s)
-
-    def stop_all(self, reason: str) -> None:
-        for name in list(self.members):
-            self._leave(name, RunOutcome.STOPPED, reason)
 
     # In the main process.
 
@@ -209,7 +299,7 @@ class ManyRuns:
     def _apply(self, changes: RosterChanges) -> None:
         for name, outcome, reason in changes.ended:
             if outcome is RunOutcome.LEFT:
-                self._leave(name, outcome, reason)
+                self.leave(name, outcome, reason)
             else:
                 self._end(name, outcome, reason)
         for name, config in changes.joined:
@@ -219,17 +309,13 @@ class ManyRuns:
                 self.members[name].receive(from_main(payload))
 
     def _join(self, name: str, config: TrainerRunConfig) -> None:
-        adapter = self._free[0]
-        adapter.adapter.reset(config.seed)
+        adapter, ranks = self._free[0], self._ranks
         batches: BatchSource = NoBatches()
-        if self._ranks.is_main:
+        if ranks.is_main:
             batches = OrchestratorBatches(self._receivers[name])
-        sinks = [LogSink(name)]
         try:
-            journal = open_journal(config, self._ranks)
-            run = assemble_run(
-                config, self._policy, adapter, batches, journal, sinks, self._ranks, publishes=True
-            )
+            journal, loaded = open_journal(config, ranks), (self._policy, adapter)
+            run = build_run(config, batches, journal, [LogSink(name)], ranks, publishes=True, loaded=loaded)
         except (PellucidError, OSError) as error:  # raised in all processes if in one
             self._refuse(name, error)
             return
@@ -237,14 +323,11 @@ class ManyRuns:
         member = self.members[name] = Member(name, run, adapter, step=0)
         self._had_any = True
         with self.evicting(member, everywhere=True):
-            run.check_settings(config)
-            if config.resume:
-                restore(run)
-            run.record_settings(config)
+            run.begin(config)
             member.step = run.start
         logger.info("run %s joined at step %d of %d", name, member.step, run.max_steps)
 
-    def _leave(self, name: str, outcome: RunOutcome, reason: str) -> None:
+    def leave(self, name: str, outcome: RunOutcome, reason: str) -> None:
         """Ends a run after a checkpoint of its finished steps; resumed, it trains its current batch again."""
         member = self.members[name]
         with self.evicting(member, everywhere=True):
@@ -255,7 +338,8 @@ class ManyRuns:
 
     def _end(self, name: str, outcome: RunOutcome, reason: str = "") -> None:
         member = self.members.pop(name)
-        member.forget_gradients()
+        # Those of an unfinished step: the next run in this slot starts without them.
+        member.adapter.module.zero_grad(set_to_none=True)
         member.run.close()
         self._free.append(member.adapter)
         if (receiver := self._receivers.pop(name, None)) is not None:
