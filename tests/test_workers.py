@@ -14,7 +14,7 @@ from pellucid import workers
 from pellucid.config import InferenceConfig, InferenceRunConfig, ModelConfig, TrainerRunConfig
 from pellucid.errors import ModelError
 from pellucid.inference.server import run_inference
-from pellucid.launch.rl import free_port
+from pellucid.launch.preflight import free_port
 from pellucid.trainer.build import load_trained
 from pellucid.trainer.parallel import Ranks
 from pellucid.workers import DaemonThreads, num_cores

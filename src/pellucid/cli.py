@@ -25,6 +25,7 @@ from pellucid.config import (
     VerifyConfig,
 )
 from pellucid.config.base import Section, to_toml
+from pellucid.config.commands import PARTS
 from pellucid.config.imports import see_current_folder
 from pellucid.config.parse import parse
 from pellucid.config.tools import (
@@ -64,7 +65,7 @@ COMMANDS: Mapping[str, Command] = {
         SFTConfig,
         "pellucid.launch:run_sft",
         "fine-tune on a data set",
-        rehearse="pellucid.launch.preflight:check_sft",
+        rehearse="pellucid.launch.preflight:rehearse_sft",
     ),
     "trainer": Command(
         TrainerRunConfig,
@@ -196,7 +197,10 @@ def _run(name: str, command: Command, argv: Sequence[str]) -> int:
         see_current_folder()
     parsed = parse(command.config, argv, prog=f"pellucid {name}")
     if parsed.dry_run:
-        print(to_toml(parsed.config), end="", flush=True)
+        config: Section = parsed.config
+        if command.config in (RLConfig, SFTConfig, *PARTS):
+            config = cast(Section, _load("pellucid.launch.preflight:resolved")(config))
+        print(to_toml(config), end="", flush=True)
         if command.rehearse:
             _load(command.rehearse)(parsed.config)
         return 0

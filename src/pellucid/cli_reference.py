@@ -23,9 +23,11 @@ _INTRODUCTION = """\
 Files are merged in order, and flags win over them. Keys are the same in both: `[trainer.optim] lr = 3e-4`
 is `--trainer.optim.lr 3e-4`. Lists and tables are JSON, `null` unsets a value, and a value that starts with
 `-` or `@` is written `--section.key=VALUE`. A bare flag on an optional section switches it on:
-`--trainer.experimental.token-export`. Every command takes `--help`, and `--dry-run`, which prints the
-resolved configuration, imports and checks what it can (environments are made, with their first example;
-advantages, filters and losses are imported; the model's folder is looked into) and runs nothing.
+`--trainer.experimental.token-export`. Every command takes `--help`, and `--dry-run`, which runs nothing. It
+prints the configuration that would run, with each default that follows from other keys or from this machine
+(threads, rollouts in flight, names); only a port of 0 stays, since a free one is chosen at the start. Then it
+imports and checks what it can: environments are made, with their first example; advantages, filters and
+losses are imported; the model's folder, data files, keys, ports, trackers and the run folder are looked at.
 
 | exit code | meaning |
 |---|---|

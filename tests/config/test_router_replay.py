@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from pellucid.config import InferenceRunConfig, RLConfig, SFTConfig, TrainerConfig
 from pellucid.errors import ModelError
-from pellucid.launch.preflight import check_rl
-from pellucid.launch.rl import parts, resolve
+from pellucid.launch.preflight import check_rl, resolve
+from pellucid.launch.rl import parts
 
 TEACHER = {"model": "some/teacher", "mode": "sft"}
 

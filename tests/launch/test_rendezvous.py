@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.cli import main
-from pellucid.launch.rl import free_port
+from pellucid.launch.preflight import free_port
 from pellucid.metrics import read_metrics
 from tolerance import near, update_bound
 

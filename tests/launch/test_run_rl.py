@@ -14,8 +14,8 @@ from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig,
 from pellucid.data.alarms import Alarm
 from pellucid.errors import ConfigError, LedgerError, ProcessError
 from pellucid.launch.console import RL_COLUMNS, PlainView
-from pellucid.launch.preflight import check_rl
-from pellucid.launch.rl import StepProgress, free_port, resolve, rl_children, run_processes, write_configs
+from pellucid.launch.preflight import check_rl, free_port, resolve
+from pellucid.launch.rl import StepProgress, rl_children, run_processes, write_configs
 from pellucid.launch.supervisor import Child
 from pellucid.metrics.alarms import Bell
 from pellucid.orchestrator.progress import BatchProgress, progress_path, write_progress

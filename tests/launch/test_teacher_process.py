@@ -12,8 +12,8 @@ import pytest
 
 from pellucid.config import InferenceRunConfig, RLConfig
 from pellucid.errors import ConfigError, ModelError
-from pellucid.launch.preflight import check_rl
-from pellucid.launch.rl import columns, resolve, rl_children, write_configs
+from pellucid.launch.preflight import check_rl, resolve
+from pellucid.launch.rl import columns, rl_children, write_configs
 from pellucid.launch.run_folder import prepare
 
 

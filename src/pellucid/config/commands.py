@@ -16,6 +16,7 @@ from pellucid.config.loss import DppoLossConfig
 from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig
 from pellucid.config.shared import FilesystemTransportConfig, ModelConfig, MonitorsConfig, TransportConfig
 from pellucid.config.trainer import DataConfig, TrainerConfig
+from pellucid.errors import ConfigError
 
 _ROLLOUTS_PER_SLOT = 4  # some of them wait for their environment, or for a slot
 
@@ -152,6 +153,20 @@ class OrchestratorRunConfig(RunConfig):
     transport: TransportConfig = FilesystemTransportConfig()
     """How batches leave."""
 
+    def check_addresses(self) -> None:
+        """Raises ConfigError if an orchestrator on its own is not told where its servers are."""
+        if self.inference.port == 0 and not self.inference.servers:
+            raise ConfigError(
+                "inference.port = 0 does not say where the server is; set the port that `pellucid inference` "
+                "serves on, or start all parts with `pellucid rl`"
+            )
+        teacher = self.orchestrator.teacher
+        if teacher is not None and teacher.port == 0 and not teacher.servers:
+            raise ConfigError(
+                "orchestrator.teacher.model is served by `pellucid rl` alone; start `pellucid inference` "
+                "with the teacher, and give its address as orchestrator.teacher.servers"
+            )
+
     @property
     def max_inflight_rollouts(self) -> int:
         """`orchestrator.max_inflight_rollouts`, or a number that follows from the servers' slots."""
@@ -239,6 +254,11 @@ class InferenceRunConfig(RunConfig):
 
     inference: InferenceConfig = InferenceConfig()
     """The server."""
+
+    def check_addresses(self) -> None:
+        """Raises ConfigError if a server on its own is not told where to listen."""
+        if self.inference.port == 0:
+            raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
 
 
 class RLConfig(OrchestratorRunConfig, TrainerRunConfig):

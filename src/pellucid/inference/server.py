@@ -45,7 +45,7 @@ from pellucid.data import Completion
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
 from pellucid.ending import SILENCE_S, say, say_failure, working
-from pellucid.errors import ConfigError, InferenceError, TransportError
+from pellucid.errors import InferenceError, TransportError
 from pellucid.guard import server_key
 from pellucid.inference.client import (
     AbortRequest,
@@ -449,8 +449,7 @@ def run_inference(config: InferenceRunConfig) -> None:
     the process at once.
     """
     settings = config.inference
-    if settings.port == 0:
-        raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
+    config.check_addresses()
     num_threads = settings.threads or num_cores()
     if settings.backend == "vllm":
         from pellucid.inference.vllm_engine import restart_with_threads

@@ -7,7 +7,6 @@ the teacher's. The processes find each other through their configs and the run f
 watches.
 """
 
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,10 @@ from pellucid.config import (
     RLConfig,
     RunConfig,
     TrainerRunConfig,
-    ZmqTransportConfig,
 )
 from pellucid.config.base import save
 from pellucid.data.files import append_whole
-from pellucid.errors import ConfigError, DiskError, LedgerError, ProcessError
+from pellucid.errors import DiskError, LedgerError, ProcessError
 from pellucid.launch.console import (
     RL_COLUMNS,
     STOPPED,
@@ -44,7 +42,7 @@ from pellucid.launch.console import (
     number_in,
     open_view,
 )
-from pellucid.launch.preflight import check_rl
+from pellucid.launch.preflight import check_rl, free_port, resolve
 from pellucid.launch.run_folder import claimed, has_begun, rewind_rl, settle_export, take_over
 from pellucid.launch.summary import rl_summary
 from pellucid.launch.supervisor import Child, supervise
@@ -67,65 +65,6 @@ def run_rl(config: RLConfig) -> None:
         config, start = take_over(config, rewind_rl, console)
         write_configs(config)
         run_processes(config, rl_children(config), console, start=start)
-
-
-def resolve(config: RLConfig, cores: int) -> RLConfig:
-    """`config` with what was left open: the port, the threads, and whether experts are recorded."""
-    half = max(1, cores // 2)
-    inference, trainer, transport = config.inference, config.trainer, config.transport
-    own = config.orchestrator
-    if own.teacher is not None and own.teacher.model is not None:
-        port = free_port(inference.host, own.teacher.port, "orchestrator.teacher")
-        own = own.model_copy(update={"teacher": own.teacher.model_copy(update={"port": port})})
-    if isinstance(transport, ZmqTransportConfig):
-        port = free_port(transport.host, transport.port, "transport")
-        transport = transport.model_copy(update={"port": port})
-    return config.model_copy(
-        update={
-            "inference": inference.model_copy(
-                update={
-                    "port": free_port(inference.host, inference.port),
-                    "threads": inference.threads or half,
-                    "record_experts": inference.record_experts or trainer.enable_router_replay,
-                }
-            ),
-            "orchestrator": own,
-            "trainer": trainer.model_copy(update={"threads": trainer.threads or half}),
-            "transport": transport,
-        }
-    )
-
-
-def free_port(host: str, port: int, section: str = "inference") -> int:
-    """`port` if nobody listens on it; for 0 a free one, reserved for the child that will listen on it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        if port == 0:
-            with socket.socket(family) as any_port:
-                any_port.bind((host, 0))
-                number: int = any_port.getsockname()[1]
-        with socket.socket(family) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((host, port or number))
-            server.listen()
-            if port == 0:
-                _reserve(server)
-            return port or number
-    except OSError as error:
-        raise ConfigError(
-            f"{section}.port = {port} cannot be used on {section}.host = {host} ({error.strerror}); "
-            "choose another port, or 0 for any that is free"
-        ) from error
-
-
-def _reserve(server: socket.socket) -> None:
-    """Leaves the port of `server` in TIME_WAIT, where a connection goes whose listening side closes first.
-
-    For a minute the kernel then gives it to no one who binds to port 0, and to whoever names it and sets
-    SO_REUSEADDR, as our servers do.
-    """
-    with socket.create_connection(server.getsockname()[:2]):
-        server.accept()[0].close()
 
 
 def write_configs(config: RLConfig) -> None:

@@ -71,6 +71,7 @@ WRITTEN_BY_A_RUN = (
     KEY_NAME,
 )
 
+_NO_FOLDER = "output_dir = {} is not a folder; choose another path"
 _RESULTS = ("metrics", "rollouts", "batches", "weights", "token_exports", "profiles", "model", "page.html")
 
 
@@ -94,27 +95,53 @@ def prepare(config: RunConfig) -> bool:
     A start that failed before its first token is no run: what it wrote is deleted, but for its logs.
     """
     folder = config.output_dir
-    used = [folder / name for name in WRITTEN_BY_A_RUN if _exists(folder / name)]
     begun = has_begun(folder)
     if begun and config.resume:
         _delete_partials(folder)
         return True
-    if used and not begun and not config.clean_output_dir:
+    doomed = _doomed(config, begun=begun)
+    if not config.clean_output_dir:
         keep_logs(folder)
-        used = [path for path in used if path.name != "logs"]
-    elif used and not config.clean_output_dir:
+    _delete_partials(folder)
+    for path in doomed:
+        _delete(path)
+    if begun:
+        logger.warning("deleted the earlier run in %s (clean_output_dir)", folder)
+    return False
+
+
+def check_folder(config: RunConfig) -> list[Change]:
+    """Raises ConfigError where the run could not take over its folder; changes nothing.
+
+    Returns the settings that a resumed run changes.
+    """
+    folder = config.output_dir
+    if _exists(folder) and not folder.is_dir():
+        raise ConfigError(_NO_FOLDER.format(folder))
+    begun = has_begun(folder)
+    if begun and config.resume:
+        return _changes(config)
+    _doomed(config, begun=begun)
+    return []
+
+
+def _doomed(config: RunConfig, *, begun: bool) -> list[Path]:
+    """Returns what an earlier run, or a start that failed, left behind and this run deletes.
+
+    Raises ConfigError if the earlier run, or a model in its folder, is not to be deleted.
+    """
+    folder = config.output_dir
+    used = [folder / name for name in WRITTEN_BY_A_RUN if _exists(folder / name)]
+    if begun and not config.clean_output_dir:
         names = ", ".join(path.name for path in used)
         raise ConfigError(
             f"output_dir = {folder} already holds a run ({names}); choose another folder, set resume to go "
             "on with that run, or clean_output_dir to delete what it wrote"
         )
+    if not config.clean_output_dir:
+        used = [path for path in used if path.name != "logs"]
     _keep_models(config, used)
-    _delete_partials(folder)
-    for path in used:
-        _delete(path)
-    if begun:
-        logger.warning("deleted the earlier run in %s (clean_output_dir)", folder)
-    return False
+    return used
 
 
 def has_begun(folder: Path) -> bool:
@@ -166,7 +193,7 @@ def _make_writable(folder: Path) -> None:
             file.write(bytes(_ROOM_BYTES))
             file.flush()
     except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(f"output_dir = {folder} is not a folder; choose another path") from error
+        raise ConfigError(_NO_FOLDER.format(folder)) from error
     except OSError as error:
         raise ConfigError(
             f"output_dir = {folder} cannot be written to ({error.strerror}); choose a folder that can, or "
@@ -237,7 +264,7 @@ def take_over(
     `resume` is true from here on only if the folder holds a run; it is rewound then, and its logs are kept.
     Settings that a resumed run must not have are refused before any file of the run is touched.
     """
-    changes = _changes(config) if has_begun(config.output_dir) else []
+    changes = check_folder(config)
     config = config.model_copy(update={"resume": prepare(config)})
     if not config.resume:
         return config, 0

@@ -121,7 +121,7 @@ class WandbSink:
     """
 
     def __init__(self, config: RunConfig, settings: WandbConfig, process: str) -> None:
-        with _optional_package("wandb"):
+        with optional_package("wandb"):
             import wandb
         folder = config.output_dir / "metrics"
         try:
@@ -174,7 +174,7 @@ class TensorboardSink:
     """
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
-        with _optional_package("tensorboard"):
+        with optional_package("tensorboard"):
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         self._writer = EventFileWriter(str(folder))
         self._resumes = resume
@@ -238,7 +238,8 @@ def _open_prometheus(settings: PrometheusConfig, process: Process) -> Sink:
 
 
 @contextmanager
-def _optional_package(name: str) -> Iterator[None]:
+def optional_package(name: str) -> Iterator[None]:
+    """Context manager: an import of a tracker's package that fails raises ConfigError with the remedy."""
     try:
         yield
     except ImportError as error:

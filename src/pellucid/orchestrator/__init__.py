@@ -5,7 +5,6 @@ from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data.tokenizer import load_tokenizer
-from pellucid.errors import ConfigError
 from pellucid.ledger import new_process
 from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, ScoredRollout
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
@@ -38,17 +37,7 @@ def run_orchestrator(config: OrchestratorRunConfig) -> None:
     On SIGTERM or Ctrl-C it cancels running rollouts, accounts for their tokens and exits with 128 + the
     signal.
     """
-    if config.inference.port == 0 and not config.inference.servers:
-        raise ConfigError(
-            "inference.port = 0 does not say where the server is; set the port that `pellucid inference` "
-            "serves on, or start all parts with `pellucid rl`"
-        )
-    teacher = config.orchestrator.teacher
-    if teacher is not None and teacher.port == 0 and not teacher.servers:
-        raise ConfigError(
-            "orchestrator.teacher.model is served by `pellucid rl` alone; start `pellucid inference` with "
-            "the teacher, and give its address as orchestrator.teacher.servers"
-        )
+    config.check_addresses()
     environments = {env.label: load_environment(env, config.seed) for env in config.orchestrator.env}
     evaluations = [load_evaluation(each, config.seed) for each in config.orchestrator.eval]
     tokenizer = load_tokenizer(config.model.name)

@@ -117,7 +117,7 @@ def open_sender(config: TransportConfig, run_dir: Path, run_id: str) -> BatchSen
     if not isinstance(config, ZmqTransportConfig):
         return FilesystemSender(run_dir, hwm=config.hwm, max_bytes=config.max_batch_bytes)
     return ZmqSender(
-        _address(config),
+        batch_address(config),
         run_id,
         hwm=config.hwm,
         max_bytes=config.max_batch_bytes,
@@ -140,7 +140,7 @@ def open_receiver(
         return FilesystemReceiver(run_dir, limits=limits)
     spool = Spool(run_dir, limits)
     inbox = Inbox(
-        _address(config),
+        batch_address(config),
         {run_id: spool},
         hwm=config.hwm,
         limits=limits,
@@ -150,7 +150,8 @@ def open_receiver(
     return ZmqReceiver(inbox, run_id, spool)
 
 
-def _address(config: ZmqTransportConfig) -> str:
+def batch_address(config: ZmqTransportConfig) -> str:
+    """Returns where the trainer listens; raises ConfigError if its port is not set."""
     if config.port == 0:
         raise ConfigError(
             "transport.port = 0 does not say where the trainer is; set the port that it listens on, or start "
