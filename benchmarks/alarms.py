@@ -24,7 +24,7 @@ from pellucid.data import Completion, Rollout, TrainingSample, Turn
 from pellucid.inference.client import Account, InferenceClient, SamplingParams
 from pellucid.ledger import Flow
 from pellucid.orchestrator.alarms import OrchestratorAlarms, WatchedClient
-from pellucid.orchestrator.environments.reverse_text import ReverseText
+from pellucid.orchestrator.built_in import ReverseText
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.trainer.alarms import StepWatch, TrainerAlarms
 from pellucid.trainer.update_watch import UpdateWatch

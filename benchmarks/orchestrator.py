@@ -31,9 +31,9 @@ from pellucid.ledger import read_journal, sum_entries
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import Orchestrator, Score, SingleTurnEnvironment
 from pellucid.orchestrator.advantage import load_advantage
-from pellucid.orchestrator.judge import Judge
 from pellucid.orchestrator.scheduler import Rules, Scheduler, Source
-from pellucid.orchestrator.signals import infrequent_gc, loop_factory
+from pellucid.orchestrator.tasks import infrequent_gc, loop_factory
+from pellucid.orchestrator.verdict import Judge
 
 NUM_INFLIGHT = 10_000
 NUM_TOKENS = 500

@@ -19,8 +19,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.curve import Curve
 from pellucid.config import EnvConfig
+from pellucid.orchestrator.built_in import ReverseText
 from pellucid.orchestrator.environment import load_environment
-from pellucid.orchestrator.environments.reverse_text import ReverseText
 
 NUM_WORDS, GROUP_SIZE, MAX_STEPS = 16, 8, 1000
 

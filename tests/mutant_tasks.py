@@ -2,7 +2,7 @@
 
 from pellucid.data import Example
 from pellucid.orchestrator import Environment, Score, Session
-from pellucid.orchestrator.filters import FilterInputs
+from pellucid.orchestrator.verdict import FilterInputs
 
 
 class Turns(Environment):

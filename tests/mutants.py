@@ -35,8 +35,7 @@ BESIDE = {
     "ledger": "reconcile settings states",
     "loss": "script",
     "model": "proof tiny",
-    "orchestrator": "alarms bias drought environments eval_books evaluation pace progress report servers "
-    "signals tasks teacher verifiers",
+    "orchestrator": "alarms built_in evaluation failures report tasks teacher verifiers",
     "trainer": "alarms entry many roster sft sft_tokens update_watch",
     "transport": "zmq_link zmq_receiver zmq_sender",
 }

@@ -30,15 +30,12 @@ from pellucid.ledger import Flow, Journal, Stage, State, link_of, sum_entries
 from pellucid.loss import LossInputs, dppo_loss
 from pellucid.model import TokenOutput
 from pellucid.orchestrator.advantage import load_advantage
-from pellucid.orchestrator.books import Books
-from pellucid.orchestrator.clerk import Clerk
-from pellucid.orchestrator.eval_books import EvalBooks
-from pellucid.orchestrator.filters import Filter, FilterInputs
-from pellucid.orchestrator.judge import Judge
+from pellucid.orchestrator.books import Books, Clerk
+from pellucid.orchestrator.evaluation import judge_evaluated
 from pellucid.orchestrator.records import FILE
-from pellucid.orchestrator.resume import settle_orchestrator
 from pellucid.orchestrator.scheduler import Rules, Scheduler, Source
-from pellucid.orchestrator.snapshot import Snapshot
+from pellucid.orchestrator.snapshot import Snapshot, settle_orchestrator
+from pellucid.orchestrator.verdict import Filter, FilterInputs, Judge
 from pellucid.packing import pack_batch
 from pellucid.trainer.observer import StepObserver
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
@@ -240,7 +237,6 @@ class OrchestratorSide:
         self.books = MortalBooks(config, last_mark=snapshot.mark)
         self._sender = MortalSender(config.output_dir)
         self._clerk = Clerk(config, self.books, self._sender)
-        self._eval_books = EvalBooks(config, self.books.account)
         self.inflight: dict[str, Rollout] = {}
         self.connect(engine)
         if config.resume:
@@ -307,16 +303,16 @@ class OrchestratorSide:
     def evaluate(self, turns: Sequence[Said], *, completely: bool) -> None:
         """The policy version that is served, unless that is done."""
         version = self._engine.version
-        if version in self._eval_books.done:
+        if version in self.books.evaluated:
             return
         rollout = Rollout(f"eval-{version}", f"eval-{version}", Example("0", []), QUIZ, 1.0)
         for said in turns:
             self.take_turn(rollout, said)
         rollout.reward = 1.0
-        self._eval_books.settle(version, [rollout], {})
+        self.books.settle_evaluation(version, judge_evaluated([rollout]))
         if completely:
             self.save()
-            self._eval_books.report(version, {"eval/quiz/avg@1": 1.0})
+            self.books.report_evaluation(version, {"eval/quiz/avg@1": 1.0})
 
     def stop(self, *, engine_answers: bool = True) -> None:
         """What is in flight is cut short; the engine, if there is one, answers with what it has."""
@@ -334,7 +330,6 @@ class OrchestratorSide:
     def release(self) -> None:
         """Threads and files, as the end of a process would; nothing is written."""
         self._clerk.close()
-        self._eval_books.close()
         self.books.close()
 
 

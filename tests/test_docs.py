@@ -19,7 +19,7 @@ from pellucid.loss import LossInputs, Ratios, dppo_loss, loss_for
 from pellucid.orchestrator import AdvantageInputs, FilterInputs
 from pellucid.orchestrator.advantage import ScoredRollout, load_advantage
 from pellucid.orchestrator.environment import load_environment
-from pellucid.orchestrator.filters import load_filter
+from pellucid.orchestrator.verdict import load_filter
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("skills/*/*.md")])

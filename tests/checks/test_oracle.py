@@ -39,7 +39,7 @@ from pellucid.loss import LossInputs, Ratios, loss_for, sequence_weights
 from pellucid.model import load_policy, packed_layout
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator.advantage import AdvantageInputs, ScoredRollout, load_advantage
-from pellucid.orchestrator.samples import build_samples
+from pellucid.orchestrator.verdict import build_samples
 from pellucid.trainer.optimizer import lr_factor
 from tolerance import eps, near, near_logprobs
 

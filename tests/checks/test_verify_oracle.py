@@ -28,7 +28,7 @@ from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
 from pellucid.model.policy import Policy
-from pellucid.orchestrator import advantage, books, chat, samples, scheduler, session
+from pellucid.orchestrator import advantage, books, chat, scheduler, session, verdict
 from pellucid.trainer import observer, optimizer, run
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
@@ -280,15 +280,15 @@ def frozen_layer(patch: Patch) -> None:
 
 
 def end_of_turn_untrained(patch: Patch) -> None:
-    original = samples._columns
+    original = verdict._token_columns
 
-    def without_ends(turns: Any, **values: Any) -> dict[str, Any]:
-        columns = original(turns, **values)
+    def without_ends(turns: Any) -> dict[str, Any]:
+        columns = original(turns)
         spans = [(turn.num_prompt_tokens, turn.num_tokens - 1) for turn in turns if turn.trainable]
         size = len(columns["token_ids"])
-        return {**columns, "loss_mask": samples.PackedArray.of_spans(spans, size)}
+        return {**columns, "loss_mask": verdict.PackedArray.of_spans(spans, size)}
 
-    patch.setattr(samples, "_columns", without_ends)
+    patch.setattr(verdict, "_token_columns", without_ends)
 
 
 def half_centred(patch: Patch) -> None:

@@ -12,7 +12,8 @@ from pellucid.errors import DataError
 def test_a_turn_gives_back_what_it_was_made_of() -> None:
     completion = Completion([9, 2**32 - 1], [-0.5, -1.25], [(3, 1), (4, 1)], "length")
     turn = Turn([5, 6], completion, "né", [("user", 0, 2)], trainable=False)
-    assert turn.prompt_ids == [5, 6] and turn.completion == completion and turn.text == "né"
+    assert [part.tolist() for part in turn.tokens[:3]] == [[5, 6], completion.token_ids, completion.logprobs]
+    assert turn.known_ids.tolist() == [5, 6, *completion.token_ids] and turn.text == "né"
     assert (turn.num_prompt_tokens, turn.num_tokens) == (2, 2)
     assert (turn.policy_versions, turn.finish_reason) == ([(3, 1), (4, 1)], "length")
     assert turn.role_spans == [("user", 0, 2)] and not turn.trainable
@@ -26,7 +27,7 @@ def test_texts_of_any_length_come_back(text: str) -> None:
 
 def test_ids_that_are_no_tokens_are_kept_to_be_rejected() -> None:
     turn = Turn([5], Completion([-1, 2**40], [-0.5, -0.5], [(0, 2)], "stop"), "")
-    assert turn.completion.token_ids == [-1, 2**40]
+    assert turn.tokens.token_ids.tolist() == [-1, 2**40]
 
 
 def test_a_rollout_that_forgets_its_tokens_still_counts_them() -> None:
@@ -39,7 +40,7 @@ def test_a_rollout_that_forgets_its_tokens_still_counts_them() -> None:
     assert (rollout.num_sampled, rollout.stop_reason, rollout.oldest_version) == (3, "length", 6)
     assert [turn.text for turn in rollout.turns] == ["one", "two"]
     with pytest.raises(DataError, match="are in the samples of its rollout"):
-        _ = turns[0].completion
+        _ = turns[0].tokens
 
 
 def test_fifteen_thousand_tokens_take_the_bytes_of_their_arrays() -> None:
@@ -60,8 +61,10 @@ def test_columns_that_an_engine_adds_are_kept_and_joined() -> None:
         [5], Completion([1, 2], [-0.5, -0.5], [(0, 2)], "stop", columns={"temperatures": [0.5, 0.7]}), ""
     )
     second = Turn([5, 1, 2], Completion([3], [-0.5], [(0, 1)], "stop"), "", goes_on_from=first)
-    assert first.completion.columns == {"temperatures": [0.5, 0.7]}
-    assert second.completion.columns == {}
+    assert {name: values.tolist() for name, values in first.tokens.columns.items()} == {
+        "temperatures": [0.5, 0.7]
+    }
+    assert second.tokens.columns == {}
     assert join_columns([second]) == {}
     joined = join_columns([first, second])["temperatures"]
     assert joined.tolist() == [0.5, 0.7, 1.0]  # the fill where a turn has none

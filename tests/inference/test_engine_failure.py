@@ -19,7 +19,7 @@ from pellucid.inference.engine import Engine
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.ledger import read_journal
 from pellucid.model import load_policy
-from pellucid.orchestrator import weights
+from pellucid.orchestrator import servers
 from pellucid.transport.weights import publish_version, weights_folder, write_version
 
 ENV = {"run": "run", "env": "env"}
@@ -181,7 +181,7 @@ def test_weights_that_stay_damaged_end_the_run_with_the_reason(
     serving, tiny_model, tmp_path, monkeypatch
 ) -> None:
     """Real server, client and files: the old version is served all along."""
-    monkeypatch.setattr(weights, "_RETRY_S", 0.01)
+    monkeypatch.setattr(servers, "_RETRY_S", 0.01)
     publish_version(
         tmp_path, 1, partial(write_version, load_policy(ModelConfig(name=str(tiny_model))).hf), keep=2
     )
@@ -196,7 +196,7 @@ def test_weights_that_stay_damaged_end_the_run_with_the_reason(
 
         try:
             with pytest.raises(InferenceError) as refused:
-                await weights.follow_weights(path.parent.parent, client, never, lambda version: False)
+                await servers.follow_weights(path.parent.parent, client, never, lambda version: False)
             assert re.fullmatch(
                 rf"no weights could be served in 3 tries; policy version 1: \S+ answered 400: {path} is not "
                 r"a readable weight file: .*; go on with --resume: a damaged file is made anew",

@@ -11,9 +11,9 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import Environment
-from pellucid.orchestrator.attempt import GroupRun
 from pellucid.orchestrator.chat import ChatTemplate
-from pellucid.orchestrator.session import PromptCache, Sampler
+from pellucid.orchestrator.group import GroupRun
+from pellucid.orchestrator.session import Sampler
 
 Attempt = Callable[..., Rollout]
 
@@ -56,9 +56,7 @@ def attempt() -> Attempt:
         ]
         chat = ChatTemplate(tokenizer)
         sampler = Sampler(ScriptedClient(token_ids, fails=server_fails), chat, "run", 0, 1.0, 100, 2000)
-        group = GroupRun(
-            "g0", "env", environment, example, 1, sampler, PromptCache(chat), timeout_s, state_columns
-        )
+        group = GroupRun("g0", "env", environment, example, 1, sampler, timeout_s, state_columns)
         rollout = group.open_rollout("g0-r0")
 
         async def served() -> None:

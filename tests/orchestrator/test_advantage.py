@@ -24,7 +24,7 @@ from pellucid.orchestrator.advantage import (
     ScoredRollout,
     load_advantage,
 )
-from pellucid.orchestrator.judge import Judge
+from pellucid.orchestrator.verdict import Judge
 from tolerance import near
 
 PENALTIES = {

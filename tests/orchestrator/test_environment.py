@@ -17,9 +17,9 @@ from pellucid.config import EnvConfig, EvalConfig
 from pellucid.data import Example
 from pellucid.errors import ConfigError, RolloutError
 from pellucid.orchestrator import Environment, Score, Session, SingleTurnEnvironment, load_environment
+from pellucid.orchestrator.built_in import ReverseText
 from pellucid.orchestrator.environment import check_environment, draw_example
-from pellucid.orchestrator.environments.reverse_text import ReverseText
-from pellucid.orchestrator.samples import build_samples
+from pellucid.orchestrator.verdict import build_samples
 
 
 def reverse_text(**args: object) -> Environment:
@@ -189,7 +189,7 @@ def test_turns_that_shall_not_train_are_sampled_but_masked(attempt) -> None:
 
 
 def test_import_path() -> None:
-    path = "pellucid.orchestrator.environments.reverse_text:ReverseText"
+    path = "pellucid.orchestrator.built_in:ReverseText"
     assert isinstance(load_environment(EnvConfig(id=path), seed=0), ReverseText)
 
 

@@ -33,9 +33,10 @@ from pellucid.orchestrator import (
     loop,
     tasks,
 )
-from pellucid.orchestrator.eval_books import EvalBooks
+from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.evaluation import Evaluation, prepare_evaluation
-from pellucid.orchestrator.progress import progress_path
+from pellucid.orchestrator.report import progress_path
+from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 
 TOKENIZER = character_tokenizer()
@@ -579,9 +580,9 @@ def test_rollouts_are_not_saved_through_a_link(tmp_path: Path) -> None:
     path = tmp_path / "rollouts" / "step_3" / "eval_rollouts.jsonl"
     path.parent.mkdir(parents=True)
     path.symlink_to(tmp_path / "precious")
-    books = EvalBooks(config, lambda step, verdicts: None)
+    books = Books(config)
     rollout = Rollout("r", "g", Example("0", []), "quiz", 1.0, reward=1.0)
     with pytest.raises(DataError, match=r"eval_rollouts\.jsonl is a link"):
-        books.settle(3, [rollout], {})
+        books.settle_evaluation(3, [Verdict(rollout, State.EVAL)])
     books.close()
     assert (tmp_path / "precious").read_bytes() == b"precious"

@@ -28,14 +28,14 @@ from pellucid.export import TokenExporter
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import State
 from pellucid.orchestrator import Environment, Score, Session
-from pellucid.orchestrator.progress import (
+from pellucid.orchestrator.report import (
     BatchProgress,
     WasteTally,
     progress_path,
     read_progress,
+    sample_line,
     write_progress,
 )
-from pellucid.orchestrator.report import sample_line
 from pellucid.orchestrator.scheduler import SchedulerState
 from pellucid.orchestrator.snapshot import read_snapshot, take_snapshot, write_snapshot
 from pellucid.orchestrator.verdict import Verdict
@@ -323,8 +323,8 @@ def test_messages_that_are_changed_in_place_are_those_of_one_rollout_and_seen_as
     first, second = rollout.turns
     assert not second.extends(first)  # a branch: what it went on from was never said
     opening = len(["<|im_start|>"]) + len("user\n")
-    assert first.prompt_ids[:opening] == second.prompt_ids[:opening]
-    assert first.prompt_ids[opening + 1] != second.prompt_ids[opening + 1]
+    assert first.known_ids[:opening].tolist() == second.known_ids[:opening].tolist()
+    assert first.known_ids[opening + 1] != second.known_ids[opening + 1]
 
 
 class Forms(Environment):

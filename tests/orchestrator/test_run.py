@@ -45,14 +45,12 @@ from pellucid.orchestrator import (
 )
 from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.evaluation import prepare_evaluation
-from pellucid.orchestrator.filters import FilterInputs, load_filter
-from pellucid.orchestrator.pace import RateLimit
-from pellucid.orchestrator.progress import BatchProgress, progress_path
-from pellucid.orchestrator.report import sample_line, shorten, step_line
+from pellucid.orchestrator.report import BatchProgress, progress_path, sample_line, shorten, step_line
 from pellucid.orchestrator.servers import run_identity
 from pellucid.orchestrator.session import group_of_request
 from pellucid.orchestrator.snapshot import read_snapshot
-from pellucid.orchestrator.verdict import Verdict
+from pellucid.orchestrator.tasks import RateLimit
+from pellucid.orchestrator.verdict import FilterInputs, Verdict, load_filter
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 from tolerance import near
 
@@ -1339,9 +1337,9 @@ def test_books_are_closed_before_environments_which_may_hang(
     ]
 
 
-@pytest.mark.parametrize("module", ["books", "eval_books"])
+@pytest.mark.parametrize("process", ["orchestrator", "eval"])
 def test_books_are_closed_before_metrics_which_may_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: str
 ) -> None:
     found: list[bool] = []
 
@@ -1352,8 +1350,11 @@ def test_books_are_closed_before_metrics_which_may_hang(
         def close(self) -> None:
             found.append(is_closed(tmp_path))
 
-    monkeypatch.setattr(f"pellucid.orchestrator.{module}.open_sinks", lambda *_: [Tracker()])
-    evaluated = {} if module == "books" else {"eval": [{"id": "x:Guess", "name": "quiz", "interval": 100}]}
+    monkeypatch.setattr(
+        "pellucid.orchestrator.books.open_sinks",
+        lambda config, opened_for: [Tracker()] if opened_for == process else [],
+    )
+    evaluated = {"eval": [{"id": "x:Guess", "name": "quiz", "interval": 100}]}
     run(configure(tmp_path, orchestrator=evaluated), {"guess": Guess(seed=1)}, FakeInferenceClient(letters))
     assert found == [True]
 

@@ -17,8 +17,8 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator.chat import ChatTemplate
-from pellucid.orchestrator.samples import build_samples
 from pellucid.orchestrator.session import PromptCache, Sampler, Session
+from pellucid.orchestrator.verdict import build_samples
 
 TOKENIZER = character_tokenizer()
 USER = [{"role": "user", "content": "abc"}]
@@ -62,7 +62,7 @@ def open_session(
 
 def block_texts(rollout: Rollout) -> list[tuple[str, str]]:
     turn = rollout.turns[-1]
-    token_ids = [*turn.prompt_ids, *turn.completion.token_ids]
+    token_ids = turn.known_ids.tolist()
     return [(role, TOKENIZER.decode(token_ids[start:stop])) for role, start, stop in turn.role_spans]
 
 
@@ -72,7 +72,7 @@ def test_single_turn() -> None:
     assert asyncio.run(session.respond(USER)) == "cba"
     assert client.prompts == [encode("<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n")]
     [turn] = rollout.turns
-    assert turn.prompt_ids == client.prompts[0] and turn.completion.token_ids == encode("cba<|im_end|>")
+    assert [part.tolist() for part in turn.tokens[:2]] == [client.prompts[0], encode("cba<|im_end|>")]
     assert turn.text == "cba"
     [params] = client.params
     assert (params.temperature, params.max_tokens, params.stop_token_ids) == (
@@ -121,7 +121,7 @@ def test_the_next_prompt_keeps_the_sampled_tokens(closed: str) -> None:
     opening = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\nx <|pad|>y<|im_end|>\n"
     assert client.prompts[1] == encode(opening + "<|im_start|>tool\nok<|im_end|>\n<|im_start|>assistant\n")
     first = rollout.turns[0]
-    known = [*first.prompt_ids, *first.completion.token_ids]
+    known = first.known_ids.tolist()
     assert list(client.prompts[1][: len(known)]) == known
     assert block_texts(rollout) == [
         ("user", "<|im_start|>user\nabc<|im_end|>\n"),
@@ -325,8 +325,10 @@ def test_a_second_try_goes_on_from_the_tokens_of_the_last_full_reply() -> None:
             await asyncio.wait_for(session.respond(history), 0.02)
         assert await session.respond(history) == "z"
         first, cut_short, again = rollout.turns
-        known = [*first.prompt_ids, *encode("x <|pad|>y<|im_end|>")]
-        assert again.prompt_ids[: len(known)] == known and again.prompt_ids == cut_short.prompt_ids
+        known = first.known_ids.tolist()
+        assert known[first.num_prompt_tokens :] == encode("x <|pad|>y<|im_end|>")
+        prompt = again.tokens.prompt_ids.tolist()
+        assert prompt[: len(known)] == known and prompt == cut_short.tokens.prompt_ids.tolist()
 
     asyncio.run(converse())
 
@@ -472,7 +474,7 @@ def test_conversations_that_branch_have_the_prompts_of_the_simple_way(
             tokens = [*token_ids, *encode(answer)]
             spans = simple.record(messages, text, tokens, blocks)
             turn = rollout.turns[-1]
-            assert [*turn.prompt_ids, *turn.completion.token_ids] == tokens and turn.role_spans == spans
+            assert turn.known_ids.tolist() == tokens and turn.role_spans == spans
 
     asyncio.run(converse())
 

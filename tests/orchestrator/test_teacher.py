@@ -30,8 +30,8 @@ from pellucid.orchestrator import (
     run_orchestrator,
 )
 from pellucid.orchestrator.evaluation import Evaluation, prepare_evaluation
-from pellucid.orchestrator.samples import build_samples, token_sequences
 from pellucid.orchestrator.teacher import Scorer
+from pellucid.orchestrator.verdict import build_samples, token_sequences
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 from tolerance import near
 

@@ -5,7 +5,7 @@
     --server URL           --model's tokenizer, else the server's    at once
     --model FOLDER         its own tokenizer                         at once
 
-Sessions, attempts, scoring and their failures are those of a run (`orchestrator.attempt`).
+Sessions, attempts, scoring and their failures are those of a run (`orchestrator.group`).
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from pellucid.inference.client import Account, InferenceClient, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.servers import other_vocabulary
 from pellucid.launch.console import make_console
-from pellucid.orchestrator.attempt import GroupRun
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import Environment, draw_example, load_environment
-from pellucid.orchestrator.session import PromptCache, Sampler
+from pellucid.orchestrator.group import GroupRun
+from pellucid.orchestrator.session import Sampler
 
 MAX_TOKENS = 512
 NO_LIMIT = 2**31 - 1
@@ -92,7 +92,6 @@ async def _groups(
             example=draw_example(environment, label, index),
             size=size,
             sampler=answers.sampler,
-            prompts=PromptCache(answers.sampler.chat),
             timeout_s=settings.timeout_s,
         )
         rollouts = [group.open_rollout(f"e{index}-r{member}") for member in range(size)]
@@ -261,7 +260,7 @@ def blocks_of(turns: Sequence[Turn], tokenizer: Any) -> Iterator[Block]:
     """The conversation of a rollout; a turn that goes on from the one before adds what is new."""
     known: list[int] = []
     for turn in turns:
-        ids, num_prompt = [*turn.prompt_ids, *turn.completion.token_ids], turn.num_prompt_tokens
+        ids, num_prompt = turn.known_ids.tolist(), turn.num_prompt_tokens
         start = len(known) if known and ids[: len(known)] == known else 0
         if known and not start:
             yield Block("", "(another conversation)")
@@ -315,7 +314,7 @@ def _as_dict(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
         "messages": [dict(message) for message in rollout.example.messages],
         "turns": [
             {
-                "prompt": tokenizer.decode(turn.prompt_ids),
+                "prompt": tokenizer.decode(turn.tokens.prompt_ids.tolist()),
                 "reply": turn.text,
                 "num_tokens": turn.num_tokens,
                 "finish_reason": turn.finish_reason,

@@ -217,11 +217,11 @@ class TurnTokens(NamedTuple):
 
 
 class Turn:
-    """One prompt and its completion, stored as bytes; lists are made on request.
+    """One prompt and its completion, stored as arrays.
 
         turn = Turn([5, 6], Completion([9], [-0.5], [(0, 1)], "stop"), "b")
-        turn.tokens.token_ids     array([9], uint32)        as it is kept
-        turn.completion           Completion([9], …)        made anew each time
+        turn.tokens.token_ids     array([9], uint32)
+        turn.known_ids            array([5, 6, 9], uint32)
 
     A finished rollout waits for its group, then for its batch. Meanwhile 15,000 sampled tokens take a
     megabyte as lists and 120 kB as arrays, and nothing once their samples are built (`forget_tokens`). A turn
@@ -335,25 +335,6 @@ class Turn:
         return self._kept_line.ids(0, self.num_known)
 
     @property
-    def prompt_ids(self) -> list[int]:
-        prompt_ids: list[int] = self.tokens.prompt_ids.tolist()
-        return prompt_ids
-
-    @property
-    def completion(self) -> Completion:
-        """The completion as lists; without experts if another turn, which this one continues, holds some."""
-        _, token_ids, logprobs, experts, columns = self.tokens
-        return Completion(
-            token_ids.tolist(),
-            logprobs.tolist(),
-            self.policy_versions,
-            self.finish_reason,
-            None if experts is None or experts.start else experts.packed,
-            self.link,
-            {name: values.tolist() for name, values in columns.items()},
-        )
-
-    @property
     def role_spans(self) -> list[RoleSpan]:
         if self._reply_role is None:
             return []
@@ -428,7 +409,7 @@ class Rollout:
     """Further values to save with the rollout, as JSON by name: see `orchestrator.env.state_columns`."""
 
     training_mode: TrainingMode = TrainingMode.RL
-    teacher_logprobs: list[bytes] = field(default_factory=list)
+    teacher_logprobs: list[PackedArray] = field(default_factory=list)
     """Teacher logprobs of each sample of this rollout: a float32 per token, NaN for the first."""
 
     traceback: str = ""

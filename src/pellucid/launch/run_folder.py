@@ -9,8 +9,8 @@ The folder of a run that died, or was stopped, is brought back to one consistent
     next_batch   the first batch from there on that is missing or damaged; the orchestrator goes on with it
 
 Each part takes back what is its own, here as when it is resumed alone: the trainer by `checkpoint.take_back`,
-the orchestrator by `orchestrator.resume`. What is left to do is what belongs to nobody alone: metrics of all
-parts, exports of steps that will be sampled anew. Interrupted itself, it can be run again.
+the orchestrator by `orchestrator.snapshot`. What is left to do is what belongs to nobody alone: metrics of
+all parts, exports of steps that will be sampled anew. Interrupted itself, it can be run again.
 """
 
 import logging
@@ -42,8 +42,8 @@ from pellucid.launch.console import make_console
 from pellucid.ledger import State, read_journal, reconcile, settle_engines
 from pellucid.ledger.settings import Change, changed_settings
 from pellucid.metrics import drop_metrics
-from pellucid.orchestrator.progress import PROGRESS_FILE
-from pellucid.orchestrator.resume import check_max_steps, settle_orchestrator
+from pellucid.orchestrator.report import PROGRESS_FILE
+from pellucid.orchestrator.snapshot import check_max_steps, settle_orchestrator
 from pellucid.transport import retract_steps
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from pellucid.ledger import new_process
 from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, ScoredRollout
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
 from pellucid.orchestrator.evaluation import Evaluation, load_evaluation
-from pellucid.orchestrator.filters import FilterInputs
 from pellucid.orchestrator.loop import Orchestrator
 from pellucid.orchestrator.servers import Claims, connect_policy, connect_teacher
 from pellucid.orchestrator.session import Session
-from pellucid.orchestrator.signals import run_until_signalled
+from pellucid.orchestrator.tasks import run_until_signalled
+from pellucid.orchestrator.verdict import FilterInputs
 from pellucid.transport import open_sender
 
 __all__ = [

@@ -139,6 +139,7 @@ class Advantage:
         return result
 
     def _ask(self, rollouts: Sequence[ScoredRollout]) -> list[float]:
+        where = f"advantage function {self.name!r}, group {_group_of(rollouts[0])!r}"
         try:
             answer = self.function(AdvantageInputs(rollouts))
             if not isinstance(answer, AdvantageOutputs):
@@ -146,14 +147,23 @@ class Advantage:
             advantages = [float(advantage) for advantage in answer.advantages]
             shaped = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
         except Exception as error:
-            raise UserCodeError(f"{_where(self.name, rollouts[0])}: {describe(error)}") from error
+            raise UserCodeError(f"{where}: {describe(error)}") from error
         if self.columnar is not None:
             return advantages  # exact already
-        _check(self.name, rollouts, advantages)
+        if len(advantages) != len(rollouts):
+            raise ConfigError(
+                f"{where}: {len(advantages)} advantages for {len(rollouts)} rollouts; return one per rollout"
+            )
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
+            if not math.isfinite(advantage):
+                raise ConfigError(
+                    f"{where}: advantage {advantage} for a rollout with reward {rollout.reward}; return "
+                    "finite numbers"
+                )
         if shaped is not None and len(shaped) != len(rollouts):
             raise ConfigError(
-                f"{_where(self.name, rollouts[0])}: {len(shaped)} shaped rewards for {len(rollouts)} "
-                "rollouts; return one per rollout, or none at all"
+                f"{where}: {len(shaped)} shaped rewards for {len(rollouts)} rollouts; return one per "
+                "rollout, or none at all"
             )
         compared = [rollout.reward for rollout in rollouts] if shaped is None else shaped
         return [0.0] * len(rollouts) if are_equal(compared) else advantages
@@ -165,26 +175,6 @@ def are_equal(rewards: Sequence[float]) -> bool:
     are_equal([0.1 + 0.2, 0.3]) -> True, are_equal([0.3]) -> False: there is nothing to compare it with.
     """
     return len(rewards) > 1 and len(set(np.asarray(rewards, np.float32).tolist())) == 1
-
-
-def _check(name: str, rollouts: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
-    if len(advantages) != len(rollouts):
-        raise ConfigError(
-            f"{_where(name, rollouts[0])}: {len(advantages)} advantages for {len(rollouts)} rollouts; "
-            "return one per rollout"
-        )
-    if all(map(math.isfinite, advantages)):
-        return
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        if not math.isfinite(advantage):
-            raise ConfigError(
-                f"{_where(name, rollout)}: advantage {advantage} for a rollout with reward "
-                f"{rollout.reward}; return finite numbers"
-            )
-
-
-def _where(name: str, rollout: ScoredRollout) -> str:
-    return f"advantage function {name!r}, group {_group_of(rollout)!r}"
 
 
 def _group_of(rollout: ScoredRollout) -> object:

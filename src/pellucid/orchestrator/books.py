@@ -1,30 +1,45 @@
-"""The orchestrator's records: ledger, metrics, saved rollouts, log. One class writes all four, so they agree.
+"""The orchestrator's books: ledger, metrics, saved rollouts, log. One class writes all four, so they agree.
 
-Per run and environment, at every flush: received = the tokens of every state + sent.
+- Per run and environment, at every flush: received = the tokens of every state + sent.
+- An evaluation has books like training: its tokens are `eval` in the ledger, its rollouts are saved. Each
+  evaluated policy version has one record in `metrics/eval.jsonl`, written once its evaluations are over:
+
+    {"step": 50, "time": …, "eval/reverse-text/avg@8": 0.81, "eval/reverse-text/pass@1": 0.5, …}
+
+- The clerk, a thread, writes books, snapshots and batches while the event loop goes on. Jobs run one after
+  the other, in the order of the calls, and each to its end: a caller that is cancelled sees the cancellation
+  only then. A job writes the state at the moment of the call.
+- For a batch, the clerk writes books, then snapshot, then the batch itself, each on the disk before the
+  next. If process or machine die, the snapshot knows every batch that the trainer can have, and the books
+  contain at least what the snapshot contains; see `snapshot`. A batch that was not written is sampled again.
 """
 
+import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout, TokenTable
-from pellucid.ledger import Flow, Journal, Stage, State, orchestrator_of
-from pellucid.metrics import Tee, open_sinks
-from pellucid.orchestrator.bias import DropAudit
-from pellucid.orchestrator.records import RolloutLog
+from pellucid.ledger import Flow, Journal, Stage, orchestrator_of
+from pellucid.metrics import Tee, open_sinks, read_metrics
+from pellucid.orchestrator.failures import DropAudit, log_losses
+from pellucid.orchestrator.records import RolloutLog, saved_bytes
 from pellucid.orchestrator.report import (
     Groups,
     add_groups,
     add_off_policy_levels,
-    count_survivors,
-    is_dropped,
-    is_partial,
     sample_line,
     step_line,
+    waiting_line,
     zero_metrics,
 )
+from pellucid.orchestrator.scheduler import SchedulerState
+from pellucid.orchestrator.snapshot import take_snapshot, write_snapshot
+from pellucid.orchestrator.tasks import finish_despite_cancellation
 from pellucid.orchestrator.verdict import Verdict
+from pellucid.transport import Batch, BatchSender, encode_batch
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +47,8 @@ _STEPS_BETWEEN_WARNINGS = 100
 
 
 class Books:
+    """The records of one run. Methods of evaluations are for the event loop, others for the clerk."""
+
     def __init__(self, config: OrchestratorRunConfig, process: str = "", last_mark: int = 0) -> None:
         """`process`: this process's name in the ledger; `last_mark`: mark of the snapshot to resume from."""
         self._run_id = config.run_name
@@ -40,11 +57,23 @@ class Books:
         self._journal = Journal(path, Stage.ORCHESTRATOR, resume=config.resume, process=process)
         self._last_mark = last_mark
         self._entering = threading.Lock()
+        settings = config.orchestrator
         self._sink = Tee(open_sinks(config, "orchestrator"))
-        own = config.orchestrator
-        self._group_size = own.rollouts_per_example
-        sampling_args = {env.label: own.sampling_of(env).model_dump() for env in own.env}
-        self._rollouts = RolloutLog(config.output_dir, sampling_args)
+        eval_records = read_metrics(config.output_dir / "metrics" / "eval.jsonl")
+        self.evaluated = {int(record["step"]) for record in eval_records}
+        """Policy versions whose evaluations have a record."""
+        self._eval_sink = Tee(open_sinks(config, "eval") if settings.eval else [])
+        self._group_size = settings.rollouts_per_example
+        sampling = {env.label: settings.sampling_of(env).model_dump() for env in settings.env}
+        self._rollouts = RolloutLog(config.output_dir, sampling)
+        eval_sampling = {
+            each.label: {
+                "temperature": each.temperature,
+                "max_tokens": each.max_tokens or settings.sampling.max_tokens,
+            }
+            for each in settings.eval
+        }
+        self._eval_rollouts = RolloutLog(config.output_dir, eval_sampling, evaluates=True)
         self._metrics = zero_metrics(self._env_names)
         """Metrics of the groups settled since the last report."""
         self._torn: OSError | None = None
@@ -55,7 +84,7 @@ class Books:
     def settle(self, step: int, groups: Groups) -> None:
         """Accounts for the tokens of these groups, saves their rollouts, adds them to the next report."""
         for verdicts in groups:
-            self._log_losses(verdicts)
+            log_losses(verdicts, self._group_size)
             for verdict in verdicts:
                 rollout = verdict.rollout
                 self._drops.add(verdict.outcome, rollout.env_name, rollout.num_sampled, rollout.reward)
@@ -74,16 +103,28 @@ class Books:
                 self._count(verdict)
             self._journal.flush(step)
 
-    def report(self, step: int, table: TokenTable, own: Mapping[str, float], sample: Rollout) -> None:
-        """Writes the metrics of a batch, and logs it with one of its rollouts; `own`: metrics of the loop."""
+    def report(self, step: int, table: TokenTable, metrics: Mapping[str, float], sample: Rollout) -> None:
+        """Writes the metrics of a batch, and logs it with one of its rollouts."""
         self._rollouts.finish_step()
         add_off_policy_levels(self._metrics, step, table)
-        values = {**self._metrics.report(), **own}
+        values = {**self._metrics.report(), **metrics}
         self._metrics = zero_metrics(self._env_names)
         self._sink.log(step, values)
         log.info(step_line(step, values))
         log.info(sample_line(step, sample))
-        self._warn_of_bias(step)
+        if step >= self._next_warning and (findings := self._drops.findings()):
+            for finding in findings:
+                log.warning("%s", finding)
+            self._next_warning = step + _STEPS_BETWEEN_WARNINGS
+
+    def settle_evaluation(self, version: int, verdicts: Sequence[Verdict]) -> None:
+        """Accounts for the tokens of an evaluated group and saves its rollouts; later turns do not count."""
+        self.account(version, verdicts)
+        self._eval_rollouts.append(version, [verdicts])
+
+    def report_evaluation(self, version: int, values: Mapping[str, float]) -> None:
+        self._eval_sink.log(version, values)
+        self.evaluated.add(version)
 
     @property
     def process(self) -> str:
@@ -110,14 +151,8 @@ class Books:
 
     def close(self) -> None:
         """Closes the metrics, which may take long. `finish` closes everything else."""
+        self._eval_sink.close()
         self._sink.close()
-
-    def _warn_of_bias(self, step: int) -> None:
-        """Logs the findings of the drop audit, repeated every so many steps while they last."""
-        if step >= self._next_warning and (findings := self._drops.findings()):
-            for finding in findings:
-                log.warning("%s", finding)
-            self._next_warning = step + _STEPS_BETWEEN_WARNINGS
 
     def _count(self, verdict: Verdict) -> None:
         env_name, num_settled, link = verdict.rollout.env_name, verdict.rollout.num_sampled, ""
@@ -130,25 +165,77 @@ class Books:
             num_settled = sum(sample.num_sampled for sample in verdict.samples)
         self._journal.count(self._run_id, env_name, verdict.outcome, num_settled, link)
 
-    def _log_losses(self, verdicts: Sequence[Verdict]) -> None:
-        """Logs a group that lacks rollouts, in counts: each failure was logged when it happened."""
-        rollout, size = verdicts[0].rollout, self._group_size
-        num_survivors = count_survivors(verdicts)
-        if is_dropped(verdicts) or is_partial(verdicts, size):
-            log.warning(
-                "group %s of %s %s: %d of %d rollouts failed (%d attempts)",
-                rollout.group_id,
-                rollout.env_name,
-                "dropped" if is_dropped(verdicts) else f"is partial and goes on with {num_survivors}",
-                size - num_survivors,
-                size,
-                len(verdicts),
-            )
-        for verdict in verdicts:
-            if verdict.outcome is State.REJECTED:
-                log.warning(
-                    "rollout %s of %s rejected: %s",
-                    verdict.rollout.rollout_id,
-                    rollout.env_name,
-                    verdict.reason,
-                )
+
+class Clerk:
+    """The thread that writes, and the queue of its jobs."""
+
+    def __init__(self, config: OrchestratorRunConfig, books: Books, sender: BatchSender) -> None:
+        self._config = config
+        self._books = books
+        self._sender = sender
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="clerk")
+
+    async def send(
+        self,
+        verdicts: Sequence[Verdict],
+        settled: Groups,
+        state: SchedulerState,
+        metrics: Mapping[str, float],
+    ) -> None:
+        """Writes books and snapshot, then sends the batch; `settled` are the groups for the books."""
+        step = state.batches_sent - 1
+
+        def job() -> None:
+            table = TokenTable.from_samples([sample for verdict in verdicts for sample in verdict.samples])
+            batch = Batch(self._config.run_name, step, table)
+            payload = encode_batch(batch, compression=self._config.transport.compression)
+            sizes = {
+                "batch_rollouts": len(verdicts),
+                "batch_tokens": table.num_tokens,
+                "batch_bytes": len(payload),
+            }
+            self._books.settle(step, settled)
+            self._books.report(step, table, {**sizes, **metrics}, sample=verdicts[0].rollout)
+            self._write_snapshot(state)
+            self._sender.send(step, payload)
+
+        await self._do(job)
+
+    async def settle(self, step: int, settled: Groups) -> None:
+        """Enters settled groups into the books of a step whose batch is not full yet."""
+
+        def job() -> None:
+            self._books.settle(step, settled)
+            log.info(waiting_line(step, settled))
+
+        await self._do(job)
+
+    async def save(self, settled: Groups, state: SchedulerState) -> None:
+        """Enters settled groups into the books and writes a snapshot, from which a resumed run continues."""
+
+        def job() -> None:
+            if settled:
+                self._books.settle(state.batches_sent, settled)
+            self._write_snapshot(state)
+
+        await self._do(job)
+
+    def close(self) -> None:
+        """Waits until every job is done or has raised in its caller."""
+        self._thread.shutdown()
+
+    def _write_snapshot(self, state: SchedulerState) -> None:
+        snapshot = take_snapshot(
+            state,
+            mark=self._books.mark(state.batches_sent),
+            rollouts_bytes=saved_bytes(self._config.output_dir, state.batches_sent),
+        )
+        write_snapshot(self._config.output_dir, snapshot)
+
+    async def _do(self, job: Callable[[], None]) -> None:
+        given = asyncio.wrap_future(self._thread.submit(job))  # at once: the order is that of the calls
+
+        async def done() -> None:
+            await given
+
+        await finish_despite_cancellation(done())

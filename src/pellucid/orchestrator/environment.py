@@ -24,17 +24,16 @@ from pellucid.config.imports import describe, load_attribute, place_of, place_of
 from pellucid.data import Example, Rollout
 from pellucid.data.plain import brief, encodable
 from pellucid.errors import ConfigError, RolloutError, UserCodeError
-from pellucid.orchestrator.seeds import stable_seed
-from pellucid.orchestrator.session import Session
+from pellucid.orchestrator.session import Session, stable_seed
 from pellucid.orchestrator.verifiers import is_taskset, require_verifiers, taskset_environment
 from pellucid.workers import Kind, Workers
 
 T = TypeVar("T")
 
 BUILT_IN: Mapping[str, str] = {
-    "arithmetic": "pellucid.orchestrator.environments.arithmetic:Arithmetic",
-    "calculator": "pellucid.orchestrator.environments.calculator:Calculator",
-    "reverse-text": "pellucid.orchestrator.environments.reverse_text:ReverseText",
+    "arithmetic": "pellucid.orchestrator.built_in:Arithmetic",
+    "calculator": "pellucid.orchestrator.built_in:Calculator",
+    "reverse-text": "pellucid.orchestrator.built_in:ReverseText",
 }
 
 

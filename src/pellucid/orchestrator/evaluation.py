@@ -13,17 +13,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pellucid.config import EvalConfig, OrchestratorRunConfig
 from pellucid.data import Example, Rollout
 from pellucid.errors import ConfigError
+from pellucid.ledger import State
 from pellucid.metrics.evaluation import evaluation_line, measure, metric_name
-from pellucid.orchestrator.attempt import FailureLog, GroupRun
+from pellucid.orchestrator.books import Books
 from pellucid.orchestrator.environment import Environment, draw_example, load_environment
-from pellucid.orchestrator.eval_books import EvalBooks
-from pellucid.orchestrator.session import PromptCache, Sampler
+from pellucid.orchestrator.failures import FailureLog
+from pellucid.orchestrator.group import GroupRun
+from pellucid.orchestrator.session import Sampler
+from pellucid.orchestrator.verdict import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -56,42 +59,9 @@ def prepare_evaluation(config: EvalConfig, environment: Environment) -> Evaluati
             f"{environment.num_examples} different ones; lower num_examples"
         )
     remedy = f"lower {config.KEY}.num_examples = {config.num_examples} to what it has"
-    examples = []
-    for index in range(config.num_examples):
-        examples.append(draw_example(environment, config.label, index, remedy))
+    indices = range(config.num_examples)
+    examples = [draw_example(environment, config.label, index, remedy) for index in indices]
     return Evaluation(config, environment, examples)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Rewards and token counts of an evaluation so far. Its rollouts are saved and not kept in memory."""
-
-    rewards: list[list[float | None]] = field(default_factory=list)
-    num_tokens: int = 0
-    """Tokens sampled in the rollouts that have a reward."""
-
-    def measures(self, pass_reward: float) -> dict[str, float]:
-        measures = measure(self.rewards, pass_reward)
-        num_scored = sum(reward is not None for rewards in self.rewards for reward in rewards)
-        if num_scored:
-            measures["completion_length"] = self.num_tokens / num_scored
-        return measures
-
-
-@dataclass(slots=True)
-class _OpenExample:
-    """The attempts at one example."""
-
-    version: int
-    run: GroupRun
-    tally: _Tally
-    rollouts: list[Rollout] = field(default_factory=list)
-    num_returned: int = 0
-
-    def open_rollout(self) -> Rollout:
-        rollout = self.run.open_rollout(f"{self.run.group_id}-r{len(self.rollouts)}")
-        self.rollouts.append(rollout)
-        return rollout
 
 
 class Evaluator:
@@ -105,20 +75,33 @@ class Evaluator:
         config: OrchestratorRunConfig,
         evaluations: Sequence[Evaluation],
         sampler: Sampler,
-        books: EvalBooks,
+        books: Books,
         spawn: Spawn,
         failures: FailureLog,
     ) -> None:
         self._last_version = config.max_steps
         self._evaluations = evaluations
-        self._samplers = {each.config.label: _sampler(each.config, sampler) for each in evaluations}
+        self._samplers = {
+            each.config.label: replace(
+                sampler,
+                temperature=each.config.temperature,
+                max_tokens=each.config.max_tokens or sampler.max_tokens,
+            )
+            for each in evaluations
+        }
         self._books = books
         self._spawn = spawn
         self._failures = failures
         self._timeout_s = config.orchestrator.rollout_timeout_s
         self._free = asyncio.Semaphore(config.max_inflight_rollouts)
-        self._open: dict[str, _OpenExample] = {}
         self._stopped = False
+        self._version = 0
+        """Version that is evaluated now, or was last."""
+        self._open: dict[str, GroupRun] = {}
+        # Rollouts of an evaluation are saved and not kept in memory; these are.
+        self._rewards: list[list[float | None]] = []
+        """Rewards by example of the evaluation that is running."""
+        self._num_scored_tokens = 0
 
     @property
     def environments(self) -> list[Environment]:
@@ -126,10 +109,10 @@ class Evaluator:
 
     def is_due(self, version: int) -> bool:
         """Whether this version is to be evaluated and has no record yet."""
-        return version not in self._books.done and bool(self._due(version))
+        return version not in self._books.evaluated and bool(self._due(version))
 
     async def evaluate(self, version: int) -> dict[str, float]:
-        """Measures a version, which has to be served until this returns; `report` then writes its record."""
+        """Measures a version, which has to be served until this returns; `Books` then writes its record."""
         values: dict[str, float] = {}
         for evaluation in self._due(version):
             name = evaluation.config.label
@@ -137,9 +120,6 @@ class Evaluator:
             log.info(evaluation_line(version, name, measures))
             values |= {metric_name(name, key): value for key, value in measures.items()}
         return values
-
-    def report(self, version: int, values: dict[str, float]) -> None:
-        self._books.report(version, values)
 
     def stop(self, patience_s: float) -> None:
         """Ends sampling; `patience_s` is set for all samplers, see `Sampler.patience_s`."""
@@ -152,72 +132,67 @@ class Evaluator:
         for group in list(self._open.values()):
             self._settle(group)
 
-    def close(self) -> None:
-        self._books.close()
-
     def _due(self, version: int) -> list[Evaluation]:
         return [each for each in self._evaluations if each.is_due(version, self._last_version)]
 
     async def _measure(self, evaluation: Evaluation, version: int) -> dict[str, float]:
         started = time.monotonic()
-        tally = _Tally()
+        name = evaluation.config.label
+        self._version, self._rewards, self._num_scored_tokens = version, [], 0
         attempts: list[asyncio.Task[None]] = []
-        for index in range(len(evaluation.examples)):
-            group = self._open_group(evaluation, version, index, tally)
-            for _ in range(group.run.size):
+        for index, example in enumerate(evaluation.examples):
+            group = GroupRun(
+                group_id=f"eval-{name}-v{version}-{index}",
+                env_name=name,
+                environment=evaluation.environment,
+                example=example,
+                size=evaluation.config.rollouts_per_example,
+                sampler=self._samplers[name],
+                timeout_s=self._timeout_s,
+            )
+            self._open[group.group_id] = group
+            for number in range(group.size):
                 await self._free.acquire()
-                attempts.append(self._spawn(self._attempt(group, group.open_rollout())))
+                rollout = group.open_rollout(f"{group.group_id}-r{number}")
+                attempts.append(self._spawn(self._attempt(group, rollout)))
         # Not `gather`: cancelled, it would wait for attempts that refuse to end.
         await asyncio.wait(attempts)
         for attempt in attempts:
             attempt.result()
-        measures = tally.measures(evaluation.config.pass_reward)
+        measures = measure(self._rewards, evaluation.config.pass_reward)
+        num_scored = sum(reward is not None for rewards in self._rewards for reward in rewards)
+        if num_scored:
+            measures["completion_length"] = self._num_scored_tokens / num_scored
         return {**measures, "time_s": time.monotonic() - started}
 
-    def _open_group(self, evaluation: Evaluation, version: int, index: int, tally: _Tally) -> _OpenExample:
-        name = evaluation.config.label
-        sampler = self._samplers[name]
-        run = GroupRun(
-            group_id=f"eval-{name}-v{version}-{index}",
-            env_name=name,
-            environment=evaluation.environment,
-            example=evaluation.examples[index],
-            size=evaluation.config.rollouts_per_example,
-            sampler=sampler,
-            prompts=PromptCache(sampler.chat),
-            timeout_s=self._timeout_s,
-        )
-        group = self._open[run.group_id] = _OpenExample(version, run, tally)
-        return group
-
-    async def _attempt(self, group: _OpenExample, rollout: Rollout) -> None:
+    async def _attempt(self, group: GroupRun, rollout: Rollout) -> None:
         try:
-            await group.run.attempt(rollout)
+            await group.attempt(rollout)
         finally:
             self._free.release()
-            group.num_returned += 1
-            if group.num_returned == group.run.size:
+            if group.num_over == group.size:
                 self._settle(group)
 
-    def _settle(self, group: _OpenExample) -> None:
-        if self._open.pop(group.run.group_id, None) is None:
+    def _settle(self, group: GroupRun) -> None:
+        if self._open.pop(group.group_id, None) is None:
             return  # settled without waiting any longer
         for rollout in group.rollouts:
             if rollout.error is not None and not self._stopped:
                 self._failures.note(rollout)
-        sampler = group.run.sampler
-        self._books.settle(
-            group.version,
-            group.rollouts,
-            {"temperature": sampler.temperature, "max_tokens": sampler.max_tokens},
-        )
-        group.tally.rewards.append([rollout.reward for rollout in group.rollouts])
-        group.tally.num_tokens += sum(
-            rollout.num_sampled for rollout in group.rollouts if rollout.reward is not None
-        )
+        self._books.settle_evaluation(self._version, judge_evaluated(group.rollouts))
+        self._rewards.append([rollout.reward for rollout in group.rollouts])
+        scored = (rollout for rollout in group.rollouts if rollout.reward is not None)
+        self._num_scored_tokens += sum(rollout.num_sampled for rollout in scored)
 
 
-def _sampler(config: EvalConfig, training: Sampler) -> Sampler:
-    return replace(
-        training, temperature=config.temperature, max_tokens=config.max_tokens or training.max_tokens
+def judge_evaluated(rollouts: Sequence[Rollout]) -> list[Verdict]:
+    """Returns the verdicts on one example's rollouts; the reason says why a rollout has no reward."""
+    unscored = (
+        "another rollout of its group failed, so the group was not scored"
+        if any(rollout.error is not None for rollout in rollouts)
+        else "the run ended before this attempt did"
     )
+    return [
+        Verdict(rollout, State.EVAL, rollout.error or ("" if rollout.reward is not None else unscored))
+        for rollout in rollouts
+    ]

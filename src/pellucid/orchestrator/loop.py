@@ -38,25 +38,20 @@ from pellucid.inference.client import InferenceClient
 from pellucid.ledger.settings import changed_settings, record_settings
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.alarms import OrchestratorAlarms, WatchedClient
-from pellucid.orchestrator.attempt import FailureLog, GroupRun
-from pellucid.orchestrator.books import Books
+from pellucid.orchestrator.books import Books, Clerk
 from pellucid.orchestrator.chat import ChatTemplate
-from pellucid.orchestrator.clerk import Clerk
 from pellucid.orchestrator.environment import Environment, draw_example
-from pellucid.orchestrator.eval_books import EvalBooks
 from pellucid.orchestrator.evaluation import Evaluation, Evaluator
-from pellucid.orchestrator.filters import load_filter
-from pellucid.orchestrator.judge import Judge
-from pellucid.orchestrator.pace import Pace, RateLimit
-from pellucid.orchestrator.progress import BatchProgress, WasteTally, remove_progress, write_progress
-from pellucid.orchestrator.resume import settle_orchestrator
+from pellucid.orchestrator.failures import FailureLog, pause_before
+from pellucid.orchestrator.group import GroupRun
+from pellucid.orchestrator.report import BatchProgress, WasteTally, remove_progress, write_progress
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
-from pellucid.orchestrator.session import PromptCache, Sampler
-from pellucid.orchestrator.snapshot import Snapshot
-from pellucid.orchestrator.tasks import cancel, finish_despite_cancellation
-from pellucid.orchestrator.teacher import Scorer, TeacherSampler, open_sampler, training_mode
-from pellucid.orchestrator.verdict import Verdict
-from pellucid.orchestrator.weights import follow_weights
+from pellucid.orchestrator.servers import follow_weights
+from pellucid.orchestrator.session import Sampler
+from pellucid.orchestrator.snapshot import Snapshot, settle_orchestrator
+from pellucid.orchestrator.tasks import Pace, RateLimit, cancel, finish_despite_cancellation
+from pellucid.orchestrator.teacher import Scorer, TeacherBooks, training_mode
+from pellucid.orchestrator.verdict import Judge, Verdict, load_filter
 from pellucid.transport import BatchSender, stable_steps
 
 log = logging.getLogger(__name__)
@@ -106,26 +101,35 @@ class Orchestrator:
         self._client = client = WatchedClient(client, self._alarms)
         self._clients = [client] if teacher is None else [client, teacher]
         self._sender = sender
-        sampler = _sampler(config, ChatTemplate(tokenizer), client)
+        sampling = config.orchestrator.sampling
+        sampler = Sampler(
+            client=client,
+            chat=ChatTemplate(tokenizer),
+            run_id=config.run_name,
+            seed=config.seed,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            max_model_len=config.inference.max_model_len,
+        )
         self._envs = {env.label: env for env in config.orchestrator.env}
         self._mode = training_mode(config.orchestrator.teacher)
         self._scorer: Scorer | None = None
-        self._teacher: TeacherSampler | None = None
-        samples_from: InferenceClient = client
+        self._teacher_books: TeacherBooks | None = None
+        train_sampler = sampler
         if teacher is not None and self._mode is TrainingMode.SFT:
-            samples_from = self._teacher = open_sampler(config, teacher, process)
+            self._teacher_books = TeacherBooks(config, process)
+            train_sampler = replace(sampler, client=teacher, on_completion=self._teacher_books.take)
         elif teacher is not None:
             self._scorer = Scorer(teacher, config.run_name)
         self._samplers = {
-            name: replace(sampler, client=samples_from, **config.orchestrator.sampling_of(env).model_dump())
+            name: replace(train_sampler, **config.orchestrator.sampling_of(env).model_dump())
             for name, env in self._envs.items()
         }
         self._scheduler = _scheduler(config, environments)
         self._books = Books(config, process, snapshot.mark)
         self._clerk = Clerk(config, self._books, sender)
-        eval_books = EvalBooks(config, self._books.account)
         self._failures = FailureLog()
-        self._evaluator = Evaluator(config, evaluations, sampler, eval_books, self._start, self._failures)
+        self._evaluator = Evaluator(config, evaluations, sampler, self._books, self._start, self._failures)
         self._pace = Pace()
         self._tally = WasteTally()
         """Tally of the groups settled and written down since the last batch."""
@@ -140,16 +144,17 @@ class Orchestrator:
             self._scheduler.restore(snapshot.scheduler_state(config.run_name))
 
     async def run(self) -> None:
+        config = self._config
         start = self._scheduler.batches_sent
-        for change in record_settings(self._config, "orchestrator", start):
+        for change in record_settings(config, "orchestrator", start):
             log.info(change.line(start))
-        if self._config.max_inflight_rollouts > self._config.max_held_requests:
+        if config.max_inflight_rollouts > config.max_held_requests:
             log.warning(
                 "orchestrator.max_inflight_rollouts = %d exceeds the %d requests that the servers hold "
                 "(inference.max_concurrent + inference.max_queued, each); others wait in the orchestrator, "
                 "growing old; lower it, unless rollouts spend most of their time in their environment",
-                self._config.max_inflight_rollouts,
-                self._config.max_held_requests,
+                config.max_inflight_rollouts,
+                config.max_held_requests,
             )
         services: list[asyncio.Task[None]] = []
         async with self._closing_in_time() as stack:
@@ -161,14 +166,16 @@ class Orchestrator:
                 services.append(self._spawn(self._show_progress()))
                 services += [self._spawn(client.watch()) for client in self._clients]
                 services.append(self._spawn(self._keep_dispatching()))
-                while self._scheduler.batches_sent < self._config.max_steps:
+                while self._scheduler.batches_sent < config.max_steps:
                     await self._change()
                     while (batch := self._scheduler.take_batch()) is not None:
                         self._cut_short_what_is_too_old()
                         await self._send(batch)
                     await self._write_down()
-                    self._check_progress()
-                while self._evaluator.is_due(self._config.max_steps):
+                    self._scheduler.drought.stop_at(
+                        config.orchestrator.max_fruitless_groups, config.orchestrator.max_signalless_groups
+                    )
+                while self._evaluator.is_due(config.max_steps):
                     await self._change()
             except Exception as error:
                 say_failure(error)
@@ -231,15 +238,13 @@ class Orchestrator:
             self._limit.note()
             group = self._groups.get(dispatch.group_id) or self._open_group(dispatch)
             rollout = group.open_rollout(dispatch.rollout_id)
-            task = self._start(self._attempt(group, rollout, self._pause_before(dispatch.attempt)))
+            pause_s = pause_before(dispatch.attempt, self._config.orchestrator.retry_backoff_s)
+            task = self._start(self._attempt(group, rollout, pause_s))
             self._inflight[rollout.rollout_id] = _Attempt(rollout, task)
             num_started += 1
             if num_started % _STARTS_PER_TURN == 0:
                 await asyncio.sleep(0)
         asyncio.get_running_loop().call_later(wait_s, self._may_start.set)
-
-    def _pause_before(self, attempt: int) -> float:
-        return self._config.orchestrator.retry_backoff_s * 2 ** (attempt - 1) if attempt else 0.0
 
     async def _attempt(self, group: GroupRun, rollout: Rollout, pause_s: float) -> None:
         try:
@@ -276,13 +281,6 @@ class Orchestrator:
         for group_id in [each for each in self._groups if not self._scheduler.is_open(each)]:
             del self._groups[group_id]
 
-    def _check_progress(self) -> None:
-        own = self._config.orchestrator
-        drought = self._scheduler.drought
-        reason = drought.reason_to_stop(own.max_fruitless_groups, own.max_signalless_groups)
-        if reason is not None:
-            raise RolloutError(reason)
-
     async def _follow_weights(self) -> None:
         weights = self._config.output_dir / "weights"
         if not stable_steps(weights):
@@ -299,12 +297,12 @@ class Orchestrator:
         if self._evaluator.is_due(version):
             values = await self._evaluator.evaluate(version)
             await self._save()  # before the record: a version with a record is never evaluated again
-            self._evaluator.report(version, values)
+            self._books.report_evaluation(version, values)
             self._changed.set()
 
     async def _send(self, verdicts: Sequence[Verdict]) -> None:
         batch_s, blocked_s = self._pace.lap(blocked=self._scheduler.waits_for_weights)
-        own = {
+        metrics = {
             "policy_version": self._scheduler.policy_version,
             "time/batch_s": batch_s,
             "time/wait_weights_s": blocked_s,
@@ -312,7 +310,7 @@ class Orchestrator:
         }
         self._may_start.set()
         self._tally = WasteTally()
-        await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), own)
+        await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), metrics)
 
     async def _save(self) -> None:
         """Enters settled groups into the books of the coming step and writes a snapshot."""
@@ -322,7 +320,8 @@ class Orchestrator:
 
     async def _write_down(self) -> None:
         """Writes settled rollouts down once there are many: their batch may never form."""
-        if self._scheduler.num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
+        num_settled = sum(map(len, self._scheduler.settled))
+        if num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
             settled = self._scheduler.take_settled()
             self._tally.add(settled)
             await self._clerk.settle(self._scheduler.batches_sent, settled)
@@ -349,7 +348,6 @@ class Orchestrator:
                 await self._close_books()
             finally:
                 say("closing its metrics", silence_s=SINK_SILENCE_S)
-                self._evaluator.close()
                 self._books.close()
 
     async def _close_books(self) -> None:
@@ -365,8 +363,8 @@ class Orchestrator:
         is_finished = step == self._config.max_steps and all_evaluated
         if is_finished:
             self._books.finish(step)
-        if self._teacher is not None:
-            self._teacher.close_books()
+        if self._teacher_books is not None:
+            self._teacher_books.close()
         if is_finished:
             say("handing over its last batches", at_stake="these", silence_s=DISK_SILENCE_S)
             await asyncio.to_thread(self._sender.close)
@@ -387,35 +385,30 @@ class Orchestrator:
             log.warning("%d rollouts did not end within %g s", len(self._attempts), WIND_DOWN_S)
 
     def _open_group(self, dispatch: Dispatch) -> GroupRun:
-        environment = self._environments[dispatch.env_name]
-        sampler = self._samplers[dispatch.env_name]
-        example, unusable = self._draw(dispatch)
-        self._groups[dispatch.group_id] = GroupRun(
-            group_id=dispatch.group_id,
-            env_name=dispatch.env_name,
-            environment=environment,
-            example=example,
-            size=self._config.orchestrator.rollouts_per_example,
-            sampler=sampler,
-            prompts=PromptCache(sampler.chat),
-            timeout_s=self._config.orchestrator.rollout_timeout_s,
-            state_columns=self._envs[dispatch.env_name].state_columns,
-            training_mode=self._mode,
-            scorer=self._scorer,
-            on_request=None if self._teacher is not None else self._scheduler.note_request,
-            unusable=unusable,
-        )
-        return self._groups[dispatch.group_id]
-
-    def _draw(self, dispatch: Dispatch) -> tuple[Example, PellucidError | None]:
-        """Draws an example, and says why it cannot be used if so: one bad row fails only its own rollouts."""
+        """Draws the example and opens its group. A bad row of data fails its own rollouts, and no others."""
         name, index = dispatch.env_name, dispatch.example_index
+        unusable: PellucidError | None = None
         try:
-            return draw_example(self._environments[name], name, index), None
+            example = draw_example(self._environments[name], name, index)
         except (UserCodeError, RolloutError) as error:
             if index == 0 or isinstance(error.__cause__, (IndexError, StopIteration)):
                 raise  # there is no data set, or it has ended
-            return Example(str(index), []), error
+            example, unusable = Example(str(index), []), error
+        group = self._groups[dispatch.group_id] = GroupRun(
+            group_id=dispatch.group_id,
+            env_name=name,
+            environment=self._environments[name],
+            example=example,
+            size=self._config.orchestrator.rollouts_per_example,
+            sampler=self._samplers[name],
+            timeout_s=self._config.orchestrator.rollout_timeout_s,
+            state_columns=self._envs[name].state_columns,
+            training_mode=self._mode,
+            scorer=self._scorer,
+            on_request=None if self._teacher_books is not None else self._scheduler.note_request,
+            unusable=unusable,
+        )
+        return group
 
     def _start(self, attempt: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts an attempt as a task, which is cancelled when the run ends."""
@@ -436,39 +429,26 @@ class Orchestrator:
             self._changed.set()
 
 
-def _sampler(config: OrchestratorRunConfig, chat: ChatTemplate, client: InferenceClient) -> Sampler:
-    sampling = config.orchestrator.sampling
-    return Sampler(
-        client=client,
-        chat=chat,
-        run_id=config.run_name,
-        seed=config.seed,
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        max_model_len=config.inference.max_model_len,
-    )
-
-
 def _scheduler(config: OrchestratorRunConfig, environments: Mapping[str, Environment]) -> Scheduler:
-    own = config.orchestrator
+    settings = config.orchestrator
     rules = Rules(
-        batch_size=own.token_batch_size or own.batch_size,
-        max_rollout_tokens=None if own.token_batch_size is None else config.inference.max_model_len,
-        rollouts_per_example=own.rollouts_per_example,
+        batch_size=settings.token_batch_size or settings.batch_size,
+        max_rollout_tokens=None if settings.token_batch_size is None else config.inference.max_model_len,
+        rollouts_per_example=settings.rollouts_per_example,
         max_inflight_rollouts=config.max_inflight_rollouts,
         max_async_level=config.max_async_level,
-        max_off_policy_steps=own.max_off_policy_steps,
+        max_off_policy_steps=settings.max_off_policy_steps,
         max_steps=config.max_steps,
-        max_retries=own.max_retries,
-        paced=own.pace_sampling,
+        max_retries=settings.max_retries,
+        paced=settings.pace_sampling,
     )
     sources = [
-        Source(env.label, env.weight, environments[env.label].requires_group_scoring) for env in own.env
+        Source(env.label, env.weight, environments[env.label].requires_group_scoring) for env in settings.env
     ]
     judge = Judge(
         config.run_name,
-        load_advantage(own.advantage),
-        own.drops_zero_advantages,
-        [load_filter(each) for each in own.filter],
+        load_advantage(settings.advantage),
+        settings.drops_zero_advantages,
+        [load_filter(each) for each in settings.filter],
     )
     return Scheduler(rules, sources, judge)

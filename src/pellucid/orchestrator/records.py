@@ -1,9 +1,11 @@
-"""`rollouts/step_N/train_rollouts.jsonl`: every rollout settled since the last batch, whatever became of it.
+"""Saved rollouts: `train_rollouts.jsonl` and `eval_rollouts.jsonl` in `rollouts/step_N`.
 
-One JSON object per rollout: ids, outcome (a state of the ledger, or `sent`) and its reason, reward,
-advantage, messages, the trajectory turn by turn, how it was sampled, then what `state_columns` asks for.
-Rollouts are appended as they are settled, whole lines at a time, so that a long wait for a batch can be
-looked into; `STABLE` says that the step is complete.
+One JSON object per rollout, whatever became of it: ids, outcome (a state of the ledger, or `sent`) and its
+reason, reward, advantage, messages, the trajectory turn by turn, how it was sampled, then what
+`state_columns` asks for. Rollouts are appended as they are settled, whole lines at a time, so that a long
+wait for a batch can be looked into; `STABLE` says that the rollouts of a step that trains are complete. Those
+of an evaluation are under the policy version that was evaluated; one that is evaluated again, because the run
+was stopped before its record, replaces them.
 """
 
 import os
@@ -21,15 +23,19 @@ from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import MARKER
 
 FILE = "train_rollouts.jsonl"
+EVAL_FILE = "eval_rollouts.jsonl"
 
 
 class RolloutLog:
-    """The saved rollouts of a run, one step at a time."""
+    """One of the two files of saved rollouts, one step at a time."""
 
-    def __init__(self, run_dir: Path, sampling_args: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, run_dir: Path, sampling_args: Mapping[str, Mapping[str, Any]], *, evaluates: bool = False
+    ) -> None:
         """`sampling_args` by environment."""
         self._parent = run_dir / "rollouts"
         self._sampling_args = sampling_args
+        self._evaluates = evaluates
         self._folder: Path | None = None
         self._unsynced: set[Path] = set()
 
@@ -44,10 +50,12 @@ class RolloutLog:
         )
         folder = self._parent / f"step_{step}"
         folder.mkdir(parents=True, exist_ok=True)
-        require_own(folder / FILE)
-        with (folder / FILE).open("ab", buffering=0) as file:
+        path = folder / (EVAL_FILE if self._evaluates else FILE)
+        require_own(path)
+        with path.open("wb" if self._evaluates and folder != self._folder else "ab", buffering=0) as file:
             append_whole(file, lines)
-        self._unsynced.add(folder / FILE)
+        if not self._evaluates:
+            self._unsynced.add(path)
         self._folder = folder
 
     def sync(self) -> None:

@@ -1,31 +1,46 @@
-"""Settled groups and the batch they gave, as metrics and as lines to read. Pure.
+"""The reports of an orchestrator: metrics and log lines of a batch, and `metrics/progress.json`.
 
 Rewards are those of every scored rollout settled since the last batch, filtered ones included, so that
 the curve does not depend on the filter.
+
+`progress.json` says what happens between two batches, and why rollouts do not train: one small object,
+replaced every other second, for whoever watches the run. It goes once the last batch is sent, or the
+orchestrator ends:
+
+    {"step": 7, "num_ready": 12, "num_running": 64, "waits_for_weights": false,
+     "outcomes": {"zero_advantage": 480, "failed_rollout": 32}, "zero_advantage_reward": 0.0,
+     "first_failure": "rollout g3-r0 of math, failed_rollout: ValueError: no answer"}
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pellucid.data import NOT_OURS, Rollout, TokenTable
+from pellucid.data.files import read_whole, replace_file
 from pellucid.data.plain import clip_middle, printable
 from pellucid.errors import DataError
 from pellucid.ledger import State
 from pellucid.metrics import Mean, MetricSet, Moments, NamedMoments, Sum
-from pellucid.orchestrator.attempt import EMPTY
+from pellucid.orchestrator.failures import EMPTY, LOST, describe_loss, is_dropped, is_partial
 from pellucid.orchestrator.verdict import Verdict
 
 Groups = Sequence[Sequence[Verdict]]
 
-LOST = {State.FAILED_ROLLOUT, State.DROPPED_GROUP, State.STALE, State.REJECTED}
-"""Outcomes that a user did not ask for."""
+PROGRESS_FILE = "progress.json"
 
 _LINE_WIDTH = 100 - len("12:34:56 INFO ")
-
-
+_UNREMARKABLE = (State.ZERO_ADVANTAGE, State.FILTERED, State.CANCELLED)
+_WORDS = {
+    State.FAILED_ROLLOUT.value: "failed",
+    State.DROPPED_GROUP.value: "dropped with their group",
+}
 _COUNTS = (
     "errored_rollouts",
     "empty_rollouts",
@@ -49,91 +64,14 @@ def zero_metrics(env_names: Sequence[str]) -> MetricSet:
 def add_groups(metrics: MetricSet, groups: Groups, size: int) -> None:
     """Adds settled groups; `size` is the number of rollouts of a whole one."""
     for verdicts in groups:
-        _add_group(metrics, verdicts, size)
+        outcomes = {verdict.outcome for verdict in verdicts}
+        is_flat = {State.ZERO_ADVANTAGE} <= outcomes <= {State.ZERO_ADVANTAGE, State.FAILED_ROLLOUT}
+        for scope in ("all", verdicts[0].rollout.env_name):
+            metrics.add(f"dropped_groups/{scope}", Sum(is_dropped(verdicts)))
+            metrics.add(f"partial_groups/{scope}", Sum(is_partial(verdicts, size)))
+            metrics.add(f"zero_advantage_groups/{scope}", Sum(is_flat))
         for verdict in verdicts:
             _add_rollout(metrics, verdict)
-
-
-def step_line(step: int, values: Mapping[str, float]) -> str:
-    """`step    7  reward 0.812  128 rollouts  4.2k tokens  off-policy 0.6  1.4 s, 0.2 waiting  3 lost`."""
-    num_lost = values["lost_rollouts/all"]
-    return (
-        f"step {step:4d}  reward {values['reward/all']:.3f}  {values['batch_rollouts']:.0f} rollouts  "
-        f"{values['batch_tokens'] / 1000:.1f}k tokens  {_off_policy(values)}"
-        f"{values['time/batch_s']:.1f} s, {values['time/wait_weights_s']:.1f} waiting"
-        + (f"  {num_lost:.0f} lost" if num_lost else "")
-    )
-
-
-def _off_policy(values: Mapping[str, float]) -> str:
-    """Formats the mean off-policy level; empty if the policy sampled none of the tokens."""
-    level = values.get("off_policy_level/all/mean")
-    return "" if level is None else f"off-policy {level:.1f}  "
-
-
-def sample_line(step: int, rollout: Rollout) -> str:
-    """`step    7  g54-r2  reward 0.750  "Reverse: stone" → "enots" (6 tokens, stop)`, in 100 columns."""
-    asked = _content(rollout.example.messages[-1]) if rollout.example.messages else ""
-    end = f"({rollout.num_sampled} tokens, {rollout.stop_reason})"
-    start = f"step {step:4d}  {rollout.rollout_id}  reward {rollout.reward or 0.0:.3f}  "
-    room = _LINE_WIDTH - len(f"{start}{_quote('')} → {_quote('')} {end}")
-    asked = shorten(asked, room // 2)
-    said = shorten(rollout.turns[-1].text if rollout.turns else "", room - len(asked))
-    return f"{start}{_quote(asked)} → {_quote(said)} {end}"
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    """The text of a message, of whichever form: parts are joined, what is no text is shown as it is."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return "" if content is None else str(content)
-    texts = [part.get("text", part) if isinstance(part, Mapping) else part for part in content]
-    return " ".join(map(str, texts))
-
-
-def shorten(text: str, width: int) -> str:
-    """On one line, without control characters; the middle of a long text is left out."""
-    return clip_middle(printable(" ".join(text.split())), width)
-
-
-def _quote(text: str) -> str:
-    return f'"{text}"'
-
-
-def waiting_line(step: int, groups: Groups) -> str:
-    """`step    7  no batch yet; settled: 250 zero_advantage, 6 failed_rollout`."""
-    outcomes = Counter(verdict.outcome.value for verdicts in groups for verdict in verdicts)
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    return f"step {step:4d}  no batch yet; settled: {counts}"
-
-
-def _add_group(metrics: MetricSet, verdicts: Sequence[Verdict], size: int) -> None:
-    outcomes = {verdict.outcome for verdict in verdicts}
-    kinds = {
-        "dropped_groups": is_dropped(verdicts),
-        "partial_groups": is_partial(verdicts, size),
-        "zero_advantage_groups": State.ZERO_ADVANTAGE in outcomes
-        and outcomes <= {State.FAILED_ROLLOUT, State.ZERO_ADVANTAGE},
-    }
-    for name, applies in kinds.items():
-        for scope in ("all", verdicts[0].rollout.env_name):
-            metrics.add(f"{name}/{scope}", Sum(applies))
-
-
-def is_dropped(verdicts: Sequence[Verdict]) -> bool:
-    """Whether failures left nothing of the group."""
-    return all(verdict.outcome in (State.FAILED_ROLLOUT, State.DROPPED_GROUP) for verdict in verdicts)
-
-
-def is_partial(verdicts: Sequence[Verdict], size: int) -> bool:
-    """Whether the group was judged, but without rollouts that failed. A group cut short is never judged."""
-    cut_short = any(verdict.outcome in (State.CANCELLED, State.STALE) for verdict in verdicts)
-    return count_survivors(verdicts) < size and not is_dropped(verdicts) and not cut_short
-
-
-def count_survivors(verdicts: Sequence[Verdict]) -> int:
-    """Rollouts of the group that did not fail; a retry that went well is one."""
-    return sum(verdict.outcome is not State.FAILED_ROLLOUT for verdict in verdicts)
 
 
 def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
@@ -152,6 +90,51 @@ def _add_rollout(metrics: MetricSet, verdict: Verdict) -> None:
     elif rollout.reward is not None:
         for name, value in rollout.metrics.items():
             metrics.add(f"metrics/{rollout.env_name}/{name}", Mean(value, 1))
+
+
+def step_line(step: int, values: Mapping[str, float]) -> str:
+    """`step    7  reward 0.812  128 rollouts  4.2k tokens  off-policy 0.6  1.4 s, 0.2 waiting  3 lost`."""
+    num_lost = values["lost_rollouts/all"]
+    level = values.get("off_policy_level/all/mean")  # absent if the policy sampled none of the tokens
+    off_policy = "" if level is None else f"off-policy {level:.1f}  "
+    return (
+        f"step {step:4d}  reward {values['reward/all']:.3f}  {values['batch_rollouts']:.0f} rollouts  "
+        f"{values['batch_tokens'] / 1000:.1f}k tokens  {off_policy}"
+        f"{values['time/batch_s']:.1f} s, {values['time/wait_weights_s']:.1f} waiting"
+        + (f"  {num_lost:.0f} lost" if num_lost else "")
+    )
+
+
+def sample_line(step: int, rollout: Rollout) -> str:
+    """`step    7  g54-r2  reward 0.750  "Reverse: stone" → "enots" (6 tokens, stop)`, in 100 columns."""
+    asked = _content(rollout.example.messages[-1]) if rollout.example.messages else ""
+    end = f"({rollout.num_sampled} tokens, {rollout.stop_reason})"
+    start = f"step {step:4d}  {rollout.rollout_id}  reward {rollout.reward or 0.0:.3f}  "
+    room = _LINE_WIDTH - len(f'{start}"" → "" {end}')
+    asked = shorten(asked, room // 2)
+    said = shorten(rollout.turns[-1].text if rollout.turns else "", room - len(asked))
+    return f'{start}"{asked}" → "{said}" {end}'
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message, of whichever form: parts are joined, what is no text is shown as it is."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    texts = [part.get("text", part) if isinstance(part, Mapping) else part for part in content]
+    return " ".join(map(str, texts))
+
+
+def shorten(text: str, width: int) -> str:
+    """On one line, without control characters; the middle of a long text is left out."""
+    return clip_middle(printable(" ".join(text.split())), width)
+
+
+def waiting_line(step: int, groups: Groups) -> str:
+    """`step    7  no batch yet; settled: 250 zero_advantage, 6 failed_rollout`."""
+    outcomes = Counter(verdict.outcome.value for verdicts in groups for verdict in verdicts)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    return f"step {step:4d}  no batch yet; settled: {counts}"
 
 
 def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
@@ -173,3 +156,104 @@ def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> N
             squares = np.square(chosen, dtype=np.float64).sum()
             moments = Moments.of(chosen.size, float(chosen.sum()), float(squares), float(chosen.max()))
             metrics.add(f"off_policy_level/{scope}", moments)
+
+
+@dataclass(slots=True)
+class WasteTally:
+    """Rollouts that were settled and will not train, by what became of them."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    zero_reward: float = 0.0
+    """Sum of the rewards of those without a signal."""
+
+    first_failure: str = ""
+
+    def add(self, groups: Iterable[Sequence[Verdict]]) -> "WasteTally":
+        for verdict in (verdict for verdicts in groups for verdict in verdicts if not verdict.is_sent):
+            self.outcomes[verdict.outcome.value] += 1
+            if verdict.outcome is State.ZERO_ADVANTAGE:
+                self.zero_reward += verdict.rollout.reward or 0.0
+            elif not self.first_failure and verdict.outcome not in _UNREMARKABLE:
+                self.first_failure = describe_loss(verdict)
+        return self
+
+    def copy(self) -> "WasteTally":
+        return WasteTally(self.outcomes.copy(), self.zero_reward, self.first_failure)
+
+
+class BatchProgress(msgspec.Struct, frozen=True):
+    step: int
+    """Step of the batch that is being sampled."""
+
+    num_ready: int
+    """Rollouts that wait for the batch to be full."""
+
+    num_running: int
+    waits_for_weights: bool = False
+    outcomes: dict[str, int] = {}
+    """Rollouts settled since the last batch that do not train, by their state in the ledger."""
+
+    zero_advantage_reward: float | None = None
+    """Mean reward of those without a signal."""
+
+    first_failure: str = ""
+
+    @classmethod
+    def of(
+        cls, tally: WasteTally, *, step: int, num_ready: int, num_running: int, waits_for_weights: bool
+    ) -> "BatchProgress":
+        num_zero = tally.outcomes[State.ZERO_ADVANTAGE.value]
+        return cls(
+            step,
+            num_ready,
+            num_running,
+            waits_for_weights,
+            dict(tally.outcomes.most_common()),
+            tally.zero_reward / num_zero if num_zero else None,
+            tally.first_failure,
+        )
+
+    def lines(self) -> list[str]:
+        """For the console: `step 7: 12 rollouts ready, 64 running; do not train: 480 without a signal, …`.
+
+        None before the first rollout starts and after the last is back.
+        """
+        if not (self.num_ready or self.num_running or self.outcomes or self.waits_for_weights):
+            return []
+        waits = "; waits for newer weights" if self.waits_for_weights else ""
+        line = f"step {self.step}: {self.num_ready:,} rollouts ready, {self.num_running:,} running{waits}"
+        if not self.outcomes:
+            return [line]
+        reasons = ", ".join(f"{number:,} {self._words(state)}" for state, number in self.outcomes.items())
+        cause = (
+            [f"  the first that failed or was dropped: {self.first_failure}"] if self.first_failure else []
+        )
+        return [f"{line}; do not train: {reasons}", *cause]
+
+    def _words(self, state: str) -> str:
+        if state == State.ZERO_ADVANTAGE.value and self.zero_advantage_reward is not None:
+            return f"without a signal (equal rewards in a group, mean {self.zero_advantage_reward:.3f})"
+        return _WORDS.get(state, state)
+
+
+def progress_path(run_dir: Path) -> Path:
+    return run_dir / "metrics" / PROGRESS_FILE
+
+
+def write_progress(run_dir: Path, progress: BatchProgress) -> None:
+    """Replaces the file. A full disk is no error here: this file is no record of the run."""
+    with suppress(OSError):
+        replace_file(progress_path(run_dir), msgspec.json.encode(progress))
+
+
+def remove_progress(run_dir: Path) -> None:
+    with suppress(OSError):
+        progress_path(run_dir).unlink(missing_ok=True)
+
+
+def read_progress(path: Path) -> BatchProgress | None:
+    """None if there is nothing that can be read: before the first rollout, once the last batch is sent."""
+    try:
+        return msgspec.json.decode(read_whole(path), type=BatchProgress)
+    except (OSError, DataError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 
 from pellucid.data import Rollout
 from pellucid.ledger import Flow, State
-from pellucid.orchestrator.drought import Drought
+from pellucid.orchestrator.failures import Drought
 from pellucid.orchestrator.verdict import Verdict
 
 _REMEMBERED_GROUPS = 64  # lengths change as the policy learns
@@ -164,12 +164,6 @@ class _OpenGroup:
     why_cut: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadyGroup:
-    verdicts: list[Verdict]
-    size: int
-
-
 class Scheduler:
     """`judge` turns the surviving rollouts of a final group into verdicts, one each, in order."""
 
@@ -197,7 +191,7 @@ class Scheduler:
         self._to_cut: list[str] = []
         self._retries: deque[tuple[_OpenGroup, str, int]] = deque()
         """Rollouts that failed and will be attempted again, and how often they have."""
-        self._ready: list[_ReadyGroup] = []
+        self._ready: list[list[Verdict]] = []
         self._ready_size = 0
         self._settled: list[list[Verdict]] = []
         self.batches_sent = 0
@@ -213,17 +207,12 @@ class Scheduler:
     @property
     def num_ready(self) -> int:
         """Rollouts that wait for a batch."""
-        return sum(verdict.is_sent for group in self._ready for verdict in group.verdicts)
+        return sum(verdict.is_sent for group in self._ready for verdict in group)
 
     @property
     def settled(self) -> Sequence[list[Verdict]]:
         """The groups that `take_settled` would give."""
         return self._settled
-
-    @property
-    def num_settled(self) -> int:
-        """Rollouts that `take_settled` would give."""
-        return sum(map(len, self._settled))
 
     @property
     def waits_for_weights(self) -> bool:
@@ -292,18 +281,21 @@ class Scheduler:
         while taken < len(groups) and (
             size < self._rules.batch_size or self._belongs_to_this_batch(groups[taken])
         ):
-            size += groups[taken].size
+            size += self._size(groups[taken])
             taken += 1
-        self._settled += [group.verdicts for group in groups[:taken]]
+        self._settled += groups[:taken]
         self._set_ready(groups[taken:])
         self.batches_sent += 1
         self._drop_stale()
         self._cut_short_what_is_stale()
-        return [verdict for group in groups[:taken] for verdict in group.verdicts if verdict.is_sent]
+        return [verdict for group in groups[:taken] for verdict in group if verdict.is_sent]
 
-    def _set_ready(self, groups: list[_ReadyGroup]) -> None:
+    def _set_ready(self, groups: list[list[Verdict]]) -> None:
         self._ready = groups
-        self._ready_size = sum(group.size for group in groups)
+        self._ready_size = sum(map(self._size, groups))
+
+    def _size(self, group: Sequence[Verdict]) -> int:
+        return sum(map(self._rules.size, group))
 
     def _must_wait_for_open_groups(self) -> bool:
         """Whether the batch waits: strictly on-policy, for all open groups; paced, for those that would be
@@ -315,19 +307,19 @@ class Scheduler:
             self._ages_out(self.policy_version if version is None else version) for version in versions
         )
 
-    def _belongs_to_this_batch(self, group: _ReadyGroup) -> bool:
+    def _belongs_to_this_batch(self, group: list[Verdict]) -> bool:
         """Whether even a full batch takes the group, because it would be too old for a later one."""
-        too_old = self._rules.paced and self._ages_out(self._oldest_version(group.verdicts))
+        too_old = self._rules.paced and self._ages_out(self._oldest_version(group))
         return self._rules.max_async_level == 0 or too_old
 
     def _ages_out(self, version: int) -> bool:
         return self.batches_sent + 1 - version > self._rules.max_off_policy_steps
 
-    def _by_age(self) -> list[_ReadyGroup]:
+    def _by_age(self) -> list[list[Verdict]]:
         """Returns ready groups by arrival; paced, those that a later batch could not take come first."""
         if not self._rules.paced:
             return self._ready
-        return sorted(self._ready, key=lambda group: not self._ages_out(self._oldest_version(group.verdicts)))
+        return sorted(self._ready, key=lambda group: not self._ages_out(self._oldest_version(group)))
 
     def take_settled(self) -> list[list[Verdict]]:
         """Returns the groups settled since the last call."""
@@ -340,8 +332,8 @@ class Scheduler:
         self._unfinished = self._find_unfinished()
         self._filling = None
         if self.batches_sent == self._rules.max_steps:
-            for ready in self._ready:
-                self._cancel(ready.verdicts)
+            for verdicts in self._ready:
+                self._cancel(verdicts)
             self._set_ready([])
         while self._retries:
             self._retries.popleft()[0].num_unfinished -= 1
@@ -359,7 +351,7 @@ class Scheduler:
             self._num_groups,
             self._generation,
             self._unfinished if self.stopped else self._find_unfinished(),
-            [group.verdicts for group in self._ready],
+            list(self._ready),
         )
 
     def restore(self, state: SchedulerState) -> None:
@@ -384,9 +376,16 @@ class Scheduler:
         rules = self._rules
         last_batch = min(self.policy_version + rules.max_async_level + 1, rules.max_steps)
         wanted = (last_batch - self.batches_sent) * rules.batch_size
-        if self._ready_size + len(self._open) * self._expected_size >= wanted:
+        tokens_per_rollout = self._rollout_length.mean if self._rollout_length else 1
+        expected = len(self._open) * rules.rollouts_per_example * tokens_per_rollout
+        if self._ready_size + expected >= wanted:
             return None
-        source, index = self._again[0] if self._again else self._next_example()
+        if self._again:
+            source, index = self._again[0]
+        else:
+            # The environment that is furthest behind its share with the next group; the first of equals.
+            source = max(self._sources, key=lambda each: self._credits[each.env_name] + self._share(each))
+            index = self._positions[source.env_name]
         room = rules.max_inflight_rollouts - self.num_inflight
         if source.group_scored and room < rules.rollouts_per_example:
             return None  # its rollouts belong together: all at once or not yet
@@ -394,33 +393,17 @@ class Scheduler:
             self._again.popleft()
         else:
             self._take_turn(source)
-        group = _OpenGroup(source, index, self._next_group_id())
+        # `g57`; `g57.1` after the first resume: a run that was killed may have used the same numbers.
+        generation = f".{self._generation}" if self._generation else ""
+        group = _OpenGroup(source, index, f"g{self._num_groups}{generation}")
+        self._num_groups += 1
         self._open[group.group_id] = group
         return group
-
-    @property
-    def _expected_size(self) -> float:
-        """Returns what an open group will add to a batch if all its rollouts train: rollouts, or tokens."""
-        return self._rules.rollouts_per_example * (self._rollout_length.mean if self._rollout_length else 1)
 
     def _dispatch(self, group: _OpenGroup, rollout_id: str, attempt: int) -> Dispatch:
         self._inflight[rollout_id] = group
         group.running[rollout_id] = _Running(attempt)
         return Dispatch(group.source.env_name, group.example_index, group.group_id, rollout_id, attempt)
-
-    def _next_group_id(self) -> str:
-        """`g57`; `g57.1` after the first resume: a run that was killed may have used the same numbers."""
-        number = self._num_groups
-        self._num_groups += 1
-        return f"g{number}.{self._generation}" if self._generation else f"g{number}"
-
-    def _next_example(self) -> tuple[Source, int]:
-        source = self._next_source()
-        return source, self._positions[source.env_name]
-
-    def _next_source(self) -> Source:
-        """The environment that is furthest behind its share with the next group; the first of equals."""
-        return max(self._sources, key=lambda source: self._credits[source.env_name] + self._share(source))
 
     def _take_turn(self, source: Source) -> None:
         """Gives every environment its share of a group as credit, and takes the whole group from `source`.
@@ -482,9 +465,8 @@ class Scheduler:
     def _admit(self, verdicts: list[Verdict]) -> None:
         verdicts = self._aged(verdicts)
         if any(verdict.is_sent for verdict in verdicts):
-            size = sum(map(self._rules.size, verdicts))
-            self._ready.append(_ReadyGroup(verdicts, size))
-            self._ready_size += size
+            self._ready.append(verdicts)
+            self._ready_size += self._size(verdicts)
             self.drought = Drought()
         else:
             self._settled.append(verdicts)
@@ -497,13 +479,10 @@ class Scheduler:
                 self._cut_short(group, self._why_stale(oldest))
 
     def _drop_stale(self) -> None:
-        fresh = []
+        fresh: list[list[Verdict]] = []
         for group in self._ready:
-            verdicts = self._aged(group.verdicts)
-            if verdicts is group.verdicts:
-                fresh.append(group)
-            else:
-                self._settled.append(verdicts)
+            aged = self._aged(group)
+            (fresh if aged is group else self._settled).append(aged)
         self._set_ready(fresh)
 
     def _aged(self, verdicts: list[Verdict]) -> list[Verdict]:

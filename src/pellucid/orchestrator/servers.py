@@ -1,28 +1,38 @@
-"""Connects to the servers of a run, and states what each has to be.
+"""The servers of a run: connects to them, states what each has to be, and serves what the trainer publishes.
 
-A run has an identity, `NAME-1f0c9a3e`, made when it first starts and kept in its folder. It travels with
-every weight update, so that a server can tell whose weights it serves.
+- A run has an identity, `NAME-1f0c9a3e`, made when it first starts and kept in its folder. It travels with
+  every weight update, so that a server can tell whose weights it serves.
+- The newest version is served, each once, and every version that is due: it is to be evaluated. Those are
+  never passed over, however many are newer by then; and whatever is made of a version is over before the next
+  one is served.
 """
 
+import asyncio
+import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.config.inference import base_url
-from pellucid.config.orchestrator import TeacherConfig
 from pellucid.data.files import read_whole, replace_file
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import fingerprint
-from pellucid.errors import DataError
+from pellucid.errors import DataError, InferenceError
 from pellucid.guard import read_key, server_key
+from pellucid.inference.client import InferenceClient, UnreachableError
 from pellucid.inference.pool import ServerPool
 from pellucid.inference.servers import Expected
 from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import stable_steps
 
+log = logging.getLogger(__name__)
+
 _MAX_IDENTITY_BYTES = 4096
+_POLL_S = 0.01
+_RETRY_S = 0.5
+_MAX_TRIES = 3
 
 Claims = dict[str, str]
 """Pool that uses a server, by server id: a server serves the policy or a teacher, never both."""
@@ -51,31 +61,22 @@ def connect_teacher(
     teacher = config.orchestrator.teacher
     if teacher is None:
         return None
-    urls = teacher.servers or (base_url(config.inference.host, teacher.port),)
-    expected = expected_of_teacher(config, teacher, tokenizer)
-    return _connect(config, urls, expected, claims, _teacher_key(config, teacher), process)
-
-
-def expected_of_teacher(config: OrchestratorRunConfig, teacher: TeacherConfig, tokenizer: Any) -> Expected:
-    return Expected(
+    key_setting = "orchestrator.teacher.key_file"
+    key: str | None = None
+    if not teacher.servers:
+        key = server_key(config.output_dir, config.inference.key_file)
+    elif teacher.key_file is not None:  # somebody else's servers never get the run's key
+        key = read_key(teacher.key_file, key_setting)
+    expected = Expected(
         "teacher",
         config.model.name,
         fingerprint(tokenizer),
         config.inference.max_model_len,
         access="all" if teacher.mode == "sft" else "sampling",
-        key_setting="orchestrator.teacher.key_file",
+        key_setting=key_setting,
     )
-
-
-def _teacher_key(config: OrchestratorRunConfig, teacher: TeacherConfig) -> str | None:
-    """Returns the run's key if its launcher serves the teacher; else the key of `orchestrator.teacher`, if
-    any.
-
-    The run's key is never sent to somebody else's server.
-    """
-    if not teacher.servers:
-        return server_key(config.output_dir, config.inference.key_file)
-    return None if teacher.key_file is None else read_key(teacher.key_file, "orchestrator.teacher.key_file")
+    urls = teacher.servers or (base_url(config.inference.host, teacher.port),)
+    return _connect(config, urls, expected, claims, key, process)
 
 
 def _connect(
@@ -106,3 +107,46 @@ def run_identity(run_dir: Path, name: str) -> str:
     if not identity or not identity.isprintable():
         raise DataError(f"{path} is damaged: it holds no name; delete it, and restart the run's servers")
     return identity
+
+
+async def follow_weights(
+    weights: Path,
+    client: InferenceClient,
+    on_update: Callable[[int], Awaitable[None]],
+    is_due: Callable[[int], bool],
+) -> None:
+    """Serves versions as they appear; never returns. After a refusal it tries again, with the version due by
+    then.
+
+    Raises InferenceError after a few refusals in a row, and at once when no server can be reached.
+    """
+    served = num_failures = 0
+    while True:
+        version = next_version(stable_steps(weights), served, is_due)
+        if version is not None:
+            try:
+                await client.update_weights(version, weights / f"step_{version}")
+            except UnreachableError:  # the client has waited for its servers long enough
+                raise
+            except InferenceError as error:
+                num_failures += 1
+                if num_failures == _MAX_TRIES:
+                    raise InferenceError(
+                        f"no weights could be served in {_MAX_TRIES} tries; policy version {version}: "
+                        f"{error}; go on with --resume: a damaged file is made anew"
+                    ) from error
+                log.warning("policy version %d could not be served, trying again: %s", version, error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                served, num_failures = version, 0
+                await on_update(version)
+        await asyncio.sleep(_POLL_S)
+
+
+def next_version(published: Sequence[int], served: int, is_due: Callable[[int], bool]) -> int | None:
+    """Returns the first new version that is due, else the newest; None if none is newer than `served`.
+
+    `published` is ascending.
+    """
+    newer = [version for version in published if version > served]
+    return next(filter(is_due, newer), newer[-1] if newer else None)

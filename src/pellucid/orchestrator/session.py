@@ -9,7 +9,8 @@
 - What is remembered of a conversation is a copy: a caller that changes its messages changes nothing here.
 - A turn stores what it adds to the one it goes on from, so a rollout holds its tokens once.
 - The rollouts of a group get the same prompt object, so the engine can share its prefill.
-- A seed depends on the run's seed, the rollout and the number of the call alone.
+- A seed depends on the run's seed, the rollout and the number of the call alone: not on process, time or
+  order.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 from pellucid.data import Completion, RoleSpan, Rollout, Turn
@@ -31,13 +33,19 @@ from pellucid.orchestrator.chat import (
     take_message,
     take_messages,
 )
-from pellucid.orchestrator.seeds import stable_seed
 from pellucid.orchestrator.tasks import finish_despite_cancellation
 
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 60.0  # a server that swaps large weights answers nothing meanwhile
 _ABORT_AGAIN_S = 0.5
+_SEED_BYTES = 4  # engines and numpy take seeds below 2**32
+
+
+def stable_seed(*parts: object) -> int:
+    """Hashes `parts` to a seed that is the same in every process, unlike Python's `hash`."""
+    name = "/".join(map(str, parts)).encode()
+    return int.from_bytes(blake2b(name, digest_size=_SEED_BYTES).digest(), "little")
 
 
 @dataclass(slots=True)
@@ -56,6 +64,9 @@ class Sampler:
 
     patience_s: float = _PATIENCE_S
     """Seconds that a request that was cut short may take to answer; after that its tokens are given up."""
+
+    on_completion: Callable[[Completion, Account], Completion] | None = None
+    """Relabels every completion before it is recorded; None: it is the policy's own."""
 
     def close(self, patience_s: float) -> None:
         self.closed = True
@@ -83,15 +94,6 @@ def as_message(turn: Turn) -> Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    messages: list[Message]
-    tools: list[Message]
-    trainable: bool
-    max_tokens: int | None
-    as_message: Callable[[Turn], Message]
-
-
-@dataclass(frozen=True, slots=True)
 class _Known:
     """A conversation that ends with a reply, stored as what it adds to the conversation it continues."""
 
@@ -109,13 +111,13 @@ class _Known:
     later: "list[_Known]" = field(default_factory=list)
     """Conversations that continue this one."""
 
-    def precedes(self, question: _Question) -> bool:
-        """Whether the question continues this conversation, provided that it continues the one before."""
+    def precedes(self, messages: list[Message], tools: list[Message]) -> bool:
+        """Whether `messages` continue this conversation, provided that they continue the one before."""
         start = self.num_messages - len(self.messages)
         return (
-            self.num_messages < len(question.messages)
-            and question.messages[start : self.num_messages] == self.messages
-            and question.tools == self.tools
+            self.num_messages < len(messages)
+            and messages[start : self.num_messages] == self.messages
+            and tools == self.tools
         )
 
 
@@ -168,9 +170,20 @@ class Session:
         as_message: Callable[[Turn], Message] = as_message,
     ) -> Turn:
         """Returns the reply with its tokens; if not `trainable`, they are counted, but never trained on."""
-        question = _Question(take_messages(messages), list(tools), trainable, max_tokens, as_message)
-        request_id = self._start(question)
-        request = self._running[request_id]
+        taken = take_messages(messages)
+        if self._closed or self._sampler.closed:
+            over = "run" if self._sampler.closed else "rollout"
+            raise RolloutError(f"the {over} is over; no further turn is sampled")
+        number = self._num_calls
+        self._num_calls += 1
+        prompt = self._prompt(taken, list(tools))
+        params = self._params(len(prompt.token_ids), number, max_tokens)
+        if self._on_request is not None:
+            self._on_request(self._rollout.rollout_id)
+        request_id = f"{self._sampler.run_id}/{self._rollout.group_id}/{self._rollout.rollout_id}/{number}"
+        request = asyncio.create_task(self._sample(prompt, params, request_id, trainable, as_message))
+        self._running[request_id] = request
+        request.add_done_callback(lambda request: self._forget(request_id, request))
         try:
             return await asyncio.shield(request)
         except asyncio.CancelledError:
@@ -200,33 +213,24 @@ class Session:
     def max_tokens(self) -> int:
         return self._sampler.max_tokens
 
-    def _start(self, question: _Question) -> str:
-        if self._closed or self._sampler.closed:
-            over = "run" if self._sampler.closed else "rollout"
-            raise RolloutError(f"the {over} is over; no further turn is sampled")
-        number = self._num_calls
-        self._num_calls += 1
-        prompt = self._prompt(question)
-        params = self._params(len(prompt.token_ids), number, question.max_tokens)
-        if self._on_request is not None:
-            self._on_request(self._rollout.rollout_id)
-        request_id = f"{self._sampler.run_id}/{self._rollout.group_id}/{self._rollout.rollout_id}/{number}"
-        request = asyncio.create_task(self._sample(question, prompt, params, request_id))
-        self._running[request_id] = request
-        request.add_done_callback(lambda request: self._forget(request_id, request))
-        return request_id
-
     def _forget(self, request_id: str, request: "asyncio.Task[Turn]") -> None:
         del self._running[request_id]
         if not request.cancelled():
             request.exception()  # seen, even if its caller was cancelled and never asks
 
     async def _sample(
-        self, question: _Question, prompt: _Prompt, params: SamplingParams, request_id: str
+        self,
+        prompt: _Prompt,
+        params: SamplingParams,
+        request_id: str,
+        trainable: bool,
+        as_message: Callable[[Turn], Message],
     ) -> Turn:
         account = Account(self._sampler.run_id, self._rollout.env_name)
         completion = await self._sampler.client.generate(prompt.token_ids, params, account, request_id)
-        turn = self._record(question, prompt, completion)
+        if self._sampler.on_completion is not None:
+            completion = self._sampler.on_completion(completion, account)
+        turn = self._record(prompt, completion, trainable)
         if completion.finish_reason == REFUSED:
             raise RolloutError(
                 f"{len(completion.token_ids)} tokens are refused: the server was restarted, or serves other "
@@ -236,10 +240,10 @@ class Session:
             raise RolloutError(
                 f"the server cut the completion short after {len(completion.token_ids)} tokens"
             )
-        self._remember(prompt, take_message(question.as_message(turn), "the reply"), turn)
+        self._remember(prompt, take_message(as_message(turn), "the reply"), turn)
         return turn
 
-    def _record(self, question: _Question, prompt: _Prompt, completion: Completion) -> Turn:
+    def _record(self, prompt: _Prompt, completion: Completion, trainable: bool) -> Turn:
         """Adds the turn to the rollout, even if the tokenizer cannot decode it: its tokens were sampled."""
         unreadable: Exception | None = None
         try:
@@ -248,14 +252,8 @@ class Session:
             text, unreadable = "", error
         reply_start = prompt.spans[-1][2] if prompt.spans else 0
         reply = ("assistant", reply_start, len(prompt.token_ids) + len(completion.token_ids))
-        turn = Turn(
-            prompt.token_ids,
-            completion,
-            text,
-            [*prompt.spans, reply],
-            question.trainable,
-            prompt.goes_on_from,
-        )
+        spans = [*prompt.spans, reply]
+        turn = Turn(prompt.token_ids, completion, text, spans, trainable, prompt.goes_on_from)
         self._rollout.turns.append(turn)
         if unreadable is not None:
             raise RolloutError(
@@ -270,13 +268,13 @@ class Session:
         (self._known if prompt.known is None else prompt.known.later).append(known)
         self._num_known += 1
 
-    def _longest_known(self, question: _Question) -> _Known | None:
-        """Returns the conversation that the question continues; of several, the longest, then the latest."""
+    def _longest_known(self, messages: list[Message], tools: list[Message]) -> _Known | None:
+        """Returns the conversation that `messages` continue; of several, the longest, then the latest."""
         best: _Known | None = None
         candidates = list(self._known)
         while candidates:
             known = candidates.pop()
-            if known.precedes(question):
+            if known.precedes(messages, tools):
                 candidates += known.later
                 if best is None or (known.num_messages, known.number) > (best.num_messages, best.number):
                     best = known
@@ -316,18 +314,18 @@ class Session:
             stop_token_ids=sampler.chat.end_of_turn_ids,
         )
 
-    def _prompt(self, question: _Question) -> _Prompt:
-        known = self._longest_known(question)
+    def _prompt(self, messages: list[Message], tools: list[Message]) -> _Prompt:
+        known = self._longest_known(messages, tools)
         num_known = 0 if known is None else known.num_messages
-        added = copy_nested(question.messages[num_known:])
-        tools = copy_nested(question.tools) if known is None else known.tools
+        added = copy_nested(messages[num_known:])
         if known is not None:
-            rendered = self._sampler.chat.continuation(question.messages, num_known - 1, question.tools)
+            rendered = self._sampler.chat.continuation(messages, num_known - 1, tools)
             if rendered is not None:
                 token_ids, spans = self._extend(known.turn, rendered)
-                return _Prompt(token_ids, spans, known.turn, known, added, tools)
-        rendered = self._prompts.render(question.messages, question.tools)
-        return _Prompt(rendered.token_ids, _spans([], rendered.stops, 0), None, known, added, tools)
+                return _Prompt(token_ids, spans, known.turn, known, added, known.tools)
+        rendered = self._prompts.render(messages, tools)
+        kept_tools = copy_nested(tools) if known is None else known.tools
+        return _Prompt(rendered.token_ids, _spans([], rendered.stops, 0), None, known, added, kept_tools)
 
     def _extend(self, last: Turn, rendered: Rendered) -> tuple[list[int], list[RoleSpan]]:
         """Appends what the template puts after the last turn to that turn's tokens and spans."""
@@ -343,7 +341,7 @@ class Session:
 
 
 def group_of_request(request_id: str) -> str:
-    """`demo/g5/g5-r3/0` -> `demo/g5`; see `Session._start`."""
+    """`demo/g5/g5-r3/0` -> `demo/g5`; see `Session.sample`."""
     return request_id.rsplit("/", 2)[0]
 
 

@@ -1,33 +1,64 @@
-"""`checkpoints/orchestrator.bin`: where an orchestrator stood after its last batch.
+"""`checkpoints/orchestrator.bin`: where an orchestrator stood after its last batch, and how it resumes.
 
 It is on the disk *before* that batch is handed over. Whatever happens in between, a resume finds a snapshot
 that knows of every batch; a batch that it knows and cannot find was lost.
 
-A resume cuts off what the orchestrator wrote down after the snapshot, and the ledger counts those tokens as
-lost. Rollouts that were ready for the next batch are in the snapshot, whole.
-
     CRC-32 of the rest, 4 bytes, little-endian     MessagePack of a `Snapshot`
 
 The one before is kept as `orchestrator.before.bin`: a damaged one is noticed by its checksum and passed over.
+
+A resume takes the orchestrator's part of a run folder back to where the snapshot was, whoever else goes on:
+
+    next_batch   the first batch from the newest checkpoint on that is missing or damaged: sampled next
+
+Journal, saved rollouts and batches are cut back to that point; see `ledger.settle` and `ledger.Links` for
+what becomes of the tokens. Rollouts that were ready for the next batch are in the snapshot, whole. The new
+snapshot is written last: interrupted before, all of it can be done again. Where the newest snapshot or the
+journal is damaged, neither journal nor rollouts are cut, and groups that waited for a batch are given up:
+they may have been sent since.
+
+A trainer may be training from `batches/` at this very moment. A batch that it has taken is good enough for
+it, and those that its checkpoint covers may go at any time; those after the first that is missing it never
+touches.
 """
 
 import logging
+import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pellucid.data import Example, PackedArray, Rollout, TrainingSample, Turn
-from pellucid.data.files import replace_file, require_file
-from pellucid.errors import DataError
-from pellucid.ledger import Flow, State
+from pellucid.config import OrchestratorRunConfig, RunConfig, TrainerRunConfig
+from pellucid.data import Example, PackedArray, RoleSpan, Rollout, TrainingSample, Turn
+from pellucid.data.files import replace_file, require_file, require_own, sync
+from pellucid.errors import ConfigError, DataError
+from pellucid.ledger import (
+    NOBODY,
+    Flow,
+    LedgerEntry,
+    Stage,
+    State,
+    append_entries,
+    discarded,
+    end_of_mark,
+    held_again,
+    mend,
+    read_journal,
+    trained_steps,
+)
+from pellucid.ledger.settings import Change
+from pellucid.orchestrator.records import cut_rollouts, discard_rollouts, saved_bytes
 from pellucid.orchestrator.scheduler import RolloutLength, SchedulerState
 from pellucid.orchestrator.verdict import Outcome, Verdict
+from pellucid.transport import Limits, limits_of, retract_steps, stable_steps
+from pellucid.transport.spool import Spool, first_missing_batch
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _FILE = Path("checkpoints") / "orchestrator.bin"
 _FILE_BEFORE = Path("checkpoints") / "orchestrator.before.bin"
@@ -40,7 +71,9 @@ class HeldTurn(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     finish_reason: str
     policy_versions: list[tuple[int, int]]
-    role_spans: list[tuple[str, int, int]] = []
+    role_spans: list[RoleSpan] = []
+    """Those of a rollout's last turn; other turns have the beginnings of these, and none here."""
+
     link: str = ""
 
 
@@ -69,15 +102,40 @@ class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
     error_type: str | None = None
     state: dict[str, str] = {}
 
-    @property
-    def num_sampled(self) -> int:
-        return sum(turn.num_tokens for turn in self.turns)
+    @classmethod
+    def of(cls, verdict: Verdict) -> "HeldRollout":
+        rollout = verdict.rollout
+        turns = [HeldTurn(**{name: getattr(turn, name) for name in _OF_TURN}) for turn in rollout.turns]
+        if turns:
+            turns[-1] = msgspec.structs.replace(turns[-1], role_spans=rollout.turns[-1].role_spans)
+        return cls(
+            **{name: getattr(rollout, name) for name in _OF_ROLLOUT},
+            example_id=rollout.example.example_id,
+            messages=[dict(message) for message in rollout.example.messages],
+            turns=turns,
+            outcome=verdict.outcome.value,
+            reason=verdict.reason,
+            advantage=verdict.advantage,
+            samples=[HeldSample(dict(sample.arrays), dict(sample.values)) for sample in verdict.samples],
+        )
+
+    def verdict(self, run_id: str) -> Verdict:
+        rollout = Rollout(
+            **{name: getattr(self, name) for name in _OF_ROLLOUT},
+            example=Example(self.example_id, self.messages),
+            turns=[Turn.without_tokens(**msgspec.structs.asdict(turn)) for turn in self.turns],
+        )
+        outcome: Outcome = Flow.SENT if self.outcome == Flow.SENT.value else State(self.outcome)
+        samples = [
+            TrainingSample.from_packed(sample.arrays, {**sample.values, "run_id": run_id})
+            for sample in self.samples
+        ]
+        return Verdict(rollout, outcome, self.reason, self.advantage, samples)
 
 
-def newest_version(group: Sequence[HeldRollout]) -> int:
-    """Returns the newest policy version that sampled a token of the group."""
-    turns = (turn for held in group for turn in held.turns)
-    return max((version for turn in turns for version, _ in turn.policy_versions), default=0)
+_OF_TURN = [name for name in HeldTurn.__struct_fields__ if name != "role_spans"]
+_OF_ROLLOUT = [each.name for each in fields(Rollout) if each.name in HeldRollout.__struct_fields__]
+_OF_ROLLOUT.remove("turns")
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -111,31 +169,15 @@ class Snapshot(msgspec.Struct, frozen=True):
         return held
 
     def scheduler_state(self, run_id: str) -> SchedulerState:
-        return SchedulerState(
-            self.batches_sent,
-            self.positions,
-            self.credits,
-            self.rollout_length,
-            self.num_groups,
-            self.generation,
-            self.unfinished,
-            [[_verdict(each, run_id) for each in group] for group in self.ready],
-        )
+        values = {each.name: getattr(self, each.name) for each in fields(SchedulerState)}
+        values["ready"] = [[each.verdict(run_id) for each in group] for group in self.ready]
+        return SchedulerState(**values)
 
 
 def take_snapshot(state: SchedulerState, *, mark: int, rollouts_bytes: dict[int, int]) -> Snapshot:
-    return Snapshot(
-        state.batches_sent,
-        dict(state.positions),
-        state.num_groups,
-        state.generation,
-        list(state.unfinished),
-        [[_hold(verdict) for verdict in verdicts] for verdicts in state.ready],
-        mark,
-        rollouts_bytes,
-        dict(state.credits),
-        state.rollout_length,
-    )
+    values = {each.name: getattr(state, each.name) for each in fields(SchedulerState)}
+    values["ready"] = [[HeldRollout.of(verdict) for verdict in verdicts] for verdicts in state.ready]
+    return Snapshot(**values, mark=mark, rollouts_bytes=rollouts_bytes)
 
 
 def write_snapshot(run_dir: Path, snapshot: Snapshot) -> None:
@@ -163,7 +205,7 @@ def read_snapshot(run_dir: Path) -> Snapshot | None:
             errors.append(error)
             continue
         for passed_over in errors:
-            logger.warning("%s; the one before is taken", passed_over)
+            log.warning("%s; the one before is taken", passed_over)
         return msgspec.structs.replace(snapshot, is_fallback=bool(errors))
     if errors:
         raise DataError(
@@ -185,67 +227,94 @@ def _decode(path: Path) -> Snapshot:
         raise DataError(f"{path} is of another version of pellucid, or damaged: {error}") from error
 
 
-def _hold(verdict: Verdict) -> HeldRollout:
-    rollout = verdict.rollout
-    return HeldRollout(
-        rollout_id=rollout.rollout_id,
-        group_id=rollout.group_id,
-        env_name=rollout.env_name,
-        example_id=rollout.example.example_id,
-        messages=[dict(message) for message in rollout.example.messages],
-        temperature=rollout.temperature,
-        turns=[
-            HeldTurn(
-                turn.text,
-                turn.num_prompt_tokens,
-                turn.num_tokens,
-                turn.finish_reason,
-                turn.policy_versions,
-                turn.role_spans if turn is rollout.turns[-1] else [],  # the others are its beginnings
-                turn.link,
-            )
-            for turn in rollout.turns
-        ],
-        outcome=verdict.outcome.value,
-        reason=verdict.reason,
-        advantage=verdict.advantage,
-        samples=[HeldSample(dict(sample.arrays), dict(sample.values)) for sample in verdict.samples],
-        reward=rollout.reward,
-        metrics=rollout.metrics,
-        error=rollout.error,
-        error_type=rollout.error_type,
-        state=rollout.state,
+def settle_orchestrator(
+    config: TrainerRunConfig | OrchestratorRunConfig,
+    changes: Sequence[Change] = (),
+    *,
+    checkpoint: int | None = None,
+) -> Snapshot:
+    """Returns the snapshot to go on from; `changes` are the settings that are others from here on.
+
+    `checkpoint`: where the trainer, which is gone, will go on; None: it may be running, and the caller is the
+    orchestrator that goes on.
+    """
+    folder = config.output_dir
+    journal = folder / "ledger" / "orchestrator.jsonl"
+    snapshot = read_snapshot(folder) or Snapshot(generation=0 if journal.exists() else -1)
+    next_batch = _next_batch(folder, snapshot, checkpoint, limits_of(config.transport))
+    check_max_steps(config, next_batch, "sampled")
+    require_own(journal)
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    journal.touch()
+    mend(journal)
+    trained = trained_steps(journal.parent, next_batch)
+    end = None if snapshot.is_fallback else end_of_mark(journal, snapshot.mark)
+    if end is not None:
+        os.truncate(journal, end)
+        cut_rollouts(folder, snapshot.batches_sent, snapshot.rollouts_bytes)
+    elif not snapshot.is_fallback:
+        log.warning("%s lacks what was written before snapshot %d; is it damaged?", journal, snapshot.mark)
+    given_up = discarded(read_journal(journal), next_batch, trained)
+    discard_rollouts(folder, {entry.step for entry in given_up}, trained)
+    retract_steps(folder / "batches", next_batch)
+    Spool(folder).forget_refusals()
+    snapshot = msgspec.structs.replace(
+        snapshot,
+        ready=[] if end is None else _kept(snapshot, next_batch, changes),
+        batches_sent=next_batch,
+        mark=1 + max((entry.mark for entry in read_journal(journal)), default=0),
+        rollouts_bytes=saved_bytes(folder, next_batch),
     )
-
-
-def _verdict(held: HeldRollout, run_id: str) -> Verdict:
-    rollout = Rollout(
-        held.rollout_id,
-        held.group_id,
-        Example(held.example_id, held.messages),
-        held.env_name,
-        held.temperature,
+    held = Counter({(config.run_name, env, link): n for (env, link), n in snapshot.held().items() if link})
+    append_entries(
+        journal,
         [
-            Turn.without_tokens(
-                text=turn.text,
-                num_prompt_tokens=turn.num_prompt_tokens,
-                num_tokens=turn.num_tokens,
-                finish_reason=turn.finish_reason,
-                policy_versions=turn.policy_versions,
-                role_spans=turn.role_spans,
-                link=turn.link,
-            )
-            for turn in held.turns
+            *given_up,
+            *held_again(read_journal(journal), held, next_batch),
+            LedgerEntry(Stage.ORCHESTRATOR, next_batch, opened=NOBODY),
+            LedgerEntry(Stage.ORCHESTRATOR, next_batch, mark=snapshot.mark),
         ],
-        held.reward,
-        held.metrics,
-        held.error,
-        held.error_type,
-        held.state,
     )
-    samples = [
-        TrainingSample.from_packed(sample.arrays, {**sample.values, "run_id": run_id})
-        for sample in held.samples
-    ]
-    outcome: Outcome = Flow.SENT if held.outcome == Flow.SENT.value else State(held.outcome)
-    return Verdict(rollout, outcome, held.reason, held.advantage, samples)
+    sync(journal)
+    # Names of groups are unique for good, also those of a process that dies before its first snapshot.
+    generation = snapshot.generation + (checkpoint is None)
+    write_snapshot(folder, msgspec.structs.replace(snapshot, generation=generation))
+    return snapshot
+
+
+def _next_batch(folder: Path, snapshot: Snapshot, checkpoint: int | None, limits: Limits) -> int:
+    stop = None if snapshot.is_fallback else snapshot.batches_sent
+    if checkpoint is not None:
+        return first_missing_batch(folder, checkpoint, stop, limits)
+    while True:
+        start = max(stable_steps(folder / "checkpoints"), default=0)
+        missing = first_missing_batch(folder, start, stop, limits, trust_taken=True)
+        # A trainer that goes on may have saved a checkpoint meanwhile, and let go of batches that it covers.
+        if start == max(stable_steps(folder / "checkpoints"), default=0):
+            return missing
+
+
+def _kept(snapshot: Snapshot, next_batch: int, changes: Sequence[Change]) -> list[list[HeldRollout]]:
+    """Groups that may go on waiting for a batch; the others are given up as lost.
+
+    Those that were judged by another rule are: a batch has one, its step's in the record. So are those that
+    are newer than the next batch, since an earlier one was damaged.
+    """
+    if any(change.key.startswith("orchestrator.advantage") for change in changes):
+        return []
+
+    def newest_version(group: Sequence[HeldRollout]) -> int:
+        turns = (turn for held in group for turn in held.turns)
+        return max((version for turn in turns for version, _ in turn.policy_versions), default=0)
+
+    return [group for group in snapshot.ready if newest_version(group) <= next_batch]
+
+
+def check_max_steps(config: RunConfig, num_done: int, what: str) -> None:
+    """Raises ConfigError if the run in the folder has done more than it is asked for."""
+    max_steps = getattr(config, "max_steps", num_done)
+    if max_steps < num_done:
+        raise ConfigError(
+            f"max_steps = {max_steps}, but the run in output_dir = {config.output_dir} has {what} "
+            f"{num_done:,} steps already; set max_steps to {num_done} to end it there, or higher to go on"
+        )

@@ -15,9 +15,7 @@
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pellucid.config import OrchestratorRunConfig, TeacherConfig
-from pellucid.data import NOT_OURS, Completion, Rollout, TrainingMode
+from pellucid.data import NOT_OURS, Completion, PackedArray, Rollout, TrainingMode
 from pellucid.errors import InferenceError, TeacherError
-from pellucid.inference.client import Account, InferenceClient, SamplingParams
+from pellucid.inference.client import Account, InferenceClient
 from pellucid.ledger import Flow, Journal, Stage, link_of
-from pellucid.orchestrator.samples import token_sequences
+from pellucid.orchestrator.verdict import token_sequences
 
 _FLUSH_S = 0.25
 
@@ -52,29 +50,32 @@ class Scorer:
             for index, token_ids in enumerate(token_sequences(rollout))
         ]
 
-    async def _score(self, token_ids: NDArray[np.integer[Any]], temperature: float, request_id: str) -> bytes:
+    async def _score(
+        self, token_ids: NDArray[np.integer[Any]], temperature: float, request_id: str
+    ) -> PackedArray:
         try:
             logprobs = await self.client.score(token_ids.tolist(), temperature, request_id)
         except InferenceError as error:
             raise TeacherError(f"the teacher could not score the rollout: {error}") from error
         if len(logprobs) != len(token_ids):
             raise TeacherError(f"the teacher gave {len(logprobs)} logprobs for {len(token_ids)} tokens")
-        return np.asarray(logprobs, np.float32).tobytes()
+        return PackedArray.pack(np.asarray(logprobs, np.float32))
 
 
-class TeacherSampler:
-    """The teacher's servers, in the place of the policy's."""
+class TeacherBooks:
+    """The completions of a teacher that samples in the policy's place: they carry no policy version."""
 
-    def __init__(self, client: InferenceClient, journal: Journal | None = None) -> None:
-        """`journal`: where arriving tokens are booked; None if the server books them."""
-        self._client = client
-        self._journal = journal
+    def __init__(self, config: OrchestratorRunConfig, process: str) -> None:
+        """`process`: this process's name in the ledger."""
+        self._journal: Journal | None = None
+        """Journal of arriving tokens; None if the teacher's server, which this run started, books them."""
+        if config.orchestrator.teacher is not None and config.orchestrator.teacher.model is None:
+            path = config.output_dir / "ledger" / "inference_teacher.jsonl"
+            self._journal = Journal(path, Stage.INFERENCE, resume=config.resume, process=process)
         self._flushed = time.monotonic()
 
-    async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
-    ) -> Completion:
-        completion = await self._client.generate(prompt_ids, params, account, request_id)
+    def take(self, completion: Completion, account: Account) -> Completion:
+        """Returns the completion as one of the teacher's; books it if its server does not."""
         num_tokens = len(completion.token_ids)
         runs = [(NOT_OURS, num_tokens)] if num_tokens else []
         link = completion.link if self._journal is None else self._book(self._journal, account, num_tokens)
@@ -90,34 +91,6 @@ class TeacherSampler:
             self._flushed = time.monotonic()
         return link
 
-    def close_books(self) -> None:
+    def close(self) -> None:
         if self._journal is not None:
             self._journal.close(0)
-
-    async def wait_until_ready(self) -> None:
-        await self._client.wait_until_ready()
-
-    async def watch(self) -> None:
-        await self._client.watch()
-
-    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
-        return await self._client.score(token_ids, temperature, request_id)
-
-    async def update_weights(self, version: int, folder: Path) -> None:
-        await self._client.update_weights(version, folder)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._client.abort(request_ids)
-
-    async def close(self) -> None:
-        await self._client.close()
-
-
-def open_sampler(config: OrchestratorRunConfig, client: InferenceClient, process: str) -> TeacherSampler:
-    """Opens the teacher's servers for sampling. `process`: this process's name in the ledger."""
-    teacher = config.orchestrator.teacher
-    if teacher is None or teacher.model is not None:
-        return TeacherSampler(client)
-    path = config.output_dir / "ledger" / "inference_teacher.jsonl"
-    journal = Journal(path, Stage.INFERENCE, resume=config.resume, process=process)
-    return TeacherSampler(client, journal)

@@ -1,15 +1,36 @@
-"""Verdicts: each rollout has exactly one outcome, with its reason.
+"""From the rollouts of a final group to verdicts: advantages, filters, samples. Pure.
 
-An outcome is a final state of the ledger, or `sent`: then the trainer decides. Where several states fit, the
-first in the ledger's order is the outcome: a failed rollout in a stale group has failed.
+- Each rollout has exactly one outcome, with its reason: a final state of the ledger, or `sent`; then the
+  trainer decides. Where several states fit, the first in the ledger's order is the outcome: a failed rollout
+  in a stale group has failed.
+- A filter sees a whole group and its advantages, which are known by then and do not change: the rollouts that
+  are left keep what was computed with all of them.
+- Every sampled token of a rollout is in exactly one sample, where it may train:
+
+    turn 0   prompt a b       completion X Y
+    turn 1   prompt a b c     completion W      extends nothing: a branch, a sample of its own
+    turn 2   prompt a b X Y d completion Z      extends turn 0 exactly: the same sample
+    turn 3   prompt a b X Y e completion V      so does this, but turn 0 has gone on: X, Y train in its sample
+    turn 4   prompt a b d     (cut short)       nothing was sampled: no sample
+
+    sample 0   a b X Y d Z        sample 1   a b c W        sample 2   a b X Y e V
+    sampled    . . x x . x                   . . . x                   . . . . . x
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import chain, islice
+from typing import Any, Literal
 
-from pellucid.data import Rollout, TrainingSample
+import numpy as np
+from numpy.typing import NDArray
+
+from pellucid.config import FilterConfig
+from pellucid.config.imports import describe, load_function
+from pellucid.data import PackedArray, Rollout, TrainingSample, Turn, join_columns, join_experts
+from pellucid.errors import ConfigError, DataError, UserCodeError
 from pellucid.ledger import Flow, State
+from pellucid.orchestrator.advantage import Advantage, are_equal
 
 Outcome = State | Literal[Flow.SENT]
 
@@ -18,6 +39,8 @@ _PRECEDENCE: dict[Outcome, int] = {state: order for order, state in enumerate((*
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """One rollout, and what became of it."""
+
     rollout: Rollout
     outcome: Outcome
     reason: str = ""
@@ -34,3 +57,146 @@ class Verdict:
         if _PRECEDENCE[self.outcome] <= _PRECEDENCE[state]:
             return self
         return replace(self, outcome=state, reason=reason, samples=())
+
+
+@dataclass(frozen=True, slots=True)
+class FilterInputs:
+    rollouts: Sequence[Rollout]
+    """One group, of any size: those that did not fail."""
+
+    advantages: Sequence[float]
+    """One per rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A filter function, and the checks on what it returns."""
+
+    name: str
+    function: Callable[[FilterInputs], Iterable[bool]]
+    """Returns for each rollout whether it may train."""
+
+    def __call__(self, inputs: FilterInputs) -> list[bool]:
+        where = f"filter {self.name!r}, group {inputs.rollouts[0].group_id!r}"
+        try:
+            keeps = [bool(keep) for keep in self.function(inputs)]
+        except Exception as error:
+            raise UserCodeError(f"{where}: {describe(error)}") from error
+        if len(keeps) != len(inputs.rollouts):
+            raise ConfigError(
+                f"{where}: {len(keeps)} answers for {len(inputs.rollouts)} rollouts; return one per rollout"
+            )
+        return keeps
+
+
+def load_filter(config: FilterConfig) -> Filter:
+    return Filter(config.import_path, load_function(config.import_path, config.kwargs, "orchestrator.filter"))
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """The rules by which the survivors of a group get their verdicts."""
+
+    run_id: str
+    advantage: Advantage
+    filter_zero_advantages: bool
+    filters: Sequence[Filter] = ()
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        """Returns one verdict per rollout; `sent` means that the rollout may be sent."""
+        advantages = self.advantage(rollouts)
+        removed_by: list[str | None] = [None] * len(rollouts)
+        for each in self.filters:
+            for index, keep in enumerate(each(FilterInputs(rollouts, advantages))):
+                if not keep and removed_by[index] is None:
+                    removed_by[index] = each.name
+        why_zero = (
+            "the rewards of its group are equal"
+            if are_equal([rollout.reward or 0.0 for rollout in rollouts])
+            else "advantage is 0"
+        )
+        verdicts = []
+        for rollout, advantage, filtered_by in zip(rollouts, advantages, removed_by, strict=True):
+            if filtered_by is not None:
+                verdicts.append(Verdict(rollout, State.FILTERED, f"removed by {filtered_by}", advantage))
+            elif self.filter_zero_advantages and advantage == 0:
+                verdicts.append(Verdict(rollout, State.ZERO_ADVANTAGE, why_zero, advantage))
+            else:
+                verdicts.append(Verdict(rollout, Flow.SENT, "", advantage))
+        fit = iter(self._with_samples([verdict for verdict in verdicts if verdict.is_sent]))
+        return [next(fit) if verdict.is_sent else verdict for verdict in verdicts]
+
+    def _with_samples(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """Adds samples to the verdicts; rollouts whose samples cannot train become `rejected`."""
+        try:
+            columns = [_columns(each.rollout, self.run_id, each.advantage or 0.0) for each in verdicts]
+            # All together: checking many samples takes hardly longer than checking one.
+            samples = iter(TrainingSample.build_all(list(chain.from_iterable(columns))))
+        except DataError as error:
+            if len(verdicts) == 1:
+                return [replace(verdicts[0], outcome=State.REJECTED, reason=str(error))]
+            return [verdict for each in verdicts for verdict in self._with_samples([each])]
+        return [
+            replace(verdict, samples=list(islice(samples, len(each))))
+            for verdict, each in zip(verdicts, columns, strict=True)
+        ]
+
+
+def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[TrainingSample]:
+    """Makes the samples of a rollout; raises DataError if a turn cannot be trained on."""
+    return TrainingSample.build_all(_columns(rollout, run_id, advantage))
+
+
+def token_sequences(rollout: Rollout) -> list[NDArray[np.integer[Any]]]:
+    """Returns the token ids of each sample that the rollout gives."""
+    return [turns[-1].known_ids for turns in _branches(rollout)]
+
+
+def _columns(rollout: Rollout, run_id: str, advantage: float) -> list[dict[str, Any]]:
+    """Returns the columns of each sample of the rollout."""
+    return [
+        {
+            **_token_columns(turns),
+            "run_id": run_id,
+            "group_id": rollout.group_id,
+            "rollout_id": rollout.rollout_id,
+            "sample_id": f"{rollout.rollout_id}-{index}",
+            "env_name": rollout.env_name,
+            "example_id": rollout.example.example_id,
+            "reward": rollout.reward,
+            "advantage": advantage,
+            "temperature": rollout.temperature,
+            "stop_reason": turns[-1].finish_reason,
+            "role_spans": turns[-1].role_spans,
+            "training_mode": rollout.training_mode.value,
+            "teacher_logprobs": rollout.teacher_logprobs[index] if rollout.teacher_logprobs else None,
+        }
+        for index, turns in enumerate(_branches(rollout))
+    ]
+
+
+def _branches(rollout: Rollout) -> list[list[Turn]]:
+    branches: list[list[Turn]] = []
+    for turn in (turn for turn in rollout.turns if turn.num_tokens):
+        branch = next((branch for branch in reversed(branches) if turn.extends(branch[-1])), None)
+        if branch is None:
+            branches.append([turn])
+        else:
+            branch.append(turn)
+    return branches
+
+
+def _token_columns(turns: Sequence[Turn]) -> dict[str, Any]:
+    token_ids = turns[-1].known_ids
+    spans = [(turn.num_prompt_tokens, turn.num_tokens) for turn in turns]
+    trainable = [span for span, turn in zip(spans, turns, strict=True) if turn.trainable]
+    runs = [run for turn in turns for run in turn.policy_versions]
+    return {
+        "token_ids": token_ids,
+        "loss_mask": PackedArray.of_spans(trainable, len(token_ids)),
+        "sampled": PackedArray.of_spans(spans, len(token_ids)),
+        "inference_logprobs": np.concatenate([turn.tokens.logprobs for turn in turns]),
+        "policy_versions": PackedArray.of_runs(runs, np.int32),
+        "routed_experts": join_experts([turn.tokens.routed_experts for turn in turns]),
+        **join_columns(turns),
+    }

@@ -21,12 +21,12 @@ from pellucid.inference.client import Account
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import Environment, load_environment
-from pellucid.orchestrator.attempt import GroupRun
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import check_environment
 from pellucid.orchestrator.evaluation import load_evaluation
-from pellucid.orchestrator.samples import build_samples
-from pellucid.orchestrator.session import PromptCache, Sampler
+from pellucid.orchestrator.group import GroupRun
+from pellucid.orchestrator.session import Sampler
+from pellucid.orchestrator.verdict import build_samples
 
 TASKSETS = Path(__file__).parent / "tasksets"
 TOKENIZER = character_tokenizer()
@@ -248,8 +248,8 @@ def test_a_cancelled_episode_loses_no_token() -> None:
     async def cancel_half_way() -> Counter[str]:
         async with environment.serving():
             sampler = Sampler(client, chat, "run", 0, 1.0, 100, 2000)
-            example, prompts = environment.example(0), PromptCache(chat)
-            group = GroupRun("g0", "shout", environment, example, 8, sampler, prompts, 60.0)
+            example = environment.example(0)
+            group = GroupRun("g0", "shout", environment, example, 8, sampler, 60.0)
             rollouts = [group.open_rollout(f"g0-r{number}") for number in range(8)]
             attempts = [asyncio.create_task(group.attempt(rollout)) for rollout in rollouts]
             while client.sampled.total() < 8:

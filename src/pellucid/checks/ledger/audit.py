@@ -8,7 +8,7 @@ import msgspec
 
 from pellucid.data.files import read_lines, step_folders
 from pellucid.errors import DataError
-from pellucid.orchestrator.bias import BiasFinding, DropAudit
+from pellucid.orchestrator.failures import BiasFinding, DropAudit
 from pellucid.orchestrator.records import FILE
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pellucid.data.alarms import Alarm
 from pellucid.ledger import BESIDE, Report, State
-from pellucid.orchestrator.bias import BiasFinding
+from pellucid.orchestrator.failures import BiasFinding
 
 TALLIES_PER_TABLE = 4
 

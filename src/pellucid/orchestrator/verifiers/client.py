@@ -1,20 +1,30 @@
-"""verifiers' side of a model call: its request becomes a question to the session of the rollout."""
+"""The model of an episode: verifiers' requests become turns of a session, and replies become messages.
 
-from collections.abc import AsyncIterator, Mapping
+- A reply is parsed once, to be read by rewards and tools. It is never rendered again: the session keeps its
+  tokens.
+"""
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import verifiers.v1 as vf
+from renderers import DefaultRenderer, Renderer, ToolCallParseStatus, config_from_name, create_renderer
 from verifiers.v1.clients.train import serialize_completion, tool_to_wire
 from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
 
 from pellucid.data import Turn
 from pellucid.errors import PellucidError, PromptTooLongError
+from pellucid.orchestrator.chat import join_parts
 from pellucid.orchestrator.session import Session
-from pellucid.orchestrator.verifiers.messages import ReplyParser, for_template
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 _TOO_LONG, _REFUSED = 413, 400  # a harness retries neither
 
@@ -30,6 +40,86 @@ _NEUTRAL = {
     "tool_choice": "auto",
 }
 """Sampling settings that are accepted: their values do not change the distribution."""
+
+Wire = dict[str, Any]
+
+
+def for_template(message: vf.Message) -> Wire:
+    """In the form that chat templates expect: text as text, and the arguments of a call as an object."""
+    wire: Wire = message_to_wire(message)
+    content = wire["content"]
+    wire["content"] = join_parts(content, "a message") if isinstance(content, list) else content or ""
+    for call in wire.get("tool_calls", ()):
+        function = call.get("function", {})
+        function["arguments"] = _json_or_text(function.get("arguments", ""))
+    return wire
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+class ReplyParser:
+    """Content, reasoning and tool calls of what the model wrote.
+
+    By default `<think>…</think>` is reasoning, and `<tool_call>{"name": …, "arguments": {…}}</tool_call>` a
+    call, as Qwen, Hermes and many others write it. For other models, `renderer` names a parser of the
+    `renderers` library.
+    """
+
+    def __init__(self, tokenizer: Any, renderer: str | None) -> None:
+        self._renderer: Renderer = (
+            DefaultRenderer(tokenizer)
+            if renderer is None
+            else create_renderer(tokenizer, config_from_name(renderer))
+        )
+        self._finds_calls = renderer is not None
+
+    def parse(self, turn: Turn, tools: Sequence[Wire]) -> vf.AssistantMessage:
+        prompt_ids, token_ids, *_ = turn.tokens
+        parsed = self._renderer.parse_response(
+            token_ids.tolist(), tools=list(tools) or None, prompt_ids=prompt_ids.tolist()
+        )
+        content, calls = parsed.content, []
+        if self._finds_calls:
+            calls = [
+                (call.name, call.arguments)
+                for call in parsed.tool_calls
+                if call.name and call.status != ToolCallParseStatus.UNKNOWN_TOOL
+            ]
+        elif tools:
+            content, calls = split_calls(content)
+        return vf.AssistantMessage(
+            content=content or None,
+            reasoning_content=parsed.reasoning_content,
+            tool_calls=[
+                vf.ToolCall(id=f"call_{index}", name=name, arguments=_as_text(arguments))
+                for index, (name, arguments) in enumerate(calls)
+            ]
+            or None,
+        )
+
+
+def split_calls(text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """`ask <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>` -> `("ask ", [("f", {"x": 1})])`.
+
+    A block that is not such a call stays text.
+    """
+    calls = []
+    rest = text
+    for block in _CALL.finditer(text):
+        call = _json_or_text(block[1])
+        if isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]:
+            calls.append((call["name"], call.get("arguments", {})))
+            rest = rest.replace(block[0], "", 1)
+    return rest, calls
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
 
 
 class SessionClient(vf.Client):
@@ -104,19 +194,18 @@ class SessionClient(vf.Client):
 
 
 def _response(turn: Turn, reply: vf.AssistantMessage, model: str) -> vf.Response:
-    completion = turn.completion
-    finish_reason = "tool_calls" if reply.tool_calls else completion.finish_reason
+    prompt_ids, token_ids, logprobs, *_ = turn.tokens
     response = vf.Response(
         id="",
         created=0,
         model=model,
         message=reply,
-        finish_reason=finish_reason,
-        usage=vf.Usage(prompt_tokens=len(turn.prompt_ids), completion_tokens=len(completion.token_ids)),
+        finish_reason="tool_calls" if reply.tool_calls else turn.finish_reason,
+        usage=vf.Usage(prompt_tokens=turn.num_prompt_tokens, completion_tokens=turn.num_tokens),
         tokens=vf.TurnTokens.model_construct(
-            prompt_ids=list(turn.prompt_ids),
-            completion_ids=completion.token_ids,
-            completion_logprobs=completion.logprobs,
+            prompt_ids=prompt_ids.tolist(),
+            completion_ids=token_ids.tolist(),
+            completion_logprobs=logprobs.tolist(),
         ),
     )
     response.raw = serialize_completion(response, model)

@@ -8,6 +8,7 @@
 """
 
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,11 +23,14 @@ from verifiers.v1.runtimes import SubprocessConfig
 from pellucid.data import Example
 from pellucid.errors import RolloutError
 from pellucid.orchestrator.environment import Environment, Score
-from pellucid.orchestrator.seeds import stable_seed
-from pellucid.orchestrator.session import Session
-from pellucid.orchestrator.verifiers.client import SessionClient, SessionInterception
+from pellucid.orchestrator.session import Session, stable_seed
+from pellucid.orchestrator.verifiers.client import (
+    ReplyParser,
+    SessionClient,
+    SessionInterception,
+    for_template,
+)
 from pellucid.orchestrator.verifiers.harness import HARNESS_ID, ChatHarnessConfig
-from pellucid.orchestrator.verifiers.messages import ReplyParser, for_template
 
 _ONE_LOG_LINE_PER_FAILURE = ("agent", "env", "interception", "rollout", "session")
 
@@ -47,7 +51,7 @@ class TasksetEnvironment(Environment):
         quiet_verifiers()
         try:
             self._env = _load(taskset_id, env or {}, taskset)
-            self._tasks = _tasks(self._env.taskset, vf.SelectConfig(**(select or {})), seed)
+            self._tasks = _Tasks(self._env.taskset.select(vf.SelectConfig(**(select or {}))), seed)
         except ValidationError as error:
             raise ValueError(_explain(error)) from error
         self.num_examples = self._tasks.num_tasks
@@ -80,14 +84,14 @@ class TasksetEnvironment(Environment):
         if self._parser is None:
             self._parser = ReplyParser(session.chat.tokenizer, self._renderer)
         clients = self._interception.clients
-        own: dict[str, SessionClient] = {}
+        met: dict[str, SessionClient] = {}
+        parser = self._parser
 
         def meet(trace: vf.Trace) -> None:
-            assert self._parser is not None
-            own[trace.id] = clients[trace.id] = SessionClient(session, trace, self._parser)
+            met[trace.id] = clients[trace.id] = SessionClient(session, trace, parser)
 
         def discard(trace: vf.Trace) -> None:
-            for turn in own[trace.id].turns:
+            for turn in met[trace.id].turns:
                 session.withdraw(turn)
 
         try:
@@ -95,9 +99,9 @@ class TasksetEnvironment(Environment):
                 example.info["task"], _context(session), on_trace=meet, on_discard=discard
             )
         finally:
-            for trace_id in own:
+            for trace_id in met:
                 del clients[trace_id]
-        _withdraw_untrainable(episode, own, session)
+        _withdraw_untrainable(episode, met, session)
         return _score(episode)
 
 
@@ -130,50 +134,41 @@ def _in_process(config: vf.EnvConfig) -> dict[str, vf.AgentConfig]:
     return agents
 
 
-class _Pass:
-    """A finite taskset, over and over."""
+class _Tasks:
+    """The tasks of a taskset by their place in the stream.
 
-    def __init__(self, tasks: list[vf.Task], seed: int) -> None:
-        self._tasks = tasks
+    A finite one comes over and over. An infinite one can only be read forwards; going back starts it anew.
+    """
+
+    def __init__(self, taskset: vf.Taskset, seed: int) -> None:
+        self._taskset = taskset
         self._seed = seed
+        self._tasks: list[vf.Task] = list(taskset) if taskset.bounded else []
+        if taskset.bounded and not self._tasks:
+            raise ValueError("no task is left; check the taskset's own args and `select`")
         self._epoch = -1
         self._order: list[int] = []
-        self.num_tasks: int | None = len(tasks)
+        self._stream: Iterator[vf.Task] = iter(())
+        self._position = math.inf
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Number of different tasks; None if there is no end to them."""
+        return len(self._tasks) or None
 
     def at(self, index: int) -> vf.Task:
+        if not self._tasks:
+            if index < self._position:
+                self._stream, self._position = iter(self._taskset), 0
+            task = next(islice(self._stream, index - int(self._position), None))
+            self._position = index + 1
+            return task
         epoch, place = divmod(index, len(self._tasks))
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = list(range(len(self._tasks)))
             random.Random(stable_seed(self._seed, "epoch", epoch)).shuffle(self._order)
         return self._tasks[self._order[place]]
-
-
-class _Stream:
-    """An infinite taskset. It can only be read forwards; going back starts it anew."""
-
-    def __init__(self, taskset: vf.Taskset) -> None:
-        self._taskset = taskset
-        self._tasks: Iterator[vf.Task] = iter(taskset)
-        self._position = 0
-        self.num_tasks: int | None = None
-
-    def at(self, index: int) -> vf.Task:
-        if index < self._position:
-            self._tasks, self._position = iter(self._taskset), 0
-        task = next(islice(self._tasks, index - self._position, None))
-        self._position = index + 1
-        return task
-
-
-def _tasks(taskset: vf.Taskset, select: vf.SelectConfig, seed: int) -> _Pass | _Stream:
-    selected = taskset.select(select)
-    if not selected.bounded:
-        return _Stream(selected)
-    tasks = list(selected)
-    if not tasks:
-        raise ValueError("no task is left; check the taskset's own args and `select`")
-    return _Pass(tasks, seed)
 
 
 def _context(session: Session) -> vf.ModelContext:
@@ -193,7 +188,7 @@ def _withdraw_untrainable(
         for branch in trace.branches:
             if not branch.trainable:
                 for turn in clients[trace.id].turns:
-                    if [*turn.prompt_ids, *turn.completion.token_ids] == branch.token_ids:
+                    if turn.known_ids.tolist() == branch.token_ids:
                         session.withdraw(turn)
 
 

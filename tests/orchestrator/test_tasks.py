@@ -13,7 +13,7 @@ from pellucid.orchestrator.servers import base_url
 
 PROGRAM = """
 import asyncio
-from pellucid.orchestrator.signals import run_until_signalled
+from pellucid.orchestrator.tasks import run_until_signalled
 from pellucid.orchestrator.tasks import finish_despite_cancellation
 
 async def wind_down():
@@ -33,7 +33,7 @@ run_until_signalled(main)
 
 LEFT_BEHIND = """
 import asyncio, time
-from pellucid.orchestrator.signals import run_until_signalled
+from pellucid.orchestrator.tasks import run_until_signalled
 from pellucid.workers import Workers
 
 async def stubborn():
@@ -70,7 +70,7 @@ EXITS = """
 import asyncio
 from pellucid.errors import RolloutError
 from pellucid.orchestrator.environment import ask
-from pellucid.orchestrator.signals import run_until_signalled
+from pellucid.orchestrator.tasks import run_until_signalled
 
 async def leave(error):
     await asyncio.sleep(0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "smollm"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm"
 
 
 @pytest.fixture

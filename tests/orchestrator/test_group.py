@@ -18,10 +18,10 @@ from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import Flow, State
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import Environment, Score, Session
-from pellucid.orchestrator.attempt import GroupRun
 from pellucid.orchestrator.chat import ChatTemplate
+from pellucid.orchestrator.group import GroupRun
 from pellucid.orchestrator.scheduler import Rules, Scheduler, Source
-from pellucid.orchestrator.session import PromptCache, Sampler
+from pellucid.orchestrator.session import Sampler
 from pellucid.orchestrator.verdict import Verdict
 
 PLACEHOLDER = -7.0
@@ -74,8 +74,7 @@ def group_of(environment: Environment, timeout_s: float = 60.0) -> GroupRun:
     tokenizer = character_tokenizer()
     client = FakeInferenceClient(lambda prompt_ids, generator: [7, tokenizer.eos_token_id])
     sampler = Sampler(client, ChatTemplate(tokenizer), "run", 0, 1.0, 100, 2000)
-    prompts = PromptCache(sampler.chat)
-    return GroupRun("g0", "env", environment, environment.example(0), SIZE, sampler, prompts, timeout_s)
+    return GroupRun("g0", "env", environment, environment.example(0), SIZE, sampler, timeout_s)
 
 
 def keep_all(rollouts: Sequence[Rollout]) -> list[Verdict]:
@@ -235,7 +234,7 @@ def test_refused_tokens_fail_the_rollout_even_if_its_environment_goes_on() -> No
         return rollout
 
     rollout = asyncio.run(attempt())
-    assert [turn.completion.finish_reason for turn in rollout.turns] == [REFUSED, "stop"]
+    assert [turn.finish_reason for turn in rollout.turns] == [REFUSED, "stop"]
     assert (rollout.error_type, rollout.reward) == ("RolloutError", None)
     assert rollout.error == (
         "RolloutError: tokens of this rollout were refused; the environment went on without them"

@@ -16,12 +16,10 @@ from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State, end_of_mark, read_journal
 from pellucid.metrics import read_metrics
-from pellucid.orchestrator.books import Books
-from pellucid.orchestrator.clerk import Clerk
-from pellucid.orchestrator.samples import build_samples
+from pellucid.orchestrator.books import Books, Clerk
 from pellucid.orchestrator.scheduler import RolloutLength, SchedulerState
 from pellucid.orchestrator.snapshot import read_snapshot
-from pellucid.orchestrator.verdict import Verdict
+from pellucid.orchestrator.verdict import Verdict, build_samples
 from pellucid.transport import decode_batch
 
 OWN = {"policy_version": 0, "time/batch_s": 1.0, "time/wait_weights_s": 0.0}

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pellucid.config import DefaultAdvantageConfig
 from pellucid.data import Completion, Example, PackedArray, Rollout, TokenTable, TrainingSample, Turn
 from pellucid.errors import DataError
-from pellucid.orchestrator.samples import build_group, build_samples
+from pellucid.orchestrator.advantage import load_advantage
+from pellucid.orchestrator.verdict import Judge, build_samples
 
 
 def turn(
@@ -137,7 +139,10 @@ def test_a_group_gives_the_samples_of_each_rollout() -> None:
         build_samples(rollout, run_id="run", advantage=advantage)
         for rollout, advantage in zip(rollouts, advantages, strict=True)
     ]
-    assert build_group(rollouts, advantages, run_id="run") == alone
+    judge = Judge("run", load_advantage(DefaultAdvantageConfig()), filter_zero_advantages=False)
+    verdicts = judge(rollouts)
+    assert [verdict.advantage for verdict in verdicts] == advantages
+    assert [verdict.samples for verdict in verdicts] == alone
     assert [len(samples) for samples in alone] == [2, 0, 1]
 
 
@@ -199,7 +204,7 @@ def test_turns_that_share_their_tokens_give_the_samples_of_turns_that_do_not(
         assert shared[-1].role_spans == own
 
     for turn, (prompt, completion) in zip(shared, whole, strict=True):
-        assert turn.prompt_ids == prompt and turn.completion.token_ids == completion.token_ids
+        assert [part.tolist() for part in turn.tokens[:2]] == [prompt, completion.token_ids]
     expected = told_apart(whole)
     samples = samples_of(*shared)
     assert [sample.arrays["token_ids"].array().tolist() for sample in samples] == [ids for ids, _ in expected]

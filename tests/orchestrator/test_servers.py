@@ -9,8 +9,8 @@ import pytest
 from pellucid.errors import InferenceError
 from pellucid.inference.client import UnreachableError
 from pellucid.inference.fake import FakeInferenceClient
-from pellucid.orchestrator import weights
-from pellucid.orchestrator.weights import follow_weights, next_version
+from pellucid.orchestrator import servers
+from pellucid.orchestrator.servers import follow_weights, next_version
 from pellucid.transport import publish_folder
 
 
@@ -44,7 +44,7 @@ def follow(run_dir: Path, client: FakeInferenceClient, until: int, due: Collecti
         async def announce(version: int) -> None:
             announced.append(version)
             publish(run_dir, version + 1)
-            await asyncio.sleep(5 * weights._POLL_S)
+            await asyncio.sleep(5 * servers._POLL_S)
             assert client.updates[-1] == (version, run_dir / f"step_{version}")
             if version == until:
                 done.set()
@@ -64,7 +64,7 @@ def follow(run_dir: Path, client: FakeInferenceClient, until: int, due: Collecti
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_RETRY_S", 0.01)
+    monkeypatch.setattr(servers, "_RETRY_S", 0.01)
 
 
 def test_the_newest_version_is_served_once(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pellucid.data import Example, Rollout
 from pellucid.ledger import Flow, State
-from pellucid.orchestrator.progress import (
+from pellucid.orchestrator.report import (
     BatchProgress,
     WasteTally,
     progress_path,
