@@ -214,11 +214,19 @@ def test_losses_by_hand(
     study_page: Any, loss: str, bounds: dict[str, float], masked: bool, value: float
 ) -> None:
     """A = 0.5, log π = −0.25, log μ = −0.75, log teacher = −1: ℓ = 0.5 (mean 0.1), r = e^0.5, Δ = 0.306."""
-    token = {"A": 0.5, "delta": 0.3064, "ratio": 1.6487212707, "logRatio": 0.5, "sequenceLogRatio": 0.1}
+    token = {
+        "advantages": 0.5,
+        "prob_delta": 0.3064,
+        "importance_ratio": 1.6487212707,
+        "log_importance_ratio": 0.5,
+        "sequence_log_ratio": 0.1,
+        "trainer_logprobs": -0.25,
+        "teacher_logprobs": -1,
+    }
     decided = study_page.evaluate(
         """([loss, bounds, token]) =>
           $data_losses.LOSSES[loss].decide($views_what_if.boundsOf(loss, bounds, null), token)""",
-        [loss, {"kl_tau": 0, **bounds}, {**token, "logProb": -0.25, "teacher": -1}],
+        [loss, {"kl_tau": 0, **bounds}, token],
     )
     assert decided == {"loss": pytest.approx(value), "masked": masked, "high": masked, "low": False}
 
@@ -237,13 +245,13 @@ def test_the_page_has_every_loss_and_every_parameter_as_python_has_it(study_page
     teacher[::3] = torch.nan
     inputs = LossInputs(pi, mu, advantages, torch.full((60,), True), teacher, Ratios.of(pi, mu), lengths)
     tokens = {
-        "A": advantages,
-        "delta": inputs.ratios.prob_delta,
-        "ratio": inputs.ratios.importance_ratio,
-        "logRatio": inputs.ratios.log_importance_ratio,
-        "sequenceLogRatio": inputs.mean_per_sequence(inputs.ratios.log_importance_ratio),
-        "logProb": pi,
-        "teacher": teacher,
+        "advantages": advantages,
+        "prob_delta": inputs.ratios.prob_delta,
+        "importance_ratio": inputs.ratios.importance_ratio,
+        "log_importance_ratio": inputs.ratios.log_importance_ratio,
+        "sequence_log_ratio": inputs.mean_per_sequence(inputs.ratios.log_importance_ratio),
+        "trainer_logprobs": pi,
+        "teacher_logprobs": teacher,
     }
     page = {name: [None if math.isnan(x) else x for x in values.tolist()] for name, values in tokens.items()}
     losses = study_page.evaluate("() => $data_losses.LOSSES")
@@ -269,7 +277,7 @@ def test_the_page_has_every_loss_and_every_parameter_as_python_has_it(study_page
 
 DECIDE = """([loss, chosen, columns]) => {
   const bounds = $views_what_if.boundsOf(loss, chosen, null);
-  const decisions = columns.A.map((_, i) => $data_losses.LOSSES[loss].decide(bounds,
+  const decisions = columns.advantages.map((_, i) => $data_losses.LOSSES[loss].decide(bounds,
     Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[i] ?? NaN]))));
   const keys = ["loss", "masked", "high", "low"];
   return Object.fromEntries(keys.map((key) => [key, decisions.map((each) => each[key])]));

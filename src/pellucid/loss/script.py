@@ -14,12 +14,14 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from pydantic.fields import FieldInfo
 from torch import Tensor, fx
 
+from pellucid.data.schema import COLUMNS
 from pellucid.loss.functions import RL_LOSSES
 from pellucid.loss.record import LossInputs, LossRecord, Ratios
 
@@ -27,29 +29,27 @@ _HEAD = """\
 // What each loss makes of a trainable token. Written by `python -m pellucid.loss.script`.
 
 /**
- * `sequenceLogRatio` is the mean over the token's sequence; `teacher` is NaN without one.
- * @typedef {{A: number, delta: number, ratio: number, logRatio: number, sequenceLogRatio: number,
- *   logProb: number, teacher: number}} LossToken
+ * Columns of a token by name, NaN where there is none; `sequence_log_ratio` is the mean over its sequence.
+ * @typedef {Record<string, number>} LossToken
  * @typedef {{key: string, low: number, high: number, step: number, usual: number}} Parameter
  * @typedef {{loss: number, masked: boolean, high: boolean, low: boolean}} Decision
  * @typedef {{title: string, formula: string, masks: boolean, reduction: string, parameters: Parameter[],
  *   decide: (p: Record<string, number>, t: LossToken) => Decision}} Loss
  */
 
-/** @type {Record<string, Loss>} */
-export const LOSSES = {
 """
 
+_READ = tuple(name for name, column in COLUMNS.items() if column.read_by == "loss")
 _COLUMNS = {
-    "advantages": "t.A",
-    "prob_delta": "t.delta",
-    "importance_ratio": "t.ratio",
-    "log_importance_ratio": "t.logRatio",
-    "sequence_log_ratio": "t.sequenceLogRatio",
-    "trainer_logprobs": "t.logProb",
-    "teacher_logprobs": "t.teacher",
+    **{name: f"t.{name}" for name in (*_READ, *(each.name for each in fields(Ratios)))},
+    "trainer_logprobs": "t.trainer_logprobs",
+    "sequence_log_ratio": "t.sequence_log_ratio",
     "loss_mask": "true",
 }
+"""The inputs of a loss in JavaScript."""
+
+_NAMED = {each.name for each in fields(LossInputs)}
+
 _SIGNS = {
     operator.add: "+",
     operator.sub: "-",
@@ -63,14 +63,28 @@ _SIGNS = {
 
 def script() -> str:
     """Writes the whole JavaScript module."""
-    return _HEAD + "".join(_loss(name, function) for name, function in RL_LOSSES.items()) + "};\n"
+    losses = "".join(_loss(name, function) for name, function in RL_LOSSES.items())
+    read = [name for name in _COLUMNS if f"t.{name}" in losses and name != "sequence_log_ratio"]
+    values = "".join(f"  {name}: columns.{name}?.[i] ?? NaN,\n" for name in read)
+    return f"""{_HEAD}/** Columns that the losses read. */
+export const LOSS_COLUMNS = {json.dumps(read)};
+
+/** @param {{Record<string, any>}} columns @param {{number}} i @param {{number}} mean @return {{LossToken}} */
+export const tokenAt = (columns, i, mean) => ({{
+{values}  sequence_log_ratio: mean,
+}});
+
+/** @type {{Record<string, Loss>}} */
+export const LOSSES = {{
+{losses}}};
+"""
 
 
 def _loss(name: str, function: Callable[..., LossRecord]) -> str:
     settings = function.__annotations__["config"].model_fields
     names = sorted(settings.keys() - {"type", "reduction"}, key=lambda name: (name == "kl_tau", name))
-    fields = {name: settings[name] for name in names}
-    lines, (loss, *masks) = _lines(_trace(function, fields))
+    chosen = {name: settings[name] for name in names}
+    lines, (loss, *masks) = _lines(_trace(function, chosen))
     title, _, formula = " ".join((function.__doc__ or "").split()).rstrip(".").partition(": ")
     facts = {
         "title": title,
@@ -84,7 +98,7 @@ def _loss(name: str, function: Callable[..., LossRecord]) -> str:
             f"  {name}: {{",
             *(f"    {key}: {json.dumps(value, ensure_ascii=False)}," for key, value in facts.items()),
             "    parameters: [",
-            *(f"      {json.dumps(_slider(key, field))}," for key, field in fields.items()),
+            *(f"      {json.dumps(_slider(key, field))}," for key, field in chosen.items()),
             "    ],",
             "    decide(p, t) {",
             *(f"      {line}" for line in lines),
@@ -128,17 +142,13 @@ def _trace(function: Callable[..., LossRecord], settings: Mapping[str, FieldInfo
 
     inputs = SymbolicInputs(
         trainer_logprobs=symbols["trainer_logprobs"],
-        inference_logprobs=torch.empty(0),
+        inference_logprobs=symbols["inference_logprobs"],
         advantages=symbols["advantages"],
         loss_mask=symbols["loss_mask"],
         teacher_logprobs=symbols["teacher_logprobs"],
-        ratios=Ratios(
-            log_importance_ratio=symbols["log_importance_ratio"],
-            importance_ratio=symbols["importance_ratio"],
-            mismatch_kl=torch.empty(0),
-            prob_delta=symbols["prob_delta"],
-        ),
+        ratios=Ratios(**{each.name: symbols[each.name] for each in fields(Ratios)}),
         lengths=(),
+        columns={name: symbols[name] for name in _READ if name not in _NAMED},
     )
     record: Any = function(inputs, type("Settings", (), {name: symbols[name] for name in settings}))
     columns = (record.token_loss, record.is_masked, record.is_masked_high, record.is_masked_low)

@@ -26,7 +26,12 @@ from functools import cache
 from importlib.resources import files
 from posixpath import dirname, join, normpath
 
+import numpy as np
+import orjson
+
+from pellucid.data.schema import TOKEN_FIELDS
 from pellucid.errors import DataError
+from pellucid.viewer.rows import NUMBERS, WORDS
 
 ENTRY = "main.js"
 STYLES = ("vendor/uPlot.min.css", "page.css")
@@ -57,12 +62,31 @@ def frame() -> Frame:
         asset("page.html").replace("</head>", f"<style>{style}</style>\n</head>").split("</body>")
     )
     return Frame(
-        opening,
+        f'{opening}<script type="application/json" id="schema">{_schema()}</script>\n',
         "".join(f"<script>{script}</script>\n" for script in scripts),
         f"</body>{closing}",
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'",
     )
+
+
+def _schema() -> str:
+    """Returns the fields that a page knows of, as JSON that ends no element of HTML."""
+    fields = [
+        {
+            "name": field.name,
+            "label": field.label,
+            "formula": field.formula,
+            "key": field.key or field.name,
+            "is_flag": field.dtype is np.bool_,
+            "optional": field.optional,
+            "needs_sampled": field.needs_sampled,
+            "shade": field.shade,
+        }
+        for field in TOKEN_FIELDS
+    ]
+    text = orjson.dumps({"fields": fields, "words": WORDS, "numbers": NUMBERS}).decode()
+    return text.replace("<", "\\u003c")
 
 
 def _hash(text: str) -> str:

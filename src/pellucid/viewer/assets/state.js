@@ -4,6 +4,8 @@
 //
 // What has its default value is left out.
 
+import { METRICS } from "./data/metrics.js";
+
 /** @typedef {typeof DEFAULTS} State */
 
 export const DEFAULTS = {
@@ -111,7 +113,7 @@ export const BINDINGS = [
   { keys: ["r"], shown: "r", what: "this record", run: (app) => app.go({ view: "record" }) },
   { keys: ["s"], shown: "s", what: "this step", run: (app) => app.go({ view: "step" }) },
   { keys: ["w"], shown: "w", what: "its worst tokens", run: (app) => app.go({ view: "worst" }) },
-  { keys: ["1", "2", "3", "4", "5", "6", "7", "8", "9"], shown: "1 … 9", what: "colour by mismatch KL, entropy, surprise, advantage, reward, log ratio, prob. delta, token loss, staleness", run: (app, key) => app.colourBy(Number(key) - 1) },
+  { keys: ["1", "2", "3", "4", "5", "6", "7", "8", "9"], shown: "1 … 9", what: `colour by ${METRICS.filter(({ shortcut }) => shortcut).map(({ label }) => label[0].toLowerCase() + label.slice(1)).join(", ")}`, run: (app, key) => app.colourBy(Number(key) - 1) },
   { keys: ["m"], shown: "m", what: "show or hide masks", run: (app) => app.go({ masks: !app.store.state.masks }) },
   { keys: ["t"], shown: "t", what: "tokens as text or as a table", run: (app) => app.go({ table: !app.store.state.table }) },
   { keys: ["/"], shown: "/", what: "search", run: (app) => app.topBar?.search.focus() },

@@ -1,14 +1,27 @@
 // What each loss makes of a trainable token. Written by `python -m pellucid.loss.script`.
 
 /**
- * `sequenceLogRatio` is the mean over the token's sequence; `teacher` is NaN without one.
- * @typedef {{A: number, delta: number, ratio: number, logRatio: number, sequenceLogRatio: number,
- *   logProb: number, teacher: number}} LossToken
+ * Columns of a token by name, NaN where there is none; `sequence_log_ratio` is the mean over its sequence.
+ * @typedef {Record<string, number>} LossToken
  * @typedef {{key: string, low: number, high: number, step: number, usual: number}} Parameter
  * @typedef {{loss: number, masked: boolean, high: boolean, low: boolean}} Decision
  * @typedef {{title: string, formula: string, masks: boolean, reduction: string, parameters: Parameter[],
  *   decide: (p: Record<string, number>, t: LossToken) => Decision}} Loss
  */
+
+/** Columns that the losses read. */
+export const LOSS_COLUMNS = ["teacher_logprobs", "advantages", "log_importance_ratio", "importance_ratio", "prob_delta", "trainer_logprobs"];
+
+/** @param {Record<string, any>} columns @param {number} i @param {number} mean @return {LossToken} */
+export const tokenAt = (columns, i, mean) => ({
+  teacher_logprobs: columns.teacher_logprobs?.[i] ?? NaN,
+  advantages: columns.advantages?.[i] ?? NaN,
+  log_importance_ratio: columns.log_importance_ratio?.[i] ?? NaN,
+  importance_ratio: columns.importance_ratio?.[i] ?? NaN,
+  prob_delta: columns.prob_delta?.[i] ?? NaN,
+  trainer_logprobs: columns.trainer_logprobs?.[i] ?? NaN,
+  sequence_log_ratio: mean,
+});
 
 /** @type {Record<string, Loss>} */
 export const LOSSES = {
@@ -25,27 +38,27 @@ export const LOSSES = {
       {"key": "kl_tau", "low": 0, "high": 0.005, "step": 2.5e-05, "usual": 0.001},
     ],
     decide(p, t) {
-      const a1 = t.delta > p.dppo_mask_high;
+      const a1 = t.prob_delta > p.dppo_mask_high;
       const a2 = -p.dppo_mask_low;
-      const a3 = t.delta < a2;
-      const a4 = t.A > 0;
+      const a3 = t.prob_delta < a2;
+      const a4 = t.advantages > 0;
       const a5 = a4 ? a1 : a3;
-      const a6 = p.adv_tau * t.A;
-      const a7 = t.teacher - t.logProb;
+      const a6 = p.adv_tau * t.advantages;
+      const a7 = t.teacher_logprobs - t.trainer_logprobs;
       const a8 = Number.isNaN(a7);
       const a9 = a8 ? 0.0 : a7;
       const a10 = p.teacher_tau * a9;
       const a11 = a6 + a10;
       const a12 = !a5;
-      const a13 = a12 ? t.logRatio : 0.0;
+      const a13 = a12 ? t.log_importance_ratio : 0.0;
       const a14 = Math.exp(a13);
       const a15 = a11 * a14;
       const a16 = a12 ? a15 : 0.0;
-      const a17 = t.logRatio * t.logRatio;
+      const a17 = t.log_importance_ratio * t.log_importance_ratio;
       const a18 = p.kl_tau * a17;
       const a19 = a18 - a16;
       const a20 = a5 && a4;
-      const a21 = t.A < 0;
+      const a21 = t.advantages < 0;
       const a22 = a5 && a21;
       return { loss: a19, masked: a5, high: a20, low: a22 };
     },
@@ -61,25 +74,25 @@ export const LOSSES = {
       {"key": "kl_tau", "low": 0, "high": 1.0, "step": 0.005, "usual": 0.0},
     ],
     decide(p, t) {
-      const a1 = Math.exp(t.logRatio);
-      const a2 = t.A > 0;
+      const a1 = Math.exp(t.log_importance_ratio);
+      const a2 = t.advantages > 0;
       const a3 = 1 + p.clip_high;
       const a4 = a1 > a3;
       const a5 = a2 && a4;
-      const a6 = t.A < 0;
+      const a6 = t.advantages < 0;
       const a7 = 1 - p.clip_low;
       const a8 = a1 < a7;
       const a9 = a6 && a8;
       const a10 = a5 || a9;
       const a11 = !a10;
-      const a12 = a11 ? t.logRatio : 0.0;
+      const a12 = a11 ? t.log_importance_ratio : 0.0;
       const a13 = a12 + a12;
       const a14 = a13 - a12;
       const a15 = a5 ? a3 : a7;
       const a16 = Math.exp(a14);
       const a17 = a11 ? a16 : a15;
-      const a18 = a17 * t.A;
-      const a19 = t.logRatio * t.logRatio;
+      const a18 = a17 * t.advantages;
+      const a19 = t.log_importance_ratio * t.log_importance_ratio;
       const a20 = p.kl_tau * a19;
       const a21 = a20 - a18;
       return { loss: a21, masked: a10, high: a5, low: a9 };
@@ -98,10 +111,10 @@ export const LOSSES = {
     decide(p, t) {
       const a1 = 1 - p.clip_low;
       const a2 = 1 + p.clip_high;
-      const a3 = Math.min(a2, Math.max(a1, t.ratio));
-      const a4 = a3 * t.A;
-      const a5 = a4 * t.logProb;
-      const a6 = t.logRatio * t.logRatio;
+      const a3 = Math.min(a2, Math.max(a1, t.importance_ratio));
+      const a4 = a3 * t.advantages;
+      const a5 = a4 * t.trainer_logprobs;
+      const a6 = t.log_importance_ratio * t.log_importance_ratio;
       const a7 = p.kl_tau * a6;
       const a8 = a7 - a5;
       return { loss: a8, masked: false, high: false, low: false };
@@ -118,26 +131,26 @@ export const LOSSES = {
       {"key": "kl_tau", "low": 0, "high": 1.0, "step": 0.005, "usual": 0.0},
     ],
     decide(p, t) {
-      const a1 = Math.exp(t.sequenceLogRatio);
-      const a2 = t.A > 0;
+      const a1 = Math.exp(t.sequence_log_ratio);
+      const a2 = t.advantages > 0;
       const a3 = 1 + p.clip_high;
       const a4 = a1 > a3;
       const a5 = a2 && a4;
-      const a6 = t.A < 0;
+      const a6 = t.advantages < 0;
       const a7 = 1 - p.clip_low;
       const a8 = a1 < a7;
       const a9 = a6 && a8;
       const a10 = a5 || a9;
       const a11 = !a10;
-      const a12 = a11 ? t.logRatio : 0.0;
-      const a13 = a11 ? t.sequenceLogRatio : 0.0;
+      const a12 = a11 ? t.log_importance_ratio : 0.0;
+      const a13 = a11 ? t.sequence_log_ratio : 0.0;
       const a14 = a13 + a12;
       const a15 = a14 - a12;
       const a16 = a5 ? a3 : a7;
       const a17 = Math.exp(a15);
       const a18 = a11 ? a17 : a16;
-      const a19 = a18 * t.A;
-      const a20 = t.logRatio * t.logRatio;
+      const a19 = a18 * t.advantages;
+      const a20 = t.log_importance_ratio * t.log_importance_ratio;
       const a21 = p.kl_tau * a20;
       const a22 = a21 - a19;
       return { loss: a22, masked: a10, high: a5, low: a9 };
@@ -154,15 +167,15 @@ export const LOSSES = {
       {"key": "kl_tau", "low": 0, "high": 1.0, "step": 0.005, "usual": 0.0},
     ],
     decide(p, t) {
-      const a1 = t.ratio > p.max_ratio;
-      const a2 = t.ratio < p.min_ratio;
+      const a1 = t.importance_ratio > p.max_ratio;
+      const a2 = t.importance_ratio < p.min_ratio;
       const a3 = a1 || a2;
       const a4 = !a3;
-      const a5 = a4 ? t.logRatio : 0.0;
+      const a5 = a4 ? t.log_importance_ratio : 0.0;
       const a6 = Math.exp(a5);
-      const a7 = a6 * t.A;
+      const a7 = a6 * t.advantages;
       const a8 = a4 ? a7 : 0.0;
-      const a9 = t.logRatio * t.logRatio;
+      const a9 = t.log_importance_ratio * t.log_importance_ratio;
       const a10 = p.kl_tau * a9;
       const a11 = a10 - a8;
       return { loss: a11, masked: a3, high: a1, low: a2 };
@@ -178,10 +191,10 @@ export const LOSSES = {
       {"key": "kl_tau", "low": 0, "high": 1.0, "step": 0.005, "usual": 0.0},
     ],
     decide(p, t) {
-      const a1 = Math.min(p.max_ratio, t.ratio);
-      const a2 = a1 * t.A;
-      const a3 = a2 * t.logProb;
-      const a4 = t.logRatio * t.logRatio;
+      const a1 = Math.min(p.max_ratio, t.importance_ratio);
+      const a2 = a1 * t.advantages;
+      const a3 = a2 * t.trainer_logprobs;
+      const a4 = t.log_importance_ratio * t.log_importance_ratio;
       const a5 = p.kl_tau * a4;
       const a6 = a5 - a3;
       return { loss: a6, masked: false, high: false, low: false };

@@ -1,38 +1,49 @@
-// What tokens can be coloured, ordered and filtered by. One place says what each is called and how it is drawn.
+// The schema of `pellucid.data.schema`, which is in the page: every per-token field of an export, and what tokens can be
+// coloured, ordered and filtered by.
 
 /**
- * @typedef {{key: string, label: string, name: string, formula: string, kind: "log" | "sequential" | "diverging",
+ * @typedef {{key: string, scale: "log" | "sequential" | "diverging", about: string, shortcut: number | null,
+ *   of: "value" | "negative" | "age", label: string, formula: string}} Shade
+ * @typedef {{name: string, label: string, formula: string, key: string, is_flag: boolean, optional: boolean, needs_sampled: boolean,
+ *   shade: Shade | null}} Field
+ * @typedef {{key: string, label: string, name: string, formula: string, kind: "log" | "sequential" | "diverging", shortcut: number | null,
  *   column: string, of?: (value: number, step: number) => number, about: string}} Metric
  */
 
-/** @type {Metric[]} In the order of the keys 1 to 9. */
-export const METRICS = [
-  { key: "kl", label: "Mismatch KL", name: "mismatch_kl", formula: "r − ℓ − 1", kind: "log", column: "mismatch_kl",
-    about: "How far trainer and inference disagree on this token" },
-  { key: "entropy", label: "Entropy", name: "entropy", formula: "−Σ p log p", kind: "sequential", column: "entropy",
-    about: "Of the trainer's distribution at this position" },
-  { key: "surprise", label: "Surprise", name: "−trainer_logprobs", formula: "−log π", kind: "sequential", column: "trainer_logprobs",
-    of: (value) => -value, about: "How unlikely the trainer finds the token" },
-  { key: "adv", label: "Advantage", name: "advantages", formula: "A", kind: "diverging", column: "advantages",
-    about: "Which way, and how hard, the loss pushes" },
-  { key: "reward", label: "Reward", name: "rewards", formula: "R", kind: "diverging", column: "rewards",
-    about: "Of the rollout" },
-  { key: "logratio", label: "Log ratio", name: "log_importance_ratio", formula: "ℓ = log π − log μ", kind: "diverging",
-    column: "log_importance_ratio", about: "Above 0: the trainer finds the token more likely than the engine did" },
-  { key: "delta", label: "Prob. delta", name: "prob_delta", formula: "Δ = π − μ", kind: "diverging", column: "prob_delta",
-    about: "What the trust region of DPPO looks at" },
-  { key: "loss", label: "Token loss", name: "token_loss", formula: "L", kind: "diverging", column: "token_loss",
-    about: "The sum over the step ÷ denominator is the logged loss" },
-  { key: "stale", label: "Staleness", name: "step − policy_versions", formula: "n − v", kind: "sequential",
-    column: "policy_versions", of: (value, step) => (value < 0 ? NaN : step - value),
-    about: "Steps between the weights that sampled the token and this one" },
-];
+/** @type {{fields: Field[], words: Record<string, string>, numbers: Record<string, string>}} `words`, `numbers`: fields of a record, by the page's name. */
+const SCHEMA = JSON.parse(document.getElementById("schema")?.textContent ?? "");
 
-export const RATIO = /** @type {Metric} */ ({ key: "ratio", label: "Ratio", name: "importance_ratio", formula: "r = exp ℓ",
-  kind: "log", column: "importance_ratio", about: "π ÷ μ" });
+/** Per-token fields, in the order of an export. */
+export const FIELDS = SCHEMA.fields;
+
+/** Names of texts that a record has. */
+export const WORDS = Object.keys(SCHEMA.words);
+
+/** The page's name of a record's field -> its name in an export. */
+export const RECORD_FIELDS = { ...SCHEMA.words, ...SCHEMA.numbers };
+
+/** @param {string} name */
+export const fieldOf = (name) => /** @type {Field} */ (FIELDS.find((field) => field.name === name));
+
+const FORMS = {
+  value: { of: undefined, name: "" },
+  negative: { of: (/** @type {number} */ value) => -value, name: "−" },
+  age: { of: (/** @type {number} */ value, /** @type {number} */ step) => (value < 0 ? NaN : step - value), name: "step − " },
+};
+
+/** @param {Field} field @returns {Metric[]} */
+function metricsOf({ name, label, formula, shade }) {
+  if (!shade) return [];
+  const form = FORMS[shade.of];
+  return [{ key: shade.key, label: shade.label || label[0].toUpperCase() + label.slice(1), name: form.name + name, formula: shade.formula || formula,
+    kind: shade.scale, shortcut: shade.shortcut, column: name, of: form.of, about: shade.about }];
+}
+
+/** Those with a key 1 to 9 first, in that order. */
+export const METRICS = FIELDS.flatMap(metricsOf).sort((a, b) => (a.shortcut ?? 10) - (b.shortcut ?? 10));
 
 /** @param {string} key */
-export const metricOf = (key) => [...METRICS, RATIO].find((metric) => metric.key === key) ?? METRICS[0];
+export const metricOf = (key) => METRICS.find((metric) => metric.key === key) ?? METRICS[0];
 
 /**
  * The metric of every token of a record or a step; null where nothing is recorded.
@@ -46,10 +57,3 @@ export function valuesOf(tokens, metric) {
   for (let i = 0; i < column.length; i += 1) values[i] = metric.of(column[i], tokens.step);
   return values;
 }
-
-/**
- * Where tokens nobody sampled hold a fill, and so say nothing: everything that compares with inference.
- * @type {Set<string>}
- */
-export const AGAINST_INFERENCE = new Set([
-  "inference_logprobs", "mismatch_kl", "log_importance_ratio", "importance_ratio", "prob_delta", "policy_versions"]);

@@ -236,7 +236,7 @@ class Chunk {
 
   /** @param {string} name */
   derive(name) {
-    const { of } = DERIVED[name];
+    const of = DERIVED[name];
     const [trainer, inference] = ["trainer_logprobs", "inference_logprobs"].map((other) => /** @type {Numbers} */ (this.column(other)));
     const values = new Float32Array(this.length);
     for (let i = 0; i < values.length; i += 1) values[i] = of(trainer[i], inference[i]);
@@ -385,12 +385,12 @@ function narrowed({ step, ranks, versions }, { rank, weights }) {
 
 // Columns that follow from the logprobs. The page carries them only where a record says something else.
 
-/** @type {Record<string, {formula: string, of: (trainer: number, inference: number) => number}>} */
+/** @type {Record<string, (trainer: number, inference: number) => number>} */
 export const DERIVED = {
-  log_importance_ratio: { formula: "ℓ = log π − log μ", of: (t, i) => t - i },
-  importance_ratio: { formula: "r = exp ℓ", of: (t, i) => Math.exp(t - i) },
-  mismatch_kl: { formula: "r − ℓ − 1", of: (t, i) => Math.expm1(t - i) - (t - i) },
-  prob_delta: { formula: "Δ = π − μ", of: (t, i) => Math.exp(t) - Math.exp(i) },
+  log_importance_ratio: (t, i) => t - i,
+  importance_ratio: (t, i) => Math.exp(t - i),
+  mismatch_kl: (t, i) => Math.expm1(t - i) - (t - i),
+  prob_delta: (t, i) => Math.exp(t) - Math.exp(i),
 };
 
 const ABSOLUTE = 1e-6;

@@ -1,13 +1,6 @@
 // Taking tokens out of the page: JSON, CSV, Parquet.
 
-/** Every column that a record can have, in the order of an export. */
-const COLUMNS = ["token_ids", "position_ids", "loss_mask", "advantages", "rewards", "inference_logprobs", "trainer_logprobs",
-  "entropy", "mismatch_kl", "log_importance_ratio", "importance_ratio", "prob_delta", "is_masked", "is_masked_high",
-  "is_masked_low", "token_loss", "sampled", "temperatures", "teacher_logprobs", "policy_versions"];
-const FLAGS = new Set(["loss_mask", "is_masked", "is_masked_high", "is_masked_low", "sampled"]);
-const FIELDS = /** @type {Record<string, string>} */ ({ env_name: "env", training_mode: "mode", example_id: "example", group_id: "group",
-  rollout_id: "rollout", sample_id: "sample", run_id: "run", reward: "reward", advantage: "advantage", stop_reason: "stop",
-  rank: "rank", denominator: "denominator" });
+import { FIELDS, RECORD_FIELDS, fieldOf } from "./metrics.js";
 
 /**
  * @typedef {import("./run.js").TokenRecord} TokenRecord @typedef {import("./run.js").StepTokens} StepTokens
@@ -16,14 +9,14 @@ const FIELDS = /** @type {Record<string, string>} */ ({ env_name: "env", trainin
  */
 
 /** @param {TokenRecord | StepTokens} tokens */
-const present = (tokens) => COLUMNS.filter((name) => tokens.column(name) !== undefined);
+const present = (tokens) => FIELDS.map(({ name }) => name).filter((name) => tokens.column(name) !== undefined);
 
 /** A line of an export. @param {TokenRecord} record */
 export function recordAsJson(record) {
-  const fields = Object.entries(FIELDS).map(([name, key]) => [name, record.field(key)]).filter(([, value]) => value !== null);
+  const fields = Object.entries(RECORD_FIELDS).map(([key, name]) => [name, record.field(key)]).filter(([, value]) => value !== null);
   const columns = present(record).map((name) => [name, Array.from({ length: record.length }, (_, i) => {
     const value = record.value(name, i);
-    return FLAGS.has(name) && value !== null ? Boolean(value) : value;
+    return fieldOf(name).is_flag && value !== null ? Boolean(value) : value;
   })]);
   return JSON.stringify(Object.fromEntries([["step", record.step], ...fields, ["role_spans", record.segments], ...columns]));
 }

@@ -8,7 +8,7 @@
 //
 // A field alone means that it is set: `masked`, `trainable`. A comparison with a value that a token lacks is false.
 
-import { METRICS, RATIO, metricOf, valuesOf } from "./metrics.js";
+import { FIELDS, METRICS, WORDS, metricOf, valuesOf } from "./metrics.js";
 import { versionIn } from "./run.js";
 
 /**
@@ -77,11 +77,9 @@ function oldestVersions(all) {
   return oldest;
 }
 
-const FLAGS = /** @type {Record<string, string>} */ ({ masked: "is_masked", high: "is_masked_high", low: "is_masked_low", trainable: "loss_mask", sampled: "sampled" });
-const COLUMNS = /** @type {Record<string, string>} */ ({ id: "token_ids", logp: "trainer_logprobs", version: "policy_versions", ...FLAGS });
-const WORDS = ["env", "mode", "example", "group", "rollout", "sample", "run", "stop"];
+const COLUMNS = Object.fromEntries(FIELDS.map(({ key, name }) => [key, name]));
 const NUMBERS = ["rank", "tokens", "micro_step", "record"];
-const FIELD_NAMES = [...METRICS.map(({ key }) => key), RATIO.key, ...Object.keys(COLUMNS), "at", "text", "step", ...WORDS, ...NUMBERS];
+const FIELD_NAMES = [...new Set([...METRICS.map(({ key }) => key), ...Object.keys(COLUMNS)]), "at", "text", "step", ...WORDS, ...NUMBERS];
 
 /** @type {Record<string, (a: any, b: any) => boolean>} */
 const COMPARISONS = {
@@ -169,7 +167,7 @@ function reader(field, tokens, vocabulary) {
   if (field === "text") return (i) => vocabulary.plain(ids[i]);
   if (field === "step") return () => step;
   if (WORDS.includes(field) || NUMBERS.includes(field)) return (i) => (field === "record" ? tokens.owner(i) : tokens.index.value(field, tokens.owner(i)));
-  const metric = [...METRICS, RATIO].find(({ key }) => key === field);
+  const metric = METRICS.find(({ key }) => key === field);
   const column = tokens.column(metric ? metric.column : COLUMNS[field]);
   if (!column) return () => null;
   const of = metric?.of;

@@ -170,7 +170,7 @@ export class RecordView {
     const { app } = this;
     const none = this.values ? null : element("span", { class: "look-none" }, `${this.metric.label} is ${this.record.column(this.metric.column) === null ? "without meaning here" : "not recorded"}`);
     refill(this.look,
-      choice("Colour", METRICS.map(({ key, label }, i) => [key, `${i + 1}  ${label}`]), state.fill, (fill) => app.go({ fill })),
+      choice("Colour", METRICS.map(({ key, label, shortcut }) => [key, `${shortcut ?? ""}  ${label}`]), state.fill, (fill) => app.go({ fill })),
       element("span", { class: "formula" }, this.metric.formula),
       none ?? legend(this.scale, state.scope),
       choice("over", [["record", "this record"], ["step", "this step"], ["run", "the run"]], state.scope, (scope) => app.go({ scope })),

@@ -1,7 +1,7 @@
 // One step: its records as a table, how every metric is distributed, two metrics against each other, the mean
 // per position, and the same per environment. Ranges that are brushed select tokens, and with them records.
 
-import { METRICS, RATIO, metricOf, valuesOf } from "../data/metrics.js";
+import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
 import { versionIn } from "../data/run.js";
 import { chosenTokens, selectionColumns } from "../data/save.js";
 import { parseBrushes, select, serialiseBrushes } from "../data/select.js";
@@ -145,7 +145,7 @@ export class StepView {
 
   /** @param {import("../state.js").State} state @param {Uint8Array} chosen */
   drawScatter(state, chosen) {
-    const choices = /** @type {[string, string][]} */ ([...METRICS, RATIO].map(({ key, label }) => [key, label]));
+    const choices = /** @type {[string, string][]} */ (METRICS.map(({ key, label }) => [key, label]));
     this.scatterBar.replaceChildren(element("h3", {}, "Scatter"), choice("y", choices, state.y, (y) => this.app.go({ y })),
       choice("x", choices, state.x, (x) => this.app.go({ x })), saveChart("the scatter", () => this.fileName(`${state.y}_over_${state.x}`)));
     const tokens = chosenTokens(chosen);

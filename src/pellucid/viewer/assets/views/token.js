@@ -1,27 +1,11 @@
 // One token: every field, the derived ones with their formula, why it did or did not train, and what was
 // recorded against what the formulas give.
 
-import { AGAINST_INFERENCE, METRICS, valuesOf } from "../data/metrics.js";
+import { FIELDS, METRICS, fieldOf, valuesOf } from "../data/metrics.js";
 import { DERIVED, agrees } from "../data/run.js";
 import { element, painted } from "../draw/dom.js";
 import { precise, short, signed } from "../draw/format.js";
 import { VirtualTable } from "../draw/table.js";
-
-const FIELDS = /** @type {[string, string, string][]} */ ([
-  ["trainer logprob", "trainer_logprobs", "log π"],
-  ["inference logprob", "inference_logprobs", "log μ"],
-  ["teacher logprob", "teacher_logprobs", "log teacher"],
-  ["log ratio", "log_importance_ratio", "ℓ = log π − log μ"],
-  ["ratio", "importance_ratio", "r = exp ℓ"],
-  ["mismatch KL", "mismatch_kl", "r − ℓ − 1"],
-  ["prob. delta", "prob_delta", "Δ = π − μ"],
-  ["entropy", "entropy", "−Σ p log p"],
-  ["advantage", "advantages", "A"],
-  ["reward", "rewards", "R"],
-  ["token loss", "token_loss", "L"],
-  ["temperature", "temperatures", "τ"],
-  ["policy version", "policy_versions", "v"],
-]);
 
 /** @param {import("../data/run.js").Run} run @param {import("../data/run.js").TokenRecord} record @param {number} token */
 export function tokenDetails(run, record, token) {
@@ -41,7 +25,7 @@ export function tokenDetails(run, record, token) {
       row("id", String(id)),
       row("text", textOf(run, id)),
       row("position", String(record.value("position_ids", token) ?? token)),
-      ...FIELDS.map(([label, name, formula]) => field(record, token, label, name, formula)),
+      ...FIELDS.filter(({ label }) => label).map((field) => fact(record, token, field)),
     ].flat().filter(Boolean)));
 }
 
@@ -67,13 +51,13 @@ function textOf(run, id) {
   return text ? `bytes ${text.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")}` : "not decoded";
 }
 
-/** @param {import("../data/run.js").TokenRecord} record @param {number} token @param {string} label @param {string} name @param {string} formula */
-function field(record, token, label, name, formula) {
+/** @param {import("../data/run.js").TokenRecord} record @param {number} token @param {import("../data/metrics.js").Field} field */
+function fact(record, token, { label, name, formula, optional, needs_sampled: needsSampled }) {
   const value = record.value(name, token);
-  if (value === undefined) return name === "teacher_logprobs" || name === "temperatures" ? [] : row(label, "not recorded", formula, "absent");
-  if (AGAINST_INFERENCE.has(name) && record.value("sampled", token) === 0) return row(label, "not sampled", formula, "absent");
-  if (value === null) return name === "teacher_logprobs" ? [] : row(label, "none", formula, "absent");
-  return row(label, precise(value), formula);
+  if (optional && (value === undefined || value === null)) return [];
+  if (value === undefined) return row(label, "not recorded", formula, "absent");
+  if (needsSampled && record.value("sampled", token) === 0) return row(label, "not sampled", formula, "absent");
+  return value === null ? row(label, "none", formula, "absent") : row(label, precise(value), formula);
 }
 
 /** @param {string} label @param {string} value @param {string} [formula] @param {string} [kind] */
@@ -85,12 +69,12 @@ function row(label, value, formula = "", kind = "") {
 export function disagreements(record, token) {
   const [trainer, inference] = [record.value("trainer_logprobs", token), record.value("inference_logprobs", token)];
   const found = [];
-  for (const [name, { formula, of }] of Object.entries(DERIVED)) {
+  for (const [name, of] of Object.entries(DERIVED)) {
     if (!record.chunk.differs(name)) continue;
     const recorded = record.value(name, token);
     if (typeof trainer !== "number" || typeof inference !== "number" || typeof recorded !== "number") continue;
     const expected = of(trainer, inference);
-    if (!agrees(recorded, expected)) found.push(`${name} was recorded as ${precise(recorded)}, but ${formula} gives ${precise(expected)}.`);
+    if (!agrees(recorded, expected)) found.push(`${name} was recorded as ${precise(recorded)}, but ${fieldOf(name).formula} gives ${precise(expected)}.`);
   }
   const [masked, high, low] = ["is_masked", "is_masked_high", "is_masked_low"].map((name) => record.value(name, token));
   if (masked === 0 && (high || low)) found.push("Recorded as masked on one side, and as not masked.");

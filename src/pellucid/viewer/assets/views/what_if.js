@@ -1,7 +1,7 @@
 // Other bounds of the trust region: what they would have masked in this step, and the loss it would have had,
 // beside what was recorded.
 
-import { LOSSES } from "../data/losses.js";
+import { LOSSES, LOSS_COLUMNS, tokenAt } from "../data/losses.js";
 import { metricOf, valuesOf } from "../data/metrics.js";
 import { selectionColumns } from "../data/save.js";
 import { select } from "../data/select.js";
@@ -273,12 +273,12 @@ const tally = () => ({ trainable: 0, masked: 0, high: 0, low: 0, loss: 0, record
  * @param {(i: number, token: import("../data/losses.js").LossToken) => void} visit @param {() => void} [skip] @param {number} [stride]
  */
 export function eachToken(all, means, chosen, visit, skip = () => {}, stride = 1) {
-  const [A, delta, ratio, logRatio, logProb, teacher] = ["advantages", "prob_delta", "importance_ratio", "log_importance_ratio", "trainer_logprobs", "teacher_logprobs"]
-    .map((name) => all.column(name));
+  const columns = Object.fromEntries(LOSS_COLUMNS.map((name) => [name, all.column(name)]));
+  const ratio = columns.advantages && columns.importance_ratio;
   for (let i = 0; i < all.length; i += stride) {
     if (!chosen[i]) continue;
-    if (!A || !ratio || !delta || !logRatio || Number.isNaN(ratio[i]) || !isRl(all.index, all.owners[i])) { skip(); continue; }
-    visit(i, { A: A[i], delta: delta[i], ratio: ratio[i], logRatio: logRatio[i], sequenceLogRatio: means[all.owners[i]], logProb: logProb ? logProb[i] : 0, teacher: teacher ? teacher[i] : NaN });
+    if (!ratio || Number.isNaN(ratio[i]) || !isRl(all.index, all.owners[i])) { skip(); continue; }
+    visit(i, tokenAt(columns, i, means[all.owners[i]]));
   }
 }
 

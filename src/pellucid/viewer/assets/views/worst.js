@@ -1,6 +1,6 @@
 // The tokens that stand out, each with what stands around it. A row leads to its token.
 
-import { METRICS, RATIO, metricOf, valuesOf } from "../data/metrics.js";
+import { METRICS, metricOf, valuesOf } from "../data/metrics.js";
 import { joined, tokenRow } from "../data/save.js";
 import { parseFilter, select } from "../data/select.js";
 import { choice, element, notice, refill } from "../draw/dom.js";
@@ -159,7 +159,7 @@ export class WorstView {
     const { app } = this;
     refill(this.bar,
       choice("Class", Object.entries(KINDS).map(([key, { title }]) => [key, title]), state.kind, (kind) => app.go({ kind })),
-      choice("by", [...METRICS, RATIO].map(({ key, label }) => [key, label]), state.top, (top) => app.go({ top })),
+      choice("by", METRICS.map(({ key, label }) => [key, label]), state.top, (top) => app.go({ top })),
       choice("in", [["step", "this step"], ["run", "the run"]], state.within === "run" ? "run" : "step", (within) => app.go({ within })),
       legend(this.scale, state.within === "run" ? "run" : "step"));
     this.note.textContent = `${KINDS[state.kind]?.about ?? ""} · ${plural(this.found.length, "token")}${this.found.length === LIMIT ? " (the first)" : ""} · ${where}`;
