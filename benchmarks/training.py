@@ -22,6 +22,7 @@ from pellucid.data import TokenTable, TrainingSample
 from pellucid.model.load import vocab_size
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
+from pellucid.transport import Batch, decode_batch, encode_batch
 
 LR, MAX_NORM, CLIP = 1e-5, 1.0, 0.2
 _ENDLESS = 1 << 30
@@ -62,17 +63,21 @@ def draw_table(shape: Shape, vocab_size: int) -> TokenTable:
                     rollout_id=f"g{group}-r{member}",
                     reward=reward,
                     advantage=reward - float(rewards.mean()),
+                    policy_versions=member % 2,
+                    stop_reason="stop" if member % 4 else "length",
                 )
             )
     return TokenTable.from_samples(samples)
 
 
 class RepeatedBatch:
+    """One batch again and again, decoded anew for each step: nothing of it is inflated or cached."""
+
     def __init__(self, table: TokenTable) -> None:
-        self._table = table
+        self._payload = encode_batch(Batch("bench", 0, table))
 
     def next(self, step: int) -> TokenTable:
-        return self._table
+        return decode_batch(self._payload, sender="bench").table
 
     def release_before(self, step: int) -> None:
         """It is needed again."""
@@ -125,7 +130,8 @@ class Training:
         self.run = build_run(config, RepeatedBatch(table), None, [self.steps])
 
     def step(self) -> None:
-        run, step, started = self.run, len(self.steps.times_s), time.perf_counter()
+        # From step 1 on: the batch has tokens of version 1.
+        run, step, started = self.run, 1 + len(self.steps.times_s), time.perf_counter()
         observer = accumulate(run, run.next_batch(step))
         run.finish(step, observer, run.update(observer))
         self.steps.times_s.append(time.perf_counter() - started)

@@ -7,9 +7,8 @@ import pytest
 
 from pellucid.checks.ledger import run_ledger
 from pellucid.config.tools import LedgerSettings
-from pellucid.data.alarms import Alarm
+from pellucid.data.alarms import Alarm, Bell, read_alarms
 from pellucid.errors import LedgerError
-from pellucid.metrics.alarms import Bell
 
 
 def journal(run: Path, stage: str, counts: dict[str, dict[str, int]], *, closed: bool = True) -> None:
@@ -110,9 +109,10 @@ def test_json_has_the_same_numbers(tmp_path, capsys):
 
 def ring(run: Path, **changes: object) -> Alarm:
     values = {"name": "surprise", "step": 3, "statistic": "nats", "value": 0.25, "threshold": 0.05}
-    alarm = Alarm(**{**values, "p_value": 1e-9, "causes": "Top-k.", **changes})
-    Bell(run, (alarm.name,)).ring(alarm)
-    return alarm
+    Bell(run, {"surprise": "Top-k.", "reward": "Top-k."}).ring(
+        **{**values, "p_value": 1e-9, "example": "", **changes}
+    )
+    return read_alarms(run)[-1]
 
 
 def test_alarms_stand_below_the_verdict_and_leave_the_exit_code_alone(tmp_path, capsys):

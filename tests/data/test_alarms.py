@@ -1,11 +1,12 @@
-"""Alarms are read from a file that may be anybody's."""
+"""An alarm rings once, in log, file and metrics; it is read from a file that may be anybody's."""
 
 import json
+import logging
 import os
 
 import pytest
 
-from pellucid.data.alarms import MAX_ALARMS, Alarm, alarms_path, read_alarms
+from pellucid.data.alarms import MAX_ALARMS, Alarm, Bell, alarms_path, read_alarms
 from pellucid.errors import DataError
 from pellucid.launch.console import AlarmFollower
 
@@ -28,6 +29,31 @@ def write(run, *lines: bytes) -> None:
 
 def line(**changes) -> bytes:
     return json.dumps({**GOOD, **changes}).encode()
+
+
+FOUND = {"statistic": "nats", "value": 0.25, "threshold": 0.05, "p_value": 1e-9, "example": "x\x1b"}
+CAUSES = {"surprise": "Top-k.", "update": "Another rate."}
+
+
+def test_an_alarm_rings_once_in_log_file_and_metrics(tmp_path, caplog) -> None:
+    bell = Bell(tmp_path, CAUSES)
+    assert bell.metrics() == {"alarms/surprise": 0, "alarms/update": 0}
+    assert read_alarms(tmp_path) == [] and not alarms_path(tmp_path).exists()
+    with caplog.at_level(logging.WARNING):
+        bell.ring("surprise", 3, **FOUND)
+        bell.ring("surprise", 4, **FOUND)
+    assert bell.metrics() == {"alarms/surprise": 1, "alarms/update": 0}
+    assert [record.getMessage() for record in caplog.records] == [
+        "ALARM surprise at step 3: nats: 0.25 (threshold 0.05, p = 1e-09 < 1e-06); first seen: x\\x1b. Top-k."
+    ]
+    assert read_alarms(tmp_path) == [Alarm(**GOOD | FOUND)]
+
+
+def test_a_resumed_run_rings_again_and_is_read_once(tmp_path) -> None:
+    for step in (3, 9):
+        Bell(tmp_path, CAUSES).ring("surprise", step, **FOUND)
+    assert len(alarms_path(tmp_path).read_bytes().splitlines()) == 2
+    assert read_alarms(tmp_path) == [Alarm(**GOOD | FOUND)]
 
 
 def test_a_number_that_is_not_finite_is_said_in_words(tmp_path) -> None:

@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console
 
 from pellucid.config import InferenceRunConfig, OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from pellucid.data.alarms import Alarm
+from pellucid.data.alarms import Bell
 from pellucid.errors import ConfigError, LedgerError, ProcessError
 from pellucid.launch.console import RL_COLUMNS, PlainView
 from pellucid.launch.preflight import check_rl, free_port, resolve
 from pellucid.launch.rl import StepProgress, rl_children, run_processes, write_configs
 from pellucid.launch.supervisor import Child
-from pellucid.metrics.alarms import Bell
 from pellucid.orchestrator.report import BatchProgress, progress_path, write_progress
 
 
@@ -366,8 +365,7 @@ def test_the_status_goes_with_the_orchestrators_progress(tmp_path):
 
 def test_alarms_are_shown_as_they_ring_and_those_before_a_resume_are_not(tmp_path):
     def ring(name, step):
-        alarm = Alarm(name=name, step=step, statistic="nats", value=0.5, threshold=0.05, causes="Top-k.")
-        Bell(tmp_path, (name,)).ring(alarm)
+        Bell(tmp_path, {name: "Top-k."}).ring(name, step, "nats", value=0.5, threshold=0.05, example="")
 
     ring("update", 2)
     lines = []

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pellucid.data.alarms import Alarm
+from pellucid.data.alarms import Bell
 from pellucid.launch.summary import artefacts, curve, format_duration, progress, rl_summary, token_lines
 from pellucid.ledger import Difference, Report, Stage
-from pellucid.metrics.alarms import Bell
 
 ACCOUNT = ("demo", "reverse-text")
 
@@ -183,8 +182,7 @@ def test_the_beginning_and_the_end_of_a_short_run_do_not_overlap(values, text):
 
 
 def test_alarms_are_in_the_summary(tmp_path):
-    alarm = Alarm(name="frozen", step=8, statistic="share", value=0.0, threshold=0.0, causes="A copy.")
     console = Console(file=io.StringIO(), width=100)
-    Bell(tmp_path, ["frozen"]).ring(alarm)
+    Bell(tmp_path, {"frozen": "A copy."}).ring("frozen", 8, "share", value=0.0, threshold=0.0, example="")
     console.print(rl_summary("demo", 1.0, 9, [], report(), tmp_path, 100))
     assert "frozen at step 8: share: 0 (threshold 0). A copy." in console.file.getvalue()

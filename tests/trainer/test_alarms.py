@@ -14,14 +14,14 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, draw
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.metrics import read_metrics
-from pellucid.metrics.alarms import MeanZeroTest
+from pellucid.metrics.mean_zero_test import MeanZeroTest
 from pellucid.model import load_policy
 from pellucid.trainer.alarms import (
     MOST_SURPRISE,
     STUCK_STEPS,
+    AlarmSums,
     TrainerAlarms,
     VersionWatch,
-    Watched,
     fair_rollouts,
 )
 from pellucid.trainer.batches import OrchestratorBatches
@@ -141,6 +141,23 @@ def test_top_k_sampling_with_the_logprobs_of_all_tokens_rings(tiny_model, tmp_pa
     assert alarm.value > alarm.threshold == 0.05
     assert alarm.p_value < 1e-6
     assert alarm.statistic.startswith("sampled tokens are likelier")
+
+
+def test_after_the_first_steps_every_fourth_is_watched(tiny_model, tmp_path, monkeypatch) -> None:
+    """Whichever steps are watched does not depend on what was sampled; all together they ring."""
+    monkeypatch.setattr(engines, "draw", top_8)
+    monkeypatch.setattr("pellucid.trainer.alarms.ALL_UNTIL_STEP", 1)
+    spoilt = [sampled(tiny_model, step=step) for step in range(2)]
+    assert run_steps(tiny_model, tmp_path, [spoilt[step % 2] for step in range(4)]) == {}
+    alarm = run_steps(tiny_model, tmp_path / "longer", [spoilt[step % 2] for step in range(10)])["surprise"]
+    assert alarm.step in (4, 8)
+
+
+def test_a_stop_token_is_watched_in_every_fourth_step(tiny_model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("pellucid.trainer.alarms.ALL_UNTIL_STEP", 0)
+    sound = sampled(tiny_model, num_groups=1)
+    spoilt = sampled(tiny_model, num_groups=1, completion_mask=np.arange(LENGTH) < LENGTH - 1)
+    assert run_steps(tiny_model, tmp_path, [sound, spoilt, spoilt, spoilt, spoilt])["stop_tokens"].step == 4
 
 
 def test_rollouts_are_tested_that_are_there_whatever_they_sampled() -> None:
@@ -272,7 +289,7 @@ def test_a_layer_that_stays_as_it_is_rings_with_its_name(tiny_model, tmp_path, t
 def test_a_parameter_without_a_gradient_rings(tmp_path) -> None:
     alarms = TrainerAlarms(tmp_path, publishes=False, lr=1.0, frozen=["layers.0.weight"])
     table = versions_of([0])
-    assert alarms.judge(0, table, [Watched()], Update(1.0, 1.0))["alarms/frozen"] == 1
+    assert alarms.judge(0, table, [AlarmSums()], Update(1.0, 1.0))["alarms/frozen"] == 1
     assert read_alarms(tmp_path)[0].example == "layers.0.weight does not require a gradient"
 
 
@@ -284,7 +301,7 @@ def test_updates_that_round_to_nothing_ring_but_not_in_a_warm_up() -> None:
     optimizer = Optimizer(model, OptimConfig(lr=1e-5, weight_decay=0.0), SchedulerConfig(), max_steps=1)
     model(torch.ones(64, dtype=torch.bfloat16)).sum().backward()
     (look,) = optimizer.step().looks
-    assert (look.is_lost, look.num_changed) == (True, 0)
+    assert (look.is_lost, look.has_changed) == (True, False)
 
 
 def versions_of(*sequences) -> TokenTable:

@@ -1,17 +1,21 @@
-"""Alarms of a run in `metrics/alarms.jsonl`: each process writes a line when one of its alarms first rings.
+"""Alarms: findings that a sound run never shows; see docs/alarms.md.
 
-The file is not trusted: lines that are no alarms are reported and left out.
+An alarm rings once in a process: as a warning in its log, as a line of `metrics/alarms.jsonl`, which the
+console and the summary of a run show, and as the metric `alarms/NAME`, 1 from then on. It stops nothing.
+
+Readers do not trust the file: they report lines that are no alarms, and leave them out.
 """
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from pellucid.data.files import read_lines
+from pellucid.data.files import append_whole, read_lines, require_own
 from pellucid.data.plain import printable
 from pellucid.errors import DataError
 
@@ -66,6 +70,54 @@ def _one_line(text: str) -> str:
 
 def alarms_path(output_dir: Path) -> Path:
     return output_dir / "metrics" / "alarms.jsonl"
+
+
+class Bell:
+    """The alarms of one process; each rings once."""
+
+    def __init__(self, output_dir: Path, causes: Mapping[str, str]) -> None:
+        """Takes the possible causes of each alarm, by its name."""
+        self._path = alarms_path(output_dir)
+        self._causes = causes
+        self._metrics: dict[str, float] = {_metric(name): 0 for name in causes}
+
+    def ring(
+        self,
+        name: str,
+        step: int,
+        statistic: str,
+        value: float,
+        threshold: float,
+        example: str,
+        p_value: float | None = None,
+    ) -> None:
+        """Raises nothing: where the file cannot be written, the line is in the log alone."""
+        if self._metrics[_metric(name)]:
+            return
+        self._metrics[_metric(name)] = 1
+        alarm = Alarm(
+            name=name,
+            step=step,
+            statistic=statistic,
+            value=value,
+            threshold=threshold,
+            p_value=p_value,
+            example=example,
+            causes=self._causes[name],
+        )
+        logger.warning("%s", alarm.line())
+        with suppress(OSError, DataError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            require_own(self._path)
+            with self._path.open("ab", buffering=0) as file:
+                append_whole(file, msgspec.json.encode(alarm) + b"\n")
+
+    def metrics(self) -> dict[str, float]:
+        return self._metrics.copy()
+
+
+def _metric(name: str) -> str:
+    return f"alarms/{name}"
 
 
 def as_alarm(line: bytes) -> Alarm | None:

@@ -18,11 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from pellucid.data import Completion, Rollout
-from pellucid.data.alarms import Alarm
+from pellucid.data.alarms import Bell
 from pellucid.data.plain import brief
 from pellucid.data.rollout import NOT_OURS
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
-from pellucid.metrics.alarms import Bell, MeanZeroTest
+from pellucid.metrics.mean_zero_test import MeanZeroTest
 from pellucid.orchestrator.chat import copy_nested
 from pellucid.orchestrator.environment import Environment, SingleTurnEnvironment, checked_score
 from pellucid.orchestrator.session import group_of_request
@@ -33,6 +33,17 @@ log = logging.getLogger(__name__)
 
 SERVED_VERSIONS, FIRST_TOKENS, REWARD = "served_versions", "first_tokens", "reward"
 
+CAUSES = {
+    SERVED_VERSIONS: "The versions that tokens name are not those that sampled them, so that staleness is "
+    "counted wrong, or the engine does not load what it is told to. Look at its `update_weights`, and at the "
+    "version that it writes to each token",
+    FIRST_TOKENS: "The engine does not draw from the distribution whose logprobs it reports (top-k, top-p, a "
+    "penalty, another temperature), or draws share their random numbers. Run `pellucid verify`",
+    REWARD: "The reward is that of another sample, or depends on something else than the example and the "
+    "answer (time, random numbers, earlier calls). If that is meant, set `repeatable_reward = False` in the "
+    "environment",
+}
+
 FIRST_TOKENS_TOLERANCE = 0.02
 """Difference in the share of repeated first tokens that is no alarm: in bfloat16, the logprobs that members
 of a group report for one prompt differ slightly."""
@@ -41,14 +52,17 @@ REWARD_TOLERANCE = 1e-6
 """Relative difference between two scores of one rollout that is no alarm: samples carry rewards in float32.
 It is relative to the reward, or to 1 where the reward is smaller."""
 
-_DRAWS_PER_LOOK = 32
+_MIN_DRAWS, _DRAWS_SHARE = 32, 1 / 16
+"""Draws that are judged together: so many, or this share of those before. Fewer looks are no less valid, and
+a fault is found after at most 1/16 more draws."""
+
 _MAX_GROUPS = 4096
 
 
 class OrchestratorAlarms:
     def __init__(self, output_dir: Path, step: Callable[[], int], seed: int) -> None:
         """`step` returns the step of the batch that is being sampled."""
-        self._bell = Bell(output_dir, (SERVED_VERSIONS, FIRST_TOKENS, REWARD))
+        self._bell = Bell(output_dir, CAUSES)
         self._weights = output_dir / "weights"
         self._step = step
         self._random = random.Random(seed)
@@ -61,8 +75,6 @@ class OrchestratorAlarms:
     def check_versions(self, request_id: str, completion: Completion, served: int, asked: int) -> None:
         """`served`: the version that was loaded before the request was sent; `asked`: the newest that was
         asked for by the time of the answer."""
-        if len(completion.policy_versions) == 1 and served <= completion.policy_versions[0][0] <= asked:
-            return
         versions = [version for version, _ in completion.policy_versions if version != NOT_OURS]
         if not versions or completion.finish_reason == REFUSED:
             return
@@ -70,58 +82,34 @@ class OrchestratorAlarms:
         if fall is not None:
             what, value, threshold = "policy version that follows a newer one in a reply", fall[1], fall[0]
         elif versions[0] < served:
-            what, value, threshold = (
-                "policy version of a reply that was asked of a newer one",
-                versions[0],
-                served,
-            )
+            what = "policy version of a reply that was asked of a newer one"
+            value, threshold = versions[0], served
         elif versions[-1] > asked and versions[-1] > max(stable_steps(self._weights), default=0):
-            what, value, threshold = (
-                "policy version of a reply, newer than any published",
-                versions[-1],
-                asked,
-            )
+            what = "policy version of a reply, newer than any published"
+            value, threshold = versions[-1], asked
         else:
             return
-        self._bell.ring(
-            Alarm(
-                name=SERVED_VERSIONS,
-                step=self._step(),
-                statistic=what,
-                value=value,
-                threshold=threshold,
-                example=f"request {request_id}",
-                causes="The versions that tokens name are not those that sampled them, so that staleness is "
-                "counted wrong, or the engine does not load what it is told to. Look at its "
-                "`update_weights`, and at the version that it writes to each token",
-            )
-        )
+        self._bell.ring(SERVED_VERSIONS, self._step(), what, value, threshold, f"request {request_id}")
 
     def add_first_tokens(self, values: Sequence[float], group: str) -> None:
-        """Adds draws: each value is 1 if the token repeats an earlier one, else 0, minus its probability.
-
-        They are judged some at a time: a look takes 20 times as long as a draw, and fewer looks are no less
-        valid.
-        """
+        """Adds draws: each value is 1 if the token repeats an earlier one, else 0, minus its probability."""
         self._draws += values
-        if len(self._draws) < _DRAWS_PER_LOOK:
+        test, draws = self._first_tokens, self._draws
+        if len(draws) < max(_MIN_DRAWS, _DRAWS_SHARE * test.count):
             return
-        test, draws, self._draws = self._first_tokens, self._draws, []
+        self._draws = []
         test.add(len(draws), sum(draws), sum(draw * draw for draw in draws))
-        if not test.rings:
-            return
-        often = "more" if test.mean > 0 else "less"
-        self._bell.ring(
-            test.alarm(
+        if test.rings:
+            often = "more" if test.mean > 0 else "less"
+            self._bell.ring(
                 FIRST_TOKENS,
                 self._step(),
                 f"first tokens of a group repeat {often} often than their logprobs say: share",
-                example=f"{int(test.count):,} first tokens; the last ones of {group}",
-                causes="The engine does not draw from the distribution whose logprobs it reports (top-k, "
-                "top-p, a penalty, another temperature), or draws share their random numbers. Run `pellucid "
-                "verify`",
+                test.mean,
+                test.threshold,
+                example=f"{test.count:,} first tokens; the last ones of {group}",
+                p_value=test.p_value,
             )
-        )
 
     def judge_batch(
         self, verdicts: Sequence[Verdict], environments: Mapping[str, Environment]
@@ -142,18 +130,13 @@ class OrchestratorAlarms:
         trained = float(verdict.samples[0].values.get("reward", math.nan))
         if not abs(trained - found) <= REWARD_TOLERANCE * max(1.0, abs(found)):
             self._bell.ring(
-                Alarm(
-                    name=REWARD,
-                    step=self._step(),
-                    statistic="difference of a reward that trains from that of the same answer scored again",
-                    value=trained - found,
-                    threshold=REWARD_TOLERANCE,
-                    example=f"rollout {rollout.rollout_id} of {rollout.env_name}: {trained:g} trains, "
-                    f"{brief(rollout.turns[-1].text)} scores {found:g}",
-                    causes="The reward is that of another sample, or depends on something else than the "
-                    "example and the answer (time, random numbers, earlier calls). If that is meant, set "
-                    "`repeatable_reward = False` in the environment",
-                )
+                REWARD,
+                self._step(),
+                "difference of a reward that trains from that of the same answer scored again",
+                value=trained - found,
+                threshold=REWARD_TOLERANCE,
+                example=f"rollout {rollout.rollout_id} of {rollout.env_name}: {trained:g} trains, "
+                f"{brief(rollout.turns[-1].text)} scores {found:g}",
             )
 
 
@@ -183,14 +166,15 @@ def can_repeat(environment: SingleTurnEnvironment) -> bool:
 class _Group:
     """First replies of the members of a group, in the order in which they were asked for."""
 
+    name: str
+    temperature: float
     prompt_ids: Sequence[int] | None
     """None while no member is out: thousands of groups are remembered, and their prompts may be long."""
 
-    temperature: float
     prompt_hash: int = 0
-    """That of `prompt_ids` once these are let go."""
+    """Hash of `prompt_ids` once these are let go."""
 
-    requests: dict[str, tuple[int, float, int] | None] = field(default_factory=dict)
+    replies: list[tuple[int, float, int] | None] = field(default_factory=list)
     """First token, its logprob and its policy version, by request; None: not answered yet, or failed."""
 
     num_out: int = 0
@@ -204,11 +188,7 @@ class _Group:
     def has_prompt(self, prompt_ids: Sequence[int]) -> bool:
         if self.prompt_ids is None:
             return self.prompt_hash == hash(tuple(prompt_ids))
-        return self.prompt_ids is prompt_ids or list(self.prompt_ids) == list(prompt_ids)
-
-    def let_go_of_prompt(self) -> None:
-        if self.prompt_ids is not None:
-            self.prompt_hash, self.prompt_ids = hash(tuple(self.prompt_ids)), None
+        return list(self.prompt_ids) == list(prompt_ids)
 
     def take(self) -> list[float]:
         """Returns 1 or 0 for each token that was known or not, minus the probability of that.
@@ -216,17 +196,23 @@ class _Group:
         Tokens come in the order of the requests; the first, and those of other policy versions, are left out.
         """
         values = []
-        for token, logprob, version in filter(None, self.requests.values()):
+        known, chance = self.known, self.chance
+        for reply in self.replies:
+            if reply is None:
+                continue
+            token, logprob, version = reply
             if self.version is None:
                 self.version = version
             if version != self.version:
                 continue
-            if self.known:
-                values.append((token in self.known) - min(1.0, self.chance))
-            if token not in self.known:
-                self.known.add(token)
-                self.chance += math.exp(logprob)
-        self.requests.clear()
+            is_known = token in known
+            if known:
+                values.append(is_known - min(1.0, chance))
+            if not is_known:
+                known.add(token)
+                chance += math.exp(logprob)
+        self.chance = chance
+        self.replies.clear()
         return values
 
 
@@ -238,6 +224,8 @@ class WatchedClient:
         self._alarms = alarms
         self._served = self._asked = 0
         self._groups: dict[str, _Group] = {}
+        self._out: dict[int, _Group] = {}
+        """Groups with a member out, by the `id` of their `prompt_ids`: members send the same object."""
 
     async def wait_until_ready(self) -> None:
         await self._client.wait_until_ready()
@@ -248,14 +236,26 @@ class WatchedClient:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        served, group = self._served, self._open(prompt_ids, params, request_id)
-        completion: Completion | None = None
-        try:
+        served = self._served
+        group = self._out.get(id(prompt_ids)) or self._find_group(prompt_ids, params, request_id)
+        if group is None or group.temperature != params.temperature:
             completion = await self._client.generate(prompt_ids, params, account, request_id)
-        finally:
-            if group is not None:
-                self._note_first(group, request_id, completion)
-        self._alarms.check_versions(request_id, completion, served, self._asked)
+        else:
+            place = len(group.replies)
+            group.replies.append(None)
+            group.num_out += 1
+            try:
+                completion = await self._client.generate(prompt_ids, params, account, request_id)
+                if completion.token_ids and completion.finish_reason != REFUSED:
+                    first = completion.token_ids[0], completion.logprobs[0], completion.policy_versions[0][0]
+                    group.replies[place] = first
+            finally:
+                group.num_out -= 1
+                if not group.num_out:
+                    self._judge_group(group)
+        versions = completion.policy_versions
+        if len(versions) != 1 or not served <= versions[0][0] <= self._asked:
+            self._alarms.check_versions(request_id, completion, served, self._asked)
         return completion
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
@@ -272,33 +272,32 @@ class WatchedClient:
     async def close(self) -> None:
         await self._client.close()
 
-    def _open(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> _Group | None:
+    def _find_group(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str
+    ) -> _Group | None:
         """Returns the group that this request adds a first token to; None if it adds to none."""
         if not request_id.endswith("/0") or params.temperature == 0:
             return None
         name = group_of_request(request_id)
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = _Group(prompt_ids, params.temperature)
+            group = self._groups[name] = _Group(name, params.temperature, prompt_ids)
             if len(self._groups) > _MAX_GROUPS:
                 del self._groups[next(iter(self._groups))]
-        if not group.has_prompt(prompt_ids) or params.temperature != group.temperature:
+        elif group.temperature != params.temperature or not group.has_prompt(prompt_ids):
             return None
-        group.prompt_ids = prompt_ids
-        group.requests[request_id] = None
-        group.num_out += 1
+        elif group.prompt_ids is None:
+            group.prompt_ids = prompt_ids
+        self._out[id(group.prompt_ids)] = group
         return group
 
-    def _note_first(self, group: _Group, request_id: str, completion: Completion | None) -> None:
-        """Records an answer, and judges the group once none of its requests is running.
+    def _judge_group(self, group: _Group) -> None:
+        """Judges a group once none of its requests is running.
 
         Not earlier: which answers come back first depends on their tokens.
         """
-        group.num_out -= 1
-        if completion is not None and completion.token_ids and completion.finish_reason != REFUSED:
-            first = completion.token_ids[0], completion.logprobs[0], completion.policy_versions[0][0]
-            group.requests[request_id] = first
-        if not group.num_out:
-            if draws := group.take():
-                self._alarms.add_first_tokens(draws, group_of_request(request_id))
-            group.let_go_of_prompt()
+        if draws := group.take():
+            self._alarms.add_first_tokens(draws, group.name)
+        assert group.prompt_ids is not None
+        del self._out[id(group.prompt_ids)]
+        group.prompt_hash, group.prompt_ids = hash(tuple(group.prompt_ids)), None

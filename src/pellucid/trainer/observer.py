@@ -68,7 +68,7 @@ class StepObserver:
 
         self._stats = LossStats([env for _, env in self._accounts])
         self._watch = FiniteWatch()
-        self.alarms = StepWatch(batch.table)
+        self.alarms = StepWatch(batch.table, batch.step)
         """Sums over this rank's tokens, which the alarms of the run judge."""
 
         self._is_skipped = False

@@ -23,7 +23,7 @@ from pellucid.config import OptimConfig, SchedulerConfig
 from pellucid.config.shared import LoraConfig
 from pellucid.errors import DataError
 from pellucid.model import Adapter, Policy
-from pellucid.trainer.update_watch import Look, UpdateWatch, own
+from pellucid.trainer.update_watch import Look, UpdateWatch, local_shard
 from pellucid.transport.weights import offer_weights, write_adapter, write_version, write_weights
 
 
@@ -94,7 +94,7 @@ class Optimizer:
     def _not_finite(self) -> str | None:
         for name, parameter in reversed(self._named.items()):
             gradient = parameter.grad
-            if gradient is not None and not bool(own(gradient).isfinite().all()):
+            if gradient is not None and not bool(local_shard(gradient).isfinite().all()):
                 return name
         return None
 

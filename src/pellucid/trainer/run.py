@@ -282,8 +282,8 @@ class Run:
             if self.exporter is not None:
                 own.add(_SKIPPED, Sum(self.exporter.num_skipped))
                 own.add(_LOST, Sum(self.exporter.num_lost))
-            ranks = self.ranks.gather((own, observer.num_pairs, observer.alarms.watched()))
-            metrics, num_pairs, watched = zip(*ranks, strict=True)
+            ranks = self.ranks.gather((own, observer.num_pairs, observer.alarms.sums()))
+            metrics, num_pairs, alarm_sums = zip(*ranks, strict=True)
             report = observer.report(metrics)
             if self.exporter is not None:
                 num_lost = self._totals[_LOST]
@@ -300,7 +300,7 @@ class Run:
             self._totals[f"total/{name}"] += int(report[name])
         report |= self._totals
         if self.ranks.is_main:
-            report |= self._alarms.judge(step, observer.table, watched, update)
+            report |= self._alarms.judge(step, observer.table, alarm_sums, update)
         report |= self._times(report, sum(num_pairs))
         for sink in self.sinks:
             sink.log(step, report)

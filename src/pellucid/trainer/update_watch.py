@@ -1,4 +1,4 @@
-"""Compares the update of a few weights per step with AdamW's formula.
+"""Compares the update of a few weights with AdamW's formula, every few steps.
 
 Before the gradients are clipped, `before` copies a few elements of some tensors: weight, gradient, moments.
 After the step, `after` compares the weights and first moments of the same elements with AdamW's formula, in
@@ -12,8 +12,10 @@ hardly shows in the weights. Every tensor has its turn once in 32 steps, each ti
 """
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,35 +25,40 @@ from torch.distributed.tensor import DTensor
 
 from pellucid.config import OptimConfig
 
-EVERY = 4
+Floats = NDArray[np.float64]
+
+LOOK_EVERY = 8
 """Steps from one look to the next."""
 
-TURNS = 8
+NUM_TURNS = 4
 """Looks in which every tensor has its turn once."""
 
 NUM_ELEMENTS = 32
 """Elements of each tensor that a look compares."""
 
-TOLERANCE = 1e-3
+UPDATE_TOLERANCE = 1e-3
 """Relative error that an update may have. In float32, 1 − β₂ for β₂ = 0.999 has a relative error of 6e-5."""
 
-_ROUNDINGS = 8
+_NUM_ROUNDINGS = 8
 """Rounding errors that a step may add to a weight, each of float32 eps × its size."""
 
-_EPS = float(np.finfo(np.float32).eps)
-
-_TINY = float(np.finfo(np.float32).tiny)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-Floats = NDArray[np.float64]
+_EPS, _TINY = float(np.finfo(np.float32).eps), float(np.finfo(np.float32).tiny)
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """Comparison of one tensor's update in one step with AdamW's formula."""
 
     name: str
-    has_gradient: bool
+    has_gradient: bool = True
+    has_changed: bool = False
+    """Whether an element changed whose update by AdamW exceeds its rounding error."""
+
+    is_stuck: bool = False
+    """Whether there are such elements, and none changed."""
+
+    is_lost: bool = False
+    """Whether no element changed because every update of AdamW is lost to rounding."""
+
     excess: float = 0.0
     """Largest difference from AdamW's weight or moment ÷ the rounding error allowed; sound below 1."""
 
@@ -61,31 +68,35 @@ class Look:
     factor: float = 1.0
     """Median of the update of a weight ÷ AdamW's update, or of a moment ÷ AdamW's moment; 1 if sound."""
 
-    num_due: int = 0
-    """Elements that the step should have changed: AdamW's update exceeds their rounding error."""
 
-    num_changed: int = 0
-    """Elements among the `num_due` that changed."""
+class _Spots(NamedTuple):
+    """Elements of one tensor: `num` of them from `start` on, `stride` apart."""
 
-    is_lost: bool = False
-    """Whether no element changed because every update of AdamW is lost to rounding."""
+    name: str
+    parameter: nn.Parameter
+    num: int
+    stride: int
+    start: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        local = local_shard(tensor).contiguous()
+        return local.as_strided((self.num,), (self.stride,), local.storage_offset() + self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Elements of some tensors before a step; the rows of `values` are weight, gradient and both moments."""
+    """Elements of some tensors before a step."""
 
-    names: Sequence[str]
-    places: Sequence[tuple[Tensor, slice]]
-    """Flattened tensors, and the slice of elements taken of each."""
-
-    sizes: Sequence[int]
-    """Number of elements taken of each tensor."""
-
-    steps: Floats
-    """Number of AdamW's updates of each element, this step included."""
+    places: Sequence[_Spots]
+    weights: Sequence[Tensor]
+    """Views of the elements of each tensor; after the step they show the new weights."""
 
     values: Floats
+    """Rows of weight, unclipped gradient, first and second moment."""
+
+    num_updates: Floats
+    """Number of AdamW's updates of each tensor, this step included."""
+
     bare: Sequence[str]
     """Tensors without a gradient."""
 
@@ -98,93 +109,94 @@ class UpdateWatch:
         self._adamw = adamw
         self._optim = optim
         self._num_steps = 0
-        self._generator = np.random.default_rng(0)
+        self._random = random.Random(0)
 
     def before(self) -> Noted | None:
         """Copies elements of the tensors whose turn it is, with unclipped gradients; None in most steps."""
-        turn, rest = divmod(self._num_steps, EVERY)
+        turn, rest = divmod(self._num_steps, LOOK_EVERY)
         self._num_steps += 1
-        if rest:
-            return None
-        chosen = self._parameters[turn % TURNS :: TURNS]
-        names: list[str] = []
-        bare: list[str] = []
-        places: list[tuple[Tensor, slice]] = []
-        rows: list[Tensor] = []
-        steps: list[float] = []
-        for name, parameter in chosen:
-            if parameter.grad is None:
-                bare.append(name)
+        return None if rest else self._note(self._parameters[turn % NUM_TURNS :: NUM_TURNS])
+
+    def _note(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> Noted:
+        places: list[_Spots] = []
+        rows: tuple[list[Tensor], ...] = [], [], [], [], []
+        for name, parameter in parameters:
+            weight = local_shard(parameter.detach())
+            if parameter.grad is None or not (size := weight.numel()) or not weight.is_contiguous():
                 continue
-            weight = own(parameter.detach())
-            if not weight.numel() or not weight.is_contiguous():
-                continue
-            flat = weight.view(-1)
-            stride = max(1, len(flat) // NUM_ELEMENTS)
-            start = int(self._generator.integers(stride))
-            part = slice(start, start + stride * NUM_ELEMENTS, stride)
-            state = self._adamw.state.get(parameter) or {}
-            row = [flat[part], _taken(parameter.grad, part)]
-            row += [_taken(state[key], part) if state else torch.zeros_like(row[0]) for key in _MOMENTS]
-            rows.append(torch.stack(row))
-            names.append(name)
-            places.append((flat, part))
-            steps.append(1.0 + (float(state["step"]) if state else 0.0))
-        sizes = [row.shape[1] for row in rows]
-        values = _as_array(torch.cat(rows, dim=1)) if rows else np.zeros((4, 0))
-        return Noted(names, places, sizes, np.repeat(steps, sizes), values, bare)
+            stride = max(1, size // NUM_ELEMENTS)
+            place = _Spots(name, parameter, min(size, NUM_ELEMENTS), stride, self._random.randrange(stride))
+            places.append(place)
+            state = self._adamw.state.get(parameter)
+            element = place.view(weight)
+            nothing = element.new_zeros(place.num)
+            taken = (
+                (place.view(state["exp_avg"]), place.view(state["exp_avg_sq"]), state["step"].view(1))
+                if state
+                else (nothing, nothing, nothing[:1])
+            )
+            for row, each in zip(rows, (element, place.view(parameter.grad), *taken), strict=True):
+                row.append(each)
+        bare = [name for name, parameter in parameters if parameter.grad is None]
+        if not places:
+            return Noted([], [], np.zeros((4, 0)), np.zeros(0), bare)
+        values = _as_array(torch.cat([each for row in rows for each in row]))
+        num_updates = values[-len(places) :] + 1
+        return Noted(places, rows[0], values[: -len(places)].reshape(4, -1), num_updates, bare)
 
     def after(self, noted: Noted | None, grad_norm: float, lr: float) -> list[Look]:
         """Compares the same elements after a step; `grad_norm` is before clipping, `lr` is the step's."""
         if noted is None:
             return []
         looks = [Look(name, has_gradient=False) for name in noted.bare]
-        if not noted.names:
+        if not noted.places:
             return looks
-        optim = self._optim
+        optim, sizes = self._optim, [place.num for place in noted.places]
         beta, second = optim.betas
         weight, gradient, mean, square = noted.values
         gradient = gradient * min(1.0, optim.max_norm / (grad_norm + 1e-6))
         size = beta * np.abs(mean) + (1 - beta) * np.abs(gradient)
         mean = beta * mean + (1 - beta) * gradient
-        square = second * square + (1 - second) * gradient**2
-        scale = lr / (1 - beta**noted.steps)
-        scale /= np.sqrt(square / (1 - second**noted.steps)) + self._adamw.defaults["eps"]
+        square = second * square + (1 - second) * gradient * gradient
+        first_scale = np.repeat(lr / (1 - beta**noted.num_updates), sizes)
+        second_scale = np.repeat(1 / (1 - second**noted.num_updates), sizes)
+        scale = first_scale / (np.sqrt(square * second_scale) + self._adamw.defaults["eps"])
         moved = -lr * optim.weight_decay * weight - scale * mean
         rounding = _EPS * np.abs(weight)
-        found, found_mean = self._found(noted)
-        found_moved = found - weight
-        by_weight = np.abs(found_moved - moved) / (_ROUNDINGS * rounding + TOLERANCE * scale * size + _TINY)
-        by_mean = np.abs(found_mean - mean) / (TOLERANCE * size + _TINY)
+        found_weight, found_mean = self._found(noted)
+        found_moved = found_weight - weight
+        by_weight = np.abs(found_moved - moved)
+        by_weight /= _NUM_ROUNDINGS * rounding + UPDATE_TOLERANCE * scale * size + _TINY
+        by_mean = np.abs(found_mean - mean) / (UPDATE_TOLERANCE * size + _TINY)
         is_due = np.abs(moved) > 2 * rounding + _TINY
-        has_changed = found_moved != 0
-        starts = np.cumsum([0, *noted.sizes[:-1]])
-        worst, worst_mean = (np.maximum.reduceat(each, starts).tolist() for each in (by_weight, by_mean))
-        num_due, num_changed, num_due_changed, num_pushed = (
-            np.add.reduceat(each, starts, dtype=np.int64).tolist()
-            for each in (is_due, has_changed, is_due & has_changed, moved != 0)
-        )
-        for index, name in enumerate(noted.names):
-            excess, factor = max(worst[index], worst_mean[index]), 1.0
-            is_moment = worst_mean[index] > max(1.0, worst[index])
-            if excess > 1:
-                part = slice(starts[index], starts[index] + noted.sizes[index])
-                pair = (found_mean, mean) if is_moment else (found_moved, moved)
-                factor = _factor(pair[0][part], pair[1][part])
-            is_lost = num_pushed[index] > 0 and not num_due[index] and not num_changed[index]
-            counts = num_due[index], num_due_changed[index]
-            looks.append(Look(name, True, excess, is_moment, factor, *counts, is_lost))
+        starts = np.cumsum([0, *sizes])
+        worst = np.maximum.reduceat(np.maximum(by_weight, by_mean), starts[:-1]).tolist()
+        changed = np.logical_or.reduceat(is_due & (found_moved != 0), starts[:-1]).tolist()
+        for index, place in enumerate(noted.places):
+            look = Look(place.name, has_changed=changed[index], excess=worst[index])
+            if look.excess > 1 or not look.has_changed:
+                part = slice(starts[index], starts[index + 1])
+                is_moment = by_mean[part].max() > max(1.0, by_weight[part].max())
+                found, expected = (found_mean, mean) if is_moment else (found_moved, moved)
+                has_due = bool(is_due[part].any())
+                look = look._replace(
+                    is_stuck=has_due and not look.has_changed,
+                    is_lost=not has_due and bool(moved[part].any()) and not found_moved[part].any(),
+                    is_moment=bool(is_moment),
+                    factor=_factor(found[part], expected[part]),
+                )
+            looks.append(look)
         return looks
 
-    def _found(self, noted: Noted) -> tuple[Floats, Floats]:
-        by_name = dict(self._parameters)
-        rows = []
-        for name, (flat, part) in zip(noted.names, noted.places, strict=True):
-            state = self._adamw.state.get(by_name[name]) or {}
-            taken = flat[part]
-            rows.append(torch.stack([taken, _taken(state["exp_avg"], part) if state else taken * 0]))
-        weight, mean = _as_array(torch.cat(rows, dim=1))
-        return weight, mean
+    def _found(self, noted: Noted) -> Floats:
+        """Reads the weights and first moments of the noted elements."""
+        means = [
+            place.view(state["exp_avg"])
+            if (state := self._adamw.state.get(place.parameter))
+            else weight.new_zeros(place.num)
+            for place, weight in zip(noted.places, noted.weights, strict=True)
+        ]
+        return _as_array(torch.cat([*noted.weights, *means])).reshape(2, -1)
 
 
 def _factor(found: Floats, expected: Floats) -> float:
@@ -193,13 +205,9 @@ def _factor(found: Floats, expected: Floats) -> float:
     return float(np.median(found[large] / expected[large])) if large.any() else math.nan
 
 
-def own(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Returns this process's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _taken(tensor: Tensor, part: slice) -> Tensor:
-    return own(tensor).reshape(-1)[part]
 
 
 def _as_array(tensor: Tensor) -> Floats:

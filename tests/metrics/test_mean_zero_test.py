@@ -1,13 +1,12 @@
-"""The test that alarms are built on, and the bell."""
+"""The test that alarms are built on."""
 
-import logging
 import math
 
 import numpy as np
 import pytest
 
-from pellucid.data.alarms import CHANCE, Alarm, alarms_path, read_alarms
-from pellucid.metrics.alarms import Bell, MeanZeroTest
+from pellucid.data.alarms import CHANCE
+from pellucid.metrics.mean_zero_test import MeanZeroTest
 
 SKEWED = np.array([0.999, *[0.001 / 9] * 9])
 BROAD = np.exp(-np.arange(100) / 12.0) / np.exp(-np.arange(100) / 12.0).sum()
@@ -67,30 +66,4 @@ def test_what_is_within_the_tolerance_never_rings() -> None:
 def test_sums_that_are_not_finite_are_left_out() -> None:
     test = MeanZeroTest(1.0, 0.0)
     test.add(10, math.nan, 1.0)
-    assert (test.count, test.p_value) == (0.0, 1.0)
-
-
-def alarm(**changes) -> Alarm:
-    values = {"name": "surprise", "step": 3, "statistic": "nats", "value": 0.25, "threshold": 0.05}
-    return Alarm(**{**values, "p_value": 1e-9, "example": "x\x1b", "causes": "Top-k.", **changes})
-
-
-def test_an_alarm_rings_once_in_log_file_and_metrics(tmp_path, caplog) -> None:
-    bell = Bell(tmp_path, ("surprise", "update"))
-    assert bell.metrics() == {"alarms/surprise": 0, "alarms/update": 0}
-    assert read_alarms(tmp_path) == [] and not alarms_path(tmp_path).exists()
-    with caplog.at_level(logging.WARNING):
-        bell.ring(alarm())
-        bell.ring(alarm(step=4))
-    assert bell.metrics() == {"alarms/surprise": 1, "alarms/update": 0}
-    assert [record.getMessage() for record in caplog.records] == [
-        "ALARM surprise at step 3: nats: 0.25 (threshold 0.05, p = 1e-09 < 1e-06); first seen: x\\x1b. Top-k."
-    ]
-    assert read_alarms(tmp_path) == [alarm()]
-
-
-def test_a_resumed_run_rings_again_and_is_read_once(tmp_path) -> None:
-    for step in (3, 9):
-        Bell(tmp_path, ("surprise",)).ring(alarm(step=step))
-    assert len(alarms_path(tmp_path).read_bytes().splitlines()) == 2
-    assert read_alarms(tmp_path) == [alarm()]
+    assert (test.count, test.p_value) == (0, 1.0)
