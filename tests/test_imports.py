@@ -131,7 +131,8 @@ def test_no_docstring_starts_as_a_fragment() -> None:
 HEAVY = ("torch", "transformers", "aiohttp", "pyarrow", "peft", "datasets", "verifiers", "wandb", "uvicorn")
 LIGHT = (
     "cli",
-    "launch",
+    "launch.rl",
+    "launch.sft",
     "launch.cluster",
     "viewer",
     "checks.ledger",

@@ -57,13 +57,13 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "rl": Command(
         RLConfig,
-        "pellucid.launch:run_rl",
+        "pellucid.launch.rl:run_rl",
         "train with rl: all processes on this machine",
         rehearse="pellucid.launch.preflight:rehearse_rl",
     ),
     "sft": Command(
         SFTConfig,
-        "pellucid.launch:run_sft",
+        "pellucid.launch.sft:run_sft",
         "fine-tune on a data set",
         rehearse="pellucid.launch.preflight:rehearse_sft",
     ),
@@ -87,7 +87,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "rewind": Command(
         RLConfig,
-        "pellucid.launch:run_rewind",
+        "pellucid.launch.run_folder:run_rewind",
         "make a run's folder ready for its parts to be resumed",
         reads_run=True,
     ),

@@ -72,11 +72,11 @@ def test_a_child_with_nothing_at_stake_is_spare_unless_it_failed(watch: Watch) -
 
 
 def test_a_failure_is_as_old_as_its_first_word_and_reads_like_its_last(watch: Watch) -> None:
-    assert (watch.words.failed_at("inference"), watch.words.reason("inference")) == (None, "")
+    assert watch.words.failure("inference") is None
     watch.words.hear("inference", Word(3.0, failed="OSError: [Errno 28]"))
     watch.words.hear("inference", Word(9.0, failed="ledger/inference.jsonl cannot be written"))
-    assert watch.words.failed_at("inference") == 3.0
-    assert watch.words.reason("inference") == "ledger/inference.jsonl cannot be written"
+    failed = Word(3.0, failed="ledger/inference.jsonl cannot be written")
+    assert watch.words.failure("inference") == failed
 
 
 def test_what_takes_longer_than_a_moment_is_shown_and_now_and_then_again(watch: Watch) -> None:

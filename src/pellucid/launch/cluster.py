@@ -48,9 +48,9 @@ def _run_of(config: RenderConfig) -> RLConfig:
     num_processes = cluster.trainer_nodes * cluster.processes_per_node
     trainer.check_num_processes(num_processes)
     _refuse_loopback(config, cluster)
-    own = {name: getattr(config, name) for name in RLConfig.model_fields}
+    values = {name: getattr(config, name) for name in RLConfig.model_fields}
     trainer = trainer.model_copy(update={"num_processes": num_processes})
-    return RLConfig.model_construct(**{**own, "trainer": trainer})
+    return RLConfig.model_construct(**{**values, "trainer": trainer})
 
 
 def _refuse_loopback(config: RenderConfig, cluster: ClusterConfig) -> None:

@@ -6,7 +6,7 @@ they are shown records, and know nothing about where those come from.
 """
 
 import time
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,11 +319,5 @@ class StepJoin:
     def complete(self) -> list[Record]:
         """Returns the steps that every source has reported, in order; each is handed out once."""
         steps = sorted(step for step, parts in self._waiting.items() if len(parts) == self._num_sources)
-        return [self._merge(self._waiting.pop(step)) for step in steps]
-
-    @staticmethod
-    def _merge(parts: dict[int, dict[str, Any]]) -> Record:
-        merged: dict[str, Any] = {}
-        for source in sorted(parts):
-            merged |= parts[source]
-        return merged
+        found = [self._waiting.pop(step) for step in steps]
+        return [ChainMap(*(parts[source] for source in sorted(parts, reverse=True))) for parts in found]

@@ -65,14 +65,9 @@ class LastWords:
             child.heard = self._clock()
             child.since = child.since if child.word is not None else child.heard
 
-    def failed_at(self, name: str) -> float | None:
-        failure = self._children[name].failure
-        return None if failure is None else failure.at
-
-    def reason(self, name: str) -> str:
-        """Returns why a child failed, by its own report; "" if it reported no failure."""
-        failure = self._children[name].failure
-        return "" if failure is None else failure.failed
+    def failure(self, name: str) -> Word | None:
+        """Returns a child's report that it fails, with the time at which it first knew."""
+        return self._children[name].failure
 
     def is_spare(self, name: str) -> bool:
         """Whether all that a child had to do is done, and killing it loses nothing."""

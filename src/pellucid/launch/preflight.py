@@ -26,6 +26,7 @@ from pellucid.config import (
     RunConfig,
     SFTConfig,
     TrainerRunConfig,
+    TransportConfig,
     VerifyConfig,
     ZmqTransportConfig,
 )
@@ -136,18 +137,20 @@ def resolved(config: RunConfig) -> RunConfig:
             trainer = _with(trainer, micro_batch_max_tokens=trainer.max_tokens)
         config = _with(config, trainer=trainer)
     if isinstance(config, OrchestratorRunConfig):
-        own = config.orchestrator
+        orchestrator = config.orchestrator
         environments = tuple(
-            _with(each, name=each.label, sampling=_with(each.sampling, **dict(own.sampling_of(each))))
-            for each in own.env
+            _with(
+                each, name=each.label, sampling=_with(each.sampling, **dict(orchestrator.sampling_of(each)))
+            )
+            for each in orchestrator.env
         )
         evaluations = tuple(
-            _with(each, name=each.label, max_tokens=each.max_tokens or own.sampling.max_tokens)
-            for each in own.eval
+            _with(each, name=each.label, max_tokens=each.max_tokens or orchestrator.sampling.max_tokens)
+            for each in orchestrator.eval
         )
         rollouts = config.max_inflight_rollouts
-        own = _with(own, env=environments, eval=evaluations, max_inflight_rollouts=rollouts)
-        config = _with(config, orchestrator=own)
+        orchestrator = _with(orchestrator, env=environments, eval=evaluations, max_inflight_rollouts=rollouts)
+        config = _with(config, orchestrator=orchestrator)
     if isinstance(config, InferenceRunConfig):
         server = config.inference
         server = _with(server, threads=server.threads or cores, record_experts=bool(server.record_experts))
@@ -184,15 +187,14 @@ def rehearse_sft(config: SFTConfig) -> None:
 
 
 def rehearse_trainer(config: TrainerRunConfig) -> None:
-    if isinstance(config.transport, ZmqTransportConfig) and config.trainer.data.fake is None:
-        batch_address(config.transport)
+    if config.trainer.data.fake is None:
+        _check_port(config.transport)
     _rehearse_training(config)
 
 
 def rehearse_orchestrator(config: OrchestratorRunConfig) -> None:
     config.check_addresses()
-    if isinstance(config.transport, ZmqTransportConfig):
-        batch_address(config.transport)
+    _check_port(config.transport)
     _rehearse_sampling(config)
 
 
@@ -214,18 +216,18 @@ def rehearse_env(settings: EnvSettings) -> None:
 
 def _rehearse_sampling(config: OrchestratorRunConfig) -> None:
     """Makes environments with their first examples, advantage and filters; this runs code of the user's."""
-    own = config.orchestrator
-    for each in own.env:
+    orchestrator = config.orchestrator
+    for each in orchestrator.env:
         draw_example(load_environment(each, config.seed), each.label, 0)
-    for evaluation in own.eval:
+    for evaluation in orchestrator.eval:
         load_evaluation(evaluation, config.seed)
-    load_advantage(own.advantage)
-    for each_filter in own.filter:
+    load_advantage(orchestrator.advantage)
+    for each_filter in orchestrator.filter:
         load_filter(each_filter)
     if config.inference.key_file is not None:
         read_key(config.inference.key_file, "inference.key_file")
-    if own.teacher is not None and own.teacher.key_file is not None:
-        read_key(own.teacher.key_file, "orchestrator.teacher.key_file")
+    if orchestrator.teacher is not None and orchestrator.teacher.key_file is not None:
+        read_key(orchestrator.teacher.key_file, "orchestrator.teacher.key_file")
     if isinstance(config.transport, ZmqTransportConfig) and config.transport.keys is not None:
         own_keys(config.transport.keys, "orchestrator")
         trainer_key(config.transport.keys)
@@ -252,6 +254,12 @@ def _look_at_folder(config: TrainerRunConfig) -> None:
         exports.check(resume=config.resume)
 
 
+def _check_port(transport: TransportConfig) -> None:
+    """Raises ConfigError if a part on its own is not told where batches go."""
+    if isinstance(transport, ZmqTransportConfig):
+        batch_address(transport)
+
+
 def _check_trackers(config: RunConfig) -> None:
     for name in ("wandb", "tensorboard"):
         if getattr(config.monitors, name) is not None:
@@ -260,7 +268,7 @@ def _check_trackers(config: RunConfig) -> None:
 
 
 def check_rl(config: RLConfig) -> None:
-    own, loss = config.orchestrator, config.trainer.loss
+    orchestrator, loss = config.orchestrator, config.trainer.loss
     if config.inference.servers:
         raise ConfigError(
             f"inference.servers = {list(config.inference.servers)}: `pellucid rl` starts the policy's server "
@@ -268,19 +276,19 @@ def check_rl(config: RLConfig) -> None:
             "inference`, `pellucid orchestrator`, `pellucid trainer`), which share output_dir = "
             f"{config.output_dir}"
         )
-    for environment in (*own.env, *own.eval):
+    for environment in (*orchestrator.env, *orchestrator.eval):
         check_environment(environment)
-    for each in own.filter:
+    for each in orchestrator.filter:
         require_package(each.import_path, "orchestrator.filter.import_path")
-    if isinstance(own.advantage, CustomAdvantageConfig):
-        require_package(own.advantage.import_path, "orchestrator.advantage.import_path")
+    if isinstance(orchestrator.advantage, CustomAdvantageConfig):
+        require_package(orchestrator.advantage.import_path, "orchestrator.advantage.import_path")
     if isinstance(loss, CustomLossConfig):
         require_package(loss.import_path, "trainer.loss.import_path")
     config.trainer.check_num_processes(config.trainer.num_processes)
     _check_server(config.inference)
     check_model_folder(config.model.name, chats=True, routes=config.trainer.enable_router_replay)
-    if own.teacher is not None and own.teacher.model is not None:
-        _check_teacher(own.teacher.model, config.model.name)
+    if orchestrator.teacher is not None and orchestrator.teacher.model is not None:
+        _check_teacher(orchestrator.teacher.model, config.model.name)
 
 
 def _check_server(settings: InferenceConfig) -> None:

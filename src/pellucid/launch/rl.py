@@ -34,7 +34,6 @@ from pellucid.launch.console import (
     AlarmFollower,
     JsonlFollower,
     PlainView,
-    Record,
     StepColumn,
     StepJoin,
     StepView,
@@ -76,14 +75,14 @@ def write_configs(config: RLConfig) -> None:
 
 def parts(config: RLConfig) -> dict[str, RunConfig]:
     """Returns the configuration of each process of the run, by its name."""
-    own: dict[str, RunConfig] = {
+    configs: dict[str, RunConfig] = {
         "inference": config.part(InferenceRunConfig, clean_output_dir=False),
         "orchestrator": config.part(OrchestratorRunConfig, clean_output_dir=False),
         "trainer": config.part(TrainerRunConfig, clean_output_dir=False),
     }
     teacher = config.orchestrator.teacher
     if teacher is not None and teacher.model is not None:
-        own["teacher"] = config.part(
+        configs["teacher"] = config.part(
             InferenceRunConfig,
             clean_output_dir=False,
             model={**config.model.model_dump(), "name": teacher.model},
@@ -95,7 +94,7 @@ def parts(config: RLConfig) -> dict[str, RunConfig]:
             },
             monitors={},  # a tracker has one page for the inference server, the policy's
         )
-    return own
+    return configs
 
 
 def config_path(config: RLConfig, name: str) -> Path:
@@ -103,34 +102,23 @@ def config_path(config: RLConfig, name: str) -> Path:
 
 
 def rl_children(config: RLConfig) -> list[Child]:
-    names = parts(config)
     engine_env = child_env(config.inference.threads or 1)
     num_trainers = config.trainer.num_processes
     trainer_env = child_env(max(1, (config.trainer.threads or 1) // num_trainers))
-    return [
-        _child(config, "inference", "inference", engine_env, service=True),
-        _child(config, "orchestrator", "orchestrator", child_env(1)),
-        *(
-            _child(config, "trainer", "trainer", {**trainer_env, **place}, number=number)
-            for number, place in enumerate(places(num_trainers))
-        ),
-        *([_child(config, "teacher", "inference", engine_env, service=True)] if "teacher" in names else []),
-    ]
 
+    def child(part: str, env: Mapping[str, str], *, number: int = 0) -> Child:
+        name = f"{part}_{number}" if number else part
+        serves = part in ("inference", "teacher")
+        python = (config.inference.python if serves else None) or sys.executable
+        command = "inference" if serves else part
+        argv = (str(python), "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
+        return Child(name, argv, config.output_dir / "logs" / f"{name}.log", env, service=serves)
 
-def _child(
-    config: RLConfig,
-    part: str,
-    command: str,
-    env: Mapping[str, str],
-    *,
-    number: int = 0,
-    service: bool = False,
-) -> Child:
-    name = f"{part}_{number}" if number else part
-    python = (config.inference.python if command == "inference" else None) or sys.executable
-    argv = (str(python), "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
-    return Child(name, argv, config.output_dir / "logs" / f"{name}.log", env, service=service)
+    children = [child("inference", engine_env), child("orchestrator", child_env(1))]
+    for number, place in enumerate(places(num_trainers)):
+        children.append(child("trainer", {**trainer_env, **place}, number=number))
+    teacher = config.orchestrator.teacher
+    return children if teacher is None or teacher.model is None else [*children, child("teacher", engine_env)]
 
 
 def places(num_processes: int) -> list[dict[str, str]]:
@@ -252,27 +240,23 @@ class StepProgress:
             if (reward := number_in(record, "reward/all")) is not None:
                 self.rewards.append(reward)
             if record["step"] >= self._start:
-                self._show(record)
-        for record in self._evaluated.read():
-            self.evaluations.append(record)
-            self._note(record)
-        for alarm in self._alarms.read():
-            for view in self._views:
-                view.note(alarm.line())
+                self.num_packed += record["tokens"] - record["padding_tokens"]
+                for view in self._views:
+                    view.show(record)
+        evaluated = self._evaluated.read()
+        self.evaluations += evaluated
+        notes = [
+            evaluation_line(record["step"], name, measures)
+            for record in evaluated
+            for name, measures in evaluations_in(record).items()
+        ]
+        notes += [alarm.line() for alarm in self._alarms.read()]
         progress = read_progress(self._progress)
         for view in self._views:
+            for note in notes:
+                view.note(note)
             view.status([] if progress is None else progress.lines())
             view.refresh()
-
-    def _show(self, record: Record) -> None:
-        self.num_packed += record["tokens"] - record["padding_tokens"]
-        for view in self._views:
-            view.show(record)
-
-    def _note(self, record: Record) -> None:
-        for name, measures in evaluations_in(record).items():
-            for view in self._views:
-                view.note(evaluation_line(record["step"], name, measures))
 
 
 def _require_balance(report: Report, folder: Path) -> None:

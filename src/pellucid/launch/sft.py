@@ -75,17 +75,17 @@ def _lead(config: SFTConfig, ranks: "Ranks | None") -> None:
         def prepare() -> SFTConfig:
             stack.enter_context(claimed(config.output_dir))
             settle_export(config, console)
-            own, start = take_over(config, rewind_sft, console)
-            prepared.append((start, _load(own, console)))
+            taken, start = take_over(config, rewind_sft, console)
+            prepared.append((start, _load(taken, console)))
             # Only now: a folder without anything in it can be used again once the data is put right.
-            save(own, own.output_dir / "configs" / "sft.toml")
-            return own
+            save(taken, taken.output_dir / "configs" / "sft.toml")
+            return taken
 
-        own = prepare() if ranks is None else ranks.share(prepare)
-        _train(own, console, *prepared[0], ranks)
-        records = list(read_metrics(own.output_dir / "metrics" / "trainer.jsonl"))
+        config = prepare() if ranks is None else ranks.share(prepare)
+        _train(config, console, *prepared[0], ranks)
+        records = list(read_metrics(config.output_dir / "metrics" / "trainer.jsonl"))
     duration_s = time.monotonic() - started
-    console.print(sft_summary(own.run_name, duration_s, records, own.output_dir, console.width))
+    console.print(sft_summary(config.run_name, duration_s, records, config.output_dir, console.width))
 
 
 def _train(config: SFTConfig, console: Console, start: int, data: "SFTData", ranks: "Ranks | None") -> None:

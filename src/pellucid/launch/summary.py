@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Group
 from rich.panel import Panel
@@ -52,17 +53,13 @@ def _averaged(values: Sequence[float], num: int) -> list[float]:
     """At most `num` values, each the mean of its share of `values`."""
     num = min(num, len(values))
     edges = [index * len(values) // num for index in range(num + 1)]
-    return [mean(values[edges[index] : edges[index + 1]]) for index in range(num)]
+    return [fmean(values[edges[index] : edges[index + 1]]) for index in range(num)]
 
 
 def _scale(low: float, high: float, num_levels: int) -> Callable[[float], int]:
     """From a value to its level: 1 for `low`, `num_levels` for `high`."""
     span = (high - low) or 1.0
     return lambda value: 1 + round((value - low) / span * (num_levels - 1))
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def format_duration(seconds: float) -> str:
@@ -186,7 +183,7 @@ def progress(
     facts = [("duration", f"{format_duration(duration_s)}{since}"), ("steps", f"{num_steps:,}")]
     if values:
         num = min(NUM_AVERAGED, max(1, len(values) // 2))
-        first, last = mean(values[:num]), mean(values[-num:])
+        first, last = fmean(values[:num]), fmean(values[-num:])
         facts.append((what, f"{first:.4f} (first {num}) → {last:.4f} (last {num})"))
     return facts
 

@@ -96,13 +96,8 @@ def decide(
     return None if workers else RunEnding()
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    name: str
-    word: Word
-
-
-_Event = Exit | Signals | _Heard
+_Event = Exit | Signals | tuple[str, Word]
+"""A child's exit, a signal to the launcher, or (child, its word)."""
 
 
 def supervise(
@@ -224,23 +219,23 @@ class _Fleet:
 
     def known_at(self, end: Exit) -> float:
         """When a child knew that it fails, or else ended."""
-        failed_at = self._words.failed_at(end.name)
-        return self._ended_at[end.name] if failed_at is None else failed_at
+        failure = self._words.failure(end.name)
+        return self._ended_at[end.name] if failure is None else failure.at
 
     def has_failed(self, end: Exit) -> bool:
         """Whether a child that was stopped had failed by itself."""
-        return bool(self._words.reason(end.name)) or (end.code > 0 and end.code not in GOOD_ENDS)
+        return self._words.failure(end.name) is not None or (end.code > 0 and end.code not in GOOD_ENDS)
 
     def explain(self, end: Exit) -> str:
         """Says how a child ended, why, and where its log is; on a full disk, by the child's own report."""
-        log_path, reason = self._children[end.name].log_path, self._words.reason(end.name)
+        log_path, failure = self._children[end.name].log_path, self._words.failure(end.name)
         how = self._killed.get(end.name, str(end))
-        if reason and end.code in GOOD_ENDS:
+        if failure and end.code in GOOD_ENDS:
             how = f"{end.name} failed"
-        reported = (
-            [f"error: {reason}"] if reason and (end.code == DiskError.exit_code or end.code < 0) else []
-        )
-        causes = reported or ([] if end.name in self._killed else read_cause(log_path))
+        if failure and (end.code == DiskError.exit_code or end.code < 0):
+            causes = [f"error: {failure.failed}"]
+        else:
+            causes = [] if end.name in self._killed else read_cause(log_path)
         lines = [line for cause in causes for line in cause.splitlines()]
         return "\n".join([how, *(f"  {line}" for line in lines), f"log: {log_path}"])
 
@@ -274,7 +269,7 @@ class _Fleet:
                     self.exits.append(replace(end, code=0) if end.name in self._spared else end)
                 case Signals() as interrupt:
                     self.interrupt = interrupt
-                case _Heard(name, word):
+                case (name, word):
                     self._words.hear(name, word)
 
     def _await_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
@@ -289,7 +284,7 @@ class _Fleet:
         with open(self._pipes[name], "rb") as pipe:
             for line in pipe:
                 with suppress(msgspec.DecodeError):  # of somebody who writes to any descriptor it finds
-                    self._events.put(_Heard(name, msgspec.json.decode(line, type=Word)))
+                    self._events.put((name, msgspec.json.decode(line, type=Word)))
 
 
 def _start(child: Child) -> tuple[subprocess.Popen[bytes], int]:

@@ -13,13 +13,12 @@ from pellucid.ledger.journal import (
     State,
     append_entries,
     end_of_mark,
-    journals_of,
     mend,
     new_process,
     read_journal,
     sum_entries,
 )
-from pellucid.ledger.reconcile import Account, Difference, Report, link_of, orchestrator_of, reconcile
+from pellucid.ledger.reconcile import Difference, Report, link_of, orchestrator_of, reconcile
 from pellucid.ledger.settle import discarded, held_again, settle_engines, settle_trainer, trained_steps
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "MEANING",
     "NOBODY",
     "TAKES_IN",
-    "Account",
     "Difference",
     "Flow",
     "Journal",
@@ -40,7 +38,6 @@ __all__ = [
     "discarded",
     "end_of_mark",
     "held_again",
-    "journals_of",
     "link_of",
     "mend",
     "new_process",

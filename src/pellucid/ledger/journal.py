@@ -173,8 +173,6 @@ class Journal:
         self._path = path
         self._stage = stage
         self._pending: dict[_Key, Counter[str]] = {}
-        self._totals: dict[_Key, Counter[str]] | None = None
-        self._last_step = 0
         self._sum_up_bytes = sum_up_bytes
         self._sum_up_at = sum_up_bytes
         last = mend(path)
@@ -189,14 +187,7 @@ class Journal:
 
     def totals(self) -> list[LedgerEntry]:
         """Sums up what is written so far, one entry per run and environment."""
-        if self._totals is None:
-            self._totals = {}
-            for entry in read_journal(self._path):
-                self._note(entry)
-        return [
-            LedgerEntry(self._stage, self._last_step, run, env, dict(counts))
-            for (run, env, _), counts in sorted(self._totals.items())
-        ]
+        return sum_entries(read_journal(self._path))
 
     def flush(self, step: int) -> None:
         entries = [
@@ -205,9 +196,6 @@ class Journal:
         ]
         append_entries(self._path, entries)
         self._pending.clear()
-        if self._totals is not None:
-            for entry in entries:
-                self._note(entry)
         if self._stage is Stage.INFERENCE:
             self._sum_up()
 
@@ -229,12 +217,6 @@ class Journal:
     def close(self, step: int) -> None:
         self.flush(step)
         append_entries(self._path, [LedgerEntry(self._stage, step, closed=True)])
-
-    def _note(self, entry: LedgerEntry) -> None:
-        assert self._totals is not None
-        self._last_step = max(self._last_step, entry.step)
-        if entry.counts:
-            self._totals.setdefault((entry.run, entry.env, ""), Counter()).update(entry.counts)
 
     def _sum_up(self, mark: int = 0) -> None:
         """Sums up the file once it has doubled since the last time, so that each byte is rewritten rarely."""
@@ -365,5 +347,5 @@ def _summed_up(path: Path, stage: Stage, mark: int) -> Iterator[bytes]:
 
 
 def _step_lines(stage: Stage, step: int, counts: dict[_Key, Counter[str]]) -> Iterator[bytes]:
-    for (run, env, link), own in counts.items():
-        yield _encode(LedgerEntry(stage, step, run, env, dict(own), link=link))
+    for (run, env, link), tokens in counts.items():
+        yield _encode(LedgerEntry(stage, step, run, env, dict(tokens), link=link))

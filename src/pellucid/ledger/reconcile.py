@@ -199,8 +199,8 @@ def reconcile_journals(journals: Iterable[Iterable[LedgerEntry]]) -> Report:
     for entry in links.losses({end.opened for end in ends}, is_over=is_over):
         book(entry)
     past = _steps_past(ends, report.running)
-    for account, own in sorted(books.items()):
-        _settle(account, own, past, report)
+    for account, counted in sorted(books.items()):
+        _settle(account, counted, past, report)
     return report
 
 

@@ -13,7 +13,8 @@ A start at or before step N replaces what was written for N: those steps are tra
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -160,14 +161,10 @@ def _compare(before: Any, after: Any, key: str = "") -> Iterator[Change]:
             for name in sorted({*before, *after}):
                 yield from _compare(before.get(name), after.get(name), f"{key}.{name}".removeprefix("."))
         case [Mapping(), *_], [Mapping(), *_]:
-            for index in range(max(len(before), len(after))):
-                yield from _compare(_item(before, index), _item(after, index), f"{key}[{index}]")
+            for index, (old, new) in enumerate(zip_longest(before, after)):
+                yield from _compare(old, new, f"{key}[{index}]")
         case _ if before != after:
             yield Change(key, before, after)
-
-
-def _item(values: Sequence[Any], index: int) -> Any:
-    return values[index] if index < len(values) else None
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,7 @@ An attempt that failed has no reward, and none is made up for it: it is left out
 as not passed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 from typing import Any
 
@@ -41,18 +41,13 @@ def measure(examples: Sequence[Sequence[float | None]], pass_reward: float) -> d
     measures: dict[str, float] = {}
     if scored:
         measures[f"avg@{num_attempts}"] = sum(scored) / len(scored)
-    for drawn in _powers_of_two(num_attempts):
+    drawn = 1
+    while drawn <= num_attempts:
         chances = [pass_at(drawn, num_passed=passed, num_attempts=num_attempts) for passed in num_passed]
         measures[f"pass@{drawn}"] = sum(chances) / len(chances)
+        drawn *= 2
     measures["num_failed"] = len(examples) * num_attempts - len(scored)
     return measures
-
-
-def _powers_of_two(limit: int) -> Iterator[int]:
-    power = 1
-    while power <= limit:
-        yield power
-        power *= 2
 
 
 def metric_name(name: str, measure: str) -> str:

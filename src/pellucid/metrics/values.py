@@ -121,12 +121,11 @@ class MetricSet:
         return whole
 
     def report(self) -> dict[str, float]:
-        return dict(self._items())
-
-    def _items(self) -> Iterator[tuple[str, float]]:
-        for name, metric in self._metrics.items():
-            for suffix, value in metric.report().items():
-                yield name + suffix, value
+        return {
+            name + suffix: value
+            for name, metric in self._metrics.items()
+            for suffix, value in metric.report().items()
+        }
 
 
 class Stopwatch:

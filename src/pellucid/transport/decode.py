@@ -371,9 +371,9 @@ class _Columns:
                 return self._read_blobs(section)
             case Form.TAILS if prefixes is None:
                 raise section.refuse(f"needs the section {SHARED}")
-        own = prefixes if section.form is Form.TAILS else None
-        values = self._read_values(section, column, lengths if own is None else lengths - own.lengths)
-        return CellRows(values) if column.stored is Axis.SEQUENCES else FlatRows(values, lengths, own)
+        shared = prefixes if section.form is Form.TAILS else None
+        values = self._read_values(section, column, lengths if shared is None else lengths - shared.lengths)
+        return CellRows(values) if column.stored is Axis.SEQUENCES else FlatRows(values, lengths, shared)
 
     def _read_values(self, section: _DecodedSection, column: Column, lengths: Integers) -> NDArray[Any]:
         assert section.dtype is not None

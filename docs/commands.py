@@ -1,6 +1,6 @@
 """The command line as a page: every command, its arguments and flags, from the parsers that read them.
 
-    python -m pellucid.cli_reference > docs/commands.md
+    python docs/commands.py > docs/commands.md
 
 Commands that take a run's configuration have hundreds of flags; those are the keys of docs/configuration.md,
 and only what a command has beyond them is listed here.
