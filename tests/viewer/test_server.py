@@ -19,7 +19,7 @@ from benchmarks.viewer_inputs import make_batch, write_file
 from pellucid.data.tokenizer import byte_tokenizer
 from pellucid.viewer import server
 from pellucid.viewer.access import Exports
-from pellucid.viewer.rows import MEASURED_FIELDS, measure
+from pellucid.viewer.rows import MEASURED_FIELDS, Measures
 from pellucid.viewer.server import MAX_BODY_BYTES, PromptHttp, headers, make_app
 from pellucid.viewer.source import TOKENS_AT_A_TIME, ForegroundWork, ServedRun
 
@@ -160,7 +160,8 @@ def test_a_step_read_bit_by_bit_adds_up_to_the_same(tmp_path: Path) -> None:
     write_file(tmp_path / "rank_0.parquet", batch)
     exports = Exports(tmp_path / "rank_0.parquet")
     assert batch.num_tokens > TOKENS_AT_A_TIME
-    whole = measure([exports.records(0).batch(MEASURED_FIELDS)])
+    whole = Measures()
+    whole.add(exports.records(0).batch(MEASURED_FIELDS))
     assert ServedRun(exports).rows(0) == whole.encode(level=None)
 
 

@@ -6,7 +6,6 @@
 NaN, or an empty word, where the record does not say.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,18 +34,14 @@ NUMBERS = {
     "rank": "rank",
     "denominator": "denominator",
     "micro_step": "micro_step",
-    "micro_sequence": "micro_sequence_idx",
-    "export_index": "export_sequence_idx",
     "reward": "reward",
     "advantage": "advantage",
 }
 IDENTITY_FIELDS = (*WORDS.values(), *NUMBERS.values())
 MEASURED_FIELDS = (
-    "step",
     "reward",
     "advantage",
     "loss_mask",
-    "sampled",
     "mismatch_kl",
     "entropy",
     "is_masked",
@@ -104,38 +99,22 @@ class Measures:
         return blob.finish({}, level=level)
 
 
-def measure(batches: Iterable[ColumnBatch]) -> Measures:
-    measures = Measures()
-    for batch in batches:
-        measures.add(batch)
-    return measures
-
-
 def _measure(batch: ColumnBatch) -> dict[str, NDArray[Any]]:
     columns, chosen = batch.columns, trainable(batch)
     nothing = np.full(batch.num_sequences, np.nan)
     versions = columns.get("policy_versions", np.full(batch.num_tokens, np.nan))
     seen = np.isfinite(versions) & (versions >= 0)
-    step = _numbers(batch, "step")
     found = {
         "trainable": _sum(batch, chosen) if "loss_mask" in columns else nothing,
-        "sampled": _sum(batch, columns["sampled"] == 1) if "sampled" in columns else nothing,
         "kl_mean": _mean(batch, "mismatch_kl", chosen),
         "kl_max": _largest(batch, "mismatch_kl", chosen),
         "entropy": _mean(batch, "entropy", chosen),
-        "loss": _sum(batch, np.nan_to_num(columns["token_loss"].astype(np.float64)))
-        if "token_loss" in columns
-        else nothing,
+        "loss": _sum(batch, np.nan_to_num(columns["token_loss"])) if "token_loss" in columns else nothing,
         "version_low": -_largest(batch, -versions, seen),
         "version_high": _largest(batch, versions, seen),
-        "staleness": step - _mean(batch, versions, seen),
     }
-    for row, column in (
-        ("masked", "is_masked"),
-        ("masked_high", "is_masked_high"),
-        ("masked_low", "is_masked_low"),
-    ):
-        found[row] = _num_masked(batch, columns.get(column), chosen)
+    for row in ("masked", "masked_high", "masked_low"):
+        found[row] = _num_masked(batch, columns.get(f"is_{row}"), chosen)
     for row, column in (("reward", "rewards"), ("advantage", "advantages")):
         own = _numbers(batch, row)
         found[row] = np.where(np.isfinite(own), own, _mean(batch, column, chosen))
@@ -160,8 +139,8 @@ def _sum(batch: ColumnBatch, values: NDArray[Any]) -> NDArray[np.float64]:
     return total
 
 
-def _mean(batch: ColumnBatch, column: str | NDArray[Any], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-    values = batch.columns.get(column) if isinstance(column, str) else column
+def _mean(batch: ColumnBatch, column: str, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+    values = batch.columns.get(column)
     if values is None:
         return np.full(batch.num_sequences, np.nan)
     known = chosen & np.isfinite(values)

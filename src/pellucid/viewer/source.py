@@ -16,13 +16,14 @@ first. Work that reads a whole step waits for answers that show a record.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pellucid.errors import DataError, PellucidError
-from pellucid.viewer.access import ALL_FIELDS, ColumnBatch, Exports, Records, RunFolder, StepSummary
+from pellucid.viewer.access import ALL_FIELDS, Exports, Records, RunFolder, StepSummary
 from pellucid.viewer.encode import (
     LONG_TOKENS,
     chunk_spans,
@@ -33,7 +34,7 @@ from pellucid.viewer.encode import (
 )
 from pellucid.viewer.queries import RunQueries
 from pellucid.viewer.roles import RoleFinder
-from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, measure
+from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, Measures
 from pellucid.viewer.summary import as_json, make_head, make_slices, summarise
 from pellucid.viewer.vocabulary import open_vocabulary
 
@@ -77,24 +78,20 @@ class ServedRun:
         steps = self._exports.steps()
         known = [self._summaries[step] for step in steps if step in self._summaries]
         state = (tuple(steps), len(known), tuple(self._exports.warnings), self._run.state())
-        made_of, head = self._head
-        if made_of != state:
-            self._head = state, (head := self._make_head(steps, known))
-        return head
-
-    def _make_head(self, steps: list[int], known: list[dict[str, Any]]) -> bytes:
-        head = make_head(
-            self._exports.path,
-            self._run,
-            known,
-            held=steps,
-            pending=len(steps) - len(known),
-            notes=[note for note in (self._note, *self._exports.warnings) if note],
-            live=True,
-            start_record=self._start_record,
-            max_mismatch=self._max_mismatch,
-        )
-        return as_json(head)
+        if self._head[0] != state:
+            head = make_head(
+                self._exports.path,
+                self._run,
+                known,
+                held=steps,
+                pending=len(steps) - len(known),
+                notes=[note for note in (self._note, *self._exports.warnings) if note],
+                live=True,
+                start_record=self._start_record,
+                max_mismatch=self._max_mismatch,
+            )
+            self._head = state, as_json(head)
+        return self._head[1]
 
     def slices(self) -> bytes:
         steps = self._exports.steps()
@@ -113,15 +110,11 @@ class ServedRun:
 
     def chunk(self, number: int, index: int) -> bytes:
         with self._foreground:
-            return self._answer(
-                f"chunk/{number}/{index}", number, lambda records: self._make_chunk(records, index)
-            )
+            return self._answer(f"chunk/{number}/{index}", number, partial(self._make_chunk, index=index))
 
     def lead(self, number: int, record: int) -> bytes:
         with self._foreground:
-            return self._answer(
-                f"lead/{number}/{record}", number, lambda records: self._make_lead(records, record)
-            )
+            return self._answer(f"lead/{number}/{record}", number, partial(self._make_lead, record=record))
 
     def texts(self, token_ids: Iterable[int]) -> bytes:
         with self._lock:
@@ -166,39 +159,35 @@ class ServedRun:
             if (found := self._answers.get(name)) is not None:
                 return found
             if is_columnar:
-                self._answers.put(name, found := make(records))
+                self._answers.put({name: (found := make(records))})
                 return found
-            self._keep_all(step, records)
-            if (found := self._answers.get(name)) is None:
+            made = encode_step(step, self._exports, records, self._roles, level=None)
+            self._summaries[step] = made.summary
+            parts = {f"step/{step}": made.index, f"rows/{step}": made.rows}
+            parts |= {f"chunk/{step}/{index}": chunk for index, chunk in enumerate(made.chunks)}
+            parts |= {f"lead/{step}/{record}": lead for record, lead in made.leads.items()}
+            self._answers.put(parts)
+            if name not in parts:
                 raise DataError(f"step {step} has no {name}")
-            return found
-
-    def _keep_all(self, step: int, records: Records) -> None:
-        made = encode_step(step, self._exports, records, self._roles, level=None)
-        self._summaries[step] = made.summary
-        parts = {f"step/{step}": made.index, f"rows/{step}": made.rows}
-        parts |= {f"chunk/{step}/{index}": chunk for index, chunk in enumerate(made.chunks)}
-        parts |= {f"lead/{step}/{record}": lead for record, lead in made.leads.items()}
-        self._answers.put_all(parts)
+            return parts[name]
 
     def _make_index(self, records: Records) -> bytes:
         identity = Identity()
         batch = records.batch(IDENTITY_FIELDS)
         identity.add(batch)
         step = records[0].key[0]
-        self._answers.put(f"lengths/{step}", batch.lengths.astype(np.int64).tobytes())
+        self._answers.put({f"lengths/{step}": batch.lengths.astype(np.int64).tobytes()})
         starts = [first for first, _ in chunk_spans(batch.lengths)]
         summary = self._exports.summary(step)
         index, self._summaries[step] = encode_index(step, identity, summary, starts, level=None)
         return index
 
     def _make_rows(self, records: Records) -> bytes:
-        return measure(self._bit_by_bit(records)).encode(level=None)
-
-    def _bit_by_bit(self, records: Records) -> Iterator[ColumnBatch]:
+        measures = Measures()
         for first, last in chunk_spans(self._lengths(records), TOKENS_AT_A_TIME):
             self._foreground.give_way(GIVES_WAY_S)
-            yield records[first:last].batch(MEASURED_FIELDS)
+            measures.add(records[first:last].batch(MEASURED_FIELDS))
+        return measures.encode(level=None)
 
     def _make_chunk(self, records: Records, index: int) -> bytes:
         spans = list(chunk_spans(self._lengths(records)))
@@ -218,7 +207,7 @@ class ServedRun:
         """Read once per step: every chunk asks for them."""
         name = f"lengths/{records[0].key[0]}"
         if (found := self._answers.get(name)) is None:
-            self._answers.put(name, found := records.lengths.astype(np.int64).tobytes())
+            self._answers.put({name: (found := records.lengths.astype(np.int64).tobytes())})
         return np.frombuffer(found, np.int64)
 
 
@@ -259,10 +248,7 @@ class Answers:
             self._kept.move_to_end(name)
             return self._kept[name]
 
-    def put(self, name: str, data: bytes) -> None:
-        self.put_all({name: data})
-
-    def put_all(self, parts: dict[str, bytes]) -> None:
+    def put(self, parts: dict[str, bytes]) -> None:
         """Stores all of them, even if they alone exceed the total."""
         with self._lock:
             for name, data in parts.items():

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -115,17 +114,17 @@ def _records(batch: ColumnBatch) -> Table:
     chosen = trainable(batch)
     for row in range(min(RECORDS_SHOWN, batch.num_sequences)):
         span = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
-        kl = _finite(batch.columns.get("mismatch_kl"), span, chosen)
-        masked = batch.columns.get("is_masked")
+        kl, masked = batch.columns.get("mismatch_kl"), batch.columns.get("is_masked")
+        known = np.empty(0) if kl is None else kl[span][chosen[span] & np.isfinite(kl[span])]
         table.add_row(
             str(row),
-            Text(_plain(_field(batch, "env_name", row))),
-            Text(_plain(_field(batch, "group_id", row))),
-            _short(_field(batch, "reward", row)),
-            _short(_field(batch, "advantage", row)),
+            Text(_plain(_at(batch, "env_name", row))),
+            Text(_plain(_at(batch, "group_id", row))),
+            _short(_at(batch, "reward", row)),
+            _short(_at(batch, "advantage", row)),
             f"{batch.lengths[row]:,}",
             f"{int(chosen[span].sum()):,}",
-            _short(float(kl.max()) if len(kl) else None),
+            _short(float(known.max()) if len(known) else None),
             "–" if masked is None else str(int((masked[span] == 1).sum())),
         )
     return table
@@ -225,21 +224,10 @@ def _style(value: float, scale: Sequence[float]) -> str:
     return f"{'#16181b' if place >= 3 else '#e9e7e2'} on {RAMP[place]}"
 
 
-def _finite(values: NDArray[Any] | None, span: slice, chosen: NDArray[np.bool_]) -> NDArray[Any]:
-    if values is None:
-        return np.empty(0)
-    known: NDArray[Any] = values[span][chosen[span] & np.isfinite(values[span])]
-    return known
-
-
-def _field(batch: ColumnBatch, name: str, row: int) -> Any:
+def _at(batch: ColumnBatch, name: str, index: int) -> Any:
+    """Returns the value of a record or a token; None where the export has no such column."""
     values = batch.columns.get(name)
-    return None if values is None else values[row]
-
-
-def _at(batch: ColumnBatch, name: str, index: int) -> float | None:
-    values = batch.columns.get(name)
-    return None if values is None else float(values[index])
+    return None if values is None else values[index]
 
 
 def _short(value: Any) -> str:

@@ -217,10 +217,8 @@ export class App {
     setTimeout(() => note.remove(), 2200);
   }
 
-  /**
-   * The span of the colours. @param {import("./data/metrics.js").Metric} metric @param {string} scope
-   * @param {import("./data/run.js").TokenRecord} record @returns {Promise<import("./draw/scale.js").Domain>}
-   */
+  /** The span of the colours. @param {import("./data/metrics.js").Metric} metric @param {string} scope
+   * @param {import("./data/run.js").TokenRecord} record @returns {Promise<import("./draw/scale.js").Domain>} */
   async domain(metric, scope, record) {
     if (scope === "record") return domainOf(valuesOf(record, metric) ?? [], (i) => record.isTrainable(i), metric);
     if (metric.key === "kl" && scope === "run") return { low: this.run.head.kl_limits[0], high: this.run.head.kl_limits[1] };

@@ -45,11 +45,9 @@ export const METRICS = FIELDS.flatMap(metricsOf).sort((a, b) => (a.shortcut ?? 1
 /** @param {string} key */
 export const metricOf = (key) => METRICS.find((metric) => metric.key === key) ?? METRICS[0];
 
-/**
- * The metric of every token of a record or a step; null where nothing is recorded.
+/** The metric of every token of a record or a step; null where nothing is recorded.
  * @param {{column(name: string): any, step: number}} tokens @param {Metric} metric
- * @returns {ArrayLike<number> | null}
- */
+ * @returns {ArrayLike<number> | null} */
 export function valuesOf(tokens, metric) {
   const column = tokens.column(metric.column);
   if (!column || !metric.of) return column ?? null;

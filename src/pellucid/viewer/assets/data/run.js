@@ -276,8 +276,11 @@ export class TokenRecord {
     return Number.isNaN(value) ? null : value;
   }
 
-  /** Where a token is: the record, and the place in it. @param {number} _token */
+  /** Where a token is: the record, the place in it, and [first, last) of the record's tokens here. @param {number} _token */
   owner(_token) { return this.record; }
+
+  /** @param {number} _token @returns {[number, number]} */
+  neighbours(_token) { return [0, this.length]; }
 
   /** @param {number} token */
   position(token) { return token; }
@@ -337,6 +340,9 @@ export class StepTokens {
 
   /** @param {number} token */
   owner(token) { return this.owners[token]; }
+
+  /** @param {number} token @returns {[number, number]} */
+  neighbours(token) { return [this.starts[this.owners[token]], this.starts[this.owners[token] + 1]]; }
 
   /** A token's place in its record. @param {number} token */
   position(token) { return token - this.starts[this.owners[token]]; }

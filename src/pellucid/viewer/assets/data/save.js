@@ -2,11 +2,9 @@
 
 import { FIELDS, RECORD_FIELDS, fieldOf } from "./metrics.js";
 
-/**
- * @typedef {import("./run.js").TokenRecord} TokenRecord @typedef {import("./run.js").StepTokens} StepTokens
+/** @typedef {import("./run.js").TokenRecord} TokenRecord @typedef {import("./run.js").StepTokens} StepTokens
  * @typedef {import("./texts.js").Vocabulary} Vocabulary
- * @typedef {{name: string, values: (string | number | null)[]}} SavedColumn
- */
+ * @typedef {{name: string, values: (string | number | null)[]}} SavedColumn */
 
 /** @param {TokenRecord | StepTokens} tokens */
 const present = (tokens) => FIELDS.map(({ name }) => name).filter((name) => tokens.column(name) !== undefined);

@@ -43,10 +43,7 @@ export class Vocabulary {
     for (let i = 0; i < ids.length; i += 1) if (!this.texts.has(ids[i])) missing.add(ids[i]);
     if (!missing.size) return;
     const found = await this.source.texts([...missing]);
-    found.ids.forEach((id, at) => {
-      const text = found.texts[at];
-      this.texts.set(id, text);
-    });
+    found.ids.forEach((id, at) => this.texts.set(id, found.texts[at]));
     for (const id of found.special) this.special.add(id);
     this.isComplete = found.complete ?? false;
   }

@@ -1,16 +1,15 @@
 // How a metric is distributed over tokens; dragging selects a range.
 
-import { canvasOf, element, themeColour } from "./dom.js";
+import { canvasOf, element, label, onDrag, themeColour } from "./dom.js";
 import { count, short } from "./format.js";
+import { quantiles } from "./scale.js";
 
 const HEIGHT = 74;
 const AXIS = 14;
 const BINS = 48;
 
-/**
- * Counts in equal bins from the p0.1 to the p99.9, the outermost taking what is beyond.
- * @param {ArrayLike<number>} values @param {(i: number) => boolean} counts @param {boolean} log @param {{low: number, high: number}} [range]
- */
+/** Counts in equal bins from the p0.1 to the p99.9, the outermost taking what is beyond.
+ * @param {ArrayLike<number>} values @param {(i: number) => boolean} counts @param {boolean} log @param {{low: number, high: number}} [range] */
 export function binned(values, counts, log, range) {
   const { low, high } = range ?? rangeOf(values, counts, log);
   const bins = new Array(BINS).fill(0);
@@ -26,14 +25,9 @@ export function binned(values, counts, log, range) {
 
 /** @param {ArrayLike<number>} values @param {(i: number) => boolean} counts @param {boolean} log */
 function rangeOf(values, counts, log) {
-  const known = [];
-  const stride = Math.max(1, Math.floor(values.length / 100_000));
-  for (let i = 0; i < values.length; i += stride) {
-    if (counts(i) && Number.isFinite(values[i]) && (!log || values[i] > 0)) known.push(log ? Math.log10(Math.max(values[i], 1e-12)) : values[i]);
-  }
-  if (!known.length) return { low: 0, high: 1 };
-  const sorted = Float64Array.from(known).sort();
-  const [low, high] = [sorted[Math.floor(sorted.length * 0.001)], sorted[Math.min(sorted.length - 1, Math.floor(sorted.length * 0.999))]];
+  const found = quantiles(values, (i) => counts(i) && (!log || values[i] > 0), [0.001, 0.999]);
+  if (!found) return { low: 0, high: 1 };
+  const [low, high] = log ? found.map((value) => Math.log10(Math.max(value, 1e-12))) : found;
   return high > low ? { low, high } : { low: low - 0.5, high: low + 0.5 };
 }
 
@@ -47,28 +41,16 @@ export class Histogram {
     this.title.append(this.clear);
     this.note = element("small", { class: "muted" });
     this.root = element("div", { class: "card histogram" }, this.title, this.canvas, this.note);
-    /** @type {number | null} */
-    let from = null;
-    this.canvas.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => { from = this.valueAt(event); this.canvas.setPointerCapture(event.pointerId); });
-    this.canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => { if (from !== null) this.draw(this.ends(from, this.valueAt(event))); });
-    this.canvas.addEventListener("pointerup", (/** @type {PointerEvent} */ event) => {
-      if (from === null) return;
-      const [low, high] = this.ends(from, this.valueAt(event));
-      from = null;
-      if (Math.abs(this.position(high) - this.position(low)) < 0.01) onClear(); else onBrush(low, high);
+    let from = 0;
+    onDrag(this.canvas, (share, at) => {
+      const { low, high, log } = this.bins;
+      const value = log ? 10 ** (low + share * (high - low)) : low + share * (high - low);
+      if (at === "start") { from = value; return; }
+      const range = /** @type {[number, number]} */ ([Math.min(from, value), Math.max(from, value)]);
+      if (at === "middle") this.draw(range);
+      else if (Math.abs(this.position(value) - this.position(from)) < 0.01) onClear();
+      else onBrush(...range);
     });
-  }
-
-  /** @param {number} a @param {number} b @returns {[number, number]} */
-  ends(a, b) { return a < b ? [a, b] : [b, a]; }
-
-  /** @param {PointerEvent} event */
-  valueAt(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const { low, high, log } = this.bins;
-    const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    const value = low + share * (high - low);
-    return log ? 10 ** value : value;
   }
 
   /** @param {number} value */
@@ -81,7 +63,6 @@ export class Histogram {
   show(bins, chosen = null, range = null) {
     this.bins = bins;
     this.chosen = chosen;
-    this.range = range;
     this.clear.hidden = !range;
     this.note.textContent = bins.zeros ? `${count(bins.zeros)} at 0` : "";
     this.draw(range);
@@ -111,19 +92,14 @@ export class Histogram {
       context.fillRect(from, 0, 1.5, HEIGHT);
       context.fillRect(to - 1.5, 0, 1.5, HEIGHT);
     }
-    context.fillStyle = themeColour("muted");
-    context.font = "11px system-ui, sans-serif";
     const text = (/** @type {number} */ value) => short(log ? 10 ** value : value, 2);
-    context.fillText(text(low), 0, HEIGHT + AXIS - 2);
-    context.textAlign = "center";
-    context.fillText(text((low + high) / 2), width / 2, HEIGHT + AXIS - 2);
-    context.textAlign = "right";
-    context.fillText(text(high), width, HEIGHT + AXIS - 2);
+    label(context, text(low), 0, HEIGHT + AXIS - 2);
+    label(context, text((low + high) / 2), width / 2, HEIGHT + AXIS - 2, "center");
+    label(context, text(high), width, HEIGHT + AXIS - 2, "right");
   }
 }
 
 // Two metrics of the same tokens against each other; where many lie, the dots get darker.
-
 
 const SCATTER_HEIGHT = 230;
 const LEFT = 52;
@@ -152,12 +128,7 @@ export class Scatter {
     const width = Math.max(160, this.root.clientWidth);
     const { context } = canvasOf(width, SCATTER_HEIGHT, this.canvas);
     this.points = [];
-    if (!x.values || !y.values) {
-      context.fillStyle = themeColour("muted");
-      context.font = "13px system-ui, sans-serif";
-      context.fillText("One of the two is not recorded.", 12, 24);
-      return;
-    }
+    if (!x.values || !y.values) { label(context, "One of the two is not recorded.", 12, 24); return; }
     const placeX = place(x, LEFT, width - 8);
     const placeY = place(y, SCATTER_HEIGHT - BOTTOM, 8);
     context.fillStyle = themeColour("rule");
@@ -172,15 +143,11 @@ export class Scatter {
       context.fillRect(left - 1.3, top - 1.3, 2.6, 2.6);
       this.points.push([left, top, token]);
     }
-    context.fillStyle = themeColour("muted");
-    context.font = "11px system-ui, sans-serif";
-    context.textAlign = "right";
-    context.fillText(short(y.high, 2), LEFT - 5, 16);
-    context.fillText(short(y.low, 2), LEFT - 5, SCATTER_HEIGHT - BOTTOM);
-    context.fillText(short(x.high, 2), width - 8, SCATTER_HEIGHT - 5);
-    context.textAlign = "left";
-    context.fillText(short(x.low, 2), LEFT, SCATTER_HEIGHT - 5);
-    if (stride > 1) context.fillText(`every ${stride}th token`, LEFT + 80, SCATTER_HEIGHT - 5);
+    label(context, short(y.high, 2), LEFT - 5, 16, "right");
+    label(context, short(y.low, 2), LEFT - 5, SCATTER_HEIGHT - BOTTOM, "right");
+    label(context, short(x.high, 2), width - 8, SCATTER_HEIGHT - 5, "right");
+    label(context, short(x.low, 2), LEFT, SCATTER_HEIGHT - 5);
+    if (stride > 1) label(context, `every ${stride}th token`, LEFT + 80, SCATTER_HEIGHT - 5);
   }
 
   /** @param {number} left @param {number} top */

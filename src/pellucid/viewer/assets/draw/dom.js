@@ -48,10 +48,8 @@ export function byId(id) {
   return node;
 }
 
-/**
- * A drop-down. @param {string} label @param {[string, string][]} choices value, text
- * @param {string} value @param {(value: string) => void} onChange
- */
+/** A drop-down. @param {string} label @param {[string, string][]} choices value, text
+ * @param {string} value @param {(value: string) => void} onChange */
 export function choice(label, choices, value, onChange) {
   const select = element("select", { "aria-label": label, onchange: () => onChange(select.value) },
     ...choices.map(([key, text]) => element("option", { value: key, selected: key === value }, text)));
@@ -82,6 +80,30 @@ export function canvasOf(width, height, canvas = document.createElement("canvas"
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   context.scale(density, density);
   return { canvas, context };
+}
+
+/** Writes small muted text. @param {CanvasRenderingContext2D} context @param {string} text @param {number} left @param {number} bottom
+ * @param {CanvasTextAlign} [align] */
+export function label(context, text, left, bottom, align = "left") {
+  context.fillStyle = themeColour("muted");
+  context.font = "11px system-ui, sans-serif";
+  context.textAlign = align;
+  context.fillText(text, left, bottom);
+}
+
+/** Follows a pointer that is pressed: where it is, 0 to 1 from left to right. @param {HTMLElement} node
+ * @param {(share: number, at: "start" | "middle" | "end") => void} callback */
+export function onDrag(node, callback) {
+  let isDown = false;
+  const tell = (/** @type {PointerEvent} */ event, /** @type {"start" | "middle" | "end"} */ at) => {
+    if (at === "start") node.setPointerCapture(event.pointerId);
+    const box = node.getBoundingClientRect();
+    if (isDown || at === "start") callback(Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)), at);
+    isDown = at !== "end" && (isDown || at === "start");
+  };
+  node.addEventListener("pointerdown", (event) => tell(event, "start"));
+  node.addEventListener("pointermove", (event) => tell(event, "middle"));
+  node.addEventListener("pointerup", (event) => tell(event, "end"));
 }
 
 /** @type {Map<string, string>} of this frame */

@@ -1,6 +1,6 @@
 // The whole sequence in one strip: who speaks, the colouring at its strongest, what trains and what was masked.
 
-import { canvasOf, element, themeColour } from "./dom.js";
+import { canvasOf, element, onDrag, themeColour } from "./dom.js";
 
 const HEIGHT = 40;
 const ROLE_COLOURS = /** @type {Record<string, string>} */ ({ system: "role-system", user: "role-user", assistant: "role-assistant", tool: "role-tool" });
@@ -16,15 +16,7 @@ export class Minimap {
     this.canvas = element("canvas", { "aria-hidden": "true" });
     this.frame = element("div", { class: "minimap-frame" });
     this.root = element("div", { class: "minimap" }, this.canvas, this.frame);
-    let isDown = false;
-    const seek = (/** @type {PointerEvent} */ event) => {
-      const box = this.root.getBoundingClientRect();
-      const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-      handlers.onSeek(Math.min(this.length - 1, Math.floor(share * this.length)));
-    };
-    this.root.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => { isDown = true; this.root.setPointerCapture(event.pointerId); seek(event); });
-    this.root.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => { if (isDown) seek(event); });
-    this.root.addEventListener("pointerup", () => { isDown = false; });
+    onDrag(this.root, (share, at) => { if (at !== "end") handlers.onSeek(Math.min(this.length - 1, Math.floor(share * this.length))); });
   }
 
   /** @param {TokenRecord} record @param {ArrayLike<number> | null} values @param {Colour} colour */
@@ -73,7 +65,6 @@ export function drawStrip(canvas, record, values, colourOf, width, height) {
 }
 
 // A record in a table's cell: its largest mismatch KL along its trainable tokens, on a log scale.
-
 
 /** @param {Uint8Array} cells 0 to 255 */
 export function spark(cells) {

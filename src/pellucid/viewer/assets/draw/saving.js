@@ -33,7 +33,6 @@ function savePicture(name, shown) {
 // What is in sight of a view or a chart, as a picture: boxes, texts, canvases and flows are drawn where they
 // stand. The page's policy allows no image to be loaded, so nothing can be handed to the browser to draw.
 
-
 const MARGIN = 16;
 const LEFT_OUT = ".save-bar, .no-picture, .u-over, .u-under, .minimap-frame";
 const COLOUR = /rgba?\([^)]*\)/g;

@@ -2,7 +2,8 @@
 // The ramps change in lightness all the way, away from the page's own background, so that they read without
 // colour vision. Every ink has a contrast of at least 4.5:1 on its background; `contrast` is what tests ask.
 
-import { element } from "./dom.js";
+import { valuesOf } from "../data/metrics.js";
+import { element, painted } from "./dom.js";
 import { short } from "./format.js";
 
 const CLASSES = 24;
@@ -63,6 +64,13 @@ export class ColourScale {
   }
 }
 
+/** The colours of tokens; null for those that do not train. @param {import("../data/run.js").TokenRecord | import("../data/run.js").StepTokens} tokens
+ * @param {ColourScale} scale @returns {(token: number) => [string, string] | null} */
+export function colouring(tokens, scale) {
+  const values = valuesOf(tokens, scale.metric);
+  return (i) => (values && tokens.isTrainable(i) ? scale.colour(values[i]) : null);
+}
+
 /** @param {Domain} domain */
 const largest = ({ low, high }) => Math.max(Math.abs(low), Math.abs(high)) || 1;
 
@@ -91,22 +99,24 @@ export function palette(theme, kind) {
  * @returns {Domain}
  */
 export function domainOf(values, counts, metric) {
+  const found = quantiles(values, counts, [0.01, 0.95, 0.99]);
+  if (metric.key === "kl") {
+    const high = Math.max(found?.[1] ?? 0, 0.05);
+    return { low: 10 ** Math.floor(Math.log10(high) - 3), high };
+  }
+  if (!found) return { low: 0, high: 1 };
+  const [low, , high] = found;
+  return high > low ? { low, high } : { low: Math.min(0, low), high: Math.max(low, low === 0 ? 1 : 0) };
+}
+
+/** Of those values that are known, or of a sample of many; null without any. @param {ArrayLike<number>} values @param {(i: number) => boolean} counts
+ * @param {number[]} shares @returns {number[] | null} */
+export function quantiles(values, counts, shares) {
   const known = [];
   const stride = Math.max(1, Math.floor(values.length / 200_000));
   for (let i = 0; i < values.length; i += stride) if (counts(i) && Number.isFinite(values[i])) known.push(values[i]);
   const sorted = Float64Array.from(known).sort();
-  /** @param {number} share */
-  const quantile = (share) => sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
-  if (metric.key === "kl") return logDomain(sorted.length ? quantile(0.95) : 0);
-  if (!sorted.length) return { low: 0, high: 1 };
-  const [low, high] = [quantile(0.01), quantile(0.99)];
-  return high > low ? { low, high } : { low: Math.min(0, low), high: Math.max(low, low === 0 ? 1 : 0) };
-}
-
-/** @param {number} p95 */
-function logDomain(p95) {
-  const high = Math.max(p95, 0.05);
-  return { low: 10 ** Math.floor(Math.log10(high) - 3), high };
+  return sorted.length ? shares.map((share) => sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))]) : null;
 }
 
 /** @param {string} background @param {string} preferred */
@@ -142,16 +152,10 @@ function between(anchors, position) {
     .toString(16).padStart(2, "0")).join("")}`;
 }
 
-// The colours in use, with their numbers.
-
-
-/** @param {ColourScale} scale @param {string} scope */
-export function legend(scale, scope) {
-  const bar = element("span", { class: "legend-bar" });
-  bar.style.background = `linear-gradient(90deg, ${scale.colours.map(([colour]) => colour).join(", ")})`;
-  const middle = scale.kind === "log" ? Math.sqrt(scale.low * scale.high) : (scale.low + scale.high) / 2;
-  const end = scale.kind === "diverging" ? "" : "≤ ";
+/** The colours in use, with their numbers. @param {ColourScale} scale @param {string} scope */
+export function legend({ kind, low, high, colours }, scope) {
+  const bar = painted(element("span", { class: "legend-bar" }), [`linear-gradient(90deg, ${colours.map(([colour]) => colour).join(", ")})`, ""]);
+  const [below, above] = kind === "diverging" ? ["", ""] : ["≤ ", "≥ "];
   return element("span", { class: "legend", title: `over trainable tokens of this ${scope}` },
-    element("span", {}, end + short(scale.low, 2)), bar, element("span", {}, (scale.kind === "diverging" ? "" : "≥ ") + short(scale.high, 2)),
-    element("span", { class: "legend-middle" }, short(middle, 2)));
+    element("span", {}, below + short(low, 2)), bar, element("span", {}, above + short(high, 2)));
 }

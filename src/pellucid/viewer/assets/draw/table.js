@@ -4,16 +4,12 @@ import { element, perFrame } from "./dom.js";
 
 const MARGIN = 8;
 
-/**
- * @typedef {{key: string, label: string, width: string, text?: boolean, title?: string, sortable?: boolean,
- *   cell(row: number): Node | string}} TableColumn
- */
+/** @typedef {{key: string, label: string, width: string, text?: boolean, title?: string, sortable?: boolean,
+ * cell(row: number): Node | string}} TableColumn */
 
 export class VirtualTable {
-  /**
-   * @param {{columns: TableColumn[], rowHeight?: number, label: string, onChoose?: (row: number) => void,
-   *   onSort?: (key: string, up: boolean) => void}} options
-   */
+  /** @param {{columns: TableColumn[], rowHeight?: number, label: string, onChoose?: (row: number) => void,
+   * onSort?: (key: string, up: boolean) => void}} options */
   constructor(options) {
     this.options = options;
     this.rowHeight = options.rowHeight ?? 30;

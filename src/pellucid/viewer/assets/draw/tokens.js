@@ -2,6 +2,7 @@
 
 import { lastAtMost } from "../data/run.js";
 import { element, painted, perFrame } from "./dom.js";
+import { colouring } from "./scale.js";
 
 const GUTTER = 92;
 const OVERSCAN = 8;
@@ -191,7 +192,6 @@ const ROLES = new Set(["system", "user", "assistant", "tool"]);
 //   lines.reach({ top: 900 });       // the lines down to 900 px are final
 //   lines.reach({ token: 12_000 });  // and those up to this token
 
-
 export const LINE = 25;
 export const PADDING = 16;
 const GAP = 14; // between two speakers
@@ -199,10 +199,8 @@ const TOKEN_PADDING = 2;
 const LOOKS_AT_CLOCK = 1024; // tokens between two looks at the clock
 
 export class Lines {
-  /**
-   * @param {[string, number, number][]} segments @param {number} room in pixels
-   * @param {(token: number) => string} show @param {(shown: string) => number} widthOf
-   */
+  /** @param {[string, number, number][]} segments @param {number} room in pixels
+   * @param {(token: number) => string} show @param {(shown: string) => number} widthOf */
   constructor(segments, room, show, widthOf) {
     this.segments = segments;
     this.room = room;
@@ -292,18 +290,17 @@ export class Lines {
   }
 }
 
-// A token with its neighbours in one line.
+const CONTEXT = 12;
 
-
-/**
- * @param {import("../data/texts.js").Vocabulary} vocabulary @param {ArrayLike<number>} ids @param {number} from @param {number} to
- * @param {number} middle @param {(at: number) => [string, string] | null} colour
- */
-export function contextLine(vocabulary, ids, from, to, middle, colour) {
-  const part = (/** @type {number} */ at) => {
-    return painted(element("span", { class: at === middle ? "token pinned" : "token" }, vocabulary.show(ids, at)), colour(at));
-  };
-  const range = (/** @type {number} */ a, /** @type {number} */ b) => Array.from({ length: Math.max(0, b - a) }, (_, i) => part(a + i));
-  return element("span", { class: "context-line" }, element("span", { class: "context-before" }, element("bdi", {}, ...range(from, middle))),
-    part(middle), element("span", { class: "context-after" }, ...range(middle + 1, to)));
+/** A token with its neighbours in one line. @param {import("../data/texts.js").Vocabulary} vocabulary
+ * @param {import("../data/run.js").TokenRecord | import("../data/run.js").StepTokens} tokens @param {number} token @param {import("./scale.js").ColourScale} scale */
+export function contextLine(vocabulary, tokens, token, scale) {
+  const [first, last] = tokens.neighbours(token);
+  const { ids } = tokens;
+  const colour = colouring(tokens, scale);
+  const part = (/** @type {number} */ at) => painted(element("span", { class: at === token ? "token pinned" : "token" }, vocabulary.show(ids, at)), colour(at));
+  const parts = (/** @type {number} */ from, /** @type {number} */ to) => Array.from({ length: Math.max(0, to - from) }, (_, i) => part(from + i));
+  return element("span", { class: "context-line" },
+    element("span", { class: "context-before" }, element("bdi", {}, ...parts(Math.max(first, token - CONTEXT), token))),
+    part(token), element("span", { class: "context-after" }, ...parts(token + 1, Math.min(last, token + CONTEXT + 1))));
 }

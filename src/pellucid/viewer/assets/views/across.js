@@ -1,7 +1,7 @@
 // The same example over the steps: its reward and length each time, and how what was said has changed.
 
 import { lineChart } from "../draw/chart.js";
-import { choice, element, notice, refill } from "../draw/dom.js";
+import { choice, element, facts, notice, refill } from "../draw/dom.js";
 import { count, fixed, plural, short } from "../draw/format.js";
 import { saveBar, saveChart } from "../draw/saving.js";
 
@@ -38,7 +38,7 @@ export class AcrossView {
     if (this.key !== `${env} ${example}` || changed.has("head")) {
       this.key = `${env} ${example}`;
       this.found = [];
-      refill(this.head, element("div", { class: "about" }, element("h2", {}, `Example ${example}`), element("dl", { class: "facts" }, element("div", {}, element("dt", {}, "environment"), element("dd", {}, env ?? "–")))),
+      refill(this.head, element("div", { class: "about" }, element("h2", {}, `Example ${example}`), facts([["environment", env ?? "–"]])),
         element("span", { class: "view-tools" }, saveBar("its rollouts", () => this.app.fileName(`example_${example}`), { columns: () => this.columns(), shown: () => this.root })));
       for (const [place, step] of run.steps.entries()) {
         const other = await run.index(step);

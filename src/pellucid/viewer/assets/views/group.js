@@ -6,7 +6,7 @@ import { choice, element, facts, notice, painted, refill } from "../draw/dom.js"
 import { count, fixed, plural, short, signed } from "../draw/format.js";
 import { drawStrip } from "../draw/minimap.js";
 import { saveBar } from "../draw/saving.js";
-import { ColourScale, legend } from "../draw/scale.js";
+import { ColourScale, colouring, legend } from "../draw/scale.js";
 import { commonPrefix } from "./across.js";
 
 const SHOWN = 360; // tokens of a member after the fold; the rest is in its record
@@ -70,8 +70,7 @@ export class GroupView {
 
   /** @param {import("../data/run.js").TokenRecord} record @param {ArrayLike<number>} ids @param {any} context */
   member(record, ids, { shared, scale, metric, longest, ends, best, isChosen }) {
-    const values = valuesOf(record, metric);
-    const colour = (/** @type {number} */ i) => (record.isTrainable(i) && values ? scale.colour(values[i]) : null);
+    const colour = colouring(record, scale);
     const leaves = best ? commonPrefix([best, ids]) : -1;
     const from = Math.max(0, shared - BEFORE);
     const to = Math.min(record.length, Math.max(shared, from) + SHOWN);
@@ -90,7 +89,7 @@ export class GroupView {
       element("div", { class: "bars" }, bar("reward", record.field("reward"), ends.reward, fixed(record.field("reward"), 3)), bar("advantage", record.field("advantage"), ends.advantage, signed(record.field("advantage"), 3))),
       element("div", { class: "strip-frame" }, strip),
       element("p", { class: "member-text" }, shared > BEFORE ? element("span", { class: "fold" }, `⋯ ${shared - BEFORE} common `) : null, ...tokens, to < record.length ? element("span", { class: "fold" }, ` ⋯ ${count(record.length - to)} more`) : null));
-    queueMicrotask(() => drawStrip(strip, record, values, colour, Math.max(40, (root.clientWidth - 30) * (record.length / longest)), 26));
+    queueMicrotask(() => drawStrip(strip, record, valuesOf(record, scale.metric), colour, Math.max(40, (root.clientWidth - 30) * (record.length / longest)), 26));
     return root;
   }
 }

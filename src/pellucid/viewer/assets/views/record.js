@@ -7,7 +7,7 @@ import { afterPaint, choice, element, facts, notice, refill, toggle } from "../d
 import { count, plural, short, signed } from "../draw/format.js";
 import { Minimap } from "../draw/minimap.js";
 import { saveBar } from "../draw/saving.js";
-import { ColourScale, legend } from "../draw/scale.js";
+import { ColourScale, colouring, legend } from "../draw/scale.js";
 import { TokenText } from "../draw/tokens.js";
 import { TokenTable, maskSide, spokenToken, tokenDetails } from "./token.js";
 
@@ -151,7 +151,7 @@ export class RecordView {
     const marks = app.matches(record);
     const { ids } = record;
     const look = {
-      colour: (/** @type {number} */ i) => (record.isTrainable(i) && values ? this.scale.colour(values[i]) : null),
+      colour: colouring(record, this.scale),
       classes: (/** @type {number} */ i) => classesOf(app.run, record, ids, i, state.masks) + (marks?.[i] ? " match" : ""),
     };
     this.text.root.hidden = state.table;

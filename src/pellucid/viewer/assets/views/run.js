@@ -3,7 +3,7 @@
 
 import { isSliced } from "../data/run.js";
 import { lineChart } from "../draw/chart.js";
-import { afterPaint, element, notice, refill } from "../draw/dom.js";
+import { afterPaint, element, facts, notice, refill, swatch } from "../draw/dom.js";
 import { compact, count, percent, plural, short } from "../draw/format.js";
 import { sankey } from "../draw/sankey.js";
 import { saveBar, saveChart } from "../draw/saving.js";
@@ -83,15 +83,14 @@ export class RunView {
     const { head } = app.run;
     const inside = points.filter((point, i) => point && (!shown || (head.steps[i].step >= shown[0] && head.steps[i].step <= shown[1])));
     const sum = (/** @type {string} */ name) => inside.reduce((total, point) => total + point[name], 0);
-    const facts = [["steps", `${count(inside.length)}${inside.length < head.steps.length ? ` of ${count(head.steps.length)}` : ""}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
-      ["records", count(sum("records"))], ["tokens", `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable`],
-      ["environments", state.env || app.run.envs.join(", ")]];
     const losses = head.losses.map((/** @type {[number, any]} */ [first, loss], /** @type {number} */ i) => (i ? `${loss.type} from step ${first}` : loss.type));
-    if (losses.length) facts.push(["loss", losses.join(", ")]);
     const skipped = this.steps.filter((/** @type {number} */ step) => app.run.isSkipped(step)).length;
-    if (skipped) facts.push(["skipped", plural(skipped, "step")]);
     this.range.show(this.steps, shown);
-    refill(this.about, element("h2", {}, head.name), element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text)))),
+    refill(this.about, element("h2", {}, head.name), facts([
+      ["steps", `${count(inside.length)}${inside.length < head.steps.length ? ` of ${count(head.steps.length)}` : ""}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
+      ["records", count(sum("records"))], ["tokens", `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable`],
+      ["environments", state.env || app.run.envs.join(", ")], ["loss", losses.join(", ")], ["skipped", skipped ? plural(skipped, "step") : null],
+    ]),
       head.pending ? element("span", { class: "muted", role: "status" }, `reading ${plural(head.pending, "more step")} …`) : null,
       isSliced(state) ? element("span", { class: "muted" }, "Only what exported records say: the run's own metrics and its ledger are not kept by rank or weights.") : null);
   }
@@ -167,11 +166,9 @@ export class RunView {
     this.strips.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, title), element("small", {}, about), saveChart(title, () => app.fileName(`run_${title}`)), value), root));
     const end = shown ? steps.findLastIndex((step) => step <= shown[1]) : steps.length - 1;
     const last = lines.map(({ values }) => values.findLastIndex((one, i) => one !== null && i <= end));
-    const tell = (/** @type {number | null} */ at) => refill(value, ...lines.map((line, i) => {
-      const swatch = element("i", { class: "swatch" });
-      swatch.style.background = `var(--${line.colour})`;
-      const number = line.values[at ?? last[i]];
-      return element("span", {}, swatch, `${lines.length > 1 ? `${line.label} ` : ""}${isShare ? percent(number) : short(number)}`);
+    const tell = (/** @type {number | null} */ at) => refill(value, ...lines.map(({ label, colour, values }, i) => {
+      const number = values[at ?? last[i]];
+      return swatch(colour, `${lines.length > 1 ? `${label} ` : ""}${isShare ? percent(number) : short(number)}`);
     }), at === null ? null : element("span", { class: "muted" }, `step ${steps[at]}`));
     tell(null);
     const chart = (/** @type {number} */ width) => lineChart(root, { height: 136, width, x: steps, lines, log, percent: isShare, sync: "run", points: steps.length < 3, range: shown, onHover: tell,
@@ -207,12 +204,9 @@ class StepRange {
 
 // The curves of a run over its steps: which there are, and their values.
 
-
-/**
- * @typedef {{label: string, name: string, values: (number | null)[], colour: string, width?: number}} StripLine
+/** @typedef {{label: string, name: string, values: (number | null)[], colour: string, width?: number}} StripLine
  * @typedef {{title: string, about: string, log?: boolean, percent?: boolean, lines: StripLine[]}} Strip
- * @typedef {{series(name: string): (number | null)[] | null, points(name: string): (number | null)[], envs: string[], env: string}} Context
- */
+ * @typedef {{series(name: string): (number | null)[] | null, points(name: string): (number | null)[], envs: string[], env: string}} Context */
 
 /** @type {{title: string, about: string, log?: boolean, percent?: boolean, lines: (context: Context) => any[]}[]} */
 const STRIPS = [

@@ -104,11 +104,9 @@ export function parseQuery(text) {
   }
 }
 
-/**
- * [first, last) tokens of every occurrence.
+/** [first, last) tokens of every occurrence.
  * @param {Query} query @param {ArrayLike<number>} ids @param {import("../data/texts.js").Vocabulary} vocabulary @param {number} [limit]
- * @returns {[number, number][]}
- */
+ * @returns {[number, number][]} */
 export function occurrences(query, ids, vocabulary, limit = 10_000) {
   return query.kind === "ids" ? ofIds(query.ids, ids, limit) : ofText(query.pattern, ids, vocabulary, limit);
 }

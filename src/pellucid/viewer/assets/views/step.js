@@ -7,7 +7,7 @@ import { chosenTokens, selectionColumns } from "../data/save.js";
 import { parseBrushes, select, serialiseBrushes } from "../data/select.js";
 import { lineChart } from "../draw/chart.js";
 import { Histogram, Scatter, binned } from "../draw/distribution.js";
-import { choice, element, notice, refill, toggle } from "../draw/dom.js";
+import { choice, element, facts, notice, refill, toggle } from "../draw/dom.js";
 import { compact, count, percent, plural, short, signed } from "../draw/format.js";
 import { saveBar, saveChart } from "../draw/saving.js";
 import { domainOf } from "../draw/scale.js";
@@ -34,7 +34,7 @@ export class StepView {
     this.rowOfHistograms = element("div", { class: "histograms" }, ...[...this.histograms.values()].map(({ root }) => root));
     this.records = new RecordsTable(app);
     this.ids = new IdsTable(app);
-    this.scatter = new Scatter((token) => this.open(token));
+    this.scatter = new Scatter((token) => app.go({ view: "record", record: this.all.owners[token], token: this.all.position(token) }));
     this.scatterBar = element("header");
     this.positionRoot = element("div", { class: "per-position" });
     this.positionBar = element("header");
@@ -57,9 +57,6 @@ export class StepView {
     const others = parseBrushes(this.app.state.brush).filter(({ metric }) => metric !== key);
     this.app.go({ brush: serialiseBrushes(low === undefined || high === undefined ? others : [...others, { metric: key, low, high }]) });
   }
-
-  /** @param {number} token */
-  open(token) { this.app.go({ view: "record", record: this.all.owners[token], token: this.all.position(token) }); }
 
   /** @param {import("../state.js").State} state */
   async update(state) {
@@ -98,16 +95,15 @@ export class StepView {
     const point = index.summary.points.all;
     const metrics = this.app.run.head.metrics;
     const at = (/** @type {string} */ name) => metrics[name]?.find((/** @type {number[]} */ [step]) => step === index.step)?.[1];
-    const facts = [["records", count(point.records)], ["tokens", `${count(point.tokens)}, ${count(point.trainable)} trainable`],
+    this.head.replaceChildren(element("div", { class: "about" }, element("h2", {}, `Step ${index.step}`),
+      facts([["records", count(point.records)], ["tokens", `${count(point.tokens)}, ${count(point.trainable)} trainable`],
       ["reward", `${short(at("reward/all") ?? point.reward, 4)}${at("reward/all") === undefined ? "" : " over all rollouts"}`],
       ["mismatch KL", point.kl_mean === null ? null : `mean ${short(point.kl_mean)}, p99 ${short(point.kl_p99, 2)}, max ${short(point.kl_max)}`],
       ["entropy", point.entropy === null ? null : short(point.entropy)],
       ["masked", point.masked_high === null ? null : `${percent(point.masked_high)} high, ${percent(point.masked_low)} low`],
       ["cut by length", point.truncated === null ? null : percent(point.truncated)],
       ["loss", at("loss") === undefined ? null : signed(at("loss"), 6)],
-      ["skipped", this.app.run.isSkipped(index.step) ? "loss or gradient not finite: no weights moved" : null]].filter(([, text]) => text);
-    this.head.replaceChildren(element("div", { class: "about" }, element("h2", {}, `Step ${index.step}`),
-      element("dl", { class: "facts" }, ...facts.map(([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text))))),
+      ["skipped", this.app.run.isSkipped(index.step) ? "loss or gradient not finite: no weights moved" : null]])),
     element("span", { class: "view-tools", hidden: !isRead }, toggle("all histograms", this.app.state.more, (more) => this.app.go({ more }), `also ${MORE.map((key) => metricOf(key).label).join(", ")}`), saveBar("the selected tokens", () => this.fileName("selection"), {
       columns: () => selectionColumns(this.all, chosenTokens(this.chosen), this.app.run.vocabulary), shown: () => this.root })));
   }

@@ -1,4 +1,4 @@
-// The records of a step as a table that sorts, with a sparkline each.
+// The tables of a step, which sort: its records with a sparkline each, and its tokens by id.
 
 import { visible } from "../data/texts.js";
 import { element } from "../draw/dom.js";
@@ -29,10 +29,7 @@ export class RecordsTable {
         { key: "kl_mean", label: "KL mean", width: "76px", cell: number("kl_mean", short) },
         { key: "kl_max", label: "KL max", width: "76px", cell: number("kl_max", short) },
         { key: "entropy", label: "entropy", width: "72px", cell: number("entropy", short) },
-        { key: "masked", label: "masked", width: "66px", title: "share of trainable tokens out of the trust region", cell: (row) => {
-          const [masked, trainable] = [this.index.value("masked", row), this.index.value("trainable", row)];
-          return masked === null || !trainable ? "–" : percent(masked / trainable);
-        } },
+        { key: "masked", label: "masked", width: "66px", title: "share of trainable tokens out of the trust region", cell: (row) => percent(maskedShare(this.index, row)) },
         { key: "loss", label: "loss", width: "74px", title: "sum of its token losses", cell: number("loss", (value) => signed(value, 4)) },
         { key: "stop", label: "ended by", width: "76px", text: true, cell: text("stop") },
       ],
@@ -44,23 +41,27 @@ export class RecordsTable {
   show(index, records, hits, { sort, up, record }) {
     this.index = index;
     this.hits = hits;
-    const order = sort ? sorted(index, records, sort, up, hits) : records;
+    const read = (/** @type {number} */ row) => {
+      if (sort === "hits") return hits ? hits[row] : 0;
+      return sort === "record" ? row : sort === "masked" ? maskedShare(index, row) : index.value(sort, row);
+    };
+    const order = sort ? sorted(records, up, read) : records;
     this.table.chosen = record;
     this.table.show(order, { key: sort, up });
     this.app.order = { step: index.step, records: order };
   }
 }
 
-/** Records that do not say come last, whichever way. @param {any} index @param {number[]} records @param {string} sort @param {boolean} up @param {Uint32Array | null} hits */
-function sorted(index, records, sort, up, hits) {
-  const read = (/** @type {number} */ row) => {
-    if (sort === "record") return row;
-    if (sort === "hits") return hits ? hits[row] : 0;
-    if (sort === "masked") return index.value("masked", row) === null ? null : index.value("masked", row) / (index.value("trainable", row) || 1);
-    return index.value(sort, row);
-  };
-  const keys = new Map(records.map((row) => [row, read(row)]));
-  return [...records].sort((a, b) => {
+/** @param {any} index @param {number} row */
+function maskedShare(index, row) {
+  const [masked, trainable] = [index.value("masked", row), index.value("trainable", row)];
+  return masked === null || !trainable ? null : masked / trainable;
+}
+
+/** Rows that do not say come last, whichever way. @param {number[]} rows @param {boolean} up @param {(row: number) => any} read */
+function sorted(rows, up, read) {
+  const keys = new Map(rows.map((row) => [row, read(row)]));
+  return [...rows].sort((a, b) => {
     const [left, right] = [keys.get(a), keys.get(b)];
     if (left === right) return a - b;
     if (left === null || right === null) return left === null ? 1 : -1;
@@ -68,15 +69,13 @@ function sorted(index, records, sort, up, hits) {
   });
 }
 
-// The tokens of a step by id: how often, how far off, how often masked.
-
-
 export class IdsTable {
   /** @param {any} app */
   constructor(app) {
     this.app = app;
-    /** @type {{id: number, count: number, kl: number | null, klMax: number | null, masked: number | null, entropy: number | null, adv: number | null}[]} */
+    /** @type {ReturnType<typeof byId>} */
     this.rows = [];
+    const cell = (/** @type {"kl" | "klMax" | "entropy" | "adv"} */ name) => (/** @type {number} */ row) => short(this.rows[row][name]);
     this.table = new VirtualTable({
       label: "Tokens by id",
       onChoose: (row) => app.go({ search: `#${this.rows[row].id}`, within: "step" }),
@@ -85,11 +84,11 @@ export class IdsTable {
         { key: "id", label: "id", width: "90px", cell: (row) => String(this.rows[row].id) },
         { key: "text", label: "token", width: "auto", text: true, cell: (row) => element("span", { class: "token" }, visible(app.run.vocabulary.plain(this.rows[row].id))) },
         { key: "count", label: "count", width: "100px", cell: (row) => count(this.rows[row].count) },
-        { key: "kl", label: "KL mean", width: "100px", cell: (row) => short(this.rows[row].kl) },
-        { key: "klMax", label: "KL max", width: "100px", cell: (row) => short(this.rows[row].klMax) },
+        { key: "kl", label: "KL mean", width: "100px", cell: cell("kl") },
+        { key: "klMax", label: "KL max", width: "100px", cell: cell("klMax") },
         { key: "masked", label: "masked", width: "100px", cell: (row) => percent(this.rows[row].masked) },
-        { key: "entropy", label: "entropy", width: "100px", cell: (row) => short(this.rows[row].entropy) },
-        { key: "adv", label: "adv. mean", width: "100px", cell: (row) => short(this.rows[row].adv) },
+        { key: "entropy", label: "entropy", width: "100px", cell: cell("entropy") },
+        { key: "adv", label: "adv. mean", width: "100px", cell: cell("adv") },
       ],
     });
     this.root = this.table.root;
@@ -98,21 +97,15 @@ export class IdsTable {
   /** @param {import("../data/run.js").StepTokens} all @param {Uint8Array} chosen @param {{sort: string, up: boolean}} state */
   show(all, chosen, { sort, up }) {
     this.rows = byId(all, chosen);
-    const key = ["id", "text", "count", "kl", "klMax", "masked", "entropy", "adv"].includes(sort) ? sort : "count";
-    const read = (/** @type {any} */ row) => (key === "text" ? this.app.run.vocabulary.plain(row.id) : row[key]);
-    const order = this.rows.map((_, i) => i).sort((a, b) => {
-      const [left, right] = [read(this.rows[a]), read(this.rows[b])];
-      if (left === right) return this.rows[a].id - this.rows[b].id;
-      if (left === null || right === null) return left === null ? 1 : -1;
-      return (left < right ? -1 : 1) * (up ? 1 : -1);
-    });
-    this.table.show(order, { key, up });
+    const key = this.table.options.columns.some((column) => column.key === sort) ? sort : "count";
+    const read = (/** @type {number} */ row) => (key === "text" ? this.app.run.vocabulary.plain(this.rows[row].id) : /** @type {any} */ (this.rows[row])[key]);
+    this.table.show(sorted(this.rows.map((_, i) => i), up, read), { key, up });
   }
 }
 
-/** @param {import("../data/run.js").StepTokens} all @param {Uint8Array} chosen */
-export function byId(all, chosen) {
-  const ids = all.ids;
+/** By ascending id. @param {import("../data/run.js").StepTokens} all @param {Uint8Array} chosen */
+function byId(all, chosen) {
+  const { ids } = all;
   const columns = ["mismatch_kl", "is_masked", "entropy", "advantages"].map((name) => all.column(name) ?? null);
   /** @type {Map<number, {count: number, sums: number[], counts: number[], klMax: number}>} */
   const found = new Map();
@@ -129,7 +122,7 @@ export function byId(all, chosen) {
       if (column === 0 && value > entry.klMax) entry.klMax = value;
     }
   }
-  return [...found].map(([id, entry]) => {
+  return [...found].sort(([a], [b]) => a - b).map(([id, entry]) => {
     const [kl, masked, entropy, adv] = entry.sums.map((sum, i) => (entry.counts[i] ? sum / entry.counts[i] : null));
     return { id, count: entry.count, kl, klMax: entry.counts[0] ? entry.klMax : null, masked, entropy, adv };
   });

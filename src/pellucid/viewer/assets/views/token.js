@@ -7,20 +7,22 @@ import { element, painted } from "../draw/dom.js";
 import { precise, short, signed } from "../draw/format.js";
 import { VirtualTable } from "../draw/table.js";
 
-/** @param {import("../data/run.js").Run} run @param {import("../data/run.js").TokenRecord} record @param {number} token */
+/** @typedef {import("../data/run.js").Run} Run @typedef {import("../data/run.js").TokenRecord} TokenRecord */
+
+/** @param {Run} run @param {TokenRecord} record @param {number} token */
 export function tokenDetails(run, record, token) {
-  const ids = record.ids;
-  const { state, badge, why, rule } = reasonOf(record, token, run.lossAt(record.step), run.isSkipped(record.step));
+  const { ids } = record;
+  const { state, badge, why, rule } = explained(run, record, token);
   const id = ids[token];
-  const warnings = disagreements(record, token);
+  const [role] = record.segments.find(([, start, end]) => token >= start && token < end) ?? [""];
   return element("div", { class: "details-body" },
     element("p", { class: "details-token" }, element("span", { class: "token-sample" }, run.vocabulary.show(ids, token)),
       element("span", { class: "details-place" }, `token ${token} of ${record.length}`)),
     element("p", { class: "details-state" }, element("span", { class: `badge badge-${badge}` }, state),
-      element("span", { class: "details-role" }, roleOf(record, token))),
+      element("span", { class: "details-role" }, role)),
     element("p", { class: "details-why" }, why),
     rule ? element("p", { class: "details-rule" }, rule) : null,
-    ...warnings.map((warning) => element("p", { class: "details-warning", role: "note" }, warning)),
+    ...disagreements(record, token).map((warning) => element("p", { class: "details-warning", role: "note" }, warning)),
     element("dl", {}, ...[
       row("id", String(id)),
       row("text", textOf(run, id)),
@@ -29,29 +31,23 @@ export function tokenDetails(run, record, token) {
     ].flat().filter(Boolean)));
 }
 
-/** The token in a sentence, for those who hear the page. @param {import("../data/run.js").Run} run
- * @param {import("../data/run.js").TokenRecord} record @param {number} token @param {import("../data/metrics.js").Metric} metric @param {number | null} value */
+/** The token in a sentence, for those who hear the page. @param {Run} run @param {TokenRecord} record @param {number} token
+ * @param {import("../data/metrics.js").Metric} metric @param {number | null} value */
 export function spokenToken(run, record, token, metric, value) {
   const text = run.vocabulary.show(record.ids, token);
-  const { state } = reasonOf(record, token, run.lossAt(record.step), run.isSkipped(record.step));
+  const { state } = explained(run, record, token);
   const measured = value === null || Number.isNaN(value) ? "" : `, ${metric.label} ${precise(value)}`;
   return `Token ${token} of ${record.length}: ${text}, ${state}${measured}`;
 }
 
-/** @param {import("../data/run.js").TokenRecord} record @param {number} token */
-function roleOf(record, token) {
-  const [role] = record.segments.find(([, start, end]) => token >= start && token < end) ?? [""];
-  return role;
-}
-
-/** @param {import("../data/run.js").Run} run @param {number} id */
+/** @param {Run} run @param {number} id */
 function textOf(run, id) {
   const text = run.vocabulary.texts.get(id);
   if (typeof text === "string") return text === `#${id}` ? "not decoded" : JSON.stringify(text);
   return text ? `bytes ${text.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")}` : "not decoded";
 }
 
-/** @param {import("../data/run.js").TokenRecord} record @param {number} token @param {import("../data/metrics.js").Field} field */
+/** @param {TokenRecord} record @param {number} token @param {import("../data/metrics.js").Field} field */
 function fact(record, token, { label, name, formula, optional, needs_sampled: needsSampled }) {
   const value = record.value(name, token);
   if (optional && (value === undefined || value === null)) return [];
@@ -65,7 +61,7 @@ function row(label, value, formula = "", kind = "") {
   return [element("dt", {}, label, formula ? element("small", {}, formula) : null), element("dd", { class: kind }, value)];
 }
 
-/** @param {import("../data/run.js").TokenRecord} record @param {number} token @returns {string[]} */
+/** @param {TokenRecord} record @param {number} token @returns {string[]} */
 export function disagreements(record, token) {
   const [trainer, inference] = [record.value("trainer_logprobs", token), record.value("inference_logprobs", token)];
   const found = [];
@@ -87,17 +83,14 @@ export function disagreements(record, token) {
 
 // Why a token did or did not train: its state in the ledger, and the numbers that decided.
 
+/** @typedef {{state: string, badge: string, why: string, rule: string | null}} Reason
+ * `badge` is the ledger's name of the state; `rule` the inequality that decided, with its numbers. */
 
-/**
- * @typedef {{state: string, badge: string, why: string, rule: string | null}} Reason
- * `badge` is the ledger's name of the state; `rule` the inequality that decided, with its numbers.
- */
+/** @param {Run} run @param {TokenRecord} record @param {number} token */
+const explained = (run, record, token) => reasonOf(record, token, run.lossAt(record.step), run.isSkipped(record.step));
 
-/**
- * @param {import("../data/run.js").TokenRecord} record @param {number} token @param {any} loss the run's `[trainer.loss]`, or null
- * @param {boolean} isSkipped whether its step moved no weights
- * @returns {Reason}
- */
+/** @param {TokenRecord} record @param {number} token @param {any} loss the run's `[trainer.loss]`, or null
+ * @param {boolean} isSkipped whether its step moved no weights @returns {Reason} */
 export function reasonOf(record, token, loss, isSkipped) {
   const read = (/** @type {string} */ name) => record.value(name, token);
   const trainable = read("loss_mask");
@@ -119,7 +112,7 @@ export function reasonOf(record, token, loss, isSkipped) {
   return reason("Trained", "trained", `Its advantage ${signed(advantage, 3)} pushes its probability ${push}.`, rule);
 }
 
-/** @param {import("../data/run.js").TokenRecord} record @param {number} token @returns {"high" | "low" | "neither" | null} */
+/** @param {TokenRecord} record @param {number} token @returns {"high" | "low" | "neither" | null} */
 export function maskSide(record, token) {
   if (record.value("is_masked", token) !== 1) return null;
   if (record.value("is_masked_high", token)) return "high";
@@ -142,28 +135,25 @@ function untrainable(read, token) {
 function masked(side, advantage, rule) {
   const pull = advantage === null ? "Its advantage" : `Its advantage ${signed(advantage, 3)}`;
   const rest = "Left out of the policy gradient; only a KL term, if the loss has one, still moves it.";
-  const because = {
-    high: `${pull} would raise a probability that is already too far above the one sampled from. ${rest}`,
-    low: `${pull} would lower a probability that is already too far below the one sampled from. ${rest}`,
-    neither: `Out of the trust region. ${rest}`,
-  };
-  const state = { high: "Masked high", low: "Masked low", neither: "Masked" }[side];
-  return reason(state, "masked", because[side], rule);
+  const [state, because] = {
+    high: ["Masked high", `${pull} would raise a probability that is already too far above the one sampled from.`],
+    low: ["Masked low", `${pull} would lower a probability that is already too far below the one sampled from.`],
+    neither: ["Masked", "Out of the trust region."],
+  }[side];
+  return reason(state, "masked", `${because} ${rest}`, rule);
 }
 
-/**
- * The comparison that the trust region of the run's loss makes for this token.
- * @param {(name: string) => any} read @param {"high" | "low" | "neither" | null} side @param {any} loss
- */
+/** The comparison that the trust region of the run's loss makes for this token.
+ * @param {(name: string) => any} read @param {"high" | "low" | "neither" | null} side @param {any} loss */
 function ruleOf(read, side, loss) {
   const [advantage, delta, ratio] = [read("advantages"), read("prob_delta"), read("importance_ratio")];
   if (!loss || typeof advantage !== "number") return null;
-  const relation = (/** @type {boolean} */ out, /** @type {string} */ beyond, /** @type {string} */ within) => (out ? beyond : within);
   const isOut = side !== null;
+  const [above, below] = isOut ? [">", "<"] : ["≤", "≥"];
   if (loss.type === "dppo" && typeof delta === "number") {
     return advantage > 0
-      ? `A > 0 and Δ = ${signed(delta, 4)} ${relation(isOut, ">", "≤")} dppo_mask_high = ${short(loss.dppo_mask_high)}`
-      : `A ≤ 0 and Δ = ${signed(delta, 4)} ${relation(isOut, "<", "≥")} −dppo_mask_low = −${short(loss.dppo_mask_low)}`;
+      ? `A > 0 and Δ = ${signed(delta, 4)} ${above} dppo_mask_high = ${short(loss.dppo_mask_high)}`
+      : `A ≤ 0 and Δ = ${signed(delta, 4)} ${below} −dppo_mask_low = −${short(loss.dppo_mask_low)}`;
   }
   if (typeof ratio !== "number") return null;
   if (loss.type === "icepop") {
@@ -173,17 +163,16 @@ function ruleOf(read, side, loss) {
   if (loss.type === "ppo_clip") {
     if (advantage === 0) return "A = 0: nothing to clip";
     return advantage > 0
-      ? `A > 0 and r = ${short(ratio, 4)} ${relation(isOut, ">", "≤")} 1 + clip_high = ${short(1 + loss.clip_high)}`
-      : `A < 0 and r = ${short(ratio, 4)} ${relation(isOut, "<", "≥")} 1 − clip_low = ${short(1 - loss.clip_low)}`;
+      ? `A > 0 and r = ${short(ratio, 4)} ${above} 1 + clip_high = ${short(1 + loss.clip_high)}`
+      : `A < 0 and r = ${short(ratio, 4)} ${below} 1 − clip_low = ${short(1 - loss.clip_low)}`;
   }
   return null;
 }
 
 // The tokens of a record as rows: what the coloured text shows, for those who would rather read numbers.
 
-
 export class TokenTable {
-  /** @type {import("../data/run.js").TokenRecord} */
+  /** @type {TokenRecord} */
   record;
 
   /** @type {(ArrayLike<number> | null)[]} by metric */
@@ -199,7 +188,7 @@ export class TokenTable {
       columns: [
         { key: "at", label: "at", width: "56px", cell: (row) => String(row) },
         { key: "text", label: "token", width: "auto", text: true, cell: (row) => this.text(row) },
-        { key: "state", label: "state", width: "110px", text: true, cell: (row) => reasonOf(this.record, row, app.run.lossAt(this.record.step), app.run.isSkipped(this.record.step)).state },
+        { key: "state", label: "state", width: "110px", text: true, cell: (row) => explained(app.run, this.record, row).state },
         ...METRICS.map((metric, i) => ({
           key: metric.key, label: metric.label, width: "92px", title: metric.about,
           cell: (/** @type {number} */ row) => short(this.values[i]?.[row]),
@@ -209,7 +198,7 @@ export class TokenTable {
     root.append(this.table.root);
   }
 
-  /** @param {import("../data/run.js").TokenRecord} record @param {any} look @param {number} token */
+  /** @param {TokenRecord} record @param {any} look @param {number} token */
   show(record, look, token) {
     this.record = record;
     this.look = look;

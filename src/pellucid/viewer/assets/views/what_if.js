@@ -6,7 +6,7 @@ import { metricOf, valuesOf } from "../data/metrics.js";
 import { selectionColumns } from "../data/save.js";
 import { select } from "../data/select.js";
 import { lineChart } from "../draw/chart.js";
-import { choice, element, notice, refill } from "../draw/dom.js";
+import { choice, element, notice, refill, swatch } from "../draw/dom.js";
 import { count, percent, plural, short, signed } from "../draw/format.js";
 import { saveBar, saveChart } from "../draw/saving.js";
 import { ColourScale, domainOf } from "../draw/scale.js";
@@ -44,10 +44,10 @@ export class WhatIfView {
     this.table = new VirtualTable({
       label: "Tokens that change",
       rowHeight: 32,
-      onChoose: (row) => this.open(row),
+      onChoose: (row) => app.go({ view: "record", record: this.all.owners[row], token: this.all.position(row), fill: "delta" }),
       columns: [
-        { key: "change", label: "change", width: "132px", text: true, cell: (row) => this.change(row) },
-        { key: "context", label: "token and what is around it", width: "auto", text: true, cell: (row) => this.context(row) },
+        { key: "change", label: "change", width: "132px", text: true, cell: (row) => (this.read("is_masked", row) === 1 ? "would train" : "would be masked") },
+        { key: "context", label: "token and what is around it", width: "auto", text: true, cell: (row) => contextLine(app.run.vocabulary, this.all, row, this.scale) },
         { key: "delta", label: "Δ", width: "84px", cell: (row) => signed(this.read("prob_delta", row), 4) },
         { key: "ratio", label: "r", width: "84px", cell: (row) => short(this.read("importance_ratio", row), 4) },
         { key: "adv", label: "A", width: "84px", cell: (row) => signed(this.read("advantages", row), 3) },
@@ -64,21 +64,6 @@ export class WhatIfView {
 
   /** @param {string} name @param {number} token */
   read(name, token) { return this.all.column(name)?.[token]; }
-
-  /** @param {number} token */
-  open(token) { this.app.go({ view: "record", record: this.all.owners[token], token: this.all.position(token), fill: "delta" }); }
-
-  /** @param {number} token */
-  change(token) { return this.read("is_masked", token) === 1 ? "would train" : "would be masked"; }
-
-  /** @param {number} token */
-  context(token) {
-    const { all } = this;
-    const record = all.owners[token];
-    const values = valuesOf(all, metricOf("delta"));
-    return contextLine(this.app.run.vocabulary, all.ids, Math.max(all.starts[record], token - 12), Math.min(all.starts[record + 1], token + 13), token,
-      (at) => (all.isTrainable(at) && values ? this.scale.colour(values[at]) : null));
-  }
 
   /** @param {import("../state.js").State} state */
   async update(state) {
@@ -186,11 +171,7 @@ export class WhatIfView {
     const x = Array.from({ length: CURVE_POINTS + 1 }, (_, i) => (i / CURVE_POINTS) * top);
     const lines = shown.map(({ key, low, high }, i) => ({ label: key, colour: `series-${i + 2}`,
       values: x.map((value) => (value < low || value > high ? NaN : tokens.filter((token) => loss.decide({ ...bounds, [key]: value }, token).masked).length / (tokens.length || 1))) }));
-    this.curveRoot.replaceChildren(element("p", { class: "strip-value" }, ...lines.map(({ label, colour }) => {
-      const swatch = element("i", { class: "swatch" });
-      swatch.style.background = `var(--${colour})`;
-      return element("span", {}, swatch, label);
-    })));
+    refill(this.curveRoot, element("p", { class: "strip-value" }, ...lines.map(({ label, colour }) => swatch(colour, label))));
     lineChart(this.curveRoot, { height: 170, x, lines, points: false, percent: true, fractions: true });
   }
 }
@@ -202,7 +183,6 @@ const td = (text, name = "") => element("td", { class: `number ${name}` }, text)
 const changed = (before, now) => (before !== null && now !== null && Math.abs(before - now) > 5e-7 ? "changed-cell" : "");
 
 // A step once more under another loss, token by token: `losses.js` has the formulas.
-
 
 /** What a loss may take the mean over. */
 export const REDUCTIONS = ["token", "sequence", "group"];
@@ -230,10 +210,8 @@ export function reductionOf(type, text, own) {
 /** Whether a record's tokens are trained by the loss. @param {import("../data/run.js").StepIndex} index @param {number} record */
 const isRl = (index, record) => (index.value("mode", record) ?? "rl") === "rl";
 
-/**
- * By record: what its tokens weigh in the step's mean (`pellucid.loss.record`), and the mean of ℓ over its trainable tokens.
- * @param {import("../data/run.js").StepTokens} all @param {string} reduction
- */
+/** By record: what its tokens weigh in the step's mean (`pellucid.loss.record`), and the mean of ℓ over its trainable tokens.
+ * @param {import("../data/run.js").StepTokens} all @param {string} reduction */
 export function recordsOf(all, reduction) {
   const { index, owners } = all;
   const logRatio = all.column("log_importance_ratio");
@@ -258,20 +236,16 @@ export function recordsOf(all, reduction) {
   };
 }
 
-/**
- * @typedef {{trainable: number, masked: number, high: number, low: number, loss: number, recordedMasked: number, recordedLoss: number,
- *   newlyMasked: number, newlyKept: number}} Tally
- * @typedef {{all: Tally, envs: Map<string, Tally>, changed: number[], denominator: number, hasRecord: boolean, hasLoss: boolean, skipped: number}} Outcome
- */
+/** @typedef {{trainable: number, masked: number, high: number, low: number, loss: number, recordedMasked: number, recordedLoss: number,
+ * newlyMasked: number, newlyKept: number}} Tally
+ * @typedef {{all: Tally, envs: Map<string, Tally>, changed: number[], denominator: number, hasRecord: boolean, hasLoss: boolean, skipped: number}} Outcome */
 
 /** @returns {Tally} */
 const tally = () => ({ trainable: 0, masked: 0, high: 0, low: 0, loss: 0, recordedMasked: 0, recordedLoss: 0, newlyMasked: 0, newlyKept: 0 });
 
-/**
- * Chosen tokens as a loss sees them, one by one; `skip` is called for those of other training modes.
+/** Chosen tokens as a loss sees them, one by one; `skip` is called for those of other training modes.
  * @param {import("../data/run.js").StepTokens} all @param {Float64Array} means of ℓ, by record @param {Uint8Array} chosen
- * @param {(i: number, token: import("../data/losses.js").LossToken) => void} visit @param {() => void} [skip] @param {number} [stride]
- */
+ * @param {(i: number, token: import("../data/losses.js").LossToken) => void} visit @param {() => void} [skip] @param {number} [stride] */
 export function eachToken(all, means, chosen, visit, skip = () => {}, stride = 1) {
   const columns = Object.fromEntries(LOSS_COLUMNS.map((name) => [name, all.column(name)]));
   const ratio = columns.advantages && columns.importance_ratio;
@@ -282,11 +256,9 @@ export function eachToken(all, means, chosen, visit, skip = () => {}, stride = 1
   }
 }
 
-/**
- * A step under other bounds. Only rl tokens have a trust region that these losses speak of.
+/** A step under other bounds. Only rl tokens have a trust region that these losses speak of.
  * @param {import("../data/run.js").StepTokens} all @param {string} type @param {Record<string, number>} bounds
- * @param {string} reduction @param {Uint8Array} chosen which tokens count @returns {Outcome}
- */
+ * @param {string} reduction @param {Uint8Array} chosen which tokens count @returns {Outcome} */
 export function outcomeOf(all, type, bounds, reduction, chosen) {
   const [masked, loss] = ["is_masked", "token_loss"].map((name) => all.column(name));
   const { weights, means } = recordsOf(all, reduction);

@@ -11,7 +11,6 @@ import { VirtualTable } from "../draw/table.js";
 import { contextLine } from "../draw/tokens.js";
 
 const LIMIT = 200;
-const CONTEXT = 12;
 const AT_ONCE = 8;
 
 export class WorstView {
@@ -27,6 +26,8 @@ export class WorstView {
     this.found = [];
     /** @type {Map<string, import("../data/run.js").TokenRecord>} those that hold what was found */
     this.records = new Map();
+    const number = (/** @type {string} */ name, /** @type {(value: any) => string} */ show) => (/** @type {number} */ row) => show(this.read(name, this.found[row]));
+    const delta = (/** @type {any} */ value) => signed(value, 3);
     this.table = new VirtualTable({
       label: "Worst tokens",
       rowHeight: 32,
@@ -35,12 +36,12 @@ export class WorstView {
         { key: "value", label: "value", width: "92px", cell: (row) => short(this.found[row].value, 4) },
         { key: "context", label: "token and ± 12 around it", width: "auto", text: true, cell: (row) => this.context(this.found[row]) },
         { key: "state", label: "state", width: "108px", text: true, cell: (row) => this.state(this.found[row]) },
-        { key: "kl", label: "KL", width: "78px", cell: (row) => short(this.read("mismatch_kl", this.found[row])) },
-        { key: "delta", label: "Δ", width: "78px", cell: (row) => signed(this.read("prob_delta", this.found[row]), 3) },
-        { key: "adv", label: "A", width: "72px", cell: (row) => signed(this.read("advantages", this.found[row]), 3) },
-        { key: "entropy", label: "entropy", width: "72px", cell: (row) => short(this.read("entropy", this.found[row])) },
+        { key: "kl", label: "KL", width: "78px", cell: number("mismatch_kl", short) },
+        { key: "delta", label: "Δ", width: "78px", cell: number("prob_delta", delta) },
+        { key: "adv", label: "A", width: "72px", cell: number("advantages", delta) },
+        { key: "entropy", label: "entropy", width: "72px", cell: number("entropy", short) },
         { key: "env", label: "environment", width: "110px", text: true, cell: (row) => this.record(this.found[row])?.field("env") ?? "–" },
-        { key: "where", label: "step / record / token", width: "168px", cell: (row) => this.where(this.found[row]) },
+        { key: "where", label: "step / record / token", width: "168px", cell: (row) => { const { step, record, token } = this.found[row]; return `${step} / ${record} / ${token}`; } },
       ],
     });
     this.root = element("section", { class: "view worst-view", "aria-label": "Worst tokens" }, element("header", { class: "step-head" }, element("h2", {}, "Worst tokens"),
@@ -68,9 +69,6 @@ export class WorstView {
   read(name, found) { return this.record(found)?.value(name, found.token); }
 
   /** @param {Found} found */
-  where({ step, record, token }) { return `${step} / ${record} / ${token}`; }
-
-  /** @param {Found} found */
   state(found) {
     if (!this.record(found)) return "…";
     if (this.app.run.isSkipped(found.step)) return "skipped";
@@ -87,10 +85,7 @@ export class WorstView {
   /** @param {Found} found */
   context(found) {
     const record = this.record(found);
-    if (!record) return "…";
-    const values = valuesOf(record, metricOf(this.app.state.top));
-    return contextLine(this.app.run.vocabulary, record.ids, Math.max(0, found.token - CONTEXT), Math.min(record.length, found.token + CONTEXT + 1), found.token,
-      (at) => (record.isTrainable(at) && values ? this.scale.colour(values[at]) : null));
+    return record ? contextLine(this.app.run.vocabulary, record, found.token, this.scale) : "…";
   }
 
   /** @param {import("../state.js").State} state */
@@ -175,7 +170,6 @@ export class WorstView {
 
 // The tokens of a step that stand out, by class.
 
-
 /** @typedef {import("../data/run.js").StepTokens} StepTokens @typedef {{step: number, record: number, token: number, value: number, score: number}} Found */
 
 /** @type {Record<string, {title: string, about: string}>} */
@@ -188,10 +182,8 @@ export const KINDS = {
   against: { title: "advantage against the ratio", about: "the loss pushes up what went down since sampling, or the other way round" },
 };
 
-/**
- * @param {StepTokens} all @param {string} kind @param {string} key @param {Uint8Array} chosen @param {number} limit
- * @returns {Found[]} best first
- */
+/** @param {StepTokens} all @param {string} kind @param {string} key @param {Uint8Array} chosen @param {number} limit
+ * @returns {Found[]} best first */
 export function worstTokens(all, kind, key, chosen, limit) {
   const values = valuesOf(all, metricOf(key));
   if (!values) return [];
