@@ -34,6 +34,8 @@ NUMBERS = {
     "rank": "rank",
     "denominator": "denominator",
     "micro_step": "micro_step",
+    "micro_sequence": "micro_sequence_idx",
+    "export_index": "export_sequence_idx",
     "reward": "reward",
     "advantage": "advantage",
 }

@@ -166,7 +166,7 @@ export class App {
   escape() {
     const help = byId("help");
     if (help.open) help.close();
-    else if (this.topBar?.closeResults()) return;
+    else if (this.topBar?.results.close()) return;
     else if (this.viewName === "run" && this.view.showAll()) return;
     else if (this.state.token >= 0) this.store.set({ token: -1 });
     /** @type {HTMLElement} */ (document.activeElement)?.blur?.();

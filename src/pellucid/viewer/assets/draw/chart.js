@@ -38,7 +38,7 @@ export function lineChart(root, options) {
     legend: { show: false },
     cursor: { y: false, drag: { x: Boolean(options.onBrush), y: false, setScale: false },
       sync: options.sync ? { key: options.sync, filters: SHARED } : undefined, points: { size: 6 } },
-    scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => spanOf(options.range ?? [low, high]) },
+    scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => widened(options.range ?? [low, high]) },
       y: log ? { distr: 3, range: logRange } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
       { ...axis, size: 24, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : "")), grid: { show: false } },
@@ -65,7 +65,7 @@ export function lineChart(root, options) {
 }
 
 /** @param {[number, number]} range */
-const spanOf = ([low, high]) => (low === high ? [low - 1, high + 1] : [low, high]);
+const widened = ([low, high]) => (low === high ? [low - 1, high + 1] : [low, high]);
 
 /** @param {any} chart @param {number[]} x @param {ChartOptions} options */
 function listenForClicks(chart, x, { onClick, onReset }) {

@@ -4,18 +4,16 @@
 import { saveColumns, saveFile } from "../data/save.js";
 import { canvasOf, element, themeColour } from "./dom.js";
 
-/**
- * @param {string} what in words, for the tooltip
- * @param {() => string} name of the file, without its ending
- * @param {{columns?: () => import("../data/save.js").SavedColumn[] | Promise<import("../data/save.js").SavedColumn[]>, shown?: () => Element}} from
- * @param {...(Node | null)} others further buttons, before these
- */
+/** @typedef {import("../data/save.js").SavedColumn[]} Columns */
+
+/** @param {string} what in words, for the tooltip @param {() => string} name of the file, without its ending
+ * @param {{columns: () => Columns | Promise<Columns>, shown: () => Element}} from @param {...(Node | null)} others further buttons, before these */
 export function saveBar(what, name, { columns, shown }, ...others) {
   const button = (/** @type {string} */ label, /** @type {() => void} */ onclick) => element("button", { type: "button", title: `save ${what} as ${label}`, onclick }, label);
   return element("span", { class: "save-bar" }, ...others,
-    columns && button("CSV", async () => saveColumns(name(), "csv", await columns())),
-    columns && button("Parquet", async () => saveColumns(name(), "parquet", await columns())),
-    shown && button("PNG", () => savePicture(name(), shown())));
+    button("CSV", async () => saveColumns(name(), "csv", await columns())),
+    button("Parquet", async () => saveColumns(name(), "parquet", await columns())),
+    button("PNG", () => savePicture(name(), shown())));
 }
 
 /** The picture of one chart. @param {string} what @param {() => string} name */

@@ -3,6 +3,7 @@
 import { element, perFrame } from "./dom.js";
 
 const MARGIN = 8;
+const AUTO_WIDTH = 180; // at least, of a column that takes the rest
 
 /** @typedef {{key: string, label: string, width: string, text?: boolean, title?: string, sortable?: boolean,
  * cell(row: number): Node | string}} TableColumn */
@@ -19,6 +20,7 @@ export class VirtualTable {
     this.body = element("tbody");
     this.heads = options.columns.map((column) => this.heading(column));
     this.table = element("table", { "aria-label": options.label }, element("thead", {}, element("tr", {}, ...this.heads)), this.body);
+    this.table.style.minWidth = `${options.columns.reduce((sum, { width }) => sum + (Number.parseInt(width, 10) || AUTO_WIDTH), 0)}px`;
     this.root = element("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": options.label }, this.table);
     this.root.addEventListener("scroll", perFrame(() => this.draw()), { passive: true });
     this.body.addEventListener("click", (/** @type {Event} */ event) => {

@@ -42,13 +42,11 @@ export class GroupView {
     const metric = metricOf(state.fill);
     const domain = await this.app.domain(metric, state.scope === "record" ? "step" : state.scope, records[0]);
     if (turn !== this.turn) return;
-    const scale = new ColourScale(metric, domain);
-    this.draw(state, index, records, metric, scale, `${name} ${word}`);
+    this.draw(state, index, records, new ColourScale(metric, domain), `${name} ${word}`);
   }
 
-  /** @param {import("../state.js").State} state @param {any} index @param {import("../data/run.js").TokenRecord[]} records
-   * @param {import("../data/metrics.js").Metric} metric @param {ColourScale} scale @param {string} title */
-  draw(state, index, records, metric, scale, title) {
+  /** @param {import("../state.js").State} state @param {any} index @param {import("../data/run.js").TokenRecord[]} records @param {ColourScale} scale @param {string} title */
+  draw(state, index, records, scale, title) {
     const ids = records.map((record) => record.ids);
     const shared = records.length > 1 ? commonPrefix(ids) : 0;
     const rewards = records.map((record) => record.field("reward"));
@@ -64,14 +62,16 @@ export class GroupView {
       element("span", { class: "muted" }, "a bar before a token: where the rollout leaves the best one's text"));
     const longest = Math.max(...records.map(({ length }) => length));
     const order = records.map((_, i) => i).sort((a, b) => (rewards[b] ?? -Infinity) - (rewards[a] ?? -Infinity) || a - b);
-    const ends = extremes(records);
-    refill(this.members, ...order.map((i) => this.member(records[i], ids[i], { shared, scale, metric, longest, ends, best: best === i ? null : ids[best], isChosen: records[i].record === state.record })));
+    const largest = (/** @type {string} */ name) => Math.max(1e-9, ...records.map((record) => Math.abs(record.field(name) ?? 0)));
+    const ends = { reward: largest("reward"), advantage: largest("advantage") };
+    refill(this.members, ...order.map((i) => this.member(records[i], ids[i], { shared, scale, longest, ends, best: best === i ? null : ids[best], isChosen: records[i].record === state.record })));
   }
 
   /** @param {import("../data/run.js").TokenRecord} record @param {ArrayLike<number>} ids @param {any} context */
-  member(record, ids, { shared, scale, metric, longest, ends, best, isChosen }) {
+  member(record, ids, { shared, scale, longest, ends, best, isChosen }) {
     const colour = colouring(record, scale);
     const leaves = best ? commonPrefix([best, ids]) : -1;
+    const way = leaves < 0 ? " · the best" : leaves === record.length ? " · the best one's text" : ` · own way from token ${leaves}`;
     const from = Math.max(0, shared - BEFORE);
     const to = Math.min(record.length, Math.max(shared, from) + SHOWN);
     const tokens = [];
@@ -85,25 +85,13 @@ export class GroupView {
     const strip = element("canvas", { "aria-hidden": "true" });
     const root = element("article", { class: "card member", "aria-current": isChosen ? "true" : null },
       element("header", {}, element("button", { type: "button", class: "link", onclick: () => this.app.go({ view: "record", record: record.record, token: -1 }) }, `record ${record.record}`),
-        element("small", {}, `${plural(record.length, "token")}${record.field("stop") ? ` · ${record.field("stop")}` : ""}${wayOf(leaves, record.length)}`)),
+        element("small", {}, `${plural(record.length, "token")}${record.field("stop") ? ` · ${record.field("stop")}` : ""}${way}`)),
       element("div", { class: "bars" }, bar("reward", record.field("reward"), ends.reward, fixed(record.field("reward"), 3)), bar("advantage", record.field("advantage"), ends.advantage, signed(record.field("advantage"), 3))),
       element("div", { class: "strip-frame" }, strip),
       element("p", { class: "member-text" }, shared > BEFORE ? element("span", { class: "fold" }, `⋯ ${shared - BEFORE} common `) : null, ...tokens, to < record.length ? element("span", { class: "fold" }, ` ⋯ ${count(record.length - to)} more`) : null));
     queueMicrotask(() => drawStrip(strip, record, valuesOf(record, scale.metric), colour, Math.max(40, (root.clientWidth - 30) * (record.length / longest)), 26));
     return root;
   }
-}
-
-/** @param {number} leaves where it leaves the best one's text; −1: it is the best @param {number} length */
-function wayOf(leaves, length) {
-  if (leaves < 0) return " · the best";
-  return leaves === length ? " · the best one's text" : ` · own way from token ${leaves}`;
-}
-
-/** @param {import("../data/run.js").TokenRecord[]} records */
-function extremes(records) {
-  const largest = (/** @type {string} */ name) => Math.max(1e-9, ...records.map((record) => Math.abs(record.field(name) ?? 0)));
-  return { reward: largest("reward"), advantage: largest("advantage") };
 }
 
 /** A bar to the right of the middle for what is above 0, to the left for what is below.

@@ -27,8 +27,12 @@ export class RunView {
   constructor(app) {
     this.app = app;
     this.about = element("div", { class: "about" });
-    this.range = new StepRange((low, high) => this.show(low, high), () => this.showAll());
-    this.head = element("header", { class: "step-head" }, this.about, element("span", { class: "view-tools" }, this.range.root,
+    const change = () => this.show(Number(this.low.value), Number(this.high.value)); // what a brush sets, and what can be typed
+    this.low = element("input", { type: "number", "aria-label": "first step shown", onchange: change });
+    this.high = element("input", { type: "number", "aria-label": "last step shown", onchange: change });
+    this.allSteps = element("button", { type: "button", title: "all steps (Esc, or a double click on a curve)", onclick: () => this.showAll() }, "all steps");
+    this.range = element("span", { class: "step-range", title: "drag over a curve to look closer" }, "steps", this.low, "to", this.high, this.allSteps);
+    this.head = element("header", { class: "step-head" }, this.about, element("span", { class: "view-tools" }, this.range,
       saveBar("these curves", () => app.fileName(this.shown ? `run_steps_${this.shown[0]}-${this.shown[1]}` : "run"), { columns: () => this.columns(), shown: () => this.root })));
     this.alarms = element("section", { class: "card alarms", "aria-label": "Alarms" });
     this.ledger = element("div", { class: "card ledger" });
@@ -85,7 +89,11 @@ export class RunView {
     const sum = (/** @type {string} */ name) => inside.reduce((total, point) => total + point[name], 0);
     const losses = head.losses.map((/** @type {[number, any]} */ [first, loss], /** @type {number} */ i) => (i ? `${loss.type} from step ${first}` : loss.type));
     const skipped = this.steps.filter((/** @type {number} */ step) => app.run.isSkipped(step)).length;
-    this.range.show(this.steps, shown);
+    const ends = [this.steps[0], this.steps[this.steps.length - 1]];
+    for (const input of [this.low, this.high]) [input.min, input.max] = ends.map(String);
+    [this.low.value, this.high.value] = (shown ?? ends).map(String);
+    this.range.hidden = this.steps.length < 2;
+    this.allSteps.hidden = !shown;
     refill(this.about, element("h2", {}, head.name), facts([
       ["steps", `${count(inside.length)}${inside.length < head.steps.length ? ` of ${count(head.steps.length)}` : ""}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
       ["records", count(sum("records"))], ["tokens", `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable`],
@@ -177,28 +185,6 @@ export class RunView {
       onBrush: (low, high) => this.show(low, high),
       onReset: shown ? () => this.showAll() : undefined });
     return { root, chart };
-  }
-}
-
-/** From which step to which: what a brush sets, and what can be typed. */
-class StepRange {
-  /** @param {(low: number, high: number) => void} onChange @param {() => void} onReset */
-  constructor(onChange, onReset) {
-    const change = () => onChange(Number(this.low.value), Number(this.high.value));
-    this.low = element("input", { type: "number", "aria-label": "first step shown", onchange: change });
-    this.high = element("input", { type: "number", "aria-label": "last step shown", onchange: change });
-    this.all = element("button", { type: "button", title: "all steps (Esc, or a double click on a curve)", onclick: onReset }, "all steps");
-    this.root = element("span", { class: "step-range", title: "drag over a curve to look closer" }, "steps", this.low, "to", this.high, this.all);
-  }
-
-  /** @param {number[]} steps @param {[number, number] | null | undefined} shown */
-  show(steps, shown) {
-    this.root.hidden = steps.length < 2;
-    const [first, last] = [steps[0], steps[steps.length - 1]];
-    for (const input of [this.low, this.high]) { input.min = String(first); input.max = String(last); }
-    this.low.value = String(shown ? shown[0] : first);
-    this.high.value = String(shown ? shown[1] : last);
-    this.all.hidden = !shown;
   }
 }
 

@@ -69,15 +69,7 @@ export class TopBar {
     this.fill(this.stepSelect, this.app.run.steps.map((/** @type {number} */ step) => [String(step), `step ${step}`]), String(state.step));
     this.fill(this.envSelect, [["", "all environments"], ...this.app.run.envs.map((/** @type {string} */ env) => [env, env || "no name"])], state.env);
     this.envSelect.hidden = this.app.run.envs.length < 2;
-    this.updateSlices(state);
-    this.within.value = state.within;
-    if (document.activeElement !== this.search) this.search.value = state.search;
-    if (document.activeElement !== this.filter) this.filter.value = state.filter;
-    this.results.update(state);
-  }
-
-  /** Rank and weights, where there are several, or one is asked for. @param {import("../state.js").State} state */
-  updateSlices({ rank, weights }) {
+    const { rank, weights } = state; // shown where there are several, or one is asked for
     if (this.head !== this.app.run.head) {
       this.head = this.app.run.head;
       this.choices = choicesOf(this.head);
@@ -88,6 +80,10 @@ export class TopBar {
     this.fill(this.weightsSelect, [["", "all weights"], ...ages.map((age) => /** @type {[string, string]} */ ([`age${age}`, age ? `${plural(age, "step")} old` : "of this step"])),
       ...versions.map((version) => /** @type {[string, string]} */ ([`v${version}`, `version ${version}`]))], weights);
     this.weightsSelect.hidden = versions.length < 2 && !weights;
+    this.within.value = state.within;
+    if (document.activeElement !== this.search) this.search.value = state.search;
+    if (document.activeElement !== this.filter) this.filter.value = state.filter;
+    this.results.update(state);
   }
 
   /** @param {HTMLSelectElement} select @param {[string, string][]} choices @param {string} value */
@@ -99,8 +95,6 @@ export class TopBar {
     }
     select.value = value;
   }
-
-  closeResults() { return this.results.close(); }
 
   /** @param {boolean} isUp */
   connected(isUp) {

@@ -31,7 +31,10 @@ export class WorstView {
     this.table = new VirtualTable({
       label: "Worst tokens",
       rowHeight: 32,
-      onChoose: (row) => this.open(this.found[row]),
+      onChoose: (row) => {
+        const { step, record, token } = this.found[row];
+        app.go({ view: "record", step, record, token, fill: app.state.top === "ratio" ? "logratio" : app.state.top });
+      },
       columns: [
         { key: "value", label: "value", width: "92px", cell: (row) => short(this.found[row].value, 4) },
         { key: "context", label: "token and ± 12 around it", width: "auto", text: true, cell: (row) => this.context(this.found[row]) },
@@ -44,22 +47,15 @@ export class WorstView {
         { key: "where", label: "step / record / token", width: "168px", cell: (row) => { const { step, record, token } = this.found[row]; return `${step} / ${record} / ${token}`; } },
       ],
     });
+    const fileName = () => {
+      const { step, within, kind, top } = app.state;
+      return app.fileName(`${within === "run" ? "run" : `step_${step}`}_worst_${kind}_by_${top}`);
+    };
+    const columns = async () => joined(await Promise.all(this.found.map(async ({ step, record, token }) => tokenRow(await app.run.record(step, record), token, app.run.vocabulary))));
     this.root = element("section", { class: "view worst-view", "aria-label": "Worst tokens" }, element("header", { class: "step-head" }, element("h2", {}, "Worst tokens"),
-      element("span", { class: "view-tools" }, saveBar("these tokens", () => this.fileName(), { columns: () => this.columns(), shown: () => this.root }))), this.bar, this.note,
+      element("span", { class: "view-tools" }, saveBar("these tokens", fileName, { columns, shown: () => this.root }))), this.bar, this.note,
       element("div", { class: "card table-card" }, this.table.root));
     this.turn = 0;
-  }
-
-  fileName() {
-    const { step, within, kind, top } = this.app.state;
-    return this.app.fileName(`${within === "run" ? "run" : `step_${step}`}_worst_${kind}_by_${top}`);
-  }
-
-  /** Worst first. */
-  async columns() {
-    const { run } = this.app;
-    const rows = await Promise.all(this.found.map(async ({ step, record, token }) => tokenRow(await run.record(step, record), token, run.vocabulary)));
-    return joined(rows);
   }
 
   /** Undefined as long as it is not read. @param {Found} found */
@@ -75,11 +71,6 @@ export class WorstView {
     if (this.read("is_masked_high", found) === 1) return "masked high";
     if (this.read("is_masked_low", found) === 1) return "masked low";
     return this.read("is_masked", found) === 1 ? "masked" : "trained";
-  }
-
-  /** @param {Found} found */
-  open({ step, record, token }) {
-    this.app.go({ view: "record", step, record, token, fill: metricOf(this.app.state.top).key === "ratio" ? "logratio" : this.app.state.top });
   }
 
   /** @param {Found} found */
