@@ -6,7 +6,7 @@ chunk k   the columns of a few short records, or of one long one: inflated when 
 lead r    the first tokens of a long record: what is in sight first does not wait for all of them
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from pellucid.errors import DataError
 from pellucid.export.batch import RATIOS
 from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary, is_per_token
 from pellucid.viewer.blob import BlobWriter
-from pellucid.viewer.derive import follows
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import Identity, Measures
 from pellucid.viewer.summary import histograms, summarise
@@ -27,6 +26,9 @@ CHUNK_TOKENS = 8192
 LEAD_TOKENS = 4096
 LONG_TOKENS = 4 * LEAD_TOKENS
 """Records of more have a lead."""
+
+_ABSOLUTE, _RELATIVE = 1e-6, 1e-5
+"""A record in float32 differs from its formula by rounding: a KL near 0 by 1e-7 if taken as r − ℓ − 1."""
 
 _SHOWN = tuple(field.name for field in TOKEN_FIELDS)
 
@@ -109,7 +111,7 @@ def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) ->
     present = {name: _as_numbers(batch.columns[name]) for name in _SHOWN if name in batch.columns}
     derived = []
     for name, values in present.items():
-        if name in RATIOS and follows(name, values, present):
+        if name in RATIOS and _follows(name, values, present):
             derived.append(name)
         elif name == "position_ids" and np.array_equal(values, _ramp(lengths)):
             blob.add_ramp(name)
@@ -148,3 +150,21 @@ def _per_record(values: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[Any
     repeated = np.repeat(first, lengths)
     same = np.array_equal(repeated, values, equal_nan=values.dtype.kind == "f")
     return first if same else None
+
+
+def _follows(name: str, recorded: NDArray[Any], columns: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether every value is the formula's, null where the formula is.
+
+    A page carries such a column only where it says something else: the browser computes it from the
+    logprobs, which are carried exactly.
+    """
+    trainer, inference = columns.get("trainer_logprobs"), columns.get("inference_logprobs")
+    if trainer is None or inference is None:
+        return False
+    with np.errstate(all="ignore"):
+        expected = RATIOS[name](trainer.astype(np.float64), inference.astype(np.float64))
+    known = np.isfinite(recorded)
+    if not np.array_equal(known, np.isfinite(expected)):
+        return False
+    error = np.abs(recorded[known] - expected[known])
+    return bool((error <= _ABSOLUTE + _RELATIVE * np.abs(expected[known])).all())

@@ -7,8 +7,9 @@
 Everything is in the one document, so that opening it takes one request. Only the scripts and the style whose
 hashes are in the policy run or apply.
 
-Our ES modules become one classic script: browsers refuse to load modules into a page opened from a file, and
-modules in `data:` addresses of an import map take a browser 100 ms longer and need a wider policy.
+Our ES modules become one classic script: browsers refuse to load modules into a page opened from a file. An
+import map of `data:` addresses works, but Chromium shows the first tokens 100 ms later, and the policy has to
+allow every `data:` script, or browsers have to know `integrity` of import maps.
 
     import { a, b } from "./x.js";        const { a, b } = $x;
     export function f() {}          ->    function f() {}

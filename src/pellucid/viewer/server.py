@@ -34,6 +34,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -118,10 +119,6 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
     async def failed(request: Request, error: Exception) -> Response:
         return PlainTextResponse(str(error), 404)
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RefusedBodyError)
-        return PlainTextResponse(str(error), error.status, headers={"Connection": "close"})
-
     app = Starlette(
         routes=[
             Route("/", page),
@@ -135,34 +132,32 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
             Route("/api/query", query, methods=["POST"]),
             Route("/api/pulse", pulse),
         ],
-        exception_handlers={PellucidError: failed, OSError: failed, RefusedBodyError: refused},
+        exception_handlers={PellucidError: failed, OSError: failed},
     )
     app.add_middleware(Guard, host=host, token=token)
     return app
 
 
-class RefusedBodyError(Exception):
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 async def _read_json(request: Request) -> Any:
     """Returns the body of a request; what is too large, too slow or no JSON is refused."""
+
+    def refused(status: int, reason: str) -> HTTPException:
+        return HTTPException(status, reason, {"Connection": "close"})
+
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise RefusedBodyError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
+                    raise refused(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
         return orjson.loads(body)
     except ClientDisconnect as error:
-        raise RefusedBodyError(400, "the body has no end") from error
+        raise refused(400, "the body has no end") from error
     except TimeoutError as error:
-        raise RefusedBodyError(408, f"the body took longer than {BODY_TIMEOUT_S:g} s") from error
+        raise refused(408, f"the body took longer than {BODY_TIMEOUT_S:g} s") from error
     except orjson.JSONDecodeError as error:
-        raise RefusedBodyError(400, f"the body is not JSON: {error}") from error
+        raise refused(400, f"the body is not JSON: {error}") from error
 
 
 class Guard:

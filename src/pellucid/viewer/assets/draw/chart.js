@@ -3,15 +3,13 @@
 import { themeColour } from "./dom.js";
 import { percent, short } from "./format.js";
 
-/// <reference path="../vendor/uPlot.d.ts" />
-
 /** @type {any} */
 let uPlot;
 // What uPlot gets to know of `Intl`: its numbers and dates are never shown, and the real ones take long to load.
 const NO_INTL = { NumberFormat: class { format = String; }, DateTimeFormat: class { resolvedOptions() { return { timeZone: "UTC" }; } } };
 
 /**
- * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, dash?: number[], fill?: boolean, width?: number}} Line
+ * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, width?: number}} Line
  * @typedef {{height: number, width?: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
  *   points?: boolean, marker?: () => number | null, onClick?: (x: number) => void, onBrush?: (low: number, high: number) => void,
  *   onHover?: (index: number | null) => void, onReset?: () => void, range?: [number, number] | null, label?: string, percent?: boolean,
@@ -45,13 +43,12 @@ export function lineChart(root, options) {
       { ...axis, size: 52, space: 26, ...(log ? { splits: decades } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : tidy(tick, log))) },
     ],
     series: [{}, ...lines.map((line) => ({
-      label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, dash: line.dash, spanGaps: true,
-      fill: line.fill ? () => `${themeColour(line.colour)}22` : undefined, points: { show: options.points ?? x.length < 40, size: 4 } }))],
+      label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, spanGaps: true, points: { show: options.points ?? x.length < 40, size: 4 } }))],
     hooks: {
       drawClear: [(/** @type {any} */ plot) => shadeSpans(plot, options.spans ?? [])],
       draw: [(/** @type {any} */ plot) => drawMarker(plot, options.marker?.())],
       setCursor: [(/** @type {any} */ plot) => options.onHover?.(plot.cursor.idx ?? null)],
-      setSelect: [(/** @type {any} */ plot) => brushed(plot, options)],
+      setSelect: [(/** @type {any} */ { select: { left, width }, posToVal }) => { if (width >= 3) options.onBrush?.(posToVal(left, "x"), posToVal(left + width, "x")); }],
     },
   }, data, root);
   if (options.onClick) listenForClicks(chart, data[0], options);
@@ -122,12 +119,6 @@ function decades(_plot, _axis, low, high) {
   const powers = [];
   for (let power = first; power <= last; power += stride) powers.push(10 ** power);
   return powers;
-}
-
-/** @param {any} plot @param {ChartOptions} options */
-function brushed(plot, { onBrush }) {
-  if (!onBrush || plot.select.width < 3) return;
-  onBrush(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
 }
 
 /** @param {number} low @param {number} high */
