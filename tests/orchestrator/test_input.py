@@ -30,7 +30,6 @@ from pellucid.ledger import State
 from pellucid.orchestrator import Environment, Score, Session
 from pellucid.orchestrator.report import (
     BatchProgress,
-    WasteTally,
     progress_path,
     read_progress,
     sample_line,
@@ -291,10 +290,7 @@ def test_odd_rollouts_are_shown_and_saved(tmp_path: Path) -> None:
     assert again.rollout.turns[0].text == encodable(ODD * 500)
     assert again.rollout.stop_reason == encodable(HALF) and again.reason == verdict.reason
     (tmp_path / "metrics").mkdir()
-    tally = WasteTally().add([[verdict]])
-    write_progress(
-        tmp_path, BatchProgress.of(tally, step=1, num_ready=0, num_running=1, waits_for_weights=False)
-    )
+    write_progress(tmp_path, BatchProgress(step=1, num_running=1).add([[verdict]]))
     progress = read_progress(progress_path(tmp_path))
     assert progress is not None and progress.outcomes == {"rejected": 1}
 

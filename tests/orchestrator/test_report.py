@@ -6,7 +6,6 @@ from pellucid.data import Example, Rollout
 from pellucid.ledger import Flow, State
 from pellucid.orchestrator.report import (
     BatchProgress,
-    WasteTally,
     progress_path,
     read_progress,
     write_progress,
@@ -32,13 +31,12 @@ GROUPS = [
 ]
 
 
-def progress_of(tally: WasteTally, **changes: bool) -> BatchProgress:
-    settings = {"step": 7, "num_ready": 12, "num_running": 1640, "waits_for_weights": False, **changes}
-    return BatchProgress.of(tally, **settings)
+def progress_of(groups: list[list[Verdict]], *, waits_for_weights: bool = False) -> BatchProgress:
+    return BatchProgress(7, 12, 1640, waits_for_weights).add(groups)
 
 
 def test_rollouts_that_do_not_train_are_told_by_reason_with_the_first_failure() -> None:
-    assert progress_of(WasteTally().add(GROUPS)).lines() == [
+    assert progress_of(GROUPS).lines() == [
         "step 7: 12 rollouts ready, 1,640 running; do not train: 3 without a signal (equal rewards in a "
         "group, mean 0.500), 1 failed, 1 stale",
         "  the first that failed or was dropped: rollout g1-r0 of env, failed_rollout: ValueError: no answer",
@@ -46,7 +44,7 @@ def test_rollouts_that_do_not_train_are_told_by_reason_with_the_first_failure() 
 
 
 def test_nothing_is_explained_where_nothing_is_lost() -> None:
-    assert progress_of(WasteTally(), waits_for_weights=True).lines() == [
+    assert progress_of([], waits_for_weights=True).lines() == [
         "step 7: 12 rollouts ready, 1,640 running; waits for newer weights"
     ]
 
@@ -58,7 +56,7 @@ def test_nothing_is_said_before_the_first_rollout_starts() -> None:
 def test_what_is_written_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     path = progress_path(tmp_path)
     assert read_progress(path) is None
-    progress = progress_of(WasteTally().add(GROUPS))
+    progress = progress_of(GROUPS)
     write_progress(tmp_path, progress)
     assert read_progress(path) == progress
     path.write_bytes(b"{")

@@ -17,7 +17,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator.chat import ChatTemplate
-from pellucid.orchestrator.session import PromptCache, Sampler, Session
+from pellucid.orchestrator.session import PromptCache, Sampler, SamplingEnd, Session
 from pellucid.orchestrator.verdict import build_samples
 
 TOKENIZER = character_tokenizer()
@@ -56,7 +56,7 @@ def open_session(
 ) -> tuple[Session, Rollout]:
     chat = ChatTemplate(character_tokenizer(template))
     rollout = Rollout(rollout_id, "g0", Example("0", USER), "env", 0.7)
-    sampler = Sampler(client, chat, "run", 11, 0.7, 20, max_model_len, patience_s=patience_s)
+    sampler = Sampler(client, chat, "run", 11, 0.7, 20, max_model_len, SamplingEnd(patience_s=patience_s))
     return Session(rollout, sampler, PromptCache(chat)), rollout
 
 

@@ -94,7 +94,6 @@ class Evaluator:
         self._failures = failures
         self._timeout_s = config.orchestrator.rollout_timeout_s
         self._free = asyncio.Semaphore(config.max_inflight_rollouts)
-        self._stopped = False
         self._version = 0
         """Version that is evaluated now, or was last."""
         self._open: dict[str, GroupRun] = {}
@@ -120,12 +119,6 @@ class Evaluator:
             log.info(evaluation_line(version, name, measures))
             values |= {metric_name(name, key): value for key, value in measures.items()}
         return values
-
-    def stop(self, patience_s: float) -> None:
-        """Ends sampling; `patience_s` is set for all samplers, see `Sampler.patience_s`."""
-        self._stopped = True
-        for sampler in self._samplers.values():
-            sampler.close(patience_s)
 
     def settle_all(self) -> None:
         """Accounts for the examples whose attempts are still running."""
@@ -177,7 +170,7 @@ class Evaluator:
         if self._open.pop(group.group_id, None) is None:
             return  # settled without waiting any longer
         for rollout in group.rollouts:
-            if rollout.error is not None and not self._stopped:
+            if rollout.error is not None and not group.sampler.end.has_come:
                 self._failures.note(rollout)
         self._books.settle_evaluation(self._version, judge_evaluated(group.rollouts))
         self._rewards.append([rollout.reward for rollout in group.rollouts])

@@ -44,6 +44,26 @@ EMPTY = "EmptyRollout"
 LOST = {State.FAILED_ROLLOUT, State.DROPPED_GROUP, State.STALE, State.REJECTED}
 """Outcomes that a user did not ask for."""
 
+_LEFT_OUT: tuple[Outcome, ...] = (State.ZERO_ADVANTAGE, State.FILTERED)
+"""Outcomes of rollouts that did work: they were scored, and then not wanted."""
+
+SIGNIFICANT = 4.0
+MIN_ROLLOUTS = 20
+"""Rollouts needed among the dropped and among the kept; with fewer, no finding is reported."""
+
+KEPT = (Flow.SENT, State.ZERO_ADVANTAGE)
+"""Outcomes that count as kept: no accident (failure, age) kept these rollouts from training."""
+
+REMEDIES: Mapping[State, str] = {
+    State.FAILED_ROLLOUT: "find out why they fail: `error` in rollouts/step_N/train_rollouts.jsonl",
+    State.DROPPED_GROUP: "find out why rollouts fail: where groups are scored, one takes its group along",
+    State.STALE: "set orchestrator.pace_sampling, or raise orchestrator.max_off_policy_steps",
+    State.REJECTED: "find out what is wrong with them: `reason` in rollouts/step_N/train_rollouts.jsonl",
+}
+"""Remedy for each audited state. Filtered rollouts are not audited: filters are meant to select."""
+
+_NONE = Moments(0.0, 0.0, 0.0, -math.inf)
+
 
 def fail(rollout: Rollout, error_type: str, error: str) -> None:
     rollout.error_type = encodable(error_type)
@@ -135,10 +155,6 @@ def log_losses(verdicts: Sequence[Verdict], size: int) -> None:
             log.warning("rollout %s of %s rejected: %s", rollout_id, rollout.env_name, verdict.reason)
 
 
-_LEFT_OUT: tuple[Outcome, ...] = (State.ZERO_ADVANTAGE, State.FILTERED)
-"""Outcomes of rollouts that did work: they were scored, and then not wanted."""
-
-
 @dataclass(slots=True)
 class Drought:
     """The groups in a row, up to the latest, that gave nothing to train on."""
@@ -222,24 +238,6 @@ class Drought:
 def _kind(verdicts: Sequence[Verdict]) -> Outcome:
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     return next((kind for kind in _LEFT_OUT if kind in outcomes), outcomes.most_common(1)[0][0])
-
-
-SIGNIFICANT = 4.0
-MIN_ROLLOUTS = 20
-"""Rollouts needed among the dropped and among the kept; with fewer, no finding is reported."""
-
-KEPT = (Flow.SENT, State.ZERO_ADVANTAGE)
-"""Outcomes that count as kept: no accident (failure, age) kept these rollouts from training."""
-
-REMEDIES: Mapping[State, str] = {
-    State.FAILED_ROLLOUT: "find out why they fail: `error` in rollouts/step_N/train_rollouts.jsonl",
-    State.DROPPED_GROUP: "find out why rollouts fail: where groups are scored, one takes its group along",
-    State.STALE: "set orchestrator.pace_sampling, or raise orchestrator.max_off_policy_steps",
-    State.REJECTED: "find out what is wrong with them: `reason` in rollouts/step_N/train_rollouts.jsonl",
-}
-"""Remedy for each audited state. Filtered rollouts are not audited: filters are meant to select."""
-
-_NONE = Moments(0.0, 0.0, 0.0, -math.inf)
 
 
 @dataclass(slots=True)

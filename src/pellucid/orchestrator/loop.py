@@ -30,6 +30,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Example, Rollout, TrainingMode
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, say_failure
@@ -44,7 +46,7 @@ from pellucid.orchestrator.environment import Environment, draw_example
 from pellucid.orchestrator.evaluation import Evaluation, Evaluator
 from pellucid.orchestrator.failures import FailureLog, pause_before
 from pellucid.orchestrator.group import GroupRun
-from pellucid.orchestrator.report import BatchProgress, WasteTally, remove_progress, write_progress
+from pellucid.orchestrator.report import BatchProgress, remove_progress, write_progress
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.servers import follow_weights
 from pellucid.orchestrator.session import Sampler
@@ -111,6 +113,7 @@ class Orchestrator:
             max_tokens=sampling.max_tokens,
             max_model_len=config.inference.max_model_len,
         )
+        self._sampling_end = sampler.end
         self._envs = {env.label: env for env in config.orchestrator.env}
         self._mode = training_mode(config.orchestrator.teacher)
         self._scorer: Scorer | None = None
@@ -131,8 +134,8 @@ class Orchestrator:
         self._failures = FailureLog()
         self._evaluator = Evaluator(config, evaluations, sampler, self._books, self._start, self._failures)
         self._pace = Pace()
-        self._tally = WasteTally()
-        """Tally of the groups settled and written down since the last batch."""
+        self._progress = BatchProgress()
+        """Counts of the groups settled and written down since the last batch."""
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
         self._groups: dict[str, GroupRun] = {}
         self._attempts: set[asyncio.Task[None]] = set()
@@ -210,14 +213,15 @@ class Orchestrator:
         scheduler = self._scheduler
         try:
             while scheduler.batches_sent < self._config.max_steps:
-                progress = BatchProgress.of(
-                    self._tally.copy().add(scheduler.settled),
+                progress = msgspec.structs.replace(
+                    self._progress,
                     step=scheduler.batches_sent,
                     num_ready=scheduler.num_ready,
                     num_running=scheduler.num_inflight,
                     waits_for_weights=scheduler.waits_for_weights,
+                    outcomes=dict(self._progress.outcomes),
                 )
-                write_progress(self._config.output_dir, progress)
+                write_progress(self._config.output_dir, progress.add(scheduler.settled))
                 await asyncio.sleep(_SHOW_PROGRESS_EVERY_S)
         finally:
             remove_progress(self._config.output_dir)
@@ -309,13 +313,13 @@ class Orchestrator:
             **self._alarms.judge_batch(verdicts, self._environments),
         }
         self._may_start.set()
-        self._tally = WasteTally()
+        self._progress = BatchProgress()
         await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), metrics)
 
     async def _save(self) -> None:
         """Enters settled groups into the books of the coming step and writes a snapshot."""
         settled = self._scheduler.take_settled()
-        self._tally.add(settled)
+        self._progress.add(settled)
         await self._clerk.save(settled, self._scheduler.state())
 
     async def _write_down(self) -> None:
@@ -323,7 +327,7 @@ class Orchestrator:
         num_settled = sum(map(len, self._scheduler.settled))
         if num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
             settled = self._scheduler.take_settled()
-            self._tally.add(settled)
+            self._progress.add(settled)
             await self._clerk.settle(self._scheduler.batches_sent, settled)
 
     def _note_change(self) -> None:
@@ -371,9 +375,8 @@ class Orchestrator:
 
     async def _wind_down(self) -> None:
         """Cancels running attempts and waits up to a limit until their tokens are received."""
-        for sampler in self._samplers.values():
-            sampler.close(_LAST_PATIENCE_S)
-        self._evaluator.stop(_LAST_PATIENCE_S)
+        self._sampling_end.has_come = True
+        self._sampling_end.patience_s = _LAST_PATIENCE_S
         silence_s = WIND_DOWN_S + _LAST_PATIENCE_S + SILENCE_S
         at_stake = "what these have sampled"
         say(f"cutting {len(self._attempts)} rollouts short", at_stake=at_stake, silence_s=silence_s)

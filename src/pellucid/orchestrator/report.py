@@ -15,7 +15,6 @@ orchestrator ends:
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -158,60 +157,33 @@ def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> N
             metrics.add(f"off_policy_level/{scope}", moments)
 
 
-@dataclass(slots=True)
-class WasteTally:
-    """Rollouts that were settled and will not train, by what became of them."""
+class BatchProgress(msgspec.Struct):
+    """The batch that is being sampled, and the rollouts settled since the last one that do not train."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)
-    zero_reward: float = 0.0
-    """Sum of the rewards of those without a signal."""
-
-    first_failure: str = ""
-
-    def add(self, groups: Iterable[Sequence[Verdict]]) -> "WasteTally":
-        for verdict in (verdict for verdicts in groups for verdict in verdicts if not verdict.is_sent):
-            self.outcomes[verdict.outcome.value] += 1
-            if verdict.outcome is State.ZERO_ADVANTAGE:
-                self.zero_reward += verdict.rollout.reward or 0.0
-            elif not self.first_failure and verdict.outcome not in _UNREMARKABLE:
-                self.first_failure = describe_loss(verdict)
-        return self
-
-    def copy(self) -> "WasteTally":
-        return WasteTally(self.outcomes.copy(), self.zero_reward, self.first_failure)
-
-
-class BatchProgress(msgspec.Struct, frozen=True):
-    step: int
-    """Step of the batch that is being sampled."""
-
-    num_ready: int
+    step: int = 0
+    num_ready: int = 0
     """Rollouts that wait for the batch to be full."""
 
-    num_running: int
+    num_running: int = 0
     waits_for_weights: bool = False
     outcomes: dict[str, int] = {}
-    """Rollouts settled since the last batch that do not train, by their state in the ledger."""
+    """Rollouts that do not train, by their state in the ledger."""
 
     zero_advantage_reward: float | None = None
     """Mean reward of those without a signal."""
 
     first_failure: str = ""
 
-    @classmethod
-    def of(
-        cls, tally: WasteTally, *, step: int, num_ready: int, num_running: int, waits_for_weights: bool
-    ) -> "BatchProgress":
-        num_zero = tally.outcomes[State.ZERO_ADVANTAGE.value]
-        return cls(
-            step,
-            num_ready,
-            num_running,
-            waits_for_weights,
-            dict(tally.outcomes.most_common()),
-            tally.zero_reward / num_zero if num_zero else None,
-            tally.first_failure,
-        )
+    def add(self, groups: Iterable[Sequence[Verdict]]) -> "BatchProgress":
+        for verdict in (verdict for verdicts in groups for verdict in verdicts if not verdict.is_sent):
+            state = verdict.outcome.value
+            number = self.outcomes[state] = self.outcomes.get(state, 0) + 1
+            if verdict.outcome is State.ZERO_ADVANTAGE:
+                mean, reward = self.zero_advantage_reward or 0.0, verdict.rollout.reward or 0.0
+                self.zero_advantage_reward = mean + (reward - mean) / number
+            elif not self.first_failure and verdict.outcome not in _UNREMARKABLE:
+                self.first_failure = describe_loss(verdict)
+        return self
 
     def lines(self) -> list[str]:
         """For the console: `step 7: 12 rollouts ready, 64 running; do not train: 480 without a signal, …`.
@@ -224,7 +196,8 @@ class BatchProgress(msgspec.Struct, frozen=True):
         line = f"step {self.step}: {self.num_ready:,} rollouts ready, {self.num_running:,} running{waits}"
         if not self.outcomes:
             return [line]
-        reasons = ", ".join(f"{number:,} {self._words(state)}" for state, number in self.outcomes.items())
+        most_first = sorted(self.outcomes.items(), key=lambda outcome: -outcome[1])
+        reasons = ", ".join(f"{number:,} {self._words(state)}" for state, number in most_first)
         cause = (
             [f"  the first that failed or was dropped: {self.first_failure}"] if self.first_failure else []
         )

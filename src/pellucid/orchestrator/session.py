@@ -49,6 +49,17 @@ def stable_seed(*parts: object) -> int:
 
 
 @dataclass(slots=True)
+class SamplingEnd:
+    """The end of a run's sampling, which all its samplers share."""
+
+    has_come: bool = False
+    """Whether the run is over: no session samples another turn then."""
+
+    patience_s: float = _PATIENCE_S
+    """Seconds that a request that was cut short may take to answer; after that its tokens are given up."""
+
+
+@dataclass(slots=True)
 class Sampler:
     """Client, chat template and sampling parameters that all sessions of a run share."""
 
@@ -59,18 +70,9 @@ class Sampler:
     temperature: float
     max_tokens: int
     max_model_len: int
-    closed: bool = False
-    """Whether the run is over: no session samples another turn then."""
-
-    patience_s: float = _PATIENCE_S
-    """Seconds that a request that was cut short may take to answer; after that its tokens are given up."""
-
+    end: SamplingEnd = field(default_factory=SamplingEnd)
     on_completion: Callable[[Completion, Account], Completion] | None = None
     """Relabels every completion before it is recorded; None: it is the policy's own."""
-
-    def close(self, patience_s: float) -> None:
-        self.closed = True
-        self.patience_s = patience_s
 
 
 class PromptCache:
@@ -171,8 +173,8 @@ class Session:
     ) -> Turn:
         """Returns the reply with its tokens; if not `trainable`, they are counted, but never trained on."""
         taken = take_messages(messages)
-        if self._closed or self._sampler.closed:
-            over = "run" if self._sampler.closed else "rollout"
+        if self._closed or self._sampler.end.has_come:
+            over = "run" if self._sampler.end.has_come else "rollout"
             raise RolloutError(f"the {over} is over; no further turn is sampled")
         number = self._num_calls
         self._num_calls += 1
@@ -286,7 +288,7 @@ class Session:
         loop = asyncio.get_running_loop()
         started = loop.time()
         while running := [key for key, request in requests.items() if not request.done()]:
-            if loop.time() - started >= self._sampler.patience_s:
+            if loop.time() - started >= self._sampler.end.patience_s:
                 log.warning("no answer from the server to the aborted requests %s", ", ".join(running))
                 for key in running:
                     requests[key].cancel()

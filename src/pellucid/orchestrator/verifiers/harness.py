@@ -6,6 +6,7 @@ interception server and tools are MCP servers, so limits, `@stop` hooks and tool
 
 import json
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -74,22 +75,16 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         return [*opening, *(message_to_wire(message) for message in prompt or ())]
 
 
+@dataclass(frozen=True, slots=True)
 class RolloutTools:
     """The tools of one rollout; the model gets an error in a call as the tool's answer."""
 
-    def __init__(
-        self,
-        schemas: list[dict[str, Any]],
-        dispatch: dict[str, tuple[str, str]],
-        servers: dict[str, Any],
-        http: aiohttp.ClientSession,
-        gate: str | None,
-    ) -> None:
-        self.schemas = schemas
-        self._dispatch = dispatch
-        self._servers = servers
-        self._http = http
-        self._gate = gate
+    schemas: list[dict[str, Any]]
+    dispatch: dict[str, tuple[str, str]]
+    servers: dict[str, Any]
+    http: aiohttp.ClientSession
+    gate: str | None
+    """Address that is asked before each call; None: every call is made."""
 
     async def use(self, call: dict[str, Any]) -> dict[str, Any]:
         """Returns the tool message that answers a call."""
@@ -100,9 +95,9 @@ class RolloutTools:
             arguments, problem = {}, f"invalid JSON ({error})"
         else:
             problem = "" if isinstance(arguments, dict) else "not a JSON object"
-        if self._gate is not None:
+        if self.gate is not None:
             question = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
-            async with self._http.post(self._gate, json=question) as answer:
+            async with self.http.post(self.gate, json=question) as answer:
                 answer.raise_for_status()
                 verdict = await answer.json()
             if verdict["action"] == "stop":
@@ -111,10 +106,10 @@ class RolloutTools:
                 return dict(verdict["message"])
         if problem:
             content: Any = f"error: the arguments are {problem}; send the call again"
-        elif name not in self._dispatch:
+        elif name not in self.dispatch:
             content = f"error: there is no tool {name!r}"
         else:
-            content = await call_mcp(self._servers, self._dispatch, name, arguments)
+            content = await call_mcp(self.servers, self.dispatch, name, arguments)
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
 
