@@ -154,6 +154,9 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     routed_experts: PackedArray | None = None
     """[base64 of the bytes, shape, dtype]; see `Completion`."""
 
+    columns: dict[str, list[float]] = {}
+    """Further columns of the schema that the engine fills; see `Completion`."""
+
 
 class GroupMember(msgspec.Struct, frozen=True, omit_defaults=True):
     """One of the requests of a `GenerateManyRequest`; fields as in `GenerateRequest`."""

@@ -56,6 +56,7 @@ class _Call:
                 choice.finish_reason,
                 choice.routed_experts,
                 link_of(server_id, self.member.account.client),
+                choice.columns,
             )
         )
 

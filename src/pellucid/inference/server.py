@@ -439,6 +439,7 @@ def _choice(index: int, completion: Completion, compact: bool) -> Choice:
         token_logprobs=completion.logprobs if compact else [],
         logprobs=None if compact else {"content": content},
         routed_experts=completion.routed_experts,
+        columns=completion.columns,
     )
 
 

@@ -11,7 +11,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -65,6 +65,9 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
+    columns: dict[str, list[float]] = field(default_factory=dict)
+    """Further columns of the schema: a number per sampled token."""
+
     experts: bytearray = field(default_factory=bytearray)
     """Routed experts of each token computed so far, as bytes; empty if they are not recorded."""
 
@@ -104,7 +107,9 @@ class Request:
 
     def completion(self, finish_reason: str, routed_experts: PackedArray | None) -> Completion:
         runs = [(version, count) for version, count in self.versions]
-        return Completion(self.token_ids, self.logprobs, runs, finish_reason, routed_experts)
+        return Completion(
+            self.token_ids, self.logprobs, runs, finish_reason, routed_experts, columns=self.columns
+        )
 
 
 @dataclass(slots=True)
@@ -318,14 +323,26 @@ class SlottedEngine(ABC, Generic[Slot]):
         request.slot = slot
         request.started_at = self.version
 
-    def _take(self, requests: Sequence[Request], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Appends one sampled token to each of these running requests, and ends those that are done."""
+    def _take(
+        self,
+        requests: Sequence[Request],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        columns: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Appends one sampled token to each of these running requests, and ends those that are done.
+
+        `columns` are further columns of the schema, by name: a number for each request.
+        """
         if not math.isfinite(sum(logprobs)):
             raise InferenceError(
                 f"policy version {self.version} gives logits that are not finite; it has diverged"
             )
         self.counts.decode_steps += 1
         self.counts.sampled.update(request.account for request in requests)
+        for name, values in (columns or {}).items():
+            for request, value in zip(requests, values, strict=True):
+                request.columns.setdefault(name, []).append(value)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             request.append(token, logprob, self.version)
             if reason := self._finish_reason(request):
