@@ -51,6 +51,12 @@ _FLOATS = [
     -9999,
 ]
 
+_GIVEN = {
+    *("token_ids", "loss_mask", "sampled", "inference_logprobs", "policy_versions", "routed_experts"),
+    *("teacher_logprobs", "temperatures", "advantages", "mm_token_types"),
+}
+"""Columns of a sample that are drawn; newer ones are filled."""
+
 Generator = np.random.Generator
 
 
@@ -78,6 +84,11 @@ def make_batches(generator: Generator) -> list[Batch]:
             mm_token_types=np.arange(75) > 60,
             mm_tensors=b"opaque" * index,
             role_spans=[("user", 0, 5), ("assistant", 5, 75)],
+            **{
+                name: column.filled({Axis.TOKENS: 75, Axis.SAMPLED: 70}[column.stored])
+                for name, column in COLUMNS.items()
+                if column.per_token and name not in _GIVEN
+            },
         )
         for index in range(2)
     ]

@@ -2,8 +2,10 @@
 
 import asyncio
 import re
+import runpy
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pellucid.export
 from pellucid.cli import main
 from pellucid.config import CustomAdvantageConfig, CustomLossConfig, DppoLossConfig, EnvConfig, FilterConfig
 from pellucid.data import Completion, Example, Rollout, Turn
-from pellucid.export import FIELDS
+from pellucid.data.schema import COLUMNS, FIELDS, Column
 from pellucid.launch.run_folder import LOCK, WRITTEN_BY_A_RUN
 from pellucid.loss import LossInputs, Ratios, dppo_loss, loss_for
 from pellucid.orchestrator import AdvantageInputs, FilterInputs
@@ -218,11 +220,14 @@ def test_the_skill_tells_the_trust_region_as_the_loss_has_it(advantage, delta, m
     }
 
 
-def test_every_field_of_an_export_is_documented() -> None:
-    text = (ROOT / "docs" / "read-an-export.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
-    per = {f.name: ("token" if f.per_token else "sequence") + " †" * f.derivable for f in FIELDS}
-    assert rows == [(f.name, per[f.name], f.meaning) for f in FIELDS]
+@pytest.mark.parametrize(
+    ("page", "columns"), [("read-an-export.md", FIELDS), ("wire-format.md", COLUMNS.values())]
+)
+def test_every_column_and_field_is_in_its_table(page: str, columns: Iterable[Column]) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    written = runpy.run_path(str(ROOT / "docs" / "tables.py"))["page_with_table"](page)
+    assert text == written, "the schema says otherwise: run `python docs/tables.py`"
+    assert [column.name for column in columns if f"\n| `{column.name}` | " not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

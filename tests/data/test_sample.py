@@ -6,7 +6,7 @@ from hypothesis.extra import numpy as hnp
 
 from benchmarks.transport import size_in_process
 from benchmarks.workload import long_sample
-from pellucid.data import COLUMNS, PackedArray, TrainingSample
+from pellucid.data import COLUMNS, Axis, PackedArray, TrainingSample
 from pellucid.data.schema import Encoding
 from pellucid.errors import DataError
 
@@ -100,8 +100,11 @@ def test_a_sample_is_small_and_stays_packed() -> None:
 
 def test_a_sample_with_every_column() -> None:
     experts = np.arange(18).reshape(3, 3, 2)
-    sample = TrainingSample.build(
-        **VALID,
+    size = {Axis.TOKENS: 3, Axis.SAMPLED: 1, Axis.SEQUENCES: 1}
+    filled = {
+        name: column.filled(size[column.stored]) for name, column in COLUMNS.items() if column.per_token
+    }
+    given = dict(
         temperatures=[0.7],
         advantages=[0.25],
         teacher_logprobs=[-1.0, -2.0, -3.0],
@@ -120,6 +123,7 @@ def test_a_sample_with_every_column() -> None:
         stop_reason="stop",
         role_spans=[("user", 0, 2), ("assistant", 2, 3)],
     )
+    sample = TrainingSample.build(**(filled | VALID | given))
     assert {*sample.arrays, *sample.values} == set(COLUMNS)
     assert sample.arrays["routed_experts"].dtype == "uint8"
     np.testing.assert_array_equal(sample.arrays["routed_experts"].array(), experts)

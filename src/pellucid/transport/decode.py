@@ -242,7 +242,7 @@ def _read_entry(payload: memoryview, at: int, position: int) -> _DecodedSection:
 
 def _check_declaration(section: _DecodedSection, at: int) -> None:
     """Form, dtype and dimensions against what the column declares."""
-    forms, dtypes, num_dims = _declared(section.name)
+    forms, dtypes, num_dims = declared(section.name)
     is_right = all(section.dims[:num_dims]) and not any(section.dims[num_dims:])
     if section.name in _SPECIAL:
         is_right = section.dims == _SPECIAL[section.name]
@@ -254,7 +254,8 @@ def _check_declaration(section: _DecodedSection, at: int) -> None:
         raise Refusal(at + 28, f"section {section.name}: dimensions {section.dims} do not go with it")
 
 
-def _declared(name: str) -> tuple[set[Form], set[np.dtype[Any] | None], int]:
+def declared(name: str) -> tuple[set[Form], set[np.dtype[Any] | None], int]:
+    """Returns the forms and dtypes that a section may have, and how many dimensions an entry has."""
     if name in _SPECIAL:
         return {Form.VALUES}, {np.dtype("<u4")}, 0
     column = COLUMNS[name]
