@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from pellucid.checkpoint import Progress
 from pellucid.checkpoint.files import STATE
-from pellucid.checkpoint.state import read_state, write_state
+from pellucid.checkpoint.state import read_state, take_state, write_state
 from pellucid.config.trainer import CkptConfig
 from pellucid.errors import DataError
 from pellucid.trainer.parallel import Ranks
@@ -130,7 +130,7 @@ class Bomb:
 def saved_state(folder: Path) -> Path:
     model, optimizer = trained()
     step(model, optimizer)
-    write_state(model, optimizer, folder / STATE)
+    write_state(take_state(model, optimizer, copy=False), folder / STATE)
     return folder / STATE
 
 

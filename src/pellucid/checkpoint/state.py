@@ -50,20 +50,15 @@ from pellucid.transport.weights import write_tensors
 State = dict[str, Any]
 
 
-def stage_state(model: nn.Module, optimizer: Optimizer) -> State:
-    """Copies the state to CPU memory, so that training can go on while it is written."""
-    staged: State = _copied(_state(model, optimizer, StateDictOptions(cpu_offload=True)))
-    return staged
+def take_state(model: nn.Module, optimizer: Optimizer, *, copy: bool) -> State:
+    """Returns what a checkpoint saves; a copy in CPU memory lets training go on while it is written."""
+    options = StateDictOptions(cpu_offload=True) if copy else None
+    state = _tensors(*get_state_dict(model, optimizer, options=options))
+    return cast(State, _copied(state)) if copy else state
 
 
-def write_state(
-    model: nn.Module, optimizer: Optimizer, folder: Path, group: ProcessGroup | None = None
-) -> None:
+def write_state(state: State, folder: Path, group: ProcessGroup | None = None) -> None:
     """Writes the state; every process of a sharded model calls it, and returns when all have written."""
-    write_staged(_state(model, optimizer), folder, group)
-
-
-def write_staged(state: State, folder: Path, group: ProcessGroup | None = None) -> None:
     failures: list[BaseException] = []
     try:
         with _quiet():
@@ -247,10 +242,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list):
         return [_copied(each) for each in value]
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _state(model: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> State:
-    return _tensors(*get_state_dict(model, optimizer, options=options))
 
 
 def _tensors(model_state: State, optimizer_state: Any) -> State:

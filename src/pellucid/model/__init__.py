@@ -1,7 +1,7 @@
 """Loading, attention and logprobs for trainer and engine alike, so that their logprobs can be compared."""
 
 from pellucid.model.adapter import Adapter, Adapters
-from pellucid.model.attention import AttentionPlan, PackedAttention
+from pellucid.model.attention import PackedAttention
 from pellucid.model.head import TokenOutput, token_logprobs
 from pellucid.model.layout import ContextParallel, Layout, packed_layout, shared_layout
 from pellucid.model.lean_forward import lean_forward
@@ -13,7 +13,6 @@ from pellucid.model.routing import ExpertRecorder, RouterShape
 __all__ = [
     "Adapter",
     "Adapters",
-    "AttentionPlan",
     "ContextParallel",
     "ExpertRecorder",
     "Layout",

@@ -10,7 +10,6 @@ computes them again, for the tokens that a loss reads.
 A small micro batch keeps its logits instead of computing them twice.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -137,12 +136,3 @@ def _blocks(rows: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     size = _IN_CACHE // logits.shape[1] if on_cpu else len(rows)
     blocks: tuple[Tensor, ...] = rows.split(max(1, size))
     return blocks
-
-
-def unpredicted(num_tokens: int, vocab_size: int, device: torch.device) -> TokenOutput:
-    """Makes the values of tokens without a prediction: those of a uniform distribution."""
-    uniform = math.log(vocab_size)
-    return TokenOutput(
-        torch.full((num_tokens,), -uniform, device=device),
-        torch.full((num_tokens,), uniform, device=device),
-    )

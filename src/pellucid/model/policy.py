@@ -1,5 +1,6 @@
 """The policy: an HF causal language model whose attention follows a plan, for trainer and engine alike."""
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.errors import ModelError
 from pellucid.model.attention import AttentionPlan
-from pellucid.model.head import MAX_LOGITS, TokenOutput, predict, unpredicted
+from pellucid.model.head import MAX_LOGITS, TokenOutput, predict
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
 
@@ -110,14 +111,16 @@ class Policy(nn.Module):
         output = self.predict(hidden, token_ids, temperatures, layout)._replace(replaced=replaced)
         if layout.own is not None:
             output = layout.own.gather(output)
-        first = unpredicted(len(token_ids), self.vocab_size, token_ids.device)
-        targets, sources = (layout.targets,), layout.sources
+
+        def of_all(predicted: Tensor, unpredicted: float) -> Tensor:
+            whole = torch.full((len(token_ids),), unpredicted, device=token_ids.device)
+            return whole.index_put((layout.targets,), predicted[layout.sources])
+
+        uniform = math.log(self.vocab_size)  # the first token of a sequence has no prediction
         return TokenOutput(
-            first.logprobs.index_put(targets, output.logprobs[sources]),
-            first.entropy.index_put(targets, output.entropy[sources]),
-            None
-            if output.replaced is None
-            else torch.zeros_like(first.entropy).index_put(targets, output.replaced[sources]),
+            of_all(output.logprobs, -uniform),
+            of_all(output.entropy, uniform),
+            None if output.replaced is None else of_all(output.replaced, 0.0),
         )
 
     def _compute(

@@ -58,7 +58,7 @@ def serve_runs(config: TrainerRunConfig, ranks: Ranks) -> None:
             stack.enter_context(roster.serving())
         policy, places = load_trained(config, ranks, num_runs=settings.max_runs)
         adapters = [place for place in places if isinstance(place, OneAdapter)]
-        runs = ManyRuns(config, policy, adapters, roster, ranks, stop)
+        runs = ManyRuns(config, settings.stay, policy, adapters, roster, ranks, stop)
         logger.info("up to %d runs can join in %s", settings.max_runs, config.output_dir)
         stack.enter_context(stop.listening(runs.say_stopping))
         try:
@@ -169,49 +169,42 @@ class Member:
 class RosterChanges:
     """Changes that the main process found before a round; every process applies them, in this order."""
 
-    ended: list[tuple[str, RunOutcome, str]] = field(default_factory=list)
-    joined: list[tuple[str, TrainerRunConfig]] = field(default_factory=list)
-    received: list[tuple[str, bytes]] = field(default_factory=list)
-    is_over: bool = False
+    ended: list[tuple[str, RunOutcome, str]]
+    joined: list[tuple[str, TrainerRunConfig]]
+    received: list[tuple[str, bytes]]
+    is_over: bool
 
     def __bool__(self) -> bool:
         return bool(self.ended or self.joined or self.received or self.is_over)
 
 
+@dataclass
 class ManyRuns:
-    def __init__(
-        self,
-        config: TrainerRunConfig,
-        policy: Policy,
-        adapters: list[OneAdapter],
-        roster: Roster,
-        ranks: Ranks,
-        stop: StopRequest,
-    ) -> None:
-        assert config.trainer.many_runs is not None
-        self.members: dict[str, Member] = {}
-        self._config = config
-        self._stay = config.trainer.many_runs.stay
-        self._policy = policy
-        self._free = adapters
-        self._roster = roster
-        self._ranks = ranks
-        self._stop = stop
-        self._receivers: dict[str, BatchReceiver] = {}
-        """Receivers by run; empty in all processes but the main one."""
+    config: TrainerRunConfig
+    stay: bool
+    policy: Policy
+    free: list[OneAdapter]
+    """Adapter slots of the model that no run trains."""
 
-        self._budget = config.trainer.model.seq_len * ranks.num_ranks
-        self._had_any = False
+    roster: Roster
+    ranks: Ranks
+    stop: StopRequest
+    members: dict[str, Member] = field(default_factory=dict)
+    receivers: dict[str, BatchReceiver] = field(default_factory=dict)
+    """Receivers by run; empty in all processes but the main one."""
+
+    had_any: bool = False
 
     def rounds(self) -> Iterator[list[tuple[Member, int]]]:
         """Yields, round by round, the members to train and how many of their samples."""
+        budget = self.config.trainer.model.seq_len * self.ranks.num_ranks
         for number in count():
-            changes = self._ranks.share(self._await_work)
+            changes = self.ranks.share(self._await_work)
             if changes.is_over:
                 return
             self._apply(changes)
             waiting = {name: member.waiting for name, member in self.members.items()}
-            turns = take_turns(waiting, self._budget, first=number)
+            turns = take_turns(waiting, budget, first=number)
             yield [(self.members[name], num_samples) for name, num_samples in turns.items()]
             for member in [each for each in self.members.values() if each.step == each.run.max_steps]:
                 with self.evicting(member, everywhere=True):
@@ -231,7 +224,7 @@ class ManyRuns:
         try:
             yield
         except Exception as error:
-            if self._ranks.group is not None and not everywhere:
+            if self.ranks.group is not None and not everywhere:
                 raise
             if not isinstance(error, PellucidError):
                 logger.exception("run %s", member.name)
@@ -246,7 +239,7 @@ class ManyRuns:
 
     def _await_work(self) -> RosterChanges:
         """Blocks until the roster changes or a member has samples to train."""
-        with self._stop.interruptible():
+        with self.stop.interruptible():
             while not (changes := self._find_changes()) and not any(
                 member.batch is not None for member in self.members.values()
             ):
@@ -254,47 +247,39 @@ class ManyRuns:
         return changes
 
     def _find_changes(self) -> RosterChanges:
-        ended = [(name, RunOutcome.LEFT, "") for name in self.members if self._roster.is_leaving(name)]
+        ended = [(name, RunOutcome.LEFT, "") for name in self.members if self.roster.is_leaving(name)]
         gone = {name for name, _, _ in ended}
         received = []
         for name, member in self.members.items():
             if name in gone or member.batch is not None:
                 continue
             try:
-                if (batch := self._receivers[name].poll(member.step)) is not None:
+                if (batch := self.receivers[name].poll(member.step)) is not None:
                     received.append((name, encode_batch(_checked(batch, member))))
             except (PayloadError, DataError, OSError) as error:
                 ended.append((name, RunOutcome.EVICTED, str(error)))
-        self._roster.sweep()
-        joined = self._newcomers(len(self._free) + len(ended))
-        is_over = not (self._stay or self.members or joined or self._roster.waiting()) and self._had_any
+        self.roster.sweep()
+        joined = self._newcomers(len(self.free) + len(ended))
+        is_over = not (self.stay or self.members or joined or self.roster.waiting()) and self.had_any
         return RosterChanges(ended, joined, received, is_over)
 
     def _newcomers(self, num_places: int) -> list[tuple[str, TrainerRunConfig]]:
         joined: list[tuple[str, TrainerRunConfig]] = []
-        for name in self._roster.waiting():
+        for name in self.roster.waiting():
             if name in self.members or len(joined) == num_places:
                 continue
             try:
-                config = read_run(self._roster.config_path(name), self._config)
+                config = read_run(self.roster.config_path(name), self.config)
                 if (exports := ExportPaths.of_run(config)) is not None:
                     exports.check(resume=config.resume)
-                self._receivers[name] = open_batches(config)
+                self.receivers[name] = open_batches(config)
             except (PellucidError, OSError) as error:
-                self._refuse(name, error)
+                self._end(name, RunOutcome.EVICTED, str(error))
             else:
                 joined.append((name, config))
         return joined
 
     # In every process.
-
-    def _refuse(self, name: str, error: PellucidError | OSError) -> None:
-        """Evicts a run that has not become a member."""
-        logger.error("run %s is refused: %s", name, error)
-        if (receiver := self._receivers.pop(name, None)) is not None:
-            receiver.close()
-        if self._ranks.is_main:
-            self._roster.say(name, RunOutcome.EVICTED, str(error))
 
     def _apply(self, changes: RosterChanges) -> None:
         for name, outcome, reason in changes.ended:
@@ -309,19 +294,19 @@ class ManyRuns:
                 self.members[name].receive(from_main(payload))
 
     def _join(self, name: str, config: TrainerRunConfig) -> None:
-        adapter, ranks = self._free[0], self._ranks
+        adapter, ranks = self.free[0], self.ranks
         batches: BatchSource = NoBatches()
         if ranks.is_main:
-            batches = OrchestratorBatches(self._receivers[name])
+            batches = OrchestratorBatches(self.receivers[name])
         try:
-            journal, loaded = open_journal(config, ranks), (self._policy, adapter)
+            journal, loaded = open_journal(config, ranks), (self.policy, adapter)
             run = build_run(config, batches, journal, [LogSink(name)], ranks, publishes=True, loaded=loaded)
         except (PellucidError, OSError) as error:  # raised in all processes if in one
-            self._refuse(name, error)
+            self._end(name, RunOutcome.EVICTED, str(error))
             return
-        self._free.pop(0)
+        self.free.pop(0)
         member = self.members[name] = Member(name, run, adapter, step=0)
-        self._had_any = True
+        self.had_any = True
         with self.evicting(member, everywhere=True):
             run.begin(config)
             member.step = run.start
@@ -337,17 +322,20 @@ class ManyRuns:
             self._end(name, outcome, reason)
 
     def _end(self, name: str, outcome: RunOutcome, reason: str = "") -> None:
-        member = self.members.pop(name)
-        # Those of an unfinished step: the next run in this slot starts without them.
-        member.adapter.module.zero_grad(set_to_none=True)
-        member.run.close()
-        self._free.append(member.adapter)
-        if (receiver := self._receivers.pop(name, None)) is not None:
+        """Ends a run: a member, or one that is refused before it becomes one."""
+        what = "is refused"
+        if (member := self.members.pop(name, None)) is not None:
+            what = f"{outcome.value} at step {member.step}"
+            # Gradients of an unfinished step: the next run in this slot starts without them.
+            member.adapter.module.zero_grad(set_to_none=True)
+            member.run.close()
+            self.free.append(member.adapter)
+        if (receiver := self.receivers.pop(name, None)) is not None:
             receiver.close()
-        if self._ranks.is_main:
-            self._roster.say(name, outcome, reason)
+        if self.ranks.is_main:
+            self.roster.say(name, outcome, reason)
         say = logger.error if outcome is RunOutcome.EVICTED else logger.info
-        say("run %s %s at step %d%s", name, outcome.value, member.step, reason and f": {reason}")
+        say("run %s %s%s", name, what, reason and f": {reason}")
 
 
 def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:

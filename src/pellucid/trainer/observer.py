@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pellucid.data import TokenTable
 from pellucid.export import TokenExporter
 from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import LossInputs, LossRecord
@@ -54,7 +53,7 @@ class StepObserver:
     """
 
     def __init__(self, batch: StepBatch, exporter: TokenExporter | None) -> None:
-        self._batch = batch
+        self.batch = batch
         self._denominator = batch.denominator
         self._exporter = exporter
         owners = set(zip(batch.table["run_id"], batch.table["env_name"], strict=True))
@@ -72,15 +71,6 @@ class StepObserver:
         """Sums over this rank's tokens, which the alarms of the run judge."""
 
         self._is_skipped = False
-
-    @property
-    def step(self) -> int:
-        return self._batch.step
-
-    @property
-    def table(self) -> TokenTable:
-        """The whole batch of the step, as received."""
-        return self._batch.table
 
     def not_finite(self) -> str | None:
         """Describes this rank's first token whose loss is not finite; None if there is none."""
@@ -108,7 +98,7 @@ class StepObserver:
             self._exporter.add(
                 micro_batch.table,
                 observed_values(output, result.record),
-                step=self._batch.step,
+                step=self.batch.step,
                 micro_step=micro_batch.index,
                 denominator=self._denominator,
             )
@@ -143,7 +133,7 @@ class StepObserver:
     def complete(self) -> None:
         """Tells the export that the step is complete: it writes the rest while the weights are updated."""
         if self._exporter is not None:
-            self._exporter.complete(self._batch.step)
+            self._exporter.complete(self.batch.step)
 
     def metrics(self) -> MetricSet:
         """Returns this rank's metrics: its share of the loss, statistics, and counts of packed tokens."""
@@ -155,7 +145,7 @@ class StepObserver:
         for name in COUNTED:
             metrics.add(name, Sum(counts[name]))
         metrics.add("max_micro_batch_tokens", Max(self._max_micro_batch_tokens))
-        metrics.add("micro_batch_max_tokens", Max(self._batch.packed.max_tokens))
+        metrics.add("micro_batch_max_tokens", Max(self.batch.packed.max_tokens))
         return metrics
 
     def report(self, ranks: Sequence[MetricSet]) -> dict[str, float]:
@@ -165,7 +155,7 @@ class StepObserver:
             kl, entropy = report.get(f"mismatch_kl/{scope}/mean"), report.get(f"entropy/{scope}/mean")
             if kl is not None and entropy:
                 report[f"kl_ent_ratio/{scope}"] = kl / entropy
-        own = ranks[self._batch.rank].report()
+        own = ranks[self.batch.rank].report()
         return report | {f"local/{name}": own[name] for name in (*COUNTED, "max_micro_batch_tokens")}
 
     def write_ledger(self, journal: Journal) -> None:
@@ -188,7 +178,7 @@ class StepObserver:
             journal.count(run, env, Flow.PADDING, padding)
             journal.count(run, env, Flow.COMPUTED, computed)
             journal.count(run, env, Flow.SAVED, packed - computed)
-        journal.flush(self._batch.step)
+        journal.flush(self.batch.step)
 
 
 def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.Tensor | None]:

@@ -253,7 +253,7 @@ class Run:
             observer.skip()
             cause = cause_of(update, tokens, self.ranks.gather_all(update.parameter))
             if self.ranks.is_main:
-                logger.warning("step %d of %s is skipped: %s", observer.step, self.output_dir, cause)
+                logger.warning("step %d of %s is skipped: %s", observer.batch.step, self.output_dir, cause)
         self._skips.add(cause)
         return update
 
@@ -300,12 +300,12 @@ class Run:
             self._totals[f"total/{name}"] += int(report[name])
         report |= self._totals
         if self.ranks.is_main:
-            report |= self._alarms.judge(step, observer.table, alarm_sums, update)
+            report |= self._alarms.judge(step, observer.batch.table, alarm_sums, update)
         report |= self._times(report, sum(num_pairs))
         for sink in self.sinks:
             sink.log(step, report)
         self._num_trained = step + 1
-        self._settle(wait=False)
+        self.finish_checkpoint(wait=False)
         if self._num_trained % self.config.ckpt.interval == 0 or self._num_trained == self.max_steps:
             self.save_checkpoint()
         if self._skips.is_over:
@@ -326,29 +326,17 @@ class Run:
             random_state=torch.get_rng_state().numpy().tobytes(),
             ledger=sum_entries(chain.from_iterable(booked)),
         )
-        with self._watch("checkpoint"), self._writing_checkpoint():
-            self._settle(wait=True)
+        with self._watch("checkpoint"):
+            self.finish_checkpoint()
             self._saver.save(progress, self.trained.module, self.optimizer.adamw)
-            self._settle(wait=False)
+            self.finish_checkpoint(wait=False)
         self._num_saved = self._num_trained
 
-    def _writing_checkpoint(self) -> AbstractContextManager[None]:
-        return working(
-            f"writing the checkpoint of step {self._num_trained}",
-            at_stake="that checkpoint: the steps since the one before are trained again",
-            silence_s=DISK_SILENCE_S,
-        )
-
-    def _settle(self, *, wait: bool) -> None:
+    def finish_checkpoint(self, *, wait: bool = True) -> None:
+        """Releases the batches that a checkpoint covers once it is complete; `wait`s until it is."""
         needed_from = self._saver.settle(wait=wait)
         if needed_from is not None and self.ranks.is_main:
             self.batches.release_before(needed_from)
-
-    def finish_checkpoint(self) -> None:
-        """Waits until a checkpoint that is being written is complete."""
-        if self._saver.is_writing:
-            with self._writing_checkpoint():
-                self._settle(wait=True)
 
     def _times(self, report: Mapping[str, float], num_pairs: int) -> dict[str, float]:
         times = self._watch.lap()
@@ -391,9 +379,7 @@ class Run:
         say_finishing(f"step {self._num_trained}", self.step_s)
 
     def close(self) -> None:
-        if self._saver.is_writing:
-            with self._writing_checkpoint():
-                self._saver.close()
+        self._saver.close()
         if self.exporter is not None:
             with working("closing its token export", silence_s=DISK_SILENCE_S):
                 self.exporter.close()

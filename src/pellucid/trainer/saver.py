@@ -8,9 +8,9 @@ At most one checkpoint is written at a time: the next one, and the end of a run,
 only once it is complete. `settle` raises the errors of the thread, in the thread that trains.
 """
 
-from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Thread
 
@@ -18,8 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pellucid.checkpoint import Progress, publish_checkpoint
-from pellucid.checkpoint.state import stage_state, write_staged, write_state
+from pellucid.checkpoint.state import State, take_state, write_state
 from pellucid.config.trainer import CkptConfig
+from pellucid.ending import DISK_SILENCE_S, working
 from pellucid.trainer.parallel import Ranks
 
 
@@ -32,51 +33,61 @@ class CheckpointSaver:
         # The thread needs a process group of its own: its messages must not mix with those of training.
         self._ranks = ranks.apart() if config.asynchronous else ranks
         self._writing: Future[int] | None = None
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether there is a checkpoint to `settle`."""
-        return self._writing is not None
+        self._step = 0
 
     def save(self, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
-        group = self._ranks.group
-        if self._config.asynchronous:
-            state = stage_state(model, optimizer)
-            arguments = Future[int](), progress, lambda to: write_staged(state, to, group)
-            Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()
-        else:
-            arguments = Future[int](), progress, lambda to: write_state(model, optimizer, to, group)
-            self._run(*arguments)
-        self._writing = arguments[0]
+        self._step = progress.step
+        with self._announced():
+            writing = Future[int]()
+            arguments = writing, progress, take_state(model, optimizer, copy=self._config.asynchronous)
+            if self._config.asynchronous:
+                Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
+            else:
+                self._write(*arguments)
+        self._writing = writing
 
     def settle(self, *, wait: bool) -> int | None:
         """Returns the first step whose batch may be needed again; None if no checkpoint was published."""
-        if self._writing is None or not (wait or self._writing.done()):
+        if wait:
+            self._wait()
+        if self._writing is None or not self._writing.done():
             return None
         writing, self._writing = self._writing, None
         return writing.result()
 
     def close(self) -> None:
         """Waits for a checkpoint that is being written, unless it needs other processes: they may be gone."""
-        if self._writing is not None and self._ranks.group is None:
-            futures.wait([self._writing])
+        if self._ranks.group is None:
+            self._wait()
 
-    def _run(self, writing: Future[int], progress: Progress, write: Callable[[Path], None]) -> None:
-        try:
-            writing.set_result(self._publish(progress, write))
-        except BaseException as error:  # raised where it is waited for
-            writing.set_exception(error)
+    def _wait(self) -> None:
+        if self._writing is not None and not self._writing.done():
+            with self._announced():
+                futures.wait([self._writing])
 
-    def _publish(self, progress: Progress, write: Callable[[Path], None]) -> int:
+    def _announced(self) -> AbstractContextManager[None]:
+        """Context manager: the launcher knows that a checkpoint is written, and gives it time."""
+        return working(
+            f"writing the checkpoint of step {self._step}",
+            at_stake="that checkpoint: the steps since the one before are trained again",
+            silence_s=DISK_SILENCE_S,
+        )
+
+    def _write(self, writing: Future[int], progress: Progress, state: State) -> None:
         def write_together(folder: Path | None) -> None:
             """Writes into the folder of the main process, in every process."""
             shared = self._ranks.share(lambda: folder)
             assert shared is not None
-            write(shared)
+            write_state(state, shared, self._ranks.group)
 
-        if self._ranks.is_main:
-            return publish_checkpoint(
-                self._run_dir, progress, write_together, keep_last=self._config.keep_last
-            )
-        write_together(None)
-        return 0
+        needed_from = 0
+        try:
+            if self._ranks.is_main:
+                keep_last = self._config.keep_last
+                needed_from = publish_checkpoint(self._run_dir, progress, write_together, keep_last=keep_last)
+            else:
+                write_together(None)
+        except BaseException as error:  # raised where it is waited for
+            writing.set_exception(error)
+        else:
+            writing.set_result(needed_from)
