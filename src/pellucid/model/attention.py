@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from pellucid.data.shared_prompts import is_masked
 from pellucid.errors import ModelError
@@ -119,7 +118,7 @@ class _Row(NamedTuple):
     """Tokens of the prefix whose output is taken from another row."""
 
 
-def _calls(families: Sequence[Family], start: int) -> list["_CausalCall | _MaskedCall"]:
+def _calls(families: Sequence[Family], start: int) -> list["_Call"]:
     causal: list[_Row] = []
     masked: list[_Row] = []
     for family in families:
@@ -141,58 +140,62 @@ def _calls(families: Sequence[Family], start: int) -> list["_CausalCall | _Maske
     causal.sort(key=lambda row: row.prefix + row.own)
     masked.sort(key=lambda row: (row.prefix, row.own))
     return [
-        *(_CausalCall(rows) for rows in _alike(causal, _causal_pairs)),
-        *(_MaskedCall(rows, masks) for rows in _alike(masked, _masked_pairs)),
+        *(_causal_call(rows) for rows in _alike(causal, _causal_pairs)),
+        *(_masked_call(rows, masks) for rows in _alike(masked, _masked_pairs)),
     ]
 
 
-class _CausalCall:
-    """A batch of rows for one causal call. Padding repeats a token at the end, where causality hides it."""
+class _Call:
+    """One call of SDPA for a batch of rows; padding repeats a token, and its output is dropped."""
 
-    def __init__(self, rows: Sequence[_Row]) -> None:
-        starts, prefixes, own_starts, own, dropped = torch.tensor(rows).T[:, :, None]
-        columns = torch.arange(int((prefixes + own).max()))
-        behind = own_starts + (columns - prefixes).minimum(own - 1)
-        self._rows = torch.where(columns < prefixes, starts + columns, behind)
-        self._kept = ((columns >= dropped) & (columns < prefixes + own)).flatten().nonzero()[:, 0]
-        self.tokens = self._rows.flatten()[self._kept]
-        self.num_pairs = _causal_pairs(rows)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """[tokens of the micro batch, heads, width] -> [those of the call, heads, width]."""
-        self._rows, self._kept = self._rows.to(query.device), self._kept.to(query.device)
-        q, k, v = (_gathered(tensor, self._rows) for tensor in (query, key, value))
-        return _kept(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale), self._kept)
-
-
-class _MaskedCall:
-    """A batch of members' own tokens, which attend to prefix and themselves; a mask hides padding."""
-
-    def __init__(self, rows: Sequence[_Row], masks: Mapping[int, "_Mask"]) -> None:
-        starts, prefixes, own_starts, own, _ = torch.tensor(rows).T[:, :, None]
-        columns, prefix_columns = torch.arange(int(own.max())), torch.arange(int(prefixes.max()))
-        self._own = own_starts + columns.minimum(own - 1)
-        self._seen = torch.cat([starts + prefix_columns.minimum(prefixes - 1), self._own], dim=1)
-        self._kept = (columns < own).flatten().nonzero()[:, 0]
-        self.tokens = self._own.flatten()[self._kept]
-        self.num_pairs = _masked_pairs(rows)
-        is_one = len({row.prefix for row in rows}) == 1
-        self._mask = masks[rows[0].prefix] if is_one else _Mask([row.prefix for row in rows], len(columns))
+    def __init__(
+        self, queries: Tensor, keys: Tensor, is_kept: Tensor, num_pairs: int, mask: "_Mask | None" = None
+    ) -> None:
+        """Takes [rows, columns] of indices of tokens; without a mask, the call is causal."""
+        self._queries, self._keys = queries, keys
+        self._kept = is_kept.flatten().nonzero()[:, 0]
+        self._mask = mask
+        self.tokens = queries.flatten()[self._kept]
+        self.num_pairs = num_pairs
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """[tokens of the micro batch, heads, width] -> [those of the call, heads, width]."""
-        device = query.device
-        self._own, self._seen, self._kept = (
-            indices.to(device) for indices in (self._own, self._seen, self._kept)
+        self._queries, self._keys, self._kept = (
+            indices.to(query.device) for indices in (self._queries, self._keys, self._kept)
         )
+        mask = None
+        if self._mask is not None:
+            mask = self._mask.like(query)[:, :, : self._queries.shape[1], : self._keys.shape[1]]
         output = scaled_dot_product_attention(
-            _gathered(query, self._own),
-            _gathered(key, self._seen),
-            _gathered(value, self._seen),
-            attn_mask=self._mask.like(query)[:, :, : self._own.shape[1], : self._seen.shape[1]],
+            _gathered(query, self._queries),
+            _gathered(key, self._keys),
+            _gathered(value, self._keys),
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
         )
-        return _kept(output, self._kept)
+        flat = output.transpose(1, 2).flatten(0, 1)
+        return flat if len(flat) == len(self._kept) else flat.index_select(0, self._kept)
+
+
+def _causal_call(rows: Sequence[_Row]) -> _Call:
+    """Batches rows whose padding is at the end, where causality hides it."""
+    starts, prefixes, own_starts, own, dropped = torch.tensor(rows).T[:, :, None]
+    columns = torch.arange(int((prefixes + own).max()))
+    behind = own_starts + (columns - prefixes).minimum(own - 1)
+    tokens = torch.where(columns < prefixes, starts + columns, behind)
+    return _Call(tokens, tokens, (columns >= dropped) & (columns < prefixes + own), _causal_pairs(rows))
+
+
+def _masked_call(rows: Sequence[_Row], masks: Mapping[int, "_Mask"]) -> _Call:
+    """Batches members' own tokens, which attend to prefix and themselves; a mask hides padding."""
+    starts, prefixes, own_starts, own, _ = torch.tensor(rows).T[:, :, None]
+    columns, prefix_columns = torch.arange(int(own.max())), torch.arange(int(prefixes.max()))
+    tokens = own_starts + columns.minimum(own - 1)
+    seen = torch.cat([starts + prefix_columns.minimum(prefixes - 1), tokens], dim=1)
+    is_one = len({row.prefix for row in rows}) == 1
+    mask = masks[rows[0].prefix] if is_one else _Mask([row.prefix for row in rows], len(columns))
+    return _Call(tokens, seen, columns < own, _masked_pairs(rows), mask)
 
 
 class _Mask:
@@ -222,12 +225,6 @@ def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
     """Gathers rows of tokens: [tokens, heads, width] -> [rows, heads, columns, width]."""
     chosen = tensor.flatten(1).index_select(0, rows.flatten())
     return chosen.view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
-
-
-def _kept(output: Tensor, places: Tensor) -> Tensor:
-    """Drops padding: [rows, heads, columns, width] -> [tokens, heads, width]."""
-    flat = output.transpose(1, 2).flatten(0, 1)
-    return flat if len(flat) == len(places) else flat.index_select(0, places)
 
 
 _CALL_PAIRS = 1 << 14
@@ -313,11 +310,3 @@ def _check_options(module: Any, mask: Tensor | None, plan: AttentionPlan, option
             f"{type(module).__name__} asks for sliding_window = {window}, and sequences may have "
             f"{plan.longest} tokens; {NO_WINDOWS}"
         )
-
-
-def register_attention() -> None:
-    """Makes `attn_implementation="pellucid"` known to transformers.
-
-    The plan masks attention. Without a mask function of the same name, HF builds no mask of its own.
-    """
-    AttentionInterface.register(ATTENTION, attention_function)

@@ -10,7 +10,7 @@ from pellucid.config import ModelConfig
 from pellucid.data.rules import Experts
 from pellucid.data.tokenizer import check_vocabulary, first_line, quiet_transformers, require_folder
 from pellucid.errors import ModelError
-from pellucid.model.attention import ATTENTION, register_attention
+from pellucid.model.attention import ATTENTION, attention_function
 from pellucid.model.policy import NOT_YET, Policy
 from pellucid.model.proof import prove_attention
 from pellucid.model.routing import router_shape, routers_of
@@ -25,11 +25,12 @@ def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int
     A trainable model is float32 whatever `model.dtype` says: small updates vanish in bfloat16 weights.
     Raises a `ModelError` unless packed sequences of up to `max_length` tokens are computed correctly.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
     quiet_transformers()
     require_folder(config.name)
-    register_attention()
+    # Without a mask function of the same name, HF builds no mask of its own: the plan masks attention.
+    AttentionInterface.register(ATTENTION, attention_function)
     device = default_device()
     dtype = torch.float32 if trainable else resolve_dtype(config, device)
     try:

@@ -55,18 +55,18 @@ class Policy(nn.Module):
 
         `is_random` says that the forward draws random numbers (dropout), which the backward pass must repeat.
         """
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return (nullcontext(), nullcontext()) if self.replay is None else self.replay.contexts()
+
         for layer in self.layers:
             layer.forward = partial(
                 checkpoint,
                 layer.forward,
                 use_reentrant=False,
                 preserve_rng_state=is_random,
-                context_fn=self._recomputing,
+                context_fn=contexts,
             )
-
-    def _recomputing(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Makes the contexts of a layer's forward and of its repetition in the backward pass."""
-        return (nullcontext(), nullcontext()) if self.replay is None else self.replay.contexts()
 
     def replay_experts(self) -> None:
         """Makes every forward send tokens to the experts that it is given, not to those of the routers."""
