@@ -243,7 +243,7 @@ def twice_the_loss(patch: Patch) -> None:
 
     def doubled(self: Run, *arguments: Any) -> LossResult:
         result = original(self, *arguments)
-        return replace(result, loss=2 * result.loss)
+        return result._replace(loss=2 * result.loss)
 
     patch.setattr(Run, "loss", doubled)
 

@@ -118,7 +118,7 @@ class _Row(NamedTuple):
     """Tokens of the prefix whose output is taken from another row."""
 
 
-def _calls(families: Sequence[Family], start: int) -> list["_Call"]:
+def _calls(families: Sequence[Family], start: int) -> list["_SdpaCall"]:
     causal: list[_Row] = []
     masked: list[_Row] = []
     for family in families:
@@ -145,7 +145,7 @@ def _calls(families: Sequence[Family], start: int) -> list["_Call"]:
     ]
 
 
-class _Call:
+class _SdpaCall:
     """One call of SDPA for a batch of rows; padding repeats a token, and its output is dropped."""
 
     def __init__(
@@ -178,16 +178,16 @@ class _Call:
         return flat if len(flat) == len(self._kept) else flat.index_select(0, self._kept)
 
 
-def _causal_call(rows: Sequence[_Row]) -> _Call:
+def _causal_call(rows: Sequence[_Row]) -> _SdpaCall:
     """Batches rows whose padding is at the end, where causality hides it."""
     starts, prefixes, own_starts, own, dropped = torch.tensor(rows).T[:, :, None]
     columns = torch.arange(int((prefixes + own).max()))
     behind = own_starts + (columns - prefixes).minimum(own - 1)
     tokens = torch.where(columns < prefixes, starts + columns, behind)
-    return _Call(tokens, tokens, (columns >= dropped) & (columns < prefixes + own), _causal_pairs(rows))
+    return _SdpaCall(tokens, tokens, (columns >= dropped) & (columns < prefixes + own), _causal_pairs(rows))
 
 
-def _masked_call(rows: Sequence[_Row], masks: Mapping[int, "_Mask"]) -> _Call:
+def _masked_call(rows: Sequence[_Row], masks: Mapping[int, "_Mask"]) -> _SdpaCall:
     """Batches members' own tokens, which attend to prefix and themselves; a mask hides padding."""
     starts, prefixes, own_starts, own, _ = torch.tensor(rows).T[:, :, None]
     columns, prefix_columns = torch.arange(int(own.max())), torch.arange(int(prefixes.max()))
@@ -195,7 +195,7 @@ def _masked_call(rows: Sequence[_Row], masks: Mapping[int, "_Mask"]) -> _Call:
     seen = torch.cat([starts + prefix_columns.minimum(prefixes - 1), tokens], dim=1)
     is_one = len({row.prefix for row in rows}) == 1
     mask = masks[rows[0].prefix] if is_one else _Mask([row.prefix for row in rows], len(columns))
-    return _Call(tokens, seen, columns < own, _masked_pairs(rows), mask)
+    return _SdpaCall(tokens, seen, columns < own, _masked_pairs(rows), mask)
 
 
 class _Mask:
