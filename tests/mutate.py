@@ -21,7 +21,10 @@ cannot survive. `--quiet 40` goes on until 40 were tried that have an effect and
 
 Rates are about all but `not reached`, `rounding` and `no effect`. A run has one slot, one thread and no
 asynchrony, so that it is the same each time, bit by bit; `effects.py` compares it with the run of the package
-as it is. Mutants that survive or hang are tried twice. `--suite` shows survivors to their package's tests.
+as it is. Mutants that survive or hang are tried twice.
+
+`--suite` asks the tests of a mutant's package in place of the commands: those that are not marked slow, up to
+the first that fails.
 
 A warm Python that has imported everything but pellucid is forked for each command. One pass over the package
 as it is records which lines a scenario executes; a mutant is tried in one that reaches it.
@@ -59,11 +62,13 @@ from mutated import IMPORT_FAILED
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pellucid"
-NOT_REACHED, NO_EFFECT, ROUNDING, SURVIVED = "not reached", "no effect", "rounding", "survived"
-UNCOUNTED = (NOT_REACHED, NO_EFFECT, ROUNDING)
+NOT_ASKED, NOT_REACHED, NO_EFFECT = "not asked", "not reached", "no effect"
+ROUNDING, SURVIVED = "rounding", "survived"
+UNCOUNTED = (NOT_ASKED, NOT_REACHED, NO_EFFECT, ROUNDING)
 BROKEN = ("import", "crash", "hang")
 CHECKS = ("ledger", "replay", "verify")
 TIMEOUT_FACTOR, SHORTEST_TIMEOUT_S = 4.0, 30.0
+SUITE_TIMEOUT_S = 1800.0
 STARTING = threading.Lock()
 """Held while a command is started: the first start makes the one warm Python."""
 
@@ -286,7 +291,7 @@ class Laboratory:
         found, again, seconds = self._ask(scenario, None, env)
         if found["verdict"] != SURVIVED:
             raise SystemExit(f"{scenario.name}: the package as it is does not pass: {found}")
-        if difference(facts, again)[0] != "same":
+        if difference(facts, again)[0] == "differs":
             raise SystemExit(f"{scenario.name}: a run is not the same twice: {difference(facts, again)}")
         executed = frozenset(line.removeprefix(package) for line in lines.read_text().splitlines())
         return Baseline(facts, seconds, of_run if self.changing else executed)
@@ -309,15 +314,32 @@ class Laboratory:
             found["verdict"] = {"same": NO_EFFECT, "rounding": ROUNDING, "differs": SURVIVED}[effect]
         return found
 
-    def ask_suite(self, mutant: Mutant) -> str:
-        tests = ROOT / "tests" / mutant.package
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(tests)]
+    def ask_suite(self, mutant: Mutant) -> dict[str, Any]:
         with self._planted(mutant):
-            try:
-                ended = subprocess.run(command, env=self._env(), capture_output=True, timeout=1800, cwd=ROOT)
-            except subprocess.TimeoutExpired:
-                return "hangs"
-        return "passed" if ended.returncode == 0 else "failed"
+            return self._run_tests(mutant.package)
+
+    def require_suite(self, package: str) -> None:
+        """Raises SystemExit unless the tests of a package pass as it is."""
+        if (found := self._run_tests(package))["suite"] != "passed":
+            raise SystemExit(f"tests/{package}: the package as it is does not pass: {found}")
+
+    def _run_tests(self, package: str) -> dict[str, Any]:
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", f"tests/{package}"]
+        (self.folder / "tmp").mkdir(exist_ok=True)
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-m", "pytest", *options],
+                env=self._env(),
+                capture_output=True,
+                text=True,
+                timeout=SUITE_TIMEOUT_S,
+                cwd=ROOT,
+            )
+        except subprocess.TimeoutExpired:
+            return {"suite": "hangs"}
+        if ended.returncode == 0:
+            return {"suite": "passed"}
+        return {"suite": "failed", "tests": ended.stdout.strip().splitlines()[-3:]}
 
     def _planted(self, mutant: Mutant) -> "Planted":
         return Planted(self.folder / "src" / "pellucid" / mutant.file, mutant.source)
@@ -426,7 +448,6 @@ class Examination:
     digest: str
     """Names the package and the scenarios."""
 
-    suite: bool
     laboratories: list[Laboratory]
     baselines: dict[str, Baseline] = field(default_factory=dict)
     _free: "SimpleQueue[Laboratory]" = field(default_factory=SimpleQueue)
@@ -473,8 +494,6 @@ class Examination:
             laboratory, began = self._free.get(), time.monotonic()
             try:
                 found = laboratory.try_out(mutant, scenario, self.baselines[scenario.name])
-                if self.suite and found["verdict"] == SURVIVED:
-                    found["suite"] = laboratory.ask_suite(mutant)
             finally:
                 self._free.put(laboratory)
             seconds = time.monotonic() - began
@@ -486,6 +505,16 @@ class Examination:
                 print(f"{done} {scenario.name:<8} {mutant.name}", flush=True)
 
         self._each(one, mutants)
+
+    def examine_tests(self, mutants: Sequence[Mutant], known: Mapping[str, Mapping[str, Any]]) -> None:
+        """Asks the tests of each mutant's package; `known`: what the commands said of it, if anything."""
+        laboratory = self.laboratories[0]
+        for package in sorted({mutant.package for mutant in mutants}):
+            laboratory.require_suite(package)
+        for mutant in mutants:
+            found = laboratory.ask_suite(mutant)
+            self._write(mutant, {"verdict": NOT_ASKED, **known.get(mutant.name, {}), **found})
+            print(f"{found['suite']:<7} {mutant.name}", flush=True)
 
     def note_unreached(self, mutants: Sequence[Mutant]) -> None:
         for mutant in mutants:
@@ -520,7 +549,8 @@ def _digest(changing: bool) -> str:
 
 def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
     chosen.into.parent.mkdir(parents=True, exist_ok=True)
-    known = {line["name"]: line["verdict"] for line in read(chosen.into, mutants)}
+    lines = {line["name"]: line for line in read(chosen.into, mutants)}
+    known = {name: line["verdict"] for name, line in lines.items()}
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     listed = subprocess.run(
         [sys.executable, "-c", THIRD_PARTY], capture_output=True, text=True, check=True, timeout=600
@@ -531,15 +561,19 @@ def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
         examination = Examination(
             chosen.into,
             _digest(chosen.changing),
-            chosen.suite,
             [Laboratory(folder, third_party, chosen.changing) for folder in folders],
         )
+        if chosen.suite:
+            survivors = [mutant for mutant in mutants if known.get(mutant.name) == SURVIVED]
+            sample = survivors if chosen.again else stratified(mutants, chosen.sample or 20, chosen.seed)
+            examination.examine_tests(sample, lines)
+            return
         examination.measure()
         reached = [mutant for mutant in mutants if examination.scenario_of(mutant) is not None]
         unreached = {mutant.name for mutant in mutants} - {mutant.name for mutant in reached}
         examination.note_unreached([each for each in mutants if each.name in unreached - known.keys()])
         sample = reached if chosen.sample is None else stratified(reached, chosen.sample, chosen.seed)
-        untried = [mutant for mutant in sample if known.get(mutant.name, NOT_REACHED) == NOT_REACHED]
+        untried = [each for each in sample if known.get(each.name, NOT_ASKED) in (NOT_ASKED, NOT_REACHED)]
         survivors = [mutant for mutant in reached if known.get(mutant.name) == SURVIVED]
         examination.examine(survivors if chosen.again else untried, chosen.quiet)
 
@@ -588,13 +622,14 @@ def is_quiet(line: Mapping[str, Any]) -> bool:
 
 
 def report(lines: Sequence[Mapping[str, Any]]) -> str:
-    tried = [line for line in lines if line["verdict"] != NOT_REACHED]
+    tried = [line for line in lines if line["verdict"] not in (NOT_ASKED, NOT_REACHED)]
     verdicts = Counter(line["verdict"] for line in tried)
     counted = [line for line in tried if line["verdict"] not in UNCOUNTED]
     ended = [line for line in tried if is_quiet(line)]
     changed = [line for line in ended if line.get("effect") == "differs"]
     unreached = Counter(line["file"] for line in lines if line["verdict"] == NOT_REACHED)
-    suites = Counter(line["suite"] for line in tried if "suite" in line)
+    tested = [line for line in lines if "suite" in line]
+    passed = [line for line in tested if line["suite"] == "passed"]
     uncounted = f"{verdicts[NO_EFFECT]} without an effect, {verdicts[ROUNDING]} by rounding alone"
     return "\n".join(
         [
@@ -603,7 +638,8 @@ def report(lines: Sequence[Mapping[str, Any]]) -> str:
             _rate("caught by the commands", counted),
             _rate("of those that do not crash, hang or fail to import, named", ended),
             _rate("of these, changed the run and were named", changed),
-            *([f"survivors that the tests catch: {suites['failed']} of {suites.total()}"] if suites else []),
+            *([f"the tests caught {len(tested) - len(passed)} of {len(tested)}"] if tested else []),
+            *(f"passed the tests: {line['name']}" for line in passed),
             *(f"survived: {_place(line)}" for line in tried if line["verdict"] == SURVIVED),
             f"{unreached.total()} mutants on lines that no command reaches:",
             *(f"  {count:4} {file}" for file, count in unreached.most_common()),
@@ -619,8 +655,7 @@ def _rate(what: str, lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _place(line: Mapping[str, Any]) -> str:
-    suite = f"; tests: {line['suite']}" if "suite" in line else ""
-    return f"{line['name']} ({line.get('scenario')}: {line.get('where')}{suite})"
+    return f"{line['name']} ({line.get('scenario')}: {line.get('where')})"
 
 
 def main() -> None:
@@ -637,7 +672,7 @@ def main() -> None:
     parser.add_argument(
         "--again", action="store_true", help="try the survivors in --into again, and no others"
     )
-    parser.add_argument("--suite", action="store_true", help="show survivors to the tests of their package")
+    parser.add_argument("--suite", action="store_true", help="ask the tests of their packages instead")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     parser.add_argument("--report", action="store_true", help="print what is in --into and try none")
     chosen = parser.parse_args()

@@ -28,7 +28,7 @@ from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
 from pellucid.model.policy import Policy
-from pellucid.orchestrator import advantage, books, chat, scheduler, session, verdict
+from pellucid.orchestrator import advantage, books, chat, records, scheduler, session, verdict
 from pellucid.trainer import observer, optimizer, run
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
@@ -502,6 +502,28 @@ def masked_booked_as_trained(patch: Patch) -> None:
     booked_as(patch, State.TRAINED, State.MASKED)
 
 
+def prompts_counted_wrong(patch: Patch) -> None:
+    original = records.rollout_record
+
+    def miscounted(*arguments: Any) -> dict[str, Any]:
+        record = original(*arguments)
+        for turn in record["trajectory"]:
+            turn["num_prompt_tokens"] += 1
+        return record
+
+    patch.setattr(records, "rollout_record", miscounted)
+
+
+def samples_mixed_up(patch: Patch) -> None:
+    original = TokenExporter.add
+
+    def reversed_ids(self: Any, table: TokenTable, *arguments: Any, **keywords: Any) -> None:
+        columns = {**{name: table[name] for name in table.columns}, "sample_id": table["sample_id"][::-1]}
+        original(self, TokenTable(table.lengths, columns), *arguments, **keywords)
+
+    patch.setattr(TokenExporter, "add", reversed_ids)
+
+
 def last_checkpoint_missing(patch: Patch) -> None:
     original = Run.save_checkpoint
 
@@ -530,6 +552,7 @@ def checkpoint_without_ledger(patch: Patch) -> None:
         (newest_first, "batches"),
         (half_a_batch, "batches"),
         (group_lost, "batches"),
+        (prompts_counted_wrong, "saved rollouts"),
         (failed_booked_as_stale, "books of batches"),
         (levels_of_another_step, "metrics of batches"),
     ],
@@ -547,6 +570,7 @@ def test_a_fault_of_the_orchestrator_is_named_by_its_stage(
     [
         (last_tokens_kept, "truncation"),
         (versions_not_exported, "off-policy levels"),
+        (samples_mixed_up, "exported fields"),
         (another_temperature, "logprobs"),
         (swapped_sides, "masks"),
         (wrong_sign, "token losses"),

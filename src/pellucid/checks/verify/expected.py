@@ -72,7 +72,7 @@ class ExpectedRun:
         self.failed = {
             rollout_id
             for rollout_id, rollout in self.rollouts.items()
-            if rollout.env_name == "fragile" and BROKEN in self._texts(rollout.turns)[0]
+            if rollout.env_name == "fragile" and BROKEN in self.texts(rollout.turns)[0]
         }
         self.temperature = played.config.orchestrator.sampling.temperature
 
@@ -82,7 +82,7 @@ class ExpectedRun:
         return max(int(table.lengths[table.trainable_lengths > 0].max()) for table in self.tables) - 2
 
     def _reward(self, env_name: str, turns: Sequence[Sampled]) -> float:
-        text = "".join(self._texts(turns)[:2])
+        text = "".join(self.texts(turns)[:2])
         match env_name:
             case "flat":
                 return 0.1
@@ -91,7 +91,7 @@ class ExpectedRun:
             case _:
                 return reward_of(text)
 
-    def _texts(self, turns: Sequence[Sampled]) -> list[str]:
+    def texts(self, turns: Sequence[Sampled]) -> list[str]:
         return [self.tokenizer.decode(turn.reply_ids, skip_special_tokens=True) for turn in turns]
 
     @property

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pellucid.checks.oracle import expected_batches, off_policy_levels, prompt_ids_of, response_ids_of
 from pellucid.checks.verify.books import check_orchestrator_books
 from pellucid.checks.verify.differences import EPS, Differences
-from pellucid.checks.verify.expected import ExpectedRun, group_of, rollouts_of
+from pellucid.checks.verify.expected import NUM_TURNS, ExpectedRun, group_of, rollouts_of
 from pellucid.checks.verify.scenario import (
     DOUBT,
     ENVIRONMENTS,
@@ -58,15 +58,51 @@ def check_examples(expected: ExpectedRun, differences: Differences) -> None:
 
 def check_settled(expected: ExpectedRun, differences: Differences) -> None:
     """Holds what was written down of all rollouts, also of those that came too late for a batch."""
+    numbers = Counter(each["rollout_id"] for each in expected.played.settled)
+    repeated = sorted(rollout_id for rollout_id, number in numbers.items() if number > 1)
+    differences.same("saved rollouts", [], repeated, "rollouts that are saved several times")
     for each in expected.played.settled:
         rollout_id, advantage = each["rollout_id"], each["advantage"]
         reason = each["reason"] if each["outcome"] == State.REJECTED else None
         differences.same("samples", None, reason, f"rollout {rollout_id}: why it was rejected")
+        if rollout_id in expected.rollouts:
+            _check_saved(expected, differences, each)
         if advantage is not None:
             found = each["num_tool_tokens"]
             tools = expected.num_tool_tokens(rollout_id)
             differences.same("samples", tools, found, f"rollout {rollout_id}: tokens of tools' responses")
             _check_advantage(expected, differences, rollout_id, advantage, f"rollout {rollout_id}")
+
+
+def _check_saved(expected: ExpectedRun, differences: Differences, saved: Mapping[str, Any]) -> None:
+    """Holds the fields of a saved rollout, of which at least one turn was answered."""
+    rollout_id = saved["rollout_id"]
+    rollout = expected.rollouts[rollout_id]
+    has_failed, is_sent = rollout_id in expected.failed, saved["outcome"] == Flow.SENT
+    is_whole = len(rollout.turns) == NUM_TURNS.get(rollout.env_name, 1)
+    messages = ENVIRONMENTS[rollout.env_name](seed=0).example(int(saved["example_id"])).messages
+    fields = {
+        "group_id": group_of(rollout_id),
+        "env_name": rollout.env_name,
+        "messages": [dict(message) for message in messages],
+        "reward": rollout.reward if is_whole and not has_failed else None,
+        "sample_ids": [f"{rollout_id}-{index}" for index in range(len(rollout.samples))] if is_sent else [],
+        "trajectory": [
+            {
+                "text": text,
+                "num_prompt_tokens": len(turn.prompt_ids),
+                "num_tokens": len(turn.reply_ids),
+                "finish_reason": "stop",
+                "policy_versions": [[turn.versions[0], len(turn.versions)]],
+            }
+            for turn, text in zip(rollout.turns, expected.texts(rollout.turns), strict=True)
+        ],
+    }
+    for name, value in fields.items():
+        differences.same("saved rollouts", value, saved[name], f"rollout {rollout_id}, {name}")
+    differences.same(
+        "saved rollouts", has_failed, bool(saved["error"]), f"rollout {rollout_id}: has an error"
+    )
 
 
 def _check_advantage(

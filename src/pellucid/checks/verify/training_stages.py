@@ -147,11 +147,41 @@ def check_values_of_sequence(
         if is_sampled
     ]
     differences.same("off-policy levels", off_policy_levels(step.number, sample), levels, where)
+    for name, value in _fields(step, each, sample).items():
+        own = record[name]
+        found = own if isinstance(own, str | int) else list(own)
+        differences.same("exported fields", value, found, f"{where}, {name}")
+    for name, values in (
+        ("temperatures", each.sequence.temperatures),
+        ("teacher_logprobs", each.sequence.teacher),
+    ):
+        if values is not None:
+            sampled = np.array(sample.is_sampled)
+            found = _floats(record[name])[sampled]
+            differences.near("exported fields", np.float32(values[sampled]), found, EPS, f"{where}, {name}")
     differences.same("denominator", step.expected.denominator, record["denominator"], where)
     differences.same("masks", each.sequence.mode, record["training_mode"], f"{where}, training_mode")
     logprobs, entropies = _floats(record["trainer_logprobs"]), _floats(record["entropy"])
     differences.near("logprobs", each.logprobs, logprobs, each.bound, where)
     differences.near("entropy", each.entropies, entropies, each.bound * each.scale, where)
+
+
+def _fields(step: TrainedStep, each: TrainedSequence, sample: Conversation) -> dict[str, Any]:
+    """Fields of a record that follow from its sample."""
+    rollout_id, number = each.key
+    rollout, length = step.rollouts[rollout_id], len(sample.token_ids)
+    return {
+        "step": step.number,
+        "env_name": rollout.env_name,
+        "group_id": each.sequence.group,
+        "sample_id": f"{rollout_id}-{number}",
+        "stop_reason": "stop",
+        "position_ids": list(range(length)),
+        "sampled": sample.is_sampled,
+        "policy_versions": sample.versions,
+        "inference_logprobs": np.float32(sample.logprobs).tolist(),
+        "rewards": [float(np.float32(rollout.reward))] * length,
+    }
 
 
 def check_losses(
