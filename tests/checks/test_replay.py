@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -522,6 +523,37 @@ def test_exported_versions_fit_the_step_and_what_was_logged(trained, tmp_path, c
     )
     code, report = replay(capsys, run)
     assert "recorded 1, recomputed 0" in report["findings"][0]["meaning"]
+
+
+def test_the_ledger_is_held_to_the_exported_masks(trained, tmp_path, capsys) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    books: list[dict[str, Any]] = []
+    for step in range(2):
+        counts: dict[tuple[str, str], Counter[str]] = {}
+        for line in (run / "token_exports" / f"step_{step}" / "rank_0.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            own = counts.setdefault((record["run_id"], record["env_name"]), Counter())
+            masks = zip(record["loss_mask"], record["is_masked"], strict=True)
+            own.update("masked" if masked else "trained" for trains, masked in masks if trains)
+        books += [
+            {"stage": "trainer", "step": step, "run": name, "env": env, "counts": dict(own)}
+            for (name, env), own in counts.items()
+        ]
+
+    def book(entries: list[dict[str, Any]]) -> None:
+        (run / "ledger").mkdir(exist_ok=True)
+        (run / "ledger" / "trainer.jsonl").write_text("".join(json.dumps(each) + "\n" for each in entries))
+
+    book(books)
+    code, report = replay(capsys, run)
+    assert code == 0 and "ledger trained" in by_check(report)
+    moved = books[-1]["counts"]
+    book([*books[:-1], {**books[-1], "counts": {**moved, "trained": moved["trained"] - 1}}])
+    code, report = replay(capsys, run)
+    assert code == 1 and report["first_difference"] == "ledger"
+    assert "step 1, " in by_check(report)["ledger trained"]["meaning"]
+    book([{**each, "step": 1} for each in books])  # as a resume may leave it: summed up
+    assert "ledger trained" not in by_check(replay(capsys, run)[1])
 
 
 def test_the_first_line_names_the_first_stage_that_differs(trained, tmp_path, capsys) -> None:

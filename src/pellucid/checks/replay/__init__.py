@@ -6,6 +6,7 @@
     ratios        from recorded logprobs
     masks         from ratios and advantages, by the run's own loss
     losses        the same, token by token
+    ledger        what the trainer booked as trained and masked, from the exported masks
     weights       with --weights: the trainer's logprobs, from the weights of the step where they are left
     record        trainable tokens against the denominator
     loss          the sum of token losses ÷ denominator against what was logged

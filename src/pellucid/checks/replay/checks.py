@@ -17,6 +17,7 @@ from pellucid.data import TrainingMode
 from pellucid.errors import ConfigError, DataError, ModelError, PellucidError
 from pellucid.export import FIELDS
 from pellucid.export.batch import ColumnBatch, Values
+from pellucid.ledger import State
 
 if TYPE_CHECKING:
     from pellucid.checks.replay.weights import Predictor
@@ -31,6 +32,7 @@ STAGES = (
     "ratios",
     "masks",
     "losses",
+    "ledger",
     "record",
     "loss",
     "learning rate",
@@ -55,6 +57,10 @@ _LEVEL_HINT = (
 _RATE_HINT = (
     "the learning rate is not that of [trainer.optim] and [trainer.scheduler] at this step: the schedule "
     "started again, or other settings were used"
+)
+_LEDGER_HINT = (
+    "the trainer booked other tokens as trained or masked than its export shows: the ledger does not tell "
+    "where they went"
 )
 _WEIGHTS_HINT = (
     "the weights of the step do not give the recorded logprobs: they are of another step, or the forward has "
@@ -113,6 +119,7 @@ class Checks:
             self._note(f"losses were not recomputed: the export lacks {', '.join(missing)}")
         else:
             self._check_sums(number, step)
+            self._check_books(number, step)
             recomputed, undecided = judge_losses(step, self.run.at(number).loss)
             for check, columns in self._follows_from_logprobs(number, step):
                 for column in (column for column in columns if column in step.columns):
@@ -183,6 +190,32 @@ class Checks:
                 np.array([ours.mean(), ours.max()]),
                 lambda index: ("off_policy_level/all/mean", "off_policy_level/all/max")[index],
             )
+
+    def _check_books(self, number: int, step: ColumnBatch) -> None:
+        """Holds what the trainer booked of a step to the masks of its tokens, by run and environment."""
+        booked = self.run.booked.get(number)
+        is_alone = number == 0 or number - 1 in self.run.booked  # else it may stand for the steps before it
+        needed = {"sampled", "is_masked", "denominator", "env_name", "run_id"}
+        if booked is None or not is_alone or self.run.is_foreign or not needed <= step.columns.keys():
+            return
+        trains = step.columns["loss_mask"].astype(np.bool_)
+        if max(1, int(trains.sum())) != step.columns["denominator"][0]:
+            return  # tokens were left out of the export
+        trainable = trains & step.columns["sampled"].astype(np.bool_)
+        masked = trains & (step.columns["is_masked"] == 1)
+        owners = list(zip(step.columns["run_id"].tolist(), step.columns["env_name"].tolist(), strict=True))
+        names, recorded, expected = [], [], []
+        for account in dict.fromkeys(owners):
+            own = np.array([owner == account for owner in owners])[step.owners]
+            counts = booked.get(account, {})
+            num_skipped = counts.get(State.SKIPPED, 0)
+            num_masked = 0 if num_skipped else int((masked & own).sum())
+            names += [f"{account[1]}, {state.value}" for state in (State.MASKED, State.TRAINED)]
+            recorded += [counts.get(State.MASKED, 0), counts.get(State.TRAINED, 0)]
+            expected += [num_masked, int((trainable & own).sum()) - num_skipped - num_masked]
+        self._of("ledger", "trained and masked tokens", 0, _LEDGER_HINT, of="counts").add(
+            number, np.array(recorded, np.float64), np.array(expected, np.float64), names.__getitem__
+        )
 
     def _check_rate(self, number: int) -> None:
         run, logged = self.run.at(number), self.run.logged_rates.get(number)

@@ -2,9 +2,11 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +27,7 @@ from pellucid.config.tools import RecordedConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import Export
 from pellucid.export.jsonl import read_json_lines
+from pellucid.ledger import Stage, journals_of, read_journal
 from pellucid.ledger.settings import Settings, read_settings_file, settings_at, settings_files
 
 S = TypeVar("S", bound=Section)
@@ -219,6 +222,17 @@ class RecordedRun:
                 }:
                     logged[step] = LoggedLevels(int(tokens), mean, highest)
         return logged
+
+    @cached_property
+    def booked(self) -> Mapping[int, Mapping[tuple[str, str], Mapping[str, int]]]:
+        """Reads the trainer's ledger: tokens by step, run and environment, and state."""
+        paths = [] if self.folder is None else journals_of(self.folder / "ledger", Stage.TRAINER)
+        found: dict[int, dict[tuple[str, str], Counter[str]]] = {}
+        for entry in chain.from_iterable(read_journal(path) for path in paths if path.exists()):
+            if entry.counts:
+                own = found.setdefault(entry.step, {}).setdefault((entry.run, entry.env), Counter())
+                own.update(entry.counts)
+        return found
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Those that were settled with the step's batch; none where they were not saved."""
