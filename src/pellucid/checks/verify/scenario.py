@@ -14,7 +14,6 @@ policy version for every batch, without weights; `script` tells which groups wai
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,8 +51,10 @@ MAX_OFF_POLICY_STEPS = 1
 TURNS_OF_STILLNESS = 100
 """Turns of the event loop; a rollout goes on, or another one starts, within a few."""
 
+POLL_S = 0.01
 STUCK_S = 5.0
-"""A run that goes on without a batch or an answer for this long has lost groups that the script counts on."""
+"""A run that goes on without a batch or an answer for this long has lost groups that the script counts on.
+Counted in polls, of which a process that gets no core makes fewer."""
 
 TURNS_OF_A_SAMPLE = 8
 """At most: its prompt, replies and responses, none of them longer than the prompt and a reply."""
@@ -216,8 +217,8 @@ def _publish(folder: Path, version: int) -> None:
 async def _is_still(client: ScriptedClient) -> bool:
     """Whether all that is in flight waits for a policy version: many turns of the loop bring no answer."""
     num_answered = len(client.requests)
-    for _ in range(TURNS_OF_STILLNESS):
-        await asyncio.sleep(0)
+    for turn in range(TURNS_OF_STILLNESS):
+        await asyncio.sleep(POLL_S / 10 if turn % 2 else 0)  # a thread may have to go on
     return client.num_waiting > 0 and len(client.requests) == num_answered
 
 
@@ -227,18 +228,18 @@ async def _interrupt(orchestrator: Orchestrator, client: ScriptedClient, folder:
     The version after each batch but the last is published. Returns False if the orchestrator came to its end.
     """
     running = asyncio.create_task(orchestrator.run())
-    published = num_answered = 0
-    changed_at = time.monotonic()
+    published = num_answered = num_polls = 0
     while not running.done() and not (published == RESUMED_AT and await _is_still(client)):
         if len(stable_steps(folder / "batches")) > published:
             published += 1
             if published < RESUMED_AT:
                 _publish(folder, published)
         if len(client.requests) > num_answered:
-            num_answered, changed_at = len(client.requests), time.monotonic()
-        elif time.monotonic() - changed_at > STUCK_S:
+            num_answered, num_polls = len(client.requests), 0
+        elif num_polls * POLL_S > STUCK_S:
             client.lose_patience()
-        await asyncio.sleep(0.01)
+        num_polls += 1
+        await asyncio.sleep(POLL_S)
     is_stopped = running.cancel()
     with suppress(asyncio.CancelledError):
         await running

@@ -179,7 +179,7 @@ def _fields(step: TrainedStep, each: TrainedSequence, sample: Conversation) -> d
         "position_ids": list(range(length)),
         "sampled": sample.is_sampled,
         "policy_versions": sample.versions,
-        "inference_logprobs": np.float32(sample.logprobs).tolist(),
+        "inference_logprobs": np.array(sample.logprobs, np.float32).tolist(),
         "rewards": [float(np.float32(rollout.reward))] * length,
     }
 
