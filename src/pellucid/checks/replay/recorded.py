@@ -27,7 +27,8 @@ from pellucid.config.tools import RecordedConfig
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import Export
 from pellucid.export.jsonl import read_json_lines
-from pellucid.ledger import Stage, journals_of, read_journal
+from pellucid.ledger import Stage, read_journal
+from pellucid.ledger.journal import journals_of
 from pellucid.ledger.settings import Settings, read_settings_file, settings_at, settings_files
 
 S = TypeVar("S", bound=Section)
