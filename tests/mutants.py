@@ -30,8 +30,7 @@ BESIDE = {
     "data": "alarms files list_payload model_folder plain rules tokenizer vocabulary",
     "export": "arrow distribution frames jsonl_source optional parquet_source paths process reader shapes "
     "slices source summary",
-    "inference": "client entrance examine fake http openai_answer openai_request placement pool protocol "
-    "scoring server text vllm_args vllm_core vllm_engine vllm_worker",
+    "inference": "client entrance fake http openai_answer openai_request pool server servers vllm_engine",
     "ledger": "reconcile settings states",
     "loss": "script",
     "model": "proof tiny",

@@ -9,22 +9,27 @@ where leaving a key out would change its meaning, None is refused.
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Self, get_args, get_origin
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
 from pellucid.errors import ConfigError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong between several keys, as a message for the user; the first one is raised."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_problem(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
 
 
 MAX_NAME = 200

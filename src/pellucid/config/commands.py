@@ -4,7 +4,7 @@ Shared keys fill the parts (`seq_len` fills `trainer.model.seq_len` and `inferen
 that sets another value is a conflict and an error, never a silent choice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -70,17 +70,15 @@ class RunConfig(Section):
                     filled = _fill(filled, part.split("."), value, shared=shared)
         return filled
 
-    @model_validator(mode="after")
-    def _has_a_name(self) -> "RunConfig":
-        """Refuses names that cannot be a folder: a trainer of many runs makes one for each run."""
-        name = self.run_name
-        if is_name(name) and not name.startswith("."):
-            return self
-        said = "run_id =" if self.run_id else "run_id is not set, and the name of output_dir,"
-        raise ValueError(
-            f"{said} {name[:MAX_NAME]!r} cannot name the run: give run_id at most {MAX_NAME} characters, "
-            "without `/`, line breaks and whatever else cannot be printed, and without a dot at its beginning"
-        )
+    def problems(self) -> Iterator[str]:
+        # A trainer of many runs makes a folder of this name for each run.
+        if not is_name(self.run_name) or self.run_name.startswith("."):
+            said = "run_id =" if self.run_id else "run_id is not set, and the name of output_dir,"
+            yield (
+                f"{said} {self.run_name[:MAX_NAME]!r} cannot name the run: give run_id at most {MAX_NAME} "
+                "characters, without `/`, line breaks and whatever else cannot be printed, and without a dot "
+                "at its beginning"
+            )
 
 
 def _fill(
@@ -119,18 +117,13 @@ class TrainerRunConfig(RunConfig):
     transport: TransportConfig = FilesystemTransportConfig()
     """How batches arrive."""
 
-    @model_validator(mode="after")
-    def _shares_by_adapters(self) -> "TrainerRunConfig":
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         shares = [key for key in ("many_runs", "join") if getattr(self.trainer, key) is not None]
         if shares and self.model.lora is None:
-            raise ValueError(
-                f"trainer.{shares[0]} needs [model.lora]: runs that share a model have an adapter each"
-            )
+            yield f"trainer.{shares[0]} needs [model.lora]: runs that share a model have an adapter each"
         if shares and self.trainer.data.fake is not None:
-            raise ValueError(
-                f"trainer.{shares[0]} with trainer.data.fake: fake data are of no run; leave one out"
-            )
-        return self
+            yield f"trainer.{shares[0]} with trainer.data.fake: fake data are of no run; leave one out"
 
 
 class OrchestratorRunConfig(RunConfig):
@@ -182,69 +175,46 @@ class OrchestratorRunConfig(RunConfig):
         each = self.inference.max_concurrent + self.inference.max_queued
         return each * len(self.inference.urls)
 
-    @model_validator(mode="after")
-    def _has_an_environment(self) -> "OrchestratorRunConfig":
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if not self.orchestrator.env:
-            raise ValueError(
+            yield (
                 "orchestrator.env = [] but a run needs an environment; add [[orchestrator.env]] with an id"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sending_never_waits(self) -> "OrchestratorRunConfig":
         hwm, ahead = self.transport.hwm, self.max_async_level
         if hwm <= ahead:
-            raise ValueError(
+            yield (
                 f"transport.hwm = {hwm} has to exceed max_async_level = {ahead}: sampling would stand still "
                 "while batches wait for the trainer; raise the former or lower the latter"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_what_is_sampled_ahead(self) -> "OrchestratorRunConfig":
-        bound, ahead = self.orchestrator.max_off_policy_steps, self.max_async_level
-        if bound < ahead:
-            raise ValueError(
+        if (bound := self.orchestrator.max_off_policy_steps) < ahead:
+            yield (
                 f"orchestrator.max_off_policy_steps = {bound} is below max_async_level = {ahead}: what is "
                 "sampled that far ahead would be dropped as stale; raise the former or lower the latter"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_is_not_the_policy(self) -> "OrchestratorRunConfig":
         own, teacher = self.inference, self.orchestrator.teacher
         if teacher is None:
-            return self
+            return
         policy = "inference.servers" if own.servers else "inference.host and inference.port"
         for url in teacher.servers:
             if url in own.urls:
-                raise ValueError(
+                yield (
                     f"orchestrator.teacher.servers has {url}, and so has the policy ({policy}): a server of "
                     "the policy is given new weights, which a teacher must not be; start a server for each"
                 )
         if teacher.port and not teacher.servers and base_url(own.host, teacher.port) in own.urls:
-            raise ValueError(
+            yield (
                 f"orchestrator.teacher.port = {teacher.port} is the port of the policy's server ({policy}), "
                 "which is given new weights; give the teacher another one"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_can_be_asked(self) -> "OrchestratorRunConfig":
-        teacher, temperature = self.orchestrator.teacher, self.orchestrator.sampling.temperature
-        if (
-            self.inference.backend == "vllm"
-            and teacher is not None
-            and teacher.model is not None
-            and teacher.mode != "sft"
-            and temperature != 1
-        ):
-            raise ValueError(
+        temperature = self.orchestrator.sampling.temperature
+        scores_by_vllm = own.backend == "vllm" and teacher.model is not None and teacher.mode != "sft"
+        if scores_by_vllm and temperature != 1:
+            yield (
                 f"orchestrator.sampling.temperature = {temperature} with a teacher that is served by vLLM, "
                 "which gives the logprobs of given tokens at temperature 1 only; set the temperature to 1, "
                 'or inference.backend = "embedded"'
             )
-        return self
 
 
 class InferenceRunConfig(RunConfig):
@@ -268,69 +238,55 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         "seq_len": ("trainer.model.seq_len", "inference.max_model_len"),
     }
 
-    @model_validator(mode="after")
-    def _trains_on_what_is_sampled(self) -> "RLConfig":
-        _refuse_fake_data(self.trainer, "rl trains on what its orchestrator sends")
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from _no_fake_data(self.trainer, "rl trains on what its orchestrator sends")
         if self.trainer.many_runs is not None:
-            raise ValueError(
+            yield (
                 "trainer.many_runs is for `pellucid trainer`, which runs join with trainer.join; leave it "
                 "out of a run's own configuration"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_outlive_their_use(self) -> "RLConfig":
         keep, ahead = self.trainer.keep_weights, self.max_async_level
         if keep <= ahead:
-            raise ValueError(
+            yield (
                 f"trainer.keep_weights = {keep} has to exceed max_async_level = {ahead}: weights could be "
                 "deleted while the server loads them; raise the former or lower the latter"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_and_loss_agree(self) -> "RLConfig":
         teacher, loss = self.orchestrator.teacher, self.trainer.loss
         tau = getattr(loss, "teacher_tau", None)
         if teacher is None and tau:
-            raise ValueError(
+            yield (
                 f"trainer.loss.teacher_tau = {tau} weighs the logprobs of a teacher, but there is none; add "
                 '[orchestrator.teacher] with mode = "rl", or leave it out'
             )
         if teacher is not None and teacher.mode == "rl" and tau == 0:
-            raise ValueError(
+            yield (
                 'orchestrator.teacher.mode = "rl" with trainer.loss.teacher_tau = 0: the teacher would '
                 'change nothing; set teacher_tau above 0, or another mode ("opd", "sft")'
             )
         if teacher is not None and teacher.mode != "rl" and loss != DppoLossConfig():
-            raise ValueError(
+            yield (
                 f'orchestrator.teacher.mode = "{teacher.mode}" has a loss of its own, so that '
                 "[trainer.loss], which is for rl samples, would have no effect; leave it out, or set mode = "
                 '"rl"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _replays_what_is_recorded(self) -> "RLConfig":
         if not self.trainer.enable_router_replay:
-            return self
+            return
         if self.inference.backend == "vllm":
-            raise ValueError(
+            yield (
                 'trainer.enable_router_replay = true with inference.backend = "vllm": only the embedded '
                 "engine records experts; leave one of them out"
             )
         if self.inference.record_experts is False:
-            raise ValueError(
+            yield (
                 "inference.record_experts = false contradicts trainer.enable_router_replay = true, which "
                 "needs the record; leave out one of them"
             )
-        teacher = self.orchestrator.teacher
         if teacher is not None and teacher.mode == "sft":
-            raise ValueError(
+            yield (
                 'trainer.enable_router_replay = true with orchestrator.teacher.mode = "sft": the tokens were '
                 "sent to the experts of the teacher, not of the policy; leave one of them out"
             )
-        return self
 
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
         """Returns the settings that one process of this run reads."""
@@ -397,23 +353,22 @@ class SFTConfig(TrainerRunConfig):
     data: DataConfig
     """The data set."""
 
-    @model_validator(mode="after")
-    def _trains_on_its_data_set(self) -> "SFTConfig":
-        _refuse_fake_data(self.trainer, "sft trains on its data set")
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from _no_fake_data(self.trainer, "sft trains on its data set")
         if self.trainer.enable_router_replay:
-            raise ValueError(
+            yield (
                 "trainer.enable_router_replay = true has nothing to replay in sft, whose tokens no engine "
                 "sent to experts; leave it out"
             )
         for key in ("many_runs", "join"):
             if getattr(self.trainer, key) is not None:
-                raise ValueError(f"trainer.{key} is for rl; sft has the model to itself: leave it out")
-        return self
+                yield f"trainer.{key} is for rl; sft has the model to itself: leave it out"
 
 
-def _refuse_fake_data(trainer: TrainerConfig, because: str) -> None:
+def _no_fake_data(trainer: TrainerConfig, because: str) -> Iterator[str]:
     if trainer.data.fake is not None:
-        raise ValueError(
+        yield (
             f"trainer.data.fake is set, but {because}; leave it out, or use `pellucid trainer`, which trains "
             "on fake data alone"
         )

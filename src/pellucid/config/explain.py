@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise, takewhile
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -193,34 +193,27 @@ def reference() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _sections(kind: type[BaseModel], path: str) -> Iterator[tuple[str, list[str]]]:
+def _sections(kind: type[Section], path: str) -> Iterator[tuple[str, list[str]]]:
     """Yields (title, rows) of every section below `kind`; each variant of a tagged union is a section."""
     for name, field in kind.model_fields.items():
-        models = list(_models(field.annotation))
-        for model in models:
-            variant = f" with `type = {_literal(model)}`" if len(models) > 1 else ""
-            yield f"`[{path}{name}]`{variant}", _rows(model)
-            yield from _sections(model, f"{path}{name}.")
+        variants = sections_in(field.annotation)
+        for each in variants:
+            variant = f" with `{_tag(each)}`" if len(variants) > 1 else ""
+            yield f"`[{path}{name}]`{variant}", _rows(each)
+            yield from _sections(each, f"{path}{name}.")
 
 
-def _rows(kind: type[BaseModel]) -> list[str]:
+def _rows(kind: type[Section]) -> list[str]:
     return [
         f"| `{name}` | {_default(field)} | {_prose(field.description)} |"
         for name, field in kind.model_fields.items()
-        if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
     ]
 
 
-def _literal(model: type[BaseModel]) -> str:
+def _tag(variant: type[Section]) -> str:
     """Writes the tag of a variant as TOML does."""
-    return json.dumps(get_args(model.model_fields["type"].annotation)[0])
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models(argument)
+    return f"{TAG} = {json.dumps(tag_of(variant))}"
 
 
 def _default(field: FieldInfo) -> str:
@@ -228,8 +221,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if field.default is None:
         return "not set"
-    if isinstance(field.default, BaseModel):
-        return f"`type = {_literal(type(field.default))}`"
+    if isinstance(field.default, Section):
+        return f"`{_tag(type(field.default))}`"
     return f"`{json.dumps(field.default, default=str)}`"
 
 

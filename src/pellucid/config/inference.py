@@ -1,10 +1,11 @@
 """`[inference]`: the server that samples rollouts."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from pellucid.config.base import Section
 from pellucid.errors import ConfigError
@@ -101,19 +102,17 @@ class InferenceConfig(Section):
     """CPU threads of the engine; default: all cores that the process may use (affinity, CPU limit of its
     container) alone, half of them in `rl`."""
 
-    @model_validator(mode="after")
-    def _fits_its_backend(self) -> "InferenceConfig":
+    def problems(self) -> Iterator[str]:
         if self.backend == "embedded" and self.vllm != VllmConfig():
-            raise ValueError(
+            yield (
                 'inference.vllm is for inference.backend = "vllm", and the backend is "embedded"; leave it '
                 "out or set the backend"
             )
         if self.backend == "vllm" and self.record_experts:
-            raise ValueError(
+            yield (
                 'inference.record_experts = true with inference.backend = "vllm": only the embedded engine '
                 "records them; leave one of them out"
             )
-        return self
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """`[orchestrator]`: rollouts, groups, advantages, batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,7 +10,6 @@ from pydantic import (
     ValidationInfo,
     field_validator,
     model_serializer,
-    model_validator,
 )
 
 from pellucid.config.base import MAX_NAME, ImportPath, Section, is_name
@@ -78,14 +77,12 @@ class EnvironmentConfig(Section):
             )
         return value
 
-    @model_validator(mode="after")
-    def _id_can_be_the_name(self) -> "EnvironmentConfig":
+    def problems(self) -> Iterator[str]:
         if self.name is None and not is_name(self.id):
-            raise ValueError(
+            yield (
                 f"{self.KEY}.id = {self.id[:MAX_NAME]!r} cannot be the name in metrics as well: that has no "
                 f"`/`, nothing that cannot be printed and at most {MAX_NAME} characters; set {self.KEY}.name"
             )
-        return self
 
 
 class EnvSamplingConfig(Section):
@@ -262,22 +259,20 @@ class TeacherConfig(Section):
     """File with the key of those `servers`: `key` in their run folder. Servers beyond loopback need it, and
     so does mode `sft`, which samples in the name of this run."""
 
-    @model_validator(mode="after")
-    def _is_somewhere(self) -> "TeacherConfig":
+    def problems(self) -> Iterator[str]:
         if (self.model is None) == (not self.servers):
             both = self.model is not None
-            raise ValueError(
+            yield (
                 f"orchestrator.teacher has {'both' if both else 'neither'} model {'and' if both else 'nor'} "
                 "servers; give one of them: a model that `pellucid rl` serves, or the addresses of servers "
                 "that are running"
             )
         if self.key_file is not None and not self.servers:
-            raise ValueError(
+            yield (
                 f"orchestrator.teacher.key_file = {str(self.key_file)!r} is for "
                 "orchestrator.teacher.servers; a teacher that `pellucid rl` serves has the run's own key: "
                 "leave it out"
             )
-        return self
 
 
 class OrchestratorConfig(Section):
@@ -363,29 +358,33 @@ class OrchestratorConfig(Section):
     def sampling_of(self, env: EnvConfig) -> SamplingConfig:
         return self.sampling.model_copy(update=env.sampling.model_dump(exclude_none=True))
 
-    @model_validator(mode="after")
-    def _some_advantage_is_not_zero(self) -> "OrchestratorConfig":
+    def problems(self) -> Iterator[str]:
         if (
             self.rollouts_per_example == 1
             and self.advantage.type not in ("none", "custom")
             and self.drops_zero_advantages
         ):
-            raise ValueError(
+            yield (
                 f"orchestrator.rollouts_per_example = 1 with orchestrator.advantage.type = "
                 f"{self.advantage.type!r} gives every rollout the advantage 0, and "
                 "orchestrator.filter_zero_advantages = true leaves those out: nothing would train; raise "
                 "rollouts_per_example, or use an advantage of your own"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_batch_size(self) -> "OrchestratorConfig":
         if self.token_batch_size is not None and "batch_size" in self.model_fields_set:
-            raise ValueError(
+            yield (
                 f"orchestrator.batch_size = {self.batch_size} and orchestrator.token_batch_size = "
                 f"{self.token_batch_size}: a batch has one size; leave one of them out"
             )
-        return self
+        for entries in (self.env, self.eval):
+            names = [entry.label for entry in entries]
+            for entry in entries:
+                if names.count(entry.label) > 1:
+                    yield f"{entry.KEY} has two entries named {entry.label!r}; give each its own `name`"
+        if self.max_inflight_rollouts is not None and self.rollouts_per_example > self.max_inflight_rollouts:
+            yield (
+                f"orchestrator.rollouts_per_example = {self.rollouts_per_example} exceeds "
+                f"orchestrator.max_inflight_rollouts = {self.max_inflight_rollouts}; raise the latter"
+            )
 
     @model_serializer(mode="wrap")
     def _with_one_batch_size(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -394,21 +393,3 @@ class OrchestratorConfig(Section):
         if self.token_batch_size is not None:
             values.pop("batch_size", None)
         return values
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> "OrchestratorConfig":
-        _require_different_names(self.env)
-        _require_different_names(self.eval)
-        if self.max_inflight_rollouts is not None and self.rollouts_per_example > self.max_inflight_rollouts:
-            raise ValueError(
-                f"orchestrator.rollouts_per_example = {self.rollouts_per_example} exceeds "
-                f"orchestrator.max_inflight_rollouts = {self.max_inflight_rollouts}; raise the latter"
-            )
-        return self
-
-
-def _require_different_names(entries: Sequence[EnvironmentConfig]) -> None:
-    names = [entry.label for entry in entries]
-    for entry in entries:
-        if names.count(entry.label) > 1:
-            raise ValueError(f"{entry.KEY} has two entries named {entry.label!r}; give each its own `name`")

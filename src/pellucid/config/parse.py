@@ -34,13 +34,6 @@ from pellucid.config.explain import Explainer
 from pellucid.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Flags:
-    values: dict[str, Any]
-    unknown: list[str]
-    dry_run: bool
-
-
 class _CommandLine(BaseSettings):
     """Flags and words of a command line besides the command's config."""
 
@@ -71,13 +64,17 @@ class _FlagSource(CliSettingsSource[ArgumentParser]):
             return value
 
 
-def read_flags(kind: type[Section], words: Sequence[str], prog: str) -> Flags:
+def _read_flags(
+    kind: type[Section], words: Sequence[str], prog: str
+) -> tuple[dict[str, Any], list[str], bool]:
+    """Returns the values that flags set, words that are no flags, and whether there is a `--dry-run`."""
     texts, words = _take_texts(kind, words)
     source = _flag_source(kind, [_with_section(kind, word) for word in words], prog)
     # Sections before their keys: a section that is set after one of its keys would overwrite it.
     source.env_vars = dict(sorted(source.env_vars.items(), key=lambda item: item[0].count(".")))
     values = {**source(), **texts}
-    return Flags(unknown=values.pop("unknown"), dry_run=values.pop("dry_run", False), values=values)
+    unknown, dry_run = values.pop("unknown"), values.pop("dry_run", False)
+    return values, unknown, dry_run
 
 
 def parser_of(kind: type[Section], *, prog: str) -> ArgumentParser:
@@ -165,21 +162,21 @@ class Parsed(Generic[T]):
 def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> Parsed[T]:
     """Reads the config from `argv` (without program and command); `prog` names the command in messages."""
     paths, words = _split_files(argv)
-    flags = read_flags(kind, words, prog)
+    flags, unknown, dry_run = _read_flags(kind, words, prog)
     explain = Explainer(kind, prog)
-    problems = explain.unknown_words(flags.unknown)
+    problems = explain.unknown_words(unknown)
     tables, unreadable = _read_files(paths)
     if unreadable:
         raise ConfigError("\n".join(unreadable + problems))
     own = [_without_other_parts(kind, table) for table in tables]
-    data = complete(kind, reduce(_merge, [*own, flags.values], {}))
+    data = complete(kind, reduce(_merge, [*own, flags], {}))
     try:
         config = kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError("\n".join(problems + explain.invalid(data, error))) from None
     if problems:
         raise ConfigError("\n".join(problems))
-    return Parsed(config, flags.dry_run)
+    return Parsed(config, dry_run)
 
 
 def _split_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,9 +1,10 @@
 """`[model]`, `[transport]`, `[monitors]`: sections that several processes of a run read."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pellucid.config.base import Section
 from pellucid.guard import is_loopback
@@ -70,14 +71,13 @@ class ZmqTransportConfig(BaseTransportConfig):
     keys: Path | None = None
     """Folder with CurveZMQ keys, made by `pellucid keys DIR`: connections are authenticated and encrypted."""
 
-    @model_validator(mode="after")
-    def _keeps_strangers_out(self) -> "ZmqTransportConfig":
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.keys is None and not is_loopback(self.host):
-            raise ValueError(
+            yield (
                 f"transport.host = {self.host} is reached from other machines, and transport.keys is not "
                 "set; make keys with `pellucid keys DIR`, or use 127.0.0.1"
             )
-        return self
 
 
 # The default comes last: `--help` describes `type` as the last variant does.
@@ -125,18 +125,16 @@ class PrometheusConfig(Section):
     eval_port: int = Field(default=9103, ge=1, le=65535)
     """Port of the latest evaluation; the orchestrator serves it if there is an `[[orchestrator.eval]]`."""
 
-    @model_validator(mode="after")
-    def _ports_differ(self) -> "PrometheusConfig":
+    def problems(self) -> Iterator[str]:
         owners: dict[int, str] = {}
         for name in ("trainer_port", "orchestrator_port", "inference_port", "eval_port"):
             port = getattr(self, name)
             if port in owners:
-                raise ValueError(
+                yield (
                     f"monitors.prometheus.{name} = {port} is also monitors.prometheus.{owners[port]}; "
                     "each process needs a port of its own"
                 )
             owners[port] = name
-        return self
 
 
 class MonitorsConfig(Section):

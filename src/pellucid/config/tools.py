@@ -1,9 +1,10 @@
 """Settings of the commands that start no run here, or read a finished one."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from pellucid.config.base import Section
@@ -107,11 +108,9 @@ class ReplaySettings(Section):
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object instead of tables."""
 
-    @model_validator(mode="after")
-    def _a_sequence_is_of_a_step(self) -> "ReplaySettings":
+    def problems(self) -> Iterator[str]:
         if self.sequence is not None and self.step is None:
-            raise ValueError(f"sequence = {self.sequence} is a record of one step; name it with --step")
-        return self
+            yield f"sequence = {self.sequence} is a record of one step; name it with --step"
 
 
 class KeysSettings(Section):
@@ -177,14 +176,12 @@ class EnvSettings(Section):
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object per rollout instead of panels."""
 
-    @model_validator(mode="after")
-    def _one_of_them_replies(self) -> "EnvSettings":
+    def problems(self) -> Iterator[str]:
         given = [name for name in ("reply", "replies", "server") if getattr(self, name)]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} cannot both answer the environment; leave one out")
+            yield f"{' and '.join(given)} cannot both answer the environment; leave one out"
         if self.key_file is not None and self.server is None:
-            raise ValueError(f"key_file = {str(self.key_file)!r} is that of a server; name it with --server")
-        return self
+            yield f"key_file = {str(self.key_file)!r} is that of a server; name it with --server"
 
 
 class ClusterConfig(Section):

@@ -1,9 +1,10 @@
 """`[trainer]`: packing, loss, optimizer, export; and `[data]`, which sft trains on."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pellucid.config.base import Section
 from pellucid.config.loss import DppoLossConfig, LossConfig
@@ -56,20 +57,19 @@ class ValidationConfig(DatasetConfig):
     def holds_out(self) -> bool:
         return self.fraction is not None or self.num_examples is not None
 
-    @model_validator(mode="after")
-    def _comes_from_one_place(self) -> "ValidationConfig":
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         places = ("path", "name", "fraction", "num_examples")
         given = [f"data.validation.{name}" for name in places if getattr(self, name) is not None]
         part = [f"data.validation.{name}" for name in ("split", "subset") if getattr(self, name) is not None]
         if len(given) > 1 or (self.holds_out and part):
             first, second = [*given, *part][:2]
-            raise ValueError(f"{first} and {second} are both set; examples come from one place: keep one")
+            yield f"{first} and {second} are both set; examples come from one place: keep one"
         if not given and not part:
-            raise ValueError(
+            yield (
                 "data.validation does not say where examples come from; set path or name, a split of the "
                 "training data, or hold examples out of it with fraction or num_examples"
             )
-        return self
 
 
 class DataConfig(DatasetConfig):
@@ -81,27 +81,22 @@ class DataConfig(DatasetConfig):
     validation: ValidationConfig | None = None
     """Present: the run measures the loss on examples that it never trains on."""
 
-    @model_validator(mode="after")
-    def _is_one_data_set(self) -> "DataConfig":
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.path is not None and self.name is not None:
-            raise ValueError(
+            yield (
                 f"data.path = {self.path} and data.name = {self.name} are both set; a run reads one data "
                 "set: keep one"
             )
         if self.path is None and self.name is None:
-            raise ValueError("data.path is missing; set it to a file or folder, or data.name to a hub name")
-        return self
-
-    @model_validator(mode="after")
-    def _validates_on_something_else(self) -> "DataConfig":
+            yield "data.path is missing; set it to a file or folder, or data.name to a hub name"
         held = self.validation_source()
         if held is not None and (held.path, held.name, held.part) == (self.path, self.name, self.part):
-            raise ValueError(
+            yield (
                 f"data.validation reads what the run trains on ({self.path or self.name}, split "
                 f"{self.part[1]}); choose another split or data set, or hold examples out with "
                 "data.validation.fraction"
             )
-        return self
 
     def validation_source(self) -> ValidationConfig | None:
         """Returns the data set to validate on; None if examples are held out of this one, or none are."""
@@ -208,14 +203,12 @@ class TokenExportConfig(Section):
     """A process beside each rank's trainer encodes and writes (about 60 MB). `false`: a thread of the trainer
     does, and training waits while it holds Python's lock."""
 
-    @model_validator(mode="after")
-    def _path_ends_as_format_says(self) -> "TokenExportConfig":
+    def problems(self) -> Iterator[str]:
         if self.path is not None and self.path.suffix not in ("", f".{self.format}"):
-            raise ValueError(
+            yield (
                 f"trainer.experimental.token_export.path = {self.path} does not end in .{self.format}, but "
                 f'format = "{self.format}"; change one of them'
             )
-        return self
 
 
 class ExperimentalConfig(Section):
@@ -327,73 +320,44 @@ class TrainerConfig(Section):
                 f"leave it out, or start `torchrun --nproc-per-node {self.num_processes} -m pellucid.cli …`"
             )
 
-    @model_validator(mode="after")
-    def _cap_fits_seq_len(self) -> "TrainerConfig":
+    def problems(self) -> Iterator[str]:
         cap, seq_len = self.micro_batch_max_tokens, self.model.seq_len
         if cap is not None and cap > seq_len:
-            raise ValueError(
+            yield (
                 f"trainer.micro_batch_max_tokens = {cap} exceeds trainer.model.seq_len = {seq_len}; "
                 "lower it or raise seq_len"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _cap_is_not_for_fake_data(self) -> "TrainerConfig":
-        if self.data.fake is not None and self.micro_batch_max_tokens is not None:
-            raise ValueError(
-                f"trainer.micro_batch_max_tokens = {self.micro_batch_max_tokens} has no effect on fake data, "
+        if self.data.fake is not None and cap is not None:
+            yield (
+                f"trainer.micro_batch_max_tokens = {cap} has no effect on fake data, "
                 "whose samples are micro batches of their own; leave it out, and set "
                 "trainer.data.fake.batch_size and trainer.model.seq_len"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fake_data_has_no_experts(self) -> "TrainerConfig":
         if self.data.fake is not None and self.enable_router_replay:
-            raise ValueError(
+            yield (
                 "trainer.enable_router_replay = true has nothing to replay on trainer.data.fake: no engine "
                 "sent these tokens to experts; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _joins_or_is_joined(self) -> "TrainerConfig":
-        if self.join is None:
-            return self
-        if self.many_runs is not None:
-            raise ValueError(
+        if self.join is not None and self.many_runs is not None:
+            yield (
                 f"trainer.join = {self.join} and trainer.many_runs are both set: a trainer serves other runs "
                 "or is one of them; leave one out"
             )
-        if self.num_processes > 1:
-            raise ValueError(
+        if self.join is not None and self.num_processes > 1:
+            yield (
                 f"trainer.num_processes = {self.num_processes} with trainer.join = {self.join}: the "
                 "processes are those of the trainer that is joined; leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _leaves_runs_their_own(self) -> "TrainerConfig":
-        if self.many_runs is None:
-            return self
-        own = {
-            "trainer.micro_batch_max_tokens": self.micro_batch_max_tokens,
-            "trainer.experimental.token_export": self.experimental.token_export,
-        }
+        own = {"micro_batch_max_tokens": cap, "experimental.token_export": self.experimental.token_export}
         for key, value in own.items():
-            if value is not None:
-                raise ValueError(
-                    f"{key} has no effect on a trainer with trainer.many_runs: each run brings its "
+            if self.many_runs is not None and value is not None:
+                yield (
+                    f"trainer.{key} has no effect on a trainer with trainer.many_runs: each run brings its "
                     "own; leave it out here, and set it in the runs"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _padding_fits_the_cap(self) -> "TrainerConfig":
         if self.max_tokens % self.pad_to_multiple_of:
-            key = "model.seq_len" if self.micro_batch_max_tokens is None else "micro_batch_max_tokens"
-            raise ValueError(
+            key = "model.seq_len" if cap is None else "micro_batch_max_tokens"
+            yield (
                 f"trainer.pad_to_multiple_of = {self.pad_to_multiple_of} does not divide trainer.{key} = "
                 f"{self.max_tokens}, so that a full micro batch would be padded beyond it; change one of them"
             )
-        return self
