@@ -70,7 +70,7 @@ def test_every_waiter_gets_what_it_has_and_whoever_asks_later_the_cause(tiny_mod
         lines, late = asyncio.run(run())
     finally:
         served.thread.stop()
-    answers = [httpx.Response(200, content=line).json()["choice"] for line in lines.text.splitlines()]
+    answers = [httpx.Response(200, content=line).json()["completion"] for line in lines.text.splitlines()]
     assert [choice["finish_reason"] for choice in answers] == ["abort"] * 3
     assert sorted(len(choice["token_ids"]) for choice in answers) == [0, 3, 3]
     for response in late:

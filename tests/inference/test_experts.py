@@ -138,7 +138,7 @@ def test_experts_travel_as_base64(policy) -> None:
     finished = {}
     engine = Engine(policy, num_slots=1, max_length=80, record_experts=True)
     run_to_end(engine, [request([5, 6], finished, 0, max_tokens=2)])
-    body = msgspec.json.encode(GenerateResponse("id", [_choice(0, finished[0], compact=True)]))
+    body = msgspec.json.encode(GenerateResponse("id", [_choice(finished[0], compact=True)]))
     data, shape, dtype = json.loads(body)["choices"][0]["routed_experts"]
     assert (shape, dtype) == ([3, 2, 2], "uint8")
     assert base64.b64decode(data) == finished[0].routed_experts.data

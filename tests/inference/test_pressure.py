@@ -216,7 +216,7 @@ def test_a_member_may_bring_a_prompt_of_its_own_and_needs_one(serving) -> None:
         ]
         without = client.post("/inference/v1/generate_many", json={"requests": [short]})
     lines = sorted((json.loads(line) for line in mixed.text.splitlines()), key=lambda line: line["index"])
-    assert [line["choice"]["token_ids"] for line in lines] == [each["token_ids"] for each in alone]
+    assert [line["completion"]["token_ids"] for line in lines] == [each["token_ids"] for each in alone]
     assert json.loads(without.text)["error"] == "the prompt is empty; send at least one token"
 
 
@@ -244,5 +244,5 @@ def test_a_prompt_that_a_group_shares_is_looked_at_once(serving, monkeypatch, la
         answer = httpx.post(f"{url}/inference/v1/generate_many", json=body)
     lines = [json.loads(line) for line in answer.text.splitlines()]
     assert sorted(line["index"] for line in lines) == list(range(64))
-    assert all(line.get("error", "").startswith(reason) if reason else "choice" in line for line in lines)
+    assert all(line.get("error", "").startswith(reason) if reason else "completion" in line for line in lines)
     assert prompt.num_passes == (2 if reason else 3)

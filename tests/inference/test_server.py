@@ -10,14 +10,16 @@ from pathlib import Path
 
 import aiohttp
 import httpx
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine_server import JSON, KEY, journal_counts
 from pellucid.config import ModelConfig
+from pellucid.data import Completion, PackedArray
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.client import Account, GenerateManyLine, SamplingParams
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.metrics import read_metrics
 from pellucid.model import PackedAttention, load_policy, packed_layout
@@ -323,7 +325,7 @@ def events_of(text):
     ("body", "reason"),
     [
         (b"not json", "invalid"),
-        (b'{"token_ids": []}', "length >= 1"),
+        (b'{"token_ids": []}', "the prompt is empty; send at least one token"),
         (b'{"token_ids": ["a"]}', "Expected `int`, got `str`"),
         (b'{"token_ids": [5], "sampling_params": {"top_p": 0.9}}', "unknown field `top_p`"),
         (
@@ -391,3 +393,11 @@ def test_greedy_takes_the_likeliest_token_beside_requests_that_sample(serving) -
             logits = policy.logits(policy.hidden(ids[None], torch.arange(len(ids))[None], plan)[0, 2:-1])
         assert logits.argmax(-1).tolist() == greedy.token_ids
         assert greedy.logprobs == near_logprobs(logits.log_softmax(-1).amax(-1), policy, len(ids))
+
+
+def test_what_an_engine_says_of_its_tokens_arrives_whole() -> None:
+    """Experts and further columns, too: a line of `generate_many` is the completion itself."""
+    experts = PackedArray(b"\x03\x05", (1, 1, 2), "uint8")
+    said = Completion([5, 6], [-0.5, -1.25], [(3, 1), (4, 1)], "stop", experts, columns={"extra": [0.5, 2.0]})
+    line = msgspec.json.encode(GenerateManyLine(1, said))
+    assert msgspec.json.decode(line, type=GenerateManyLine) == GenerateManyLine(1, said)

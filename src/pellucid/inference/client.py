@@ -110,17 +110,19 @@ class ServerClient(InferenceClient, Protocol):
 NonEmptyIds = Annotated[list[int], msgspec.Meta(min_length=1)]
 
 
-class GenerateRequest(msgspec.Struct, frozen=True):
-    """`POST /inference/v1/generate`."""
+class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`POST /inference/v1/generate`, or one of the requests of a `GenerateManyRequest`."""
 
-    token_ids: NonEmptyIds
+    token_ids: list[int] = []
+    """The prompt; default: the common one of a `GenerateManyRequest`."""
+
     sampling_params: SamplingParams = SamplingParams()
     account: Account = Account()
     request_id: str = ""
     """The caller's name for the request, by which it can be aborted."""
 
     compact: bool = False
-    """Returns logprobs as one list of numbers instead of an object per token."""
+    """Makes `generate` return logprobs as one list of numbers instead of an object per token."""
 
 
 class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,34 +160,17 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """Further columns of the schema that the engine fills; see `Completion`."""
 
 
-class GroupMember(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One of the requests of a `GenerateManyRequest`; fields as in `GenerateRequest`."""
-
-    sampling_params: SamplingParams = SamplingParams()
-    account: Account = Account()
-    request_id: str = ""
-    compact: bool = False
-    token_ids: list[int] = []
-    """A prompt of its own; default: the common one."""
-
-
 class GenerateManyRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """`POST /inference/v1/generate_many`: answered with one line of JSON per request, as each ends."""
 
-    requests: Annotated[list[GroupMember], msgspec.Meta(min_length=1)]
+    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
     token_ids: list[int] = []
     """The common prompt, sent once: a group with a long one would exceed the limit of a body otherwise."""
 
     def members(self) -> list[GenerateRequest]:
         """Each request with its prompt; those with the common one share it in memory, too."""
         return [
-            GenerateRequest(
-                each.token_ids or self.token_ids,
-                each.sampling_params,
-                each.account,
-                each.request_id,
-                each.compact,
-            )
+            each if each.token_ids else msgspec.structs.replace(each, token_ids=self.token_ids)
             for each in self.requests
         ]
 
@@ -194,7 +179,9 @@ class GenerateManyLine(msgspec.Struct, frozen=True, omit_defaults=True):
     index: int
     """Index of the request that this line answers."""
 
-    choice: Choice | None = None
+    completion: Completion | None = None
+    """As the engine made it, with all columns that it filled."""
+
     error: str = ""
 
 

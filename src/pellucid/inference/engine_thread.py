@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,42 +36,6 @@ StreamEvent = tuple[int, tuple[int, float] | Completion]
 _FLUSH_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class WorkDone:
-    """Totals of the engine's work so far; subtract two of them for the work in between."""
-
-    busy_s: float = 0.0
-    sampled_tokens: int = 0
-    prefill_tokens: int = 0
-    shared_tokens: int = 0
-    decode_steps: int = 0
-    scored_tokens: int = 0
-
-    @classmethod
-    def of(cls, engine: SlottedEngine[Any], busy_s: float) -> "WorkDone":
-        counts = engine.counts
-        sampled = sum(counts.sampled.values())
-        return cls(
-            busy_s,
-            sampled,
-            counts.prefill_tokens,
-            counts.shared_tokens,
-            counts.decode_steps,
-            counts.scored_tokens,
-        )
-
-    def __sub__(self, other: "WorkDone") -> "WorkDone":
-        return WorkDone(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
-
-    def report(self) -> dict[str, float]:
-        values = {
-            "time/busy_s" if f.name == "busy_s" else f.name: getattr(self, f.name) for f in fields(self)
-        }
-        if self.busy_s:
-            values["throughput/tokens_per_s"] = self.sampled_tokens / self.busy_s
-        return values
-
-
 class EngineDownError(InferenceError):
     pass
 
@@ -88,7 +51,8 @@ class EngineThread:
         self._engine = engine
         self._journal = journal
         self._sink = sink
-        self._reported = WorkDone()
+        self._reported: dict[str, float] = {}
+        """Work done up to the last report."""
         self._on_failure = on_failure
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._written: dict[Flow | State, Counter[Account]] = {}
@@ -251,10 +215,21 @@ class EngineThread:
 
     def _report(self, version: int) -> None:
         """Logs the work done under a policy version, if any."""
-        now = WorkDone.of(self._engine, self.busy_s)
-        if now != self._reported:
-            self._sink.log(version, (now - self._reported).report())
-            self._reported = now
+        counts = self._engine.counts
+        done = {
+            "time/busy_s": self.busy_s,
+            "sampled_tokens": counts.sampled.total(),
+            "prefill_tokens": counts.prefill_tokens,
+            "shared_tokens": counts.shared_tokens,
+            "decode_steps": counts.decode_steps,
+            "scored_tokens": counts.scored_tokens,
+        }
+        values = {name: total - self._reported.get(name, 0) for name, total in done.items()}
+        if any(values.values()):
+            if values["time/busy_s"]:
+                values["throughput/tokens_per_s"] = values["sampled_tokens"] / values["time/busy_s"]
+            self._sink.log(version, values)
+            self._reported = done
 
     def _run(self) -> None:
         self._attempt(self._serve)

@@ -20,7 +20,7 @@ from pellucid.inference.client import (
     ErrorResponse,
     GenerateManyLine,
     GenerateManyRequest,
-    GroupMember,
+    GenerateRequest,
     Health,
     SamplingParams,
     ScoreRequest,
@@ -37,28 +37,18 @@ _MAX_LINE_BYTES = 64 * 1024 * 1024
 @dataclass(slots=True)
 class _Call:
     prompt: tuple[int, ...]
-    member: GroupMember
+    request: GenerateRequest
     answer: "asyncio.Future[Completion]"
     post: "_Post | None" = None
 
     def take(self, line: GenerateManyLine, server_id: str) -> None:
         if self.answer.done():
             return
-        if line.choice is None:
+        if line.completion is None:
             self.answer.set_exception(InferenceError(line.error))
-            return
-        choice = line.choice
-        self.answer.set_result(
-            Completion(
-                choice.token_ids,
-                choice.token_logprobs,
-                choice.policy_versions,
-                choice.finish_reason,
-                choice.routed_experts,
-                link_of(server_id, self.member.account.client),
-                choice.columns,
-            )
-        )
+        else:
+            link = link_of(server_id, self.request.account.client)
+            self.answer.set_result(msgspec.structs.replace(line.completion, link=link))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +110,11 @@ class HttpInferenceClient:
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
         account = msgspec.structs.replace(account, client=self._process)
-        member = GroupMember(params, account, request_id, compact=True)
+        request = GenerateRequest([], params, account, request_id)
         loop = asyncio.get_running_loop()
         if not self._gathering:
             loop.call_soon(self._post_gathered)
-        call = _Call(tuple(prompt_ids), member, loop.create_future())
+        call = _Call(tuple(prompt_ids), request, loop.create_future())
         self._gathering.append(call)
         try:
             return await call.answer
@@ -154,9 +144,8 @@ class HttpInferenceClient:
         reason: Exception = UnreachableError(f"{self._base_url} ended the answer too early")
         try:
             url = f"{self._base_url}/inference/v1/generate_many"
-            body = msgspec.json.encode(
-                GenerateManyRequest([call.member for call in calls], list(calls[0].prompt))
-            )
+            requests = [call.request for call in calls]
+            body = msgspec.json.encode(GenerateManyRequest(requests, list(calls[0].prompt)))
             async with self._session.post(url, data=body) as response:
                 server_id = self._note_server(response)
                 if response.status != 200:

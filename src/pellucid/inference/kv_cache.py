@@ -176,17 +176,8 @@ class StepAttention:
         return merged.transpose(0, 1)[None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Writes:
-    """Tokens of the step, and the row and position in the cache that each is written to."""
-
-    tokens: Indices
-    rows: Indices
-    positions: Indices
-
-
-def _writes(prompts: Sequence[Prompt], shelf: Shelf) -> _Writes | None:
-    """Returns the writes of the prompts whose rows are on this shelf; None if there are none."""
+def _writes(prompts: Sequence[Prompt], shelf: Shelf) -> list[Indices]:
+    """Returns the prompts' tokens that this shelf stores, and the row and position of each; [] if none."""
     tokens, rows, positions = [], [], []
     first = 0
     for prompt in prompts:
@@ -197,9 +188,7 @@ def _writes(prompts: Sequence[Prompt], shelf: Shelf) -> _Writes | None:
                 rows.append(np.full(len(span), row.index))
                 positions.append(span)
         first += len(span)
-    if not tokens:
-        return None
-    return _Writes(np.concatenate(tokens), np.concatenate(rows), np.concatenate(positions))
+    return [np.concatenate(each) for each in (tokens, rows, positions)] if tokens else []
 
 
 class _ShelfPart:
@@ -209,16 +198,15 @@ class _ShelfPart:
     long with one query per row, and needs the keys repeated for grouped queries.
     """
 
-    def __init__(self, shelf: Shelf, first: int, prompts: _Writes | None, device: torch.device) -> None:
+    def __init__(self, shelf: Shelf, first: int, prompts: Sequence[Indices], device: torch.device) -> None:
         last = np.array([row.length - 1 for row in shelf.rows if row is not None])
         rows = np.arange(len(last))
         tokens, positions = first + rows, last
         self._own = slice(first, first + len(last))
         self._written: slice | Tensor = self._own
-        if prompts is not None:
-            tokens = np.concatenate([prompts.tokens, tokens])
-            rows = np.concatenate([prompts.rows, rows])
-            positions = np.concatenate([prompts.positions, positions])
+        if prompts:
+            own = (tokens, rows, positions)
+            tokens, rows, positions = map(np.concatenate, zip(prompts, own, strict=True))
             self._written = torch.from_numpy(tokens).to(device)
         self._layers = shelf.layers()
         heads = len(self._layers[0][0]) // len(last)

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -97,6 +97,8 @@ T = TypeVar("T")
 LONG_BODY_BYTES = 64 * 1024
 """Bodies longer than this are made into prompts by another thread: short ones never wait for them."""
 _OBJECTS_PER_REQUEST = 8
+ANSWERED_ERRORS = (HTTPException, InferenceError, TransportError, ClientDisconnect, Exception)
+"""Exceptions that `_refused` turns into an answer; Starlette raises those of the last kind again."""
 _SPARE_VALUES = 1 << 16
 """Values of a body besides prompts and requests: ids to abort, stop tokens, commas and braces in strings."""
 
@@ -139,7 +141,7 @@ class Server:
     def routes(self) -> Starlette:
         return Starlette(
             lifespan=self._lifespan,
-            exception_handlers=EXCEPTION_HANDLERS,
+            exception_handlers=dict.fromkeys(ANSWERED_ERRORS, _refused),
             routes=[
                 Route("/inference/v1/generate", self.generate, methods=["POST"]),
                 Route("/inference/v1/generate_many", self.generate_many, methods=["POST"]),
@@ -167,7 +169,7 @@ class Server:
         body = await self._body(http, GenerateRequest)
         _require_key_for_books(http, [body])
         (completion,) = await _unless_gone(http, _completions(self._thread.generate([body])))
-        return _json(GenerateResponse(f"generate-{next(self._ids)}", [_choice(0, completion, body.compact)]))
+        return _json(GenerateResponse(f"generate-{next(self._ids)}", [_choice(completion, body.compact)]))
 
     async def generate_many(self, http: HttpRequest) -> Response:
         requests = (await self._body(http, GenerateManyRequest)).members()
@@ -186,8 +188,7 @@ class Server:
                 yield _line(GenerateManyLine(index, error=str(reason)))
             async for number, event in _chain(first, events):
                 if isinstance(event, Completion):
-                    index = served[number]
-                    yield _line(GenerateManyLine(index, _choice(0, event, requests[index].compact)))
+                    yield _line(GenerateManyLine(served[number], event))
 
     async def score(self, http: HttpRequest) -> Response:
         body = await self._body(http, ScoreRequest)
@@ -377,44 +378,23 @@ def _json(body: Any) -> Response:
 
 
 async def _refused(http: HttpRequest, error: Exception) -> Response:
-    if isinstance(error, RequestError):
-        return refusal(error)
-    return error_response(400, ErrorBody(str(error)))
-
-
-async def _busy(http: HttpRequest, error: Exception) -> Response:
-    return error_response(503, ErrorBody(str(error), "server_error", "queue_full"), {"retry-after": "1"})
-
-
-async def _nobody_listens(http: HttpRequest, error: Exception) -> Response:
-    return error_response(503, ErrorBody(str(error), "server_error"))
-
-
-async def _no_route(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path}: {error.detail}"
-    return error_response(error.status_code, ErrorBody(message), error.headers)
-
-
-async def _failed(http: HttpRequest, error: Exception) -> Response:
+    """Turns an exception into a status and a reason."""
+    match error:
+        case RequestError():
+            return refusal(error)
+        case HTTPException():
+            message = f"{http.method} {http.url.path}: {error.detail}"
+            return error_response(error.status_code, ErrorBody(message), error.headers)
+        case QueueFullError():
+            body = ErrorBody(str(error), "server_error", "queue_full")
+            return error_response(503, body, {"retry-after": "1"})
+        case EngineDownError():
+            return error_response(500, ErrorBody(str(error), "server_error", "engine_down"))
+        case ClientGoneError() | ClientDisconnect():  # nobody reads this
+            return error_response(503, ErrorBody(str(error), "server_error"))
+        case InferenceError() | TransportError():
+            return error_response(400, ErrorBody(str(error)))
     return error_response(500, ErrorBody(name_error(error), "server_error"))
-
-
-async def _engine_down(http: HttpRequest, error: Exception) -> Response:
-    return error_response(500, ErrorBody(str(error), "server_error", "engine_down"))
-
-
-EXCEPTION_HANDLERS: Mapping[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
-    InferenceError: _refused,
-    TransportError: _refused,
-    QueueFullError: _busy,
-    EngineDownError: _engine_down,
-    ClientGoneError: _nobody_listens,
-    ClientDisconnect: _nobody_listens,
-    HTTPException: _no_route,
-    Exception: _failed,
-}
-"""Handlers that turn an exception into a status and a reason; the one of the closest base class is used."""
 
 
 def _total(counter: Counter[Account]) -> int:
@@ -422,17 +402,14 @@ def _total(counter: Counter[Account]) -> int:
     return sum(tuple(counter.values()))
 
 
-def _choice(index: int, completion: Completion, compact: bool) -> Choice:
-    content = (
-        None
-        if compact
-        else [
-            {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
-        ]
-    )
+def _choice(completion: Completion, compact: bool) -> Choice:
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+        for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
+        if not compact
+    ]
     return Choice(
-        index=index,
+        index=0,
         token_ids=completion.token_ids,
         finish_reason=completion.finish_reason,
         policy_versions=completion.policy_versions,

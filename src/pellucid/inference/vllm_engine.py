@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -94,31 +94,10 @@ class Scored(NamedTuple):
     logprobs: list[float]
 
 
-class Core(Protocol):
-    """The part of vLLM that the engine uses. Keys name requests and are never used twice."""
-
-    def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
-        """Starts to sample up to `params.max_tokens`; stop tokens and strings are left to the caller."""
-
-    def score(self, key: str, token_ids: Sequence[int]) -> None: ...
-
-    def stop(self, key: str) -> None:
-        """Ends a request; does nothing if it has ended already."""
-
-    def step(self) -> tuple[Sequence[SampledToken], Sequence[Scored]]: ...
-
-    def load(self, folder: Path) -> bool:
-        """Loads published weights; returns whether running requests continue under them.
-
-        If not, the caller has to start them again. Raises TransportError, having changed nothing, for weights
-        that do not fit.
-        """
-
-
 class VllmEngine(SlottedEngine[str]):
     def __init__(
         self,
-        core: Core,
+        core: "VllmCore",
         *,
         num_slots: int,
         max_length: int,
@@ -280,7 +259,7 @@ def restart_with_threads(num_threads: int) -> None:
 
 
 class VllmCore:
-    """Implements `vllm_engine.Core`."""
+    """The part of vLLM that the engine uses. Keys name requests and are never used twice."""
 
     def __init__(self, config: InferenceRunConfig, shapes: Mapping[str, torch.Size]) -> None:
         device = default_device()
@@ -301,6 +280,7 @@ class VllmCore:
         """Keys of requests that have no token yet."""
 
     def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
+        """Starts to sample up to `params.max_tokens`; stop tokens and strings are left to the caller."""
         self._new.add(key)
         seed = None if params.seed is None else params.seed % _NUM_SEEDS
         wanted = {"temperature": params.temperature, "seed": seed, "max_tokens": params.max_tokens}
@@ -329,6 +309,7 @@ class VllmCore:
         )
 
     def stop(self, key: str) -> None:
+        """Ends a request; does nothing if it has ended already."""
         self._new.discard(key)
         self._engine.abort_request([key])
 
@@ -348,6 +329,11 @@ class VllmCore:
         return sampled, scored
 
     def load(self, folder: Path) -> bool:
+        """Loads published weights; returns whether running requests continue under them.
+
+        If not, the caller has to start them again. Raises TransportError, having changed nothing, for weights
+        that do not fit.
+        """
         before = self._adapter
         if is_adapter(folder):
             self._load_adapter(folder)
