@@ -158,7 +158,7 @@ def test_a_connection_that_breaks_is_gone_on_with_where_it_broke(stack, tmp_path
 
 
 def test_a_batch_that_takes_its_time_is_told_of(stack, tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(zmq_sender, "_TELL_EVERY_S", 1e-9)
+    monkeypatch.setattr(zmq_sender, "_LOG_EVERY_S", 1e-9)
     payload = encode_batch(make_batch(5_000))
     inbox, receivers = open_inbox(stack, tmp_path)
     with caplog.at_level("INFO", "pellucid"):

@@ -346,12 +346,17 @@ class _Columns:
         return rows
 
     def _read_pairs(self, section: _DecodedSection) -> tuple[Integers, NDArray[np.uint8]]:
-        if section.num_bytes < 4 * self._num_rows:
-            raise section.refuse(f"{section.num_bytes} bytes; the counts alone have {4 * self._num_rows}")
-        content = section.content()
-        counts = content[: 4 * self._num_rows].view("<u4").astype(np.int64)
+        counts, pairs = self._split(section, "counts")
         section.expect(4 * self._num_rows + PAIR_BYTES * int(counts.sum()))
-        return counts, content[4 * self._num_rows :]
+        return counts, pairs
+
+    def _split(self, section: _DecodedSection, what: str) -> tuple[Integers, NDArray[np.uint8]]:
+        """Returns one uint32 per sequence, which the section begins with, and the bytes behind them."""
+        size = 4 * self._num_rows
+        if section.num_bytes < size:
+            raise section.refuse(f"{section.num_bytes} bytes; the {what} alone have {size}")
+        content = section.content()
+        return content[:size].view("<u4").astype(np.int64), content[size:]
 
     def _check_masks(self, masks: Mapping[str, MaskRows]) -> None:
         declared = {"sampled": self._header.num_sampled, "loss_mask": self._header.num_trainable}
@@ -404,14 +409,8 @@ class _Columns:
             raise section.refuse(f"runs of sequence {row} hold {sums[row]} values; expected {lengths[row]}")
         return RunRows(runs, num_runs, lengths, section.dtype)
 
-    def _read_codes(self, section: _DecodedSection) -> tuple[Integers, NDArray[np.uint8]]:
-        if section.num_bytes < 4 * self._num_rows:
-            raise section.refuse(f"{section.num_bytes} bytes; the codes alone have {4 * self._num_rows}")
-        content = section.content()
-        return content[: 4 * self._num_rows].view("<u4").astype(np.int64), content[4 * self._num_rows :]
-
     def _read_text(self, section: _DecodedSection, column: Column) -> CellRows:
-        codes, packed = self._read_codes(section)
+        codes, packed = self._split(section, "codes")
         if _array_length(packed[:5].tobytes()) > self._num_rows:
             raise section.refuse("has more distinct values than there are sequences")
         try:
@@ -448,7 +447,7 @@ class _Columns:
                 raise section.refuse(f"{too_large(total, limits.max_bytes)} as the text of all sequences")
 
     def _read_blobs(self, section: _DecodedSection) -> CellRows:
-        codes, rest = self._read_codes(section)
+        codes, rest = self._split(section, "codes")
         if rest.size < 4 or rest.size < 4 + 8 * (count := int(rest[:4].view("<u4")[0])):
             raise section.refuse("ends before the sizes of its values")
         sizes = rest[4 : 4 + 8 * count].view("<u8").tolist()

@@ -179,17 +179,15 @@ def _cells(name: str, rows: CellRows) -> _EncodedSection:
     if column.is_number:
         return _values(name, rows.array)
     cells = rows.array.tolist()
-    if column.dtype is bytes:
-        which = {cell: code for code, cell in enumerate(dict.fromkeys(cells))}
-        codes = np.array([which[cell] for cell in cells], "<u4")
-        sizes = np.array([len(cell) for cell in which], "<u8")
-        return _EncodedSection(name, Form.BLOBS, [codes, np.array([len(which)], "<u4"), sizes, *which])
+    if column.dtype not in (bytes, str):  # role spans, which cannot be keys
+        codes = np.arange(len(cells), dtype="<u4")
+        return _EncodedSection(name, Form.TEXT, [codes, msgspec.msgpack.encode(cells)])
+    which = {cell: code for code, cell in enumerate(dict.fromkeys(cells))}
+    codes = np.array([which[cell] for cell in cells], "<u4")
     if column.dtype is str:
-        which = {cell: code for code, cell in enumerate(dict.fromkeys(cells))}
-        codes = np.array([which[cell] for cell in cells], "<u4")
         return _EncodedSection(name, Form.TEXT, [codes, msgspec.msgpack.encode(list(which))])
-    codes = np.arange(len(cells), dtype="<u4")
-    return _EncodedSection(name, Form.TEXT, [codes, msgspec.msgpack.encode(cells)])
+    sizes = np.array([len(cell) for cell in which], "<u8")
+    return _EncodedSection(name, Form.BLOBS, [codes, np.array([len(which)], "<u4"), sizes, *which])
 
 
 def _squeezed(section: _EncodedSection) -> _EncodedSection:

@@ -230,11 +230,7 @@ class FilesystemSender:
 class FilesystemReceiver:
     def __init__(self, run_dir: Path, *, limits: Limits | None = None) -> None:
         self._spool = Spool(run_dir, limits)
-        self._num_rejected = 0
-
-    @property
-    def num_rejected(self) -> int:
-        return self._num_rejected
+        self.num_rejected = 0
 
     def poll(self, step: int) -> Batch | None:
         if not self._spool.has(step):
@@ -242,7 +238,7 @@ class FilesystemReceiver:
         try:
             return self._spool.take(step)
         except PayloadError as error:
-            self._num_rejected += 1
+            self.num_rejected += 1
             logger.error("refused the batch of step %d: %s", step, error)
             raise
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _OFFER_EVERY_S = 0.2
 _MAX_ATTEMPTS = 3
 _CLOSE_WITHIN_S = 60.0
-_TELL_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 _SHUT_OUT = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -48,10 +48,10 @@ class _Outgoing:
     num_bytes: int
     checksum: int
     num_refused: int = 0
-    since_s: float = 0.0
+    asked_s: float = 0.0
     """When the trainer first asked for it; 0 if it has not."""
 
-    told_s: float = 0.0
+    logged_s: float = 0.0
     """When the log last said how far it is."""
 
     num_asked: int = 0
@@ -251,7 +251,7 @@ class ZmqSender:
         with self._changed:
             if (batch := self._outgoing.get(step)) is not None and batch.payload is not None:
                 batch.payload = None
-                if batch.told_s > batch.since_s:
+                if batch.logged_s > batch.asked_s:
                     logger.info("the batch of step %d is with the trainer", step)
             self._heard_s = time.monotonic()
             self._changed.notify_all()
@@ -270,17 +270,17 @@ class ZmqSender:
             batch.num_asked = stop
             self._asked_step = want.step
             self._due_s = self._heard_s + self._dead_after_s
-            self._tell_progress(want.step, batch)
+            self._log_progress(want.step, batch)
 
-    def _tell_progress(self, step: int, batch: _Outgoing) -> None:
+    def _log_progress(self, step: int, batch: _Outgoing) -> None:
         """Logs every now and then how much of a slow batch the trainer has asked for."""
-        if not batch.since_s:
-            batch.since_s = batch.told_s = self._heard_s
-        if self._heard_s - batch.told_s >= _TELL_EVERY_S:
-            batch.told_s = self._heard_s
+        if not batch.asked_s:
+            batch.asked_s = batch.logged_s = self._heard_s
+        if self._heard_s - batch.logged_s >= _LOG_EVERY_S:
+            batch.logged_s = self._heard_s
             logger.info(
                 "the batch of step %d is on its way: %d of %d bytes in %.0f s",
-                *(step, batch.num_asked, batch.num_bytes, batch.told_s - batch.since_s),
+                *(step, batch.num_asked, batch.num_bytes, batch.logged_s - batch.asked_s),
             )
 
     def _note_refusal(self, refused: Refused) -> None:
