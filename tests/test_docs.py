@@ -6,6 +6,9 @@ import runpy
 import sys
 import types
 from collections.abc import Iterable
+from importlib import import_module
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -228,6 +231,23 @@ def test_every_column_and_field_is_in_its_table(page: str, columns: Iterable[Col
     written = runpy.run_path(str(ROOT / "docs" / "tables.py"))["page_with_table"](page)
     assert text == written, "the schema says otherwise: run `python docs/tables.py`"
     assert [column.name for column in columns if f"\n| `{column.name}` | " not in text] == []
+
+
+def test_the_walks_lead_through_functions_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## Four walks")[2].partition("## A new column")[0]
+    walks = [
+        re.findall(r"^\d+\. `([\w/]+\.py): ([\w.]+)`", walk, re.MULTILINE) for walk in section.split(":\n\n")
+    ]
+    assert [len(walk) > 3 for walk in walks] == [False, True, True, True, True]
+    token = [file for file, _ in walks[1]]
+    assert len(token) <= 20
+    assert len(set(token)) == len(token)  # no room twice
+    for file, name in chain.from_iterable(walks):
+        module = import_module(
+            "pellucid." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        )
+        assert attrgetter(name)(module).__code__.co_filename.endswith(file)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
