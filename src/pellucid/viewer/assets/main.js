@@ -234,21 +234,15 @@ export class App {
    * @param {import("./data/run.js").TokenRecord} record */
   matches(record) {
     const { search, filter } = this.state;
+    const { vocabulary } = this.run;
     const marks = new Uint8Array(record.length);
-    let isUsed = false;
     try {
       const query = parseQuery(search);
-      if (query) {
-        isUsed = true;
-        for (const [from, to] of occurrences(query, record.ids, this.run.vocabulary)) marks.fill(1, from, to);
-      }
-      if (filter.trim()) {
-        isUsed = true;
-        const test = testOf(parseFilter(filter), record, this.run.vocabulary);
-        for (let i = 0; i < record.length; i += 1) if (test(i)) marks[i] = 1;
-      }
+      const test = filter.trim() ? testOf(parseFilter(filter), record, vocabulary) : null;
+      for (const [from, to] of query ? occurrences(query, record.ids, vocabulary) : []) marks.fill(1, from, to);
+      for (let i = 0; test && i < record.length; i += 1) if (test(i)) marks[i] = 1;
+      return query || test ? marks : null;
     } catch { return null; } // the top bar says what is wrong with it
-    return isUsed ? marks : null;
   }
 
   showNotes() {
@@ -267,18 +261,16 @@ export class App {
         const { steps, last, summarised } = await this.source.json("pulse");
         const { held, steps: known } = this.run.head;
         const isBack = !isUp;
-        if (isBack || steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) await this.refresh();
+        if (isBack || steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) {
+          this.run.head = await this.source.run();
+          this.showNotes();
+          await this.update(new Set(["head"]));
+        }
         isUp = true;
         if (isBack && !this.view?.root.isConnected) this.again();
       } catch { isUp = false; }
       this.topBar?.connected(isUp);
     }
-  }
-
-  async refresh() {
-    this.run.head = await this.source.run();
-    this.showNotes();
-    await this.update(new Set(["head"]));
   }
 }
 

@@ -204,11 +204,10 @@ export class StepIndex {
   /** @param {number} record */
   chunkOf(record) { return lastAtMost(this.chunkStarts, record); }
 
-  /** Records with the same word, such as the members of a group. @param {string} name @param {any} word */
-  withWord(name, word) {
-    const found = [];
-    for (let i = 0; i < this.length; i += 1) if (this.value(name, i) === word) found.push(i);
-    return found;
+  /** Records with the same words, such as the members of a group. @param {Record<string, any>} words */
+  withWords(words) {
+    const wanted = Object.entries(words);
+    return Array.from({ length: this.length }, (_, i) => i).filter((i) => wanted.every(([name, word]) => this.value(name, i) === word));
   }
 }
 

@@ -42,7 +42,7 @@ export class AcrossView {
         element("span", { class: "view-tools" }, saveBar("its rollouts", () => this.app.fileName(`example_${example}`), { columns: () => this.columns(), shown: () => this.root })));
       for (const [place, step] of run.steps.entries()) {
         const other = await run.index(step);
-        const records = other.withWord("example", example).filter((/** @type {number} */ record) => other.value("env", record) === env);
+        const records = other.withWords({ example, env });
         if (records.length) await run.measured(step);
         if (turn !== this.turn) { this.key = ""; return; }
         for (const record of records) {

@@ -36,8 +36,7 @@ export class GroupView {
       refill(this.members, notice("empty", "This record belongs to no group", "The export has neither a group nor an example id."));
       return;
     }
-    const env = index.value("env", state.record);
-    const numbers = index.withWord(name, word).filter((/** @type {number} */ record) => index.value("env", record) === env);
+    const numbers = index.withWords({ [name]: word, env: index.value("env", state.record) });
     const records = await Promise.all(numbers.map((/** @type {number} */ record) => run.record(state.step, record)));
     const metric = metricOf(state.fill);
     const domain = await this.app.domain(metric, state.scope === "record" ? "step" : state.scope, records[0]);
