@@ -134,6 +134,7 @@ def test_keys_move_through_tokens_records_steps_and_looks(visit: Any, study: str
     assert after("m")["masks"] is False and page.locator(".masked-high, .masked-low").count() == 0
     assert after("t")["table"] is True
     assert page.locator(".token-table tbody tr[data-row]").count() > 10
+    assert page.locator(".token-table tbody td.text").first.bounding_box()["width"] > 100  # tokens have room
     assert after("g")["view"] == "group" and after("r")["view"] == "record" and after("w")["view"] == "worst"
     press("/")
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Search"
