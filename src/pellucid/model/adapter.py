@@ -65,7 +65,6 @@ class Adapters:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
 
-        self.config = config
         self._policy = policy
         self._slots = [f"slot_{number}" for number in range(num_slots)]
         described = PeftConfig(
@@ -84,9 +83,6 @@ class Adapters:
             for _, layer in self._lora_layers():
                 for slot in self._slots:
                     layer.lora_dropout[slot] = _TrainingDropout(config.dropout)
-
-    def __len__(self) -> int:
-        return len(self._slots)
 
     def __getitem__(self, number: int) -> Adapter:
         """Makes the adapter from the current parameters; sharding replaces them, so ask again after it."""

@@ -117,45 +117,26 @@ def lr_factor(step: int, scheduler: SchedulerConfig, max_steps: int) -> float:
 def cause_of(update: Update, tokens: Sequence[str | None], parameters: Sequence[str | None]) -> str:
     """Picks the first known cause: a token's loss by rank, else a parameter's gradient by process, else the
     norm."""
-    for cause in tokens:
-        if cause is not None:
-            return cause
-    for name in parameters:
-        if name is not None:
-            return f"every token's loss is finite, but the gradient of {name} is not"
+    if token := next(filter(None, tokens), None):
+        return token
+    if name := next(filter(None, parameters), None):
+        return f"every token's loss is finite, but the gradient of {name} is not"
     return f"the norm of the gradient is {update.grad_norm:g}"
 
 
-class Skips:
-    """Counts the steps of a run that were skipped in a row."""
-
-    def __init__(self, max_in_a_row: int) -> None:
-        self._max = max_in_a_row
-        self._in_a_row = 0
-        self._cause = ""
-
-    def add(self, cause: str | None) -> None:
-        """Counts one more step; `cause` is None if it was not skipped."""
-        self._in_a_row = 0 if cause is None else self._in_a_row + 1
-        self._cause = cause or ""
-
-    @property
-    def is_over(self) -> bool:
-        return self._in_a_row >= self._max
-
-    def error(self, step: int, output_dir: Path, *, is_exported: bool) -> DataError:
-        """Makes the error that ends a run after `step`, once its checkpoint is written."""
-        first = step - self._in_a_row + 1
-        which = f"step {step} was" if first == step else f"steps {first} to {step} were"
-        look = f"look at their tokens with `pellucid view {output_dir}`"
-        if not is_exported:
-            look = "export their tokens with --trainer.experimental.token-export"
-        return DataError(
-            f"{which} skipped, as many in a row as trainer.max_skipped_steps = {self._max} allows: "
-            f"{self._cause}. The weights are those of policy version {first}, and a checkpoint holds them: "
-            f"{look}; then --resume goes on with the next batch. Lower trainer.optim.lr if the "
-            "policy has diverged"
-        )
+def too_many_skips(step: int, causes: Sequence[str], output_dir: Path, *, is_exported: bool) -> DataError:
+    """Makes the error that ends a run after `step`; `causes` are those of the steps skipped in a row."""
+    first = step - len(causes) + 1
+    which = f"step {step} was" if first == step else f"steps {first} to {step} were"
+    look = f"look at their tokens with `pellucid view {output_dir}`"
+    if not is_exported:
+        look = "export their tokens with --trainer.experimental.token-export"
+    return DataError(
+        f"{which} skipped, as many in a row as trainer.max_skipped_steps = {len(causes)} allows: "
+        f"{causes[-1]}. The weights are those of policy version {first}, and a checkpoint holds them: "
+        f"{look}; then --resume goes on with the next batch. Lower trainer.optim.lr if the "
+        "policy has diverged"
+    )
 
 
 @dataclass(frozen=True)

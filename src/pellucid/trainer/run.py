@@ -30,7 +30,7 @@ from pellucid.packing import pack_batch
 from pellucid.trainer.alarms import TrainerAlarms
 from pellucid.trainer.batches import BatchSource, StopRequest, share_table
 from pellucid.trainer.observer import COUNTED, StepObserver
-from pellucid.trainer.optimizer import Optimizer, Skips, Trained, Update, cause_of
+from pellucid.trainer.optimizer import Optimizer, Trained, Update, cause_of, too_many_skips
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.saver import CheckpointSaver
 from pellucid.trainer.sft import Validation
@@ -83,7 +83,8 @@ class Run:
         self._watch = Stopwatch()
         self._shape = ModelShape.of(self.policy)
         self._cost = self._shape.cost()
-        self._skips = Skips(self.config.max_skipped_steps)
+        self._skips: list[str] = []
+        """Causes of the steps that were skipped in a row, up to the last one."""
         self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
         self._alarms = TrainerAlarms(
             self.output_dir,
@@ -248,13 +249,14 @@ class Run:
         """
         tokens: list[str | None] = self.ranks.gather(observer.not_finite())
         update = self.optimizer.step(is_finite=not any(tokens))
-        cause = None
-        if update.is_skipped:
-            observer.skip()
-            cause = cause_of(update, tokens, self.ranks.gather_all(update.parameter))
-            if self.ranks.is_main:
-                logger.warning("step %d of %s is skipped: %s", observer.batch.step, self.output_dir, cause)
-        self._skips.add(cause)
+        if not update.is_skipped:
+            self._skips.clear()
+            return update
+        observer.skip()
+        self._skips.append(cause_of(update, tokens, self.ranks.gather_all(update.parameter)))
+        if self.ranks.is_main:
+            skipped = observer.batch.step, self.output_dir, self._skips[-1]
+            logger.warning("step %d of %s is skipped: %s", *skipped)
         return update
 
     def publish(self, step: int) -> None:
@@ -308,10 +310,11 @@ class Run:
         self.finish_checkpoint(wait=False)
         if self._num_trained % self.config.ckpt.interval == 0 or self._num_trained == self.max_steps:
             self.save_checkpoint()
-        if self._skips.is_over:
+        if len(self._skips) >= self.config.max_skipped_steps:
             self.save_checkpoint()
             self.finish_checkpoint()
-            raise self._skips.error(step, self.output_dir, is_exported=self.exporter is not None)
+            is_exported = self.exporter is not None
+            raise too_many_skips(step, self._skips, self.output_dir, is_exported=is_exported)
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint of the steps trained so far, unless it exists; releases batches it covers."""
