@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from pellucid.checks.oracle import ReferenceModel, ReferenceSequence, ReferenceStep
 from pellucid.checks.verify import agreement, path, scenario, script, subject
@@ -538,6 +539,14 @@ def checkpoint_without_ledger(patch: Patch) -> None:
     patch.setattr(run, "sum_entries", lambda entries: [])
 
 
+def checkpoint_of_step_0(patch: Patch) -> None:
+    """The ledger of a checkpoint has its counts, and forgets their step."""
+    original = run.sum_entries
+    patch.setattr(
+        run, "sum_entries", lambda entries: [structs.replace(each, step=0) for each in original(entries)]
+    )
+
+
 @pytest.mark.parametrize(
     ("plant", "stage"),
     [
@@ -598,6 +607,7 @@ def test_a_fault_of_the_trainer_is_named_by_its_stage(
         (weights_lost, "checkpoint"),
         (last_checkpoint_missing, "checkpoint"),
         (checkpoint_without_ledger, "checkpoint"),
+        (checkpoint_of_step_0, "checkpoint"),
         (moments_lost, "update"),
         (teacher_forgotten, "token losses"),
         (halved_sft_loss, "token losses"),
