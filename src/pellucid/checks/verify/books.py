@@ -54,6 +54,9 @@ def check_orchestrator_books(expected: ExpectedRun, differences: Differences) ->
         if each["rollout_id"] in expected.failed:
             where = f"rollout {each['rollout_id']}, which failed: its outcome"
             differences.same("books of batches", State.FAILED_ROLLOUT.value, each["outcome"], where)
+    marks = [mark for line in journal.read_text().splitlines() if (mark := json.loads(line).get("mark"))]
+    where = f"marks in {journal.name}, which a resume goes back to"
+    differences.same("books of batches", sorted({abs(mark) for mark in marks}), marks, where)
     found = _summed(_entries(journal))
     for env, own in wanted.items():
         booked = {what: found.get(env, {}).get(what, 0) for what in own}
