@@ -175,7 +175,7 @@ def test_the_record_replays(finished, capsys) -> None:
     report = json.loads(capsys.readouterr().out)
     assert {finding["check"] for finding in report["findings"]} == {
         *("rewards", "advantages", "ratios", "masks", "losses", "weights", "record", "loss"),
-        *("learning rate", "off-policy"),
+        *("learning rate", "off-policy", "ledger"),
     }
     assert report["steps"] == list(range(STEPS)) and report["notes"] == []
     assert main(["replay", str(folder), "--set", "trainer.loss.dppo_mask_high=0", "--json"]) == 0
