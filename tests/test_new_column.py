@@ -21,8 +21,7 @@ from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.data.tensors import to_tensors
 from pellucid.export import TokenExporter
 from pellucid.inference.engine import draw
-from pellucid.loss import LossInputs
-from pellucid.loss.functions import tis_loss
+from pellucid.loss import LossInputs, tis_loss
 from pellucid.loss.script import script
 from pellucid.orchestrator.verdict import build_samples
 from pellucid.transport import Batch, decode_batch, encode_batch
