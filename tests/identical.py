@@ -9,8 +9,10 @@ totals, every rollout, every column of the token exports, and the final weights.
 out.
 
 Seeds decide what is drawn. Timing decides which sequences share a forward, which changes the last bits, and
-in which order groups end. `STEADY` leaves nothing to it: one thread, one sequence at a time in the engine, no
-more rollouts in flight than one group has, and no sampling during training.
+in which order groups end. `STEADY` leaves it next to nothing: one thread, one sequence at a time in the
+engine, no more rollouts in flight than one group has, and no sampling during training. On a busy machine
+members of a group can still reach the engine in another order. Differences that begin with a `rollout_id`
+look like that: repeat the run on a calm machine.
 
 Prints what differs by name, with its first step and both values, and exits with 1.
 """
