@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from pellucid.config.base import save, to_toml
+from pellucid.config.base import MAX_NAME, save, to_toml
 from pellucid.config.parse import parse
 from pellucid.config.tools import LedgerSettings
 from pellucid.errors import ConfigError
 
 names = st.text(min_size=1)
-labels = names.filter(lambda name: name.isprintable() and "/" not in name)
+labels = st.text(min_size=1, max_size=MAX_NAME).filter(lambda name: name.isprintable() and "/" not in name)
 run_ids = labels.filter(lambda name: not name.startswith("."))
 values = st.recursive(
     st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.datetimes() | st.dates(),
