@@ -13,26 +13,26 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 import pellucid.checks.oracle
-from pellucid.checks.oracle import (
-    AdamWState,
+from pellucid.checks.oracle.conversation import (
     FinishedGroup,
-    ReferenceModel,
-    ReferenceSequence,
     Sampled,
-    adamw_step,
     advantages_of,
-    clip_factor,
     expected_batches,
     expected_samples,
-    learning_rate,
-    loss_weights_of,
     off_policy_levels,
     response_ids_of,
     response_length_of,
-    token_losses,
     truncated,
 )
-from pellucid.checks.oracle.losses import KNOWN
+from pellucid.checks.oracle.losses import KNOWN, loss_weights_of, token_losses
+from pellucid.checks.oracle.training import (
+    AdamWState,
+    ReferenceModel,
+    ReferenceSequence,
+    adamw_step,
+    clip_factor,
+    learning_rate,
+)
 from pellucid.config import LossConfig, ModelConfig, SchedulerConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.loss import LossInputs, Ratios, loss_for, sequence_weights

@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from pellucid.checks.oracle import ReferenceModel, ReferenceSequence, ReferenceStep
+from pellucid.checks.oracle.training import ReferenceModel, ReferenceSequence, ReferenceStep
 from pellucid.checks.verify import agreement, path, scenario, script, subject
 from pellucid.checks.verify.differences import STAGES, Differences
 from pellucid.checks.verify.expected import ExpectedRun, group_of

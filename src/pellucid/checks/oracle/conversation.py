@@ -9,7 +9,7 @@ Every sampled token is trainable in exactly one sample: that of the first conver
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ class Sampled:
     is_trainable: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversation:
     """A training sample: what was sampled in it, and what of that trains."""
 
@@ -47,26 +47,16 @@ def expected_samples(turns: Sequence[Sampled]) -> list[Conversation]:
         if not turn.reply_ids:
             continue
         prompt = list(turn.prompt_ids)
-        place = next(
-            (
-                index
-                for index in reversed(range(len(samples)))
-                if prompt[: len(samples[index].token_ids)] == samples[index].token_ids
-            ),
-            None,
-        )
-        if place is None:
-            place = len(samples)
+        continued = [each for each in samples if prompt[: len(each.token_ids)] == each.token_ids]
+        if not continued:
             samples.append(Conversation([], [], [], [], []))
-        known = samples[place]
-        added, size = prompt[len(known.token_ids) :], len(turn.reply_ids)
-        samples[place] = Conversation(
-            [*known.token_ids, *added, *turn.reply_ids],
-            [*known.is_sampled, *[False] * len(added), *[True] * size],
-            [*known.is_trainable, *[False] * len(added), *[turn.is_trainable] * size],
-            [*known.logprobs, *[0.0] * len(added), *turn.logprobs],
-            [*known.versions, *[-1] * len(added), *turn.versions],
-        )
+        sample = continued[-1] if continued else samples[-1]
+        added, size = prompt[len(sample.token_ids) :], len(turn.reply_ids)
+        sample.token_ids += [*added, *turn.reply_ids]
+        sample.is_sampled += [False] * len(added) + [True] * size
+        sample.is_trainable += [False] * len(added) + [turn.is_trainable] * size
+        sample.logprobs += [*[0.0] * len(added), *turn.logprobs]
+        sample.versions += [*[-1] * len(added), *turn.versions]
     return samples
 
 
@@ -77,48 +67,36 @@ def prompt_ids_of(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
     return ids
 
 
+def _ids_after_reply(tokenizer: Any, messages: Sequence[Any], *later: Any, opens_reply: bool) -> list[int]:
+    """Finds the token ids that the template writes after a reply to `messages`, which `later` ones follow."""
+    mark = "marked reply"
+    conversation = [*messages, {"role": "assistant", "content": mark}, *later]
+    text = tokenizer.apply_chat_template(conversation, add_generation_prompt=opens_reply, tokenize=False)
+    ids: list[int] = tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def response_ids_of(tokenizer: Any, messages: Sequence[Any], last: int, response: Any) -> list[int]:
     """Finds the token ids between a reply to `messages`, which ended in `last`, and the next reply."""
-    mark = "marked reply"
-    text = tokenizer.apply_chat_template(
-        [*messages, {"role": "assistant", "content": mark}, response],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    ids: list[int] = tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
+    ids = _ids_after_reply(tokenizer, messages, response, opens_reply=True)
     return ids[1:] if ids[:1] == [last] else ids
 
 
 def response_length_of(tokenizer: Any, messages: Sequence[Any], response: Any) -> int:
     """Counts the tokens that the template writes for a response, the opening of the next reply left out."""
-    mark = "marked reply"
-    reply = [*messages, {"role": "assistant", "content": mark}]
-    texts = [tokenizer.apply_chat_template(each, tokenize=False) for each in (reply, [*reply, response])]
-    before, after = (
-        len(tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]) for text in texts
-    )
-    return after - before
+    before = _ids_after_reply(tokenizer, messages, opens_reply=False)
+    return len(_ids_after_reply(tokenizer, messages, response, opens_reply=False)) - len(before)
 
 
 def truncated(sample: Conversation, seq_len: int) -> Conversation:
     """Keeps the first `seq_len` tokens."""
-    return replace(
-        sample,
-        token_ids=sample.token_ids[:seq_len],
-        is_sampled=sample.is_sampled[:seq_len],
-        is_trainable=sample.is_trainable[:seq_len],
-        logprobs=sample.logprobs[:seq_len],
-        versions=sample.versions[:seq_len],
-    )
+    return Conversation(**{name: values[:seq_len] for name, values in vars(sample).items()})
 
 
 def off_policy_levels(step: int, sample: Conversation) -> list[int]:
     """Computes how many steps old each sampled token is: the step that trains it minus its version."""
-    return [
-        step - version
-        for version, is_sampled in zip(sample.versions, sample.is_sampled, strict=True)
-        if is_sampled
-    ]
+    pairs = zip(sample.versions, sample.is_sampled, strict=True)
+    return [step - version for version, is_sampled in pairs if is_sampled]
 
 
 @dataclass(frozen=True)
@@ -175,10 +153,9 @@ def advantages_of(
         if length_penalty["type"] == "turns":
             costs = [float(number) for number in num_turns]
         else:
-            costs = [
-                length_penalty["completion_weight"] * own + length_penalty["tool_response_weight"] * tools
-                for own, tools in zip(completion_tokens, tool_tokens, strict=True)
-            ]
+            weights = length_penalty["completion_weight"], length_penalty["tool_response_weight"]
+            pairs = zip(completion_tokens, tool_tokens, strict=True)
+            costs = [weights[0] * sampled + weights[1] * tools for sampled, tools in pairs]
         shaped = _reward_short_answers(shaped, costs)
     if len(set(shaped)) == 1:
         return [0.0] * len(shaped)  # nothing to compare, whatever rounding makes of their mean

@@ -10,7 +10,7 @@ a mapping with the names of `[trainer.loss]`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -57,10 +57,9 @@ class _Tokens:
     def log_ratio(self) -> Numbers:
         return self.log_pi - self.log_mu
 
-    def sequence_mean(self, values: Numbers) -> Numbers:
-        sums, counts = np.bincount(self.sequence, values), np.bincount(self.sequence)
-        means: Numbers = sums[self.sequence] / counts[self.sequence]
-        return means
+    @property
+    def ratio(self) -> Numbers:
+        return np.exp(self.log_ratio)
 
 
 def ratios_of(log_pi: Numbers, log_mu: Numbers) -> dict[str, Numbers]:
@@ -91,116 +90,93 @@ def token_losses(
     `mode` is that of the samples (`rl`, `opd`, `sft`); `settings["type"]` names the loss of `rl`.
     """
     kind = {"opd": "dppo", "sft": "sft"}.get(mode) or str(settings["type"])
-    own = OPD if mode == "opd" else settings
+    settings = OPD if mode == "opd" else settings
     chosen = np.flatnonzero(trainable)
-    log_pi = np.asarray(log_pi, np.float64)[chosen]
+    log_pi, log_mu, advantages = (
+        np.asarray(values, np.float64)[chosen] for values in (log_pi, log_mu, advantages)
+    )
     gap = np.zeros(len(chosen))
     if teacher is not None:
         spoken = np.asarray(teacher, np.float64)[chosen]
         gap = np.where(np.isnan(spoken), 0.0, spoken - log_pi)
-    tokens = _Tokens(
-        log_pi,
-        np.asarray(log_mu, np.float64)[chosen],
-        np.asarray(advantages, np.float64)[chosen],
-        gap,
-        np.repeat(np.arange(len(lengths)), lengths)[chosen],
-    )
+    sequence = np.repeat(np.arange(len(lengths)), lengths)[chosen]
+    tokens = _Tokens(log_pi, log_mu, advantages, gap, sequence)
     with np.errstate(over="ignore", invalid="ignore"):
-        found = _LOSSES[kind](tokens, own)
-        if kind != "sft" and (kl_tau := float(own["kl_tau"])):
+        found = _LOSSES[kind](tokens, settings)
+        if kind != "sft" and (kl_tau := float(settings["kl_tau"])):
             penalty, slope = kl_tau * tokens.log_ratio**2, 2 * kl_tau * tokens.log_ratio
-            found = _Verdict(found.loss + penalty, found.slope + slope, found.high, found.low, found.masked)
-    return found.spread(chosen, len(trainable), _margin(kind, own, tokens))
+            found = replace(found, loss=found.loss + penalty, slope=found.slope + slope)
+    spread: dict[str, NDArray[Any]] = {}
+    for name in (field.name for field in fields(found)):
+        if (values := getattr(found, name)) is not None:
+            spread[name] = np.full(len(trainable), np.inf if name == "margin" else 0, values.dtype)
+            spread[name][chosen] = values
+    return TokenLosses(**spread)
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """Losses of trainable tokens alone."""
-
-    loss: Numbers
-    slope: Numbers
-    high: Flags | None = None
-    low: Flags | None = None
-    masked: Flags | None = None
-
-    def spread(self, chosen: NDArray[np.intp], num_tokens: int, margin: Numbers | None) -> TokenLosses:
-        """Puts every value where its token is; all other tokens get 0 or False."""
-
-        def place(values: NDArray[Any]) -> NDArray[Any]:
-            placed = np.zeros(num_tokens, values.dtype)
-            placed[chosen] = values
-            return placed
-
-        def place_if(values: NDArray[Any] | None) -> Any:
-            return None if values is None else place(values)
-
-        far = None
-        if margin is not None:
-            far = np.full(num_tokens, np.inf)
-            far[chosen] = margin
-        return TokenLosses(
-            place(self.loss),
-            place(self.slope),
-            place_if(self.high),
-            place_if(self.low),
-            place_if(self.masked),
-            far,
-        )
+def _nearest(values: Numbers, *bounds: float) -> Numbers:
+    """The distance of each value from the nearest bound."""
+    distances: Numbers = np.min([np.abs(values - bound) for bound in bounds], axis=0)
+    return distances
 
 
-def _dppo(tokens: _Tokens, settings: Mapping[str, Any]) -> _Verdict:
+def _dppo(tokens: _Tokens, settings: Mapping[str, Any]) -> TokenLosses:
     """−keep · (adv_tau·A + teacher_tau·gap) · r, masked by π − μ on the side of A."""
+    low, high = -settings["dppo_mask_low"], settings["dppo_mask_high"]
     delta = np.exp(tokens.log_pi) - np.exp(tokens.log_mu)
-    rises = (tokens.advantage > 0) & (delta > settings["dppo_mask_high"])
-    falls = (tokens.advantage <= 0) & (delta < -settings["dppo_mask_low"])
+    rises = (tokens.advantage > 0) & (delta > high)
+    falls = (tokens.advantage <= 0) & (delta < low)
     masked = rises | falls
     signal = settings["adv_tau"] * tokens.advantage + settings["teacher_tau"] * tokens.teacher_gap
-    gain = np.where(masked, 0.0, signal * np.exp(tokens.log_ratio))
-    return _Verdict(-gain, -gain, rises, falls & (tokens.advantage < 0), masked)
+    gain = np.where(masked, 0.0, signal * tokens.ratio)
+    is_low = falls & (tokens.advantage < 0)
+    return TokenLosses(-gain, -gain, rises, is_low, masked, _nearest(delta, low, high))
 
 
-def _ppo_clip(tokens: _Tokens, settings: Mapping[str, Any]) -> _Verdict:
-    return _surrogate(tokens, np.exp(tokens.log_ratio), settings)
+def _ppo_clip(tokens: _Tokens, settings: Mapping[str, Any]) -> TokenLosses:
+    return _surrogate(tokens, tokens.ratio, settings)
 
 
-def _gspo(tokens: _Tokens, settings: Mapping[str, Any]) -> _Verdict:
+def _gspo(tokens: _Tokens, settings: Mapping[str, Any]) -> TokenLosses:
     """One ratio per sequence; the mean over its tokens of their slopes is the derivative of that ratio."""
-    return _surrogate(tokens, np.exp(tokens.sequence_mean(tokens.log_ratio)), settings)
+    sums, counts = np.bincount(tokens.sequence, tokens.log_ratio), np.bincount(tokens.sequence)
+    return _surrogate(tokens, np.exp(sums[tokens.sequence] / counts[tokens.sequence]), settings)
 
 
-def _surrogate(tokens: _Tokens, ratio: Numbers, settings: Mapping[str, Any]) -> _Verdict:
+def _surrogate(tokens: _Tokens, ratio: Numbers, settings: Mapping[str, Any]) -> TokenLosses:
     """−min(s·A, clip(s)·A): flat where the clipped term is the smaller one."""
     low, high = 1 - settings["clip_low"], 1 + settings["clip_high"]
     free, clipped = ratio * tokens.advantage, np.clip(ratio, low, high) * tokens.advantage
     is_high = (tokens.advantage > 0) & (ratio > high)
     is_low = (tokens.advantage < 0) & (ratio < low)
-    slope = np.where(is_high | is_low, 0.0, -free)
-    return _Verdict(-np.minimum(free, clipped), slope, is_high, is_low, is_high | is_low)
+    masked = is_high | is_low
+    slope = np.where(masked, 0.0, -free)
+    return TokenLosses(-np.minimum(free, clipped), slope, is_high, is_low, masked, _nearest(ratio, low, high))
 
 
-def _cispo(tokens: _Tokens, settings: Mapping[str, Any]) -> _Verdict:
-    ratio = np.exp(tokens.log_ratio)
-    weight = np.clip(ratio, 1 - settings["clip_low"], 1 + settings["clip_high"]) * tokens.advantage
-    return _Verdict(-weight * tokens.log_pi, -weight)
+def _cispo(tokens: _Tokens, settings: Mapping[str, Any]) -> TokenLosses:
+    weight = np.clip(tokens.ratio, 1 - settings["clip_low"], 1 + settings["clip_high"]) * tokens.advantage
+    return TokenLosses(-weight * tokens.log_pi, -weight)
 
 
-def _tis(tokens: _Tokens, settings: Mapping[str, Any]) -> _Verdict:
-    weight = np.minimum(np.exp(tokens.log_ratio), settings["max_ratio"]) * tokens.advantage
-    return _Verdict(-weight * tokens.log_pi, -weight)
+def _tis(tokens: _Tokens, settings: Mapping[str, Any]) -> TokenLosses:
+    weight = np.minimum(tokens.ratio, settings["max_ratio"]) * tokens.advantage
+    return TokenLosses(-weight * tokens.log_pi, -weight)
 
 
-def _icepop(tokens: _Tokens, settings: Mapping[str, Any]) -> _Verdict:
-    ratio = np.exp(tokens.log_ratio)
-    high, low = ratio > settings["max_ratio"], ratio < settings["min_ratio"]
-    gain = np.where(high | low, 0.0, ratio * tokens.advantage)
-    return _Verdict(-gain, -gain, high, low, high | low)
+def _icepop(tokens: _Tokens, settings: Mapping[str, Any]) -> TokenLosses:
+    low, high = settings["min_ratio"], settings["max_ratio"]
+    is_high, is_low = tokens.ratio > high, tokens.ratio < low
+    gain = np.where(is_high | is_low, 0.0, tokens.ratio * tokens.advantage)
+    margin = _nearest(tokens.ratio, low, high)
+    return TokenLosses(-gain, -gain, is_high, is_low, is_high | is_low, margin)
 
 
-def _sft(tokens: _Tokens, settings: Mapping[str, Any]) -> _Verdict:
-    return _Verdict(-tokens.log_pi, -np.ones_like(tokens.log_pi))
+def _sft(tokens: _Tokens, settings: Mapping[str, Any]) -> TokenLosses:
+    return TokenLosses(-tokens.log_pi, -np.ones_like(tokens.log_pi))
 
 
-_LOSSES: Mapping[str, Callable[[_Tokens, Mapping[str, Any]], _Verdict]] = {
+_LOSSES: Mapping[str, Callable[[_Tokens, Mapping[str, Any]], TokenLosses]] = {
     "dppo": _dppo,
     "ppo_clip": _ppo_clip,
     "gspo": _gspo,
@@ -212,24 +188,6 @@ _LOSSES: Mapping[str, Callable[[_Tokens, Mapping[str, Any]], _Verdict]] = {
 
 KNOWN = frozenset(_LOSSES) - {"sft"}
 """Values of `trainer.loss.type` that this module has a formula for; a custom loss is not among them."""
-
-
-def _margin(kind: str, settings: Mapping[str, Any], tokens: _Tokens) -> Numbers | None:
-    """The distance of the quantity that decides from the bounds that it is held to."""
-    if kind == "dppo":
-        delta = np.exp(tokens.log_pi) - np.exp(tokens.log_mu)
-        bounds = [settings["dppo_mask_high"], -settings["dppo_mask_low"]]
-    elif kind in ("ppo_clip", "gspo"):
-        mean = tokens.sequence_mean(tokens.log_ratio) if kind == "gspo" else tokens.log_ratio
-        delta = np.exp(mean)
-        bounds = [1 + settings["clip_high"], 1 - settings["clip_low"]]
-    elif kind == "icepop":
-        delta = np.exp(tokens.log_ratio)
-        bounds = [settings["max_ratio"], settings["min_ratio"]]
-    else:
-        return None
-    nearest: Numbers = np.min([np.abs(delta - bound) for bound in bounds], axis=0)
-    return nearest
 
 
 def loss_weights_of(
@@ -245,11 +203,9 @@ def loss_weights_of(
     units: dict[object, int] = {}
     keys: list[object] = []
     for row, (number, group, mode) in enumerate(zip(num_trainable, groups, modes, strict=True)):
-        key = (
-            None if mode != "rl" or reduction == "token" else row if reduction == "sequence" else group or row
-        )
-        keys.append(key)
-        if key is not None and number:
+        key: object = row if reduction == "sequence" else group or row
+        keys.append(None if mode != "rl" or reduction == "token" else key)
+        if keys[-1] is not None and number:
             units[key] = units.get(key, 0) + number
     total = sum(units.values())
     return [1.0 if key is None or not units.get(key) else total / len(units) / units[key] for key in keys]

@@ -111,13 +111,10 @@ class ReferenceModel:
         """Computes the probability of the likeliest next token."""
         return float((self._logits(token_ids, self.parameters)[-1] / temperature).softmax(-1).max())
 
-    def _logits(self, token_ids: Sequence[int], own: Tensors) -> Tensor:
+    def _logits(self, token_ids: Sequence[int], parameters: Tensors) -> Tensor:
+        inputs = {"input_ids": torch.tensor([list(token_ids)]), "use_cache": False}
         with Float64Everywhere():
-            output = torch.func.functional_call(
-                self._hf,
-                self._weights(own),
-                kwargs={"input_ids": torch.tensor([list(token_ids)]), "use_cache": False},
-            )
+            output = torch.func.functional_call(self._hf, self._weights(parameters), kwargs=inputs)
         logits: Tensor = output.logits[0]
         return logits
 
@@ -125,8 +122,7 @@ class ReferenceModel:
         self, token_ids: Sequence[int], temperatures: NDArray[np.float64], parameters: Tensors | None = None
     ) -> tuple[Tensor, Tensor]:
         """Computes log π and the entropy of every token; nothing predicts the first one, so it is uniform."""
-        own = self.parameters if parameters is None else parameters
-        logits = self._logits(token_ids, own)
+        logits = self._logits(token_ids, self.parameters if parameters is None else parameters)
         scaled = logits[:-1] / torch.as_tensor(temperatures, dtype=torch.float64)[1:, None]
         log_all = scaled - torch.logsumexp(scaled, dim=-1, keepdim=True)
         chosen = log_all.gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
@@ -134,15 +130,15 @@ class ReferenceModel:
         uniform = torch.full((1,), math.log(logits.shape[-1]), dtype=torch.float64)
         return torch.cat([-uniform, chosen]), torch.cat([uniform, entropy])
 
-    def _weights(self, own: Tensors) -> Tensors:
+    def _weights(self, parameters: Tensors) -> Tensors:
         """The weights to compute with: an adapted one is W + scale · B·A."""
         weights = dict(self._fixed)
-        for name, value in own.items():
+        for name, value in parameters.items():
             if not name.startswith(PEFT_PREFIX):
                 weights[name] = value
             elif name.endswith(".lora_A.weight"):
                 adapted = name.removeprefix(PEFT_PREFIX).replace(".lora_A.", ".")
-                factor = own[name.replace(".lora_A.", ".lora_B.")]
+                factor = parameters[name.replace(".lora_A.", ".lora_B.")]
                 weights[adapted] = self._fixed[adapted] + self._lora_scale * (factor @ value)
         return weights
 

@@ -18,26 +18,39 @@ Who replays a run may not have made it: no code that its settings name is run, a
 loaded, unless that is asked for.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
-from pellucid.checks.finding import Finding, findings_table
-from pellucid.checks.replay.changes import change
-from pellucid.checks.replay.checks import Checks, open_predictor, read_steps
+from pellucid.checks.finding import findings_table
+from pellucid.checks.replay.checks import Checks, record_name
+from pellucid.checks.replay.recompute import MASKS
 from pellucid.checks.replay.recorded import RecordedRun
-from pellucid.checks.replay.tokens import tokens_as_dict, tokens_table
 from pellucid.checks.replay.what_if import WhatIf, what_if_table
 from pellucid.config.imports import see_current_folder
 from pellucid.config.tools import ReplaySettings
-from pellucid.errors import DataError
-from pellucid.export.batch import ColumnBatch, Values
+from pellucid.errors import ConfigError, DataError, ModelError
+from pellucid.export import FIELDS
+from pellucid.export.batch import ColumnBatch, Values, is_per_token
 from pellucid.launch.console import make_console
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from pellucid.checks.replay.weights import Predictor
+
+_SHOWN = {
+    "inference_logprobs": "log μ",
+    "trainer_logprobs": "log π",
+    "advantages": "A",
+    "importance_ratio": "r",
+    "prob_delta": "π − μ",
+    "is_masked": "masked",
+    "token_loss": "loss",
+}
 
 
 def run_replay(settings: ReplaySettings) -> int:
@@ -48,71 +61,122 @@ def run_replay(settings: ReplaySettings) -> int:
     steps = run.steps(settings.step)
     console = make_console()
     if settings.changes:
-        return _what_if(run, steps, settings, console)
+        what_if = WhatIf(run, settings.changes)
+        for number, step in _read_steps(run, steps):
+            what_if.add(number, step)
+        if settings.as_json:
+            _print_json({"changes": list(settings.changes), **what_if.as_dict()})
+        else:
+            console.print(what_if_table(what_if.totals(), len(steps)))
+        return 0
     notes = [] if run.has_config else ["no configs/ beside the export: the default settings are assumed"]
-    predictor = open_predictor(run, notes.append) if settings.weights else None
+    predictor = _open_predictor(run, notes) if settings.weights else None
     if run.model is not None and not settings.weights:
         notes.append("logprobs were not recomputed: --weights does, with the run's model and weights")
     checks = Checks(run, predictor, notes)
-    shown: tuple[ColumnBatch, dict[str, Values]] | None = None
-    for number, step in _progress(read_steps(run, steps), len(steps)):
-        shown = step, checks.add(number, step)
-    if settings.sequence is not None and shown is not None:
-        _check_sequence(settings.sequence, shown[0], settings)
+    tokens: Table | dict[str, Any] | None = None
+    for number, step in _read_steps(run, steps):
+        recomputed = checks.add(number, step)
+        if settings.sequence is not None:
+            if settings.sequence >= step.num_sequences:
+                raise DataError(
+                    f"--sequence {settings.sequence}: step {settings.step} has {step.num_sequences} records, "
+                    "numbered from 0"
+                )
+            show = _tokens_as_dict if settings.as_json else _tokens_table
+            tokens = show(step, recomputed, settings.sequence)
     findings = checks.findings()
-    failed = sum(not finding.passed for finding in findings)
+    failed = [finding for finding in findings if not finding.passed]
+    notes += run.export.problems
     if settings.as_json:
         report = {
             "steps": steps,
             "agrees": not failed,
-            "first_difference": _first_failed(findings),
+            "first_difference": failed[0].check if failed else None,
             "findings": [finding.as_dict() for finding in findings],
-            "notes": [*notes, *run.export.problems],
+            "notes": notes,
         }
-        if settings.sequence is not None and shown is not None:
-            report["tokens"] = tokens_as_dict(*shown, settings.sequence)
-        print(orjson.dumps(report, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        _print_json(report if tokens is None else {**report, "tokens": tokens})
         return 1 if failed else 0
-    if first := _first_failed(findings):
-        console.out(f"the first stage that differs: {first}", highlight=False)
-    if settings.sequence is not None and shown is not None:
-        console.print(tokens_table(*shown, settings.sequence))
+    if failed:
+        console.out(f"the first stage that differs: {failed[0].check}", highlight=False)
+    if isinstance(tokens, Table):
+        console.print(tokens)
     console.print(findings_table(findings))
-    for note in (*notes, *run.export.problems):
+    for note in notes:
         console.out(f"note: {note}", highlight=False)
     what = f"{len(steps):,} step{'s' if len(steps) != 1 else ''}"
-    console.out(
-        f"{what}: {len(findings) - failed} of {len(findings)} findings agree with the record", highlight=False
-    )
+    num_passed = len(findings) - len(failed)
+    console.out(f"{what}: {num_passed} of {len(findings)} findings agree with the record", highlight=False)
     return 1 if failed else 0
 
 
-def _first_failed(findings: Sequence[Finding]) -> str | None:
-    return next((finding.check for finding in findings if not finding.passed), None)
+def _open_predictor(run: RecordedRun, notes: list[str]) -> "Predictor | None":
+    """Loads the run's model, if that is possible here."""
+    if run.folder is None or run.model is None:
+        return None
+    if run.trainer.enable_router_replay:
+        notes.append("logprobs were not recomputed: the experts that were replayed are not in the export")
+        return None
+    from pellucid.checks.replay.weights import Predictor  # and transformers: seconds, which --weights costs
+
+    try:
+        return Predictor(run.folder, run.model, run.trainer.max_tokens)
+    except (ModelError, ConfigError) as error:
+        notes.append(f"logprobs were not recomputed: {error}")
+        return None
 
 
-def _what_if(run: RecordedRun, steps: Sequence[int], settings: ReplaySettings, console: Console) -> int:
-    what_if = WhatIf(run, lambda own: change(own, settings.changes))
-    for number, step in _progress(read_steps(run, steps), len(steps)):
-        what_if.add(number, step)
-    if settings.as_json:
-        report = {"changes": list(settings.changes), **what_if.as_dict()}
-        print(orjson.dumps(report, option=orjson.OPT_SERIALIZE_NUMPY).decode())
-    else:
-        console.print(what_if_table(what_if.totals(), len(steps)))
-    return 0
+def _read_steps(run: RecordedRun, steps: Sequence[int]) -> Iterable[tuple[int, ColumnBatch]]:
+    """Reads step after step, with a bar on a terminal; standard output stays free of it."""
+    names = [each.name for each in FIELDS if each.name != "role_spans"]
 
+    def read() -> Iterator[tuple[int, ColumnBatch]]:
+        for number in steps:
+            yield number, run.export.step(number).batch(names)
 
-def _check_sequence(index: int, step: ColumnBatch, settings: ReplaySettings) -> None:
-    if index >= step.num_sequences:
-        raise DataError(
-            f"--sequence {index}: step {settings.step} has {step.num_sequences} records, numbered from 0"
-        )
-
-
-def _progress(items: Iterable[T], total: int) -> Iterable[T]:
-    """A bar on a terminal; standard output stays free of it."""
     console = Console(stderr=True)
-    return track(
-        items, "replaying", total=total, console=console, transient=True, disable=not console.is_terminal
-    )
+    is_hidden = not console.is_terminal
+    return track(read(), "replaying", len(steps), console=console, transient=True, disable=is_hidden)
+
+
+def _print_json(report: Mapping[str, Any]) -> None:
+    print(orjson.dumps(report, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+
+
+def _tokens_table(step: ColumnBatch, recomputed: Mapping[str, Values], row: int) -> Table:
+    """Recorded values; a recomputed one is put beside it where the two differ in the digits shown."""
+    table = Table(box=None, header_style="bold", title_justify="left", padding=(0, 1))
+    table.title = record_name(step, row)
+    for title in ("token", "id", "trainable", *_SHOWN.values()):
+        table.add_column(title, justify="right")
+    start, stop = int(step.offsets[row]), int(step.offsets[row + 1])
+    for token in range(start, stop):
+        is_trainable = step.columns["loss_mask"][token]
+        cells = [str(token - start), str(step.columns["token_ids"][token]), "yes" if is_trainable else ""]
+        for name in _SHOWN:
+            recorded = _cell(name, step.columns[name][token]) if name in step.columns else "-"
+            again = _cell(name, recomputed[name][token]) if name in recomputed else recorded
+            cells.append(recorded if recorded == again else f"{recorded} ≠ {again}")
+        table.add_row(*cells, style=None if is_trainable else "dim")
+    return table
+
+
+def _tokens_as_dict(step: ColumnBatch, recomputed: Mapping[str, Values], row: int) -> dict[str, Any]:
+    start, stop = int(step.offsets[row]), int(step.offsets[row + 1])
+    recorded = {
+        name: values[start:stop] if is_per_token(name, values, step) else values[row]
+        for name, values in step.columns.items()
+    }
+    return {
+        "recorded": recorded,
+        "recomputed": {name: values[start:stop] for name, values in recomputed.items()},
+    }
+
+
+def _cell(name: str, value: Any) -> str:
+    if np.isnan(value):
+        return "-"
+    if name in MASKS:
+        return "yes" if value == 1 else ""
+    return f"{value:.4f}"

@@ -1,21 +1,26 @@
 """A run against itself: what follows from the record has to be in the record."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pellucid.checks.finding import Finding
-from pellucid.checks.replay.advantages import judge_advantages, not_replayable
-from pellucid.checks.replay.comparison import Comparison, record_name, token_name
-from pellucid.checks.replay.logged import expected_rate, levels_of
-from pellucid.checks.replay.losses import MASKS, NEEDED, RATIOS, judge_losses, modes_of, num_trainable
+from pellucid.checks.oracle.training import learning_rate
+from pellucid.checks.replay.recompute import (
+    MASKS,
+    NEEDED,
+    RATIOS,
+    judge_advantages,
+    judge_losses,
+    modes_of,
+    num_trainable,
+)
 from pellucid.checks.replay.recorded import RecordedRun
-from pellucid.data import TrainingMode
-from pellucid.errors import ConfigError, DataError, ModelError, PellucidError
-from pellucid.export import FIELDS
+from pellucid.data import NOT_OURS, TrainingMode
+from pellucid.errors import ConfigError, DataError, PellucidError
 from pellucid.export.batch import ColumnBatch, Values
 from pellucid.ledger import State
 
@@ -24,140 +29,153 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-5
 LOSS = 1e-6
-STAGES = (
-    "off-policy",
-    "rewards",
-    "advantages",
-    "weights",
-    "ratios",
-    "masks",
-    "losses",
-    "ledger",
-    "record",
-    "loss",
-    "learning rate",
-)
-"""Checks in the order in which a token meets what they are about."""
 
 _LOSS_HINT = (
     "the recorded values do not follow from the recorded logprobs and advantages under the run's own "
     "[trainer.loss]: it was changed since, or what is exported is not what the loss did"
 )
-_ADVANTAGE_HINT = (
-    "rewards or the group's members changed after the advantages were computed, or [orchestrator.advantage] "
-    "is not what the run had"
-)
-_REWARD_HINT = (
-    "the batch had another reward for this rollout than was saved with it, or the export repeats it wrongly"
-)
-_LEVEL_HINT = (
-    "the versions of exported tokens do not fit the step that trained them, or what was logged of them: "
-    "stale tokens were trained, or versions were lost on the way"
-)
-_RATE_HINT = (
-    "the learning rate is not that of [trainer.optim] and [trainer.scheduler] at this step: the schedule "
-    "started again, or other settings were used"
-)
-_LEDGER_HINT = (
-    "the trainer booked other tokens as trained or masked than its export shows: the ledger does not tell "
-    "where they went"
-)
-_WEIGHTS_HINT = (
-    "the weights of the step do not give the recorded logprobs: they are of another step, or the forward has "
-    "changed"
-)
+STAGES: Mapping[str, str] = {
+    "off-policy": "the versions of exported tokens do not fit the step that trained them, or what was logged "
+    "of them: stale tokens were trained, or versions were lost on the way",
+    "rewards": "the batch had another reward for this rollout than was saved with it, or the export repeats "
+    "it wrongly",
+    "advantages": "rewards or the group's members changed after the advantages were computed, or "
+    "[orchestrator.advantage] is not what the run had",
+    "weights": "the weights of the step do not give the recorded logprobs: they are of another step, or the "
+    "forward has changed",
+    "ratios": _LOSS_HINT,
+    "masks": _LOSS_HINT,
+    "losses": _LOSS_HINT,
+    "ledger": "the trainer booked other tokens as trained or masked than its export shows: the ledger does "
+    "not tell where they went",
+    "record": _LOSS_HINT,
+    "loss": "Tokens are missing from the export, or carry another loss than was optimised",
+    "learning rate": "the learning rate is not that of [trainer.optim] and [trainer.scheduler] at this step: "
+    "the schedule started again, or other settings were used",
+}
+"""Checks in the order in which a token meets what they are about, and what a difference means."""
+
+Name = Callable[[int], str]
+"""From the index of a value to what it is called."""
 
 
-@dataclass
-class Loss:
-    """The sum of the token losses ÷ denominator against what was logged."""
+@dataclass(slots=True)
+class Comparison:
+    """One field over any number of steps: how many values differ, and which one is the first."""
 
-    worst: float = 0.0
-    where: str = ""
-    num_steps: int = 0
+    check: str
+    column: str
+    unit: str
+    num_compared: int = 0
+    num_different: int = 0
+    first: str | None = None
 
-    def add(self, step: int, exported: float, logged: float, scale: float) -> None:
-        """`scale` is what the difference is relative to. A loss that is not finite is so in both records."""
-        self.num_steps += 1
-        are_finite = math.isfinite(exported), math.isfinite(logged)
-        if all(are_finite):
-            gap = abs(exported - logged) / max(scale, 1e-12)
-        else:
-            gap = math.inf if any(are_finite) else 0.0
-        if gap > self.worst:
-            self.worst, self.where = gap, f"step {step}: {exported:.9g} exported, {logged:.9g} logged"
+    def add(
+        self, step: int, recorded: Values, recomputed: Values, name: Name, tolerance: float | Values
+    ) -> None:
+        """Compares values; NaN stands for null, and what is not finite is null in an export.
+
+        A number as tolerance is absolute, and relative to the recorded value; an array bounds each value.
+        """
+        self.num_compared += len(recorded)
+        recorded, recomputed = (np.where(np.isfinite(v), v, np.nan) for v in (recorded, recomputed))
+        is_bound = isinstance(tolerance, np.ndarray)
+        allowed = tolerance if is_bound else tolerance * (1 + np.abs(recorded))
+        is_near = np.abs(recorded - recomputed) <= allowed
+        different = np.flatnonzero(~(is_near | (np.isnan(recorded) & np.isnan(recomputed))))
+        self.num_different += len(different)
+        if self.first is None and len(different):
+            index = int(different[0])
+            shown = ["null" if np.isnan(v[index]) else f"{v[index]:.9g}" for v in (recorded, recomputed)]
+            self.first = f"step {step}, {name(index)}: recorded {shown[0]}, recomputed {shown[1]}"
+            if is_bound:
+                self.first += f", rounding explains {allowed[index]:.2g}"
 
     def finding(self) -> Finding:
-        return Finding(
-            "loss",
-            f"sum of token losses ÷ denominator against the logged loss, {self.num_steps:,} steps: largest "
-            "relative difference",
-            self.worst,
-            LOSS,
-            f"{self.where}. Tokens are missing from the export, or carry another loss than was optimised",
-        )
+        what = f"{self.column} of {self.num_compared:,} {self.unit}: those that differ"
+        meaning = f"first: {self.first}. {STAGES[self.check]}"
+        return Finding(self.check, what, self.num_different, 0, meaning)
 
 
-@dataclass
+def record_name(step: ColumnBatch, row: int) -> str:
+    columns = step.columns
+    rank = int(columns["rank"][row]) if "rank" in columns else 0
+    index = int(columns["export_sequence_idx"][row]) if "export_sequence_idx" in columns else row
+    rollout = columns["rollout_id"][row] if "rollout_id" in columns else None
+    return f"rank {rank}, sequence {index}" + (f" (rollout {rollout})" if rollout else "")
+
+
+def token_name(step: ColumnBatch) -> Name:
+    """`rank 0, sequence 3 (rollout a1), token 17`."""
+
+    def name(token: int) -> str:
+        row = int(step.owners[token])
+        return f"{record_name(step, row)}, token {token - int(step.offsets[row])}"
+
+    return name
+
+
 class Checks:
-    run: RecordedRun
-    predictor: "Predictor | None" = None
-    notes: list[str] = field(default_factory=list)
-    """Checks that could not be made, and why."""
+    """Compares step after step; `notes` tell which checks could not be made, and why."""
 
-    def __post_init__(self) -> None:
-        self._comparisons: dict[str, Comparison] = {}
-        self._loss = Loss()
-        self._trainable = Comparison("record", "denominator", 0, of="steps", hint=_LOSS_HINT)
+    def __init__(self, run: RecordedRun, predictor: "Predictor | None", notes: list[str]) -> None:
+        self.run = run
+        self.predictor = predictor
+        self.notes = notes
+        self._comparisons: dict[tuple[str, str, str], Comparison] = {}
+        self._losses: list[tuple[float, str]] = []
+        """Relative difference of each step's loss from the logged one, and both values."""
 
     def add(self, number: int, step: ColumnBatch) -> dict[str, Values]:
         """Compares one step; returns what was recomputed."""
         recomputed: dict[str, Values] = {}
-        name = token_name(step)
         missing = [column for column in NEEDED if column not in step.columns]
         if missing:
             self._note(f"losses were not recomputed: the export lacks {', '.join(missing)}")
         else:
             self._check_sums(number, step)
             self._check_books(number, step)
-            recomputed, undecided = judge_losses(step, self.run.at(number).loss)
-            for check, columns in self._follows_from_logprobs(number, step):
-                for column in (column for column in columns if column in step.columns):
-                    recorded = _floats(step, column)
-                    within = None
-                    if check != "ratios" and undecided.any():
-                        allowed = 0.0 if check == "masks" else ROUNDING * (1 + np.abs(recorded))
-                        within = np.where(undecided, np.inf, allowed)
-                    self._of(check, column, ROUNDING if check != "masks" else 0, _LOSS_HINT).add(
-                        number, recorded, recomputed[column], name, within=within
-                    )
-        rollouts = self.run.rollouts(number)
-        self._check_advantages(number, step, rollouts)
+            recomputed = self._check_losses(number, step)
+        self._check_rollouts(number, step)
         self._check_levels(number, step)
         self._check_rate(number)
         return {**recomputed, **self._check_weights(number, step)}
 
-    def _follows_from_logprobs(self, number: int, step: ColumnBatch) -> list[tuple[str, tuple[str, ...]]]:
-        """Checks, and the columns that each compares."""
-        ratios = ("ratios", RATIOS)
-        if self.run.at(number).loss is None and (modes_of(step) == TrainingMode.RL.value).any():
-            why = self.run.at(number).no_loss
-            self._note(f"masks and token losses were not recomputed: {why}")
-            return [ratios]
-        return [ratios, ("masks", MASKS), ("losses", ("token_loss",))]
+    def _compare(
+        self,
+        check: str,
+        column: str,
+        number: int,
+        recorded: Values,
+        recomputed: Values,
+        name: Name,
+        *,
+        tolerance: float | Values = ROUNDING,
+        unit: str = "tokens",
+    ) -> None:
+        known = self._comparisons.setdefault((check, column, unit), Comparison(check, column, unit))
+        known.add(number, recorded, recomputed, name, tolerance)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _check_sums(self, number: int, step: ColumnBatch) -> None:
         if "denominator" not in step.columns:
             return
         denominator = step.columns["denominator"][0]
-        total = max(1, int(num_trainable(step).sum()))
-        self._trainable.add(
+        recorded, total = np.array([denominator], np.float64), max(1, int(num_trainable(step).sum()))
+        self._compare(
+            "record",
+            "denominator",
             number,
-            np.array([denominator], np.float64),
-            np.array([total], np.float64),
+            recorded,
+            np.array([total]),
             lambda index: "trainable tokens of all records",
+            tolerance=0.0,
+            unit="steps",
         )
-        logged = self.run.logged_losses.get(number)
+        logged = self.run.logged_steps.get(number)
         if logged is None:
             why = self.run.recorded.no_sum or "metrics/trainer.jsonl does not have it"
             self._note(f"the loss was not compared: {why}")
@@ -168,28 +186,49 @@ class Checks:
             exported = float(losses.sum()) / denominator
             # Other trainers add up in float32, where rounding is relative to the terms and not to their sum.
             scale = float(np.abs(losses).sum()) / denominator if self.run.is_foreign else abs(exported)
-            self._loss.add(number, exported, logged, scale)
+            are_finite = math.isfinite(exported), math.isfinite(logged.loss)
+            gap = math.inf if any(are_finite) else 0.0
+            if all(are_finite):
+                gap = abs(exported - logged.loss) / max(scale, 1e-12)
+            self._losses.append((gap, f"step {number}: {exported:.9g} exported, {logged.loss:.9g} logged"))
+
+    def _check_losses(self, number: int, step: ColumnBatch) -> dict[str, Values]:
+        """Holds ratios, masks and token losses to what follows from the logprobs; returns these."""
+        run = self.run.at(number)
+        recomputed, undecided = judge_losses(step, run.loss)
+        checks: dict[str, tuple[str, ...]] = {"ratios": RATIOS, "masks": MASKS, "losses": ("token_loss",)}
+        if run.loss is None and (modes_of(step) == TrainingMode.RL.value).any():
+            self._note(f"masks and token losses were not recomputed: {run.no_loss}")
+            checks = {"ratios": RATIOS}
+        for check, columns in checks.items():
+            for column in (column for column in columns if column in step.columns):
+                recorded = _floats(step, column)
+                tolerance: float | Values = 0.0 if check == "masks" else ROUNDING
+                if check != "ratios" and undecided.any():
+                    tolerance = np.where(undecided, np.inf, tolerance * (1 + np.abs(recorded)))
+                name = token_name(step)
+                self._compare(check, column, number, recorded, recomputed[column], name, tolerance=tolerance)
+        return recomputed
 
     def _check_levels(self, number: int, step: ColumnBatch) -> None:
         """Holds the versions of the exported tokens to the bound on their age, and to what was logged."""
         if self.run.is_foreign or not {"policy_versions", "sampled"} <= step.columns.keys():
             return
-        levels = levels_of(step, number)
+        versions = _floats(step, "policy_versions")
+        is_ours = step.columns["sampled"].astype(bool) & (versions != NOT_OURS)
+        levels = np.where(is_ours, number - versions, np.nan)
         ours = levels[~np.isnan(levels)]
         orchestrator, logged = self.run.at(number).orchestrator, self.run.logged_levels.get(number)
         if orchestrator is not None and len(ours):
+            what = "levels within orchestrator.max_off_policy_steps"
             allowed = np.clip(levels, 0, orchestrator.max_off_policy_steps)
-            self._of("off-policy", "levels within orchestrator.max_off_policy_steps", 0, _LEVEL_HINT).add(
-                number, levels, allowed, token_name(step)
-            )
+            self._compare("off-policy", what, number, levels, allowed, token_name(step), tolerance=0.0)
         # Otherwise tokens were left out of the export: cut off, or of sequences that do not train.
         if logged is not None and len(ours) and logged.batch_tokens == len(levels):
-            self._of("off-policy", "mean and largest level", ROUNDING, _LEVEL_HINT, of="batches").add(
-                number,
-                np.array([logged.mean, logged.highest]),
-                np.array([ours.mean(), ours.max()]),
-                lambda index: ("off_policy_level/all/mean", "off_policy_level/all/max")[index],
-            )
+            names = ("off_policy_level/all/mean", "off_policy_level/all/max")
+            recorded, found = np.array([logged.mean, logged.highest]), np.array([ours.mean(), ours.max()])
+            what = "mean and largest level"
+            self._compare("off-policy", what, number, recorded, found, names.__getitem__, unit="batches")
 
     def _check_books(self, number: int, step: ColumnBatch) -> None:
         """Holds what the trainer booked of a step to the masks of its tokens, by run and environment."""
@@ -203,151 +242,136 @@ class Checks:
             return  # tokens were left out of the export
         trainable = trains & step.columns["sampled"].astype(np.bool_)
         masked = trains & (step.columns["is_masked"] == 1)
-        owners = list(zip(step.columns["run_id"].tolist(), step.columns["env_name"].tolist(), strict=True))
+        accounts = list(zip(step.columns["run_id"].tolist(), step.columns["env_name"].tolist(), strict=True))
         names, recorded, expected = [], [], []
-        for account in dict.fromkeys(owners):
-            own = np.array([owner == account for owner in owners])[step.owners]
+        for account in dict.fromkeys(accounts):
+            is_theirs = np.array([each == account for each in accounts])[step.owners]
             counts = booked.get(account, {})
             num_skipped = counts.get(State.SKIPPED, 0)
-            num_masked = 0 if num_skipped else int((masked & own).sum())
+            num_masked = 0 if num_skipped else int((masked & is_theirs).sum())
             names += [f"{account[1]}, {state.value}" for state in (State.MASKED, State.TRAINED)]
             recorded += [counts.get(State.MASKED, 0), counts.get(State.TRAINED, 0)]
-            expected += [num_masked, int((trainable & own).sum()) - num_skipped - num_masked]
-        self._of("ledger", "trained and masked tokens", 0, _LEDGER_HINT, of="counts").add(
-            number, np.array(recorded, np.float64), np.array(expected, np.float64), names.__getitem__
+            expected += [num_masked, int((trainable & is_theirs).sum()) - num_skipped - num_masked]
+        self._compare(
+            "ledger",
+            "trained and masked tokens",
+            number,
+            np.array(recorded, np.float64),
+            np.array(expected, np.float64),
+            names.__getitem__,
+            tolerance=0.0,
+            unit="counts",
         )
 
     def _check_rate(self, number: int) -> None:
-        run, logged = self.run.at(number), self.run.logged_rates.get(number)
-        expected = expected_rate(run, number)
-        if logged is not None and expected is not None:
-            self._of("learning rate", "lr", 0, _RATE_HINT, of="steps").add(
-                number,
-                np.array([logged]),
-                np.array([expected]),
-                lambda index: "as logged",
-                within=np.array([ROUNDING * run.trainer.optim.lr]),
-            )
+        """Holds the logged learning rate to the oracle's, where the settings are known."""
+        run, logged = self.run.at(number), self.run.logged_steps.get(number)
+        if logged is None or logged.lr is None or run.is_foreign or run.max_steps is None:
+            return
+        optim, scheduler = run.trainer.optim, run.trainer.scheduler
+        expected = learning_rate(
+            number,
+            peak=optim.lr,
+            kind=scheduler.type,
+            warmup_steps=scheduler.warmup_steps,
+            max_steps=run.max_steps,
+        )
+        self._compare(
+            "learning rate",
+            "lr",
+            number,
+            np.array([logged.lr]),
+            np.array([expected]),
+            lambda index: "as logged",
+            tolerance=np.array([ROUNDING * optim.lr]),
+            unit="steps",
+        )
 
-    def _check_advantages(
-        self, number: int, step: ColumnBatch, rollouts: Sequence[Mapping[str, Any]]
-    ) -> None:
-        orchestrator = self.run.at(number).orchestrator
+    def _check_rollouts(self, number: int, step: ColumnBatch) -> None:
+        """Holds rewards and advantages to the saved rollouts."""
+        orchestrator, rollouts = self.run.at(number).orchestrator, self.run.rollouts(number)
         if orchestrator is None or not rollouts or "rollout_id" not in step.columns:
             self._note("advantages were not recomputed: no rollouts were saved")
             return
-        self._check_rewards(number, step, rollouts)
+        rewards = {
+            each["rollout_id"]: float(each["reward"]) for each in rollouts if each.get("reward") is not None
+        }
+        self._check_repeated(number, step, "rewards", "reward", rewards)
         try:
-            untrusted = self.run.untrusted(orchestrator.advantage, "orchestrator.advantage")
-            if reason := untrusted or not_replayable(rollouts, orchestrator.advantage):
+            if reason := self.run.untrusted(orchestrator.advantage, "orchestrator.advantage"):
                 raise DataError(reason)
             found = judge_advantages(rollouts, orchestrator.advantage)
         except (ConfigError, DataError) as error:
             self._note(f"advantages were not recomputed: {error}")
             return
-        saved = [rollout for rollout in rollouts if rollout["rollout_id"] in found]
-        self._of("advantages", "advantage", ROUNDING, _ADVANTAGE_HINT, of="rollouts").add(
+        saved: Sequence[Mapping[str, Any]] = [each for each in rollouts if each["rollout_id"] in found]
+        self._compare(
+            "advantages",
+            "advantage",
             number,
             np.array([rollout["advantage"] for rollout in saved]),
             np.array([found[rollout["rollout_id"]] for rollout in saved]),
             lambda index: f"group {saved[index]['group_id']}, rollout {saved[index]['rollout_id']}",
+            unit="rollouts",
         )
-        self._check_repeated(number, step, "advantages", "advantage", found, _ADVANTAGE_HINT)
-
-    def _check_rewards(self, number: int, step: ColumnBatch, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        saved = {each["rollout_id"]: each.get("reward") for each in rollouts}
-        known = {rollout: float(reward) for rollout, reward in saved.items() if reward is not None}
-        self._check_repeated(number, step, "rewards", "reward", known, _REWARD_HINT)
+        self._check_repeated(number, step, "advantages", "advantage", found)
 
     def _check_repeated(
-        self,
-        number: int,
-        step: ColumnBatch,
-        tokens: str,
-        record: str,
-        known: Mapping[str, float],
-        hint: str,
+        self, number: int, step: ColumnBatch, tokens: str, record: str, known: Mapping[str, float]
     ) -> None:
         """Compares a number of each rollout with that of its records, and of all tokens of these."""
-        ids = step.columns["rollout_id"].tolist()
-        rows = [
-            row
-            for row, rollout in enumerate(ids)
-            if rollout in known and not np.isnan(step.columns[record][row])
-        ]
+        ids, recorded = step.columns["rollout_id"].tolist(), step.columns[record]
+        rows = [row for row, each in enumerate(ids) if each in known and not np.isnan(recorded[row])]
         expected = np.array([known.get(rollout, np.nan) for rollout in ids], np.float64)
-        self._of(tokens, record, ROUNDING, hint, of="records").add(
-            number, step.columns[record][rows], expected[rows], lambda index: record_name(step, rows[index])
-        )
+
+        def name_record(index: int) -> str:
+            return record_name(step, rows[index])
+
+        self._compare(tokens, record, number, recorded[rows], expected[rows], name_record, unit="records")
         if tokens in step.columns:
             places = np.flatnonzero(np.isin(step.owners, rows))
-            self._of(tokens, tokens, ROUNDING, hint).add(
-                number,
-                _floats(step, tokens)[places],
-                expected[step.owners[places]],
-                lambda index: token_name(step)(int(places[index])),
-            )
+            found = _floats(step, tokens)[places]
+
+            def name_token(index: int) -> str:
+                return token_name(step)(int(places[index]))
+
+            self._compare(tokens, tokens, number, found, expected[step.owners[places]], name_token)
 
     def _check_weights(self, number: int, step: ColumnBatch) -> dict[str, Values]:
         if self.predictor is None or "temperatures" not in step.columns:
             return {}
         try:
-            predicted = self.predictor.predict(number, step)
+            predicted = self.predictor.predict(number, step) or {}
         except PellucidError as error:
             self._note(f"logprobs were not recomputed: {error}")
             self.predictor = None
             return {}
-        for column, (values, bounds) in (predicted or {}).items():
-            recorded, of = step.columns[column], "tokens of steps with weights"
+        for column, (values, bounds) in predicted.items():
+            recorded, unit = step.columns[column], "tokens of steps with weights"
             is_known = np.isfinite(recorded)
-            if not is_known.any():  # another trainer without entropy
-                continue
-            # Another trainer may not have computed those of prompts.
-            expected = np.where(is_known | step.columns["loss_mask"], values, np.nan)
-            self._of("weights", column, 0, _WEIGHTS_HINT, of=of).add(
-                number, recorded, expected, token_name(step), within=bounds
-            )
-        return {column: each.values for column, each in (predicted or {}).items()}
-
-    def _of(self, check: str, column: str, tolerance: float, hint: str, *, of: str = "tokens") -> Comparison:
-        known = Comparison(check, column, tolerance, of, hint)
-        return self._comparisons.setdefault(f"{check} {column} {of}", known)
-
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
+            if is_known.any():  # else another trainer without entropy
+                # Another trainer may not have computed those of prompts.
+                expected, name = (
+                    np.where(is_known | step.columns["loss_mask"], values, np.nan),
+                    token_name(step),
+                )
+                self._compare(
+                    "weights", column, number, recorded, expected, name, tolerance=bounds, unit=unit
+                )
+        return {column: each.values for column, each in predicted.items()}
 
     def findings(self) -> list[Finding]:
         """The findings in the order in which a token meets what they are about."""
         found = [comparison.finding() for comparison in self._comparisons.values()]
-        if self._trainable.num_compared:
-            found.append(self._trainable.finding())
-        if self._loss.num_steps:
-            found.append(self._loss.finding())
-        return sorted(found, key=lambda finding: STAGES.index(finding.check))
+        if self._losses:
+            worst, where = max(self._losses, key=lambda each: each[0])
+            what = (
+                f"sum of token losses ÷ denominator against the logged loss, {len(self._losses):,} steps: "
+                "largest relative difference"
+            )
+            found.append(Finding("loss", what, worst, LOSS, f"{where}. {STAGES['loss']}"))
+        return sorted(found, key=lambda finding: list(STAGES).index(finding.check))
 
 
 def _floats(step: ColumnBatch, column: str) -> Values:
     return step.columns[column].astype(np.float64)
-
-
-def open_predictor(run: RecordedRun, say: Callable[[str], object]) -> "Predictor | None":
-    """The run's model, if it can be loaded here."""
-    if run.folder is None or run.model is None:
-        return None
-    if run.trainer.enable_router_replay:
-        say("logprobs were not recomputed: the experts that were replayed are not in the export")
-        return None
-    from pellucid.checks.replay.weights import Predictor  # and transformers: seconds, which --weights costs
-
-    try:
-        return Predictor(run.folder, run.model, run.trainer.max_tokens)
-    except (ModelError, ConfigError) as error:
-        say(f"logprobs were not recomputed: {error}")
-        return None
-
-
-def read_steps(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, ColumnBatch]]:
-    names = [each.name for each in FIELDS if each.name != "role_spans"]
-    for number in steps:
-        yield number, run.export.step(number).batch(names)

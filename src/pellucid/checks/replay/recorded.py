@@ -3,8 +3,8 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -40,6 +40,15 @@ _PARTS = ("trainer", "sft", "orchestrator")
 """Those that are recorded per step."""
 
 
+class LoggedStep(NamedTuple):
+    """One step as the trainer logged it."""
+
+    loss: float
+    """NaN if it was not finite."""
+
+    lr: float | None
+
+
 class LoggedLevels(NamedTuple):
     """Off-policy levels of one batch, as the orchestrator logged them."""
 
@@ -61,9 +70,6 @@ class RecordedRun:
     trust_code: bool = False
     """Whether code that the run's settings name may be imported: who opens a folder did not write them."""
 
-    _by_start: dict[int, "RecordedRun"] = field(default_factory=dict, repr=False, compare=False)
-    """The run with the settings of each start that has its own, by the first step that they shaped."""
-
     @classmethod
     def open(cls, path: Path, *, trust_code: bool = False) -> "RecordedRun":
         export = pellucid.export.open(path)
@@ -82,17 +88,14 @@ class RecordedRun:
 
     def at(self, step: int) -> "RecordedRun":
         """The run with the settings that shaped a step; a resumed run may have changed them since."""
-        start = max((first for first in self._starts if first <= step), default=step)
-        if start not in self._by_start:
-            self._by_start[start] = replace(self, step=start)
-        return self._by_start[start]
+        start = max((first for first in self._starts if first <= step), default=None)
+        return self._starts.setdefault(step if start is None else start, replace(self, step=step))
 
     @cached_property
-    def _starts(self) -> list[int]:
-        """The first steps that settings were recorded for."""
-        if self.folder is None:
-            return []
-        return sorted({step for part in _PARTS for step in settings_files(self.folder, part)})
+    def _starts(self) -> dict[int, "RecordedRun"]:
+        """The run with the settings of each start that has its own, by the first step that they shaped."""
+        steps = {step for part in _PARTS for step in settings_files(self.folder, part)} if self.folder else ()
+        return {step: replace(self, step=step) for step in steps}
 
     @cached_property
     def trainer(self) -> TrainerConfig:
@@ -152,18 +155,16 @@ class RecordedRun:
                 except ValidationError as error:
                     problem = error.errors()[0]
                     key = ".".join([name, *map(str, problem["loc"])])
-                    raise ConfigError(
-                        f"{path}: {key} is not what this version reads: {problem['msg']}; was it written by "
-                        "another version?"
-                    ) from error
+                    why = f"{problem['msg']}; was it written by another version?"
+                    raise ConfigError(f"{path}: {key} is not what this version reads: {why}") from error
         return None
 
     @cached_property
     def _tables(self) -> Mapping[Path, Settings]:
         if self.folder is None:
             return {}
-        last = [self.folder / "configs" / f"{name}.toml" for name in _CONFIGS]
-        last = [path for path in last if path.exists()]
+        named = [self.folder / "configs" / f"{name}.toml" for name in _CONFIGS]
+        last = [path for path in named if path.exists()]
         step = sys.maxsize if self.step is None else self.step
         found = [settings_at(settings_files(self.folder, name), step) for name in _PARTS]
         recorded = [path for path in found if path is not None]
@@ -176,44 +177,32 @@ class RecordedRun:
         found = [table["max_steps"] for table in self._tables.values() if "max_steps" in table]
         return int(found[0]) if found else None
 
-    @cached_property
-    def logged_losses(self) -> Mapping[int, float]:
-        """By step, NaN if it was not finite; the last word counts, as a resumed run writes a step again."""
-        return {step: entry["loss"] for step, entry in self._logged_steps.items()}
+    def _lines(self, *parts: str) -> Iterator[tuple[str, Any]]:
+        """Reads a file of JSON lines: (place, entry) of each line; none where there is no such file."""
+        path = None if self.folder is None else self.folder.joinpath(*parts)
+        if path is not None and path.exists():
+            for number, entry in read_json_lines(path):
+                yield f"{path}:{number}", entry
 
     @cached_property
-    def logged_rates(self) -> Mapping[int, float]:
-        """Learning rates by step."""
-        return {
-            step: entry["lr"]
-            for step, entry in self._logged_steps.items()
-            if isinstance(entry.get("lr"), int | float)
-        }
-
-    @cached_property
-    def _logged_steps(self) -> Mapping[int, Mapping[str, Any]]:
-        path = None if self.folder is None else self.folder / "metrics" / "trainer.jsonl"
-        if path is None or not path.exists():
-            return {}
-        logged: dict[int, Mapping[str, Any]] = {}
-        for number, entry in read_json_lines(path):
+    def logged_steps(self) -> Mapping[int, LoggedStep]:
+        """Reads the trainer's metrics; the last word counts, as a resumed run writes a step again."""
+        logged = {}
+        for place, entry in self._lines("metrics", "trainer.jsonl"):
             match entry:
                 case {"step": int(step), "loss": int() | float() | None as loss}:
-                    logged[step] = {"loss": math.nan if loss is None else loss, "lr": entry.get("lr")}
+                    rate = entry.get("lr")
+                    is_number = isinstance(rate, int | float)
+                    logged[step] = LoggedStep(math.nan if loss is None else loss, rate if is_number else None)
                 case {"loss": _} | list() | str() | int() | float() | None:
-                    raise DataError(
-                        f"{path}:{number} has no step and loss that are numbers; delete that line"
-                    )
+                    raise DataError(f"{place} has no step and loss that are numbers; delete that line")
         return logged
 
     @cached_property
     def logged_levels(self) -> Mapping[int, LoggedLevels]:
         """Reads the off-policy levels that the orchestrator logged for each batch."""
-        path = None if self.folder is None else self.folder / "metrics" / "orchestrator.jsonl"
-        if path is None or not path.exists():
-            return {}
         logged = {}
-        for _, entry in read_json_lines(path):
+        for _, entry in self._lines("metrics", "orchestrator.jsonl"):
             match entry:
                 case {
                     "step": int(step),
@@ -231,24 +220,17 @@ class RecordedRun:
         found: dict[int, dict[tuple[str, str], Counter[str]]] = {}
         for entry in chain.from_iterable(read_journal(path) for path in paths if path.exists()):
             if entry.counts:
-                own = found.setdefault(entry.step, {}).setdefault((entry.run, entry.env), Counter())
-                own.update(entry.counts)
+                accounts = found.setdefault(entry.step, {})
+                accounts.setdefault((entry.run, entry.env), Counter()).update(entry.counts)
         return found
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Those that were settled with the step's batch; none where they were not saved."""
-        path = (
-            None
-            if self.folder is None
-            else self.folder / "rollouts" / f"step_{step}" / "train_rollouts.jsonl"
-        )
-        if path is None or not path.exists():
-            return []
-        return [_saved_rollout(path, number, entry) for number, entry in read_json_lines(path)]
-
-
-def _saved_rollout(path: Path, number: int, entry: Any) -> dict[str, Any]:
-    match entry:
-        case {"rollout_id": str(), "group_id": str(), "advantage": int() | float() | None}:
-            return dict(entry)
-    raise DataError(f"{path}:{number} is not a saved rollout; copy the file again")
+        rollouts = []
+        for place, entry in self._lines("rollouts", f"step_{step}", "train_rollouts.jsonl"):
+            match entry:
+                case {"rollout_id": str(), "group_id": str(), "advantage": int() | float() | None}:
+                    rollouts.append(dict(entry))
+                case _:
+                    raise DataError(f"{place} is not a saved rollout; copy the file again")
+        return rollouts

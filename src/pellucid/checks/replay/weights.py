@@ -35,7 +35,6 @@ from pellucid.transport.weights import ServedWeights, weights_folder
 
 _EPS = float(torch.finfo(torch.float32).eps)
 
-
 Forward = Callable[..., tuple[TokenOutput, Tensor]]
 """From the arguments of a policy to its output, and the hidden states that its head read."""
 
@@ -71,7 +70,8 @@ class Predictor:
         }
 
     def _load(self, step: int) -> bool:
-        """Whether they are there. The checkpoint of an adapter does not fit a model without one."""
+        """Loads the weights of a step; False if they are gone. A model without adapters takes no checkpoint
+        of one."""
         published = weights_folder(self._folder, step)
         checkpoint = self._folder / "checkpoints" / f"step_{step}"
         if is_stable(published):
@@ -113,10 +113,8 @@ class Predictor:
     def _predict(self, records: ColumnBatch, forward: Forward, dtype: torch.dtype) -> dict[str, Predicted]:
         table, policy = _table(records), self._policy
         tokens = to_tensors(table, policy.device)
-        layout, temperatures = (
-            layout_of(table, share_prompts=False).to(policy.device),
-            tokens["temperatures"],
-        )
+        temperatures = tokens["temperatures"]
+        layout = layout_of(table, share_prompts=False).to(policy.device)
         output, hidden = forward(tokens["token_ids"], tokens.positions, temperatures, layout)
         norms, spreads = self._measure(hidden.float(), layout, temperatures)
         logits = norms * logit_bound(policy, dtype, length=int(table.lengths.max()))

@@ -13,7 +13,7 @@ import numpy as np
 
 from pellucid.checkpoint.files import STATE
 from pellucid.checkpoint.state import read_model
-from pellucid.checks.oracle import Conversation
+from pellucid.checks.oracle.conversation import Conversation
 from pellucid.checks.verify.differences import Differences
 from pellucid.checks.verify.expected import ExpectedRun
 from pellucid.checks.verify.training_stages import TrainedStep, check_weights

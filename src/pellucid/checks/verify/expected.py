@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.checks.oracle import (
+from pellucid.checks.oracle.conversation import (
     Conversation,
     FinishedGroup,
-    ReferenceSequence,
     Sampled,
     advantages_of,
     expected_samples,
     response_length_of,
     truncated,
 )
+from pellucid.checks.oracle.training import ReferenceSequence
 from pellucid.checks.verify.scenario import (
     GROUP_SIZE,
     NUM_STEPS,

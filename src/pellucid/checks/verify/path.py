@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pellucid.checks.finding import Finding
-from pellucid.checks.oracle import AdamWState, ReferenceModel, ReferenceSequence, ReferenceStep
+from pellucid.checks.oracle.training import AdamWState, ReferenceModel, ReferenceSequence, ReferenceStep
 from pellucid.checks.verify.books import check_checkpoints, check_trainer_books
 from pellucid.checks.verify.differences import Bounds, Differences
 from pellucid.checks.verify.expected import ExpectedRun

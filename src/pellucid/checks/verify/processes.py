@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from pellucid.checks.finding import Finding
-from pellucid.checks.oracle import AdamWState
+from pellucid.checks.oracle.training import AdamWState
 from pellucid.checks.verify.differences import Differences
 from pellucid.checks.verify.gradients import (
     TOLERANCE,

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.checks.oracle import expected_batches, off_policy_levels, prompt_ids_of, response_ids_of
+from pellucid.checks.oracle.conversation import (
+    expected_batches,
+    off_policy_levels,
+    prompt_ids_of,
+    response_ids_of,
+)
 from pellucid.checks.verify.books import check_orchestrator_books
 from pellucid.checks.verify.differences import EPS, Differences
 from pellucid.checks.verify.expected import NUM_TURNS, ExpectedRun, group_of, rollouts_of

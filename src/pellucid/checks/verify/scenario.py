@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 import pellucid.orchestrator
-from pellucid.checks.oracle import ReferenceModel
+from pellucid.checks.oracle.training import ReferenceModel
 from pellucid.checks.verify.script import (
     BROKEN,
     REPLY_TOKENS,

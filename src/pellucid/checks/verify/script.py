@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pellucid.checks.oracle import ReferenceModel, Sampled
+from pellucid.checks.oracle.conversation import Sampled
+from pellucid.checks.oracle.training import ReferenceModel
 from pellucid.data import Completion
 from pellucid.data.tokenizer import end_of_turn_ids
 from pellucid.inference.client import Account, SamplingParams

@@ -16,17 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pellucid.export
-from pellucid.checks.oracle import (
+from pellucid.checks.oracle.conversation import Conversation, off_policy_levels
+from pellucid.checks.oracle.losses import TokenLosses, ratios_of
+from pellucid.checks.oracle.training import (
     AdamWState,
-    Conversation,
     ReferenceSequence,
     ReferenceStep,
-    TokenLosses,
     adamw_step,
     clip_factor,
     learning_rate,
-    off_policy_levels,
-    ratios_of,
 )
 from pellucid.checks.verify.differences import EPS, UNDERFLOW, Bounds, Differences
 from pellucid.checks.verify.expected import ExpectedRollout
