@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from pellucid.checks import verify
-from pellucid.checks.verify.gradients import difference
-from pellucid.checks.verify.record import check_record
+from pellucid.checks.verify.gradients import check_record, difference
 from pellucid.config import (
     DppoLossConfig,
     MonitorsConfig,

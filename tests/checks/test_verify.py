@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pellucid.checks import verify
-from pellucid.checks.verify import agreement, gradients, path, record, subject
+from pellucid.checks.verify import agreement, gradients, path, subject
 from pellucid.config import VerifyConfig
 from pellucid.data import COLUMNS
 from pellucid.data.rows import FlatRows
@@ -82,7 +82,7 @@ def test_a_denominator_per_micro_batch(config, monkeypatch) -> None:
 
     monkeypatch.setattr(Run, "loss", per_micro_batch)
     assert "divided per micro batch" in failures(config, gradients.check_packing)["packing"]
-    assert "does not add up" in failures(config, record.check_record)["record"]
+    assert "does not add up" in failures(config, gradients.check_record)["record"]
 
 
 def test_padding_that_trains(config, monkeypatch) -> None:
@@ -175,7 +175,7 @@ def test_a_check_that_has_nothing_to_check(config, monkeypatch, only, remedy) ->
 
 
 def test_what_was_not_held_is_printed(config, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(verify, "CHECKS", {"columns": record.check_columns, "oracle": path.check_oracle})
+    monkeypatch.setattr(verify, "CHECKS", {"columns": gradients.check_columns, "oracle": path.check_oracle})
     monkeypatch.setattr(path, "MAX_PARAMETERS", 1_000)
     assert verify.run_verify(config) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -212,7 +212,7 @@ def test_shifted_labels(config, monkeypatch) -> None:
 
 
 def test_swapped_columns(config, monkeypatch) -> None:
-    decode = record.decode_batch
+    decode = gradients.decode_batch
 
     def swapped(payload, *, sender):
         batch = decode(payload, sender=sender)
@@ -222,8 +222,8 @@ def test_swapped_columns(config, monkeypatch) -> None:
         columns["inference_logprobs"] = FlatRows(logprobs.array[::-1], logprobs.lengths)
         return batch
 
-    monkeypatch.setattr(record, "decode_batch", swapped)
-    meaning = failures(config, record.check_columns)["columns"]
+    monkeypatch.setattr(gradients, "decode_batch", swapped)
+    meaning = failures(config, gradients.check_columns)["columns"]
     assert meaning.startswith("advantage, inference_logprobs, reward arrived with other values")
 
 
@@ -241,15 +241,15 @@ def test_a_tokenizer_of_another_model(config, monkeypatch) -> None:
 
     load = subject.load_tokenizer
     monkeypatch.setattr(subject, "load_tokenizer", lambda name: Shouting(load(name)))
-    assert "not the same to this tokenizer" in failures(config, record.check_tokenizer)["tokenizer"]
+    assert "not the same to this tokenizer" in failures(config, gradients.check_tokenizer)["tokenizer"]
 
 
 def test_the_command_prints_and_fails(config, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(verify, "CHECKS", {"columns": record.check_columns})
+    monkeypatch.setattr(verify, "CHECKS", {"columns": gradients.check_columns})
     assert verify.run_verify(config.model_copy(update={"as_json": True})) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[0])
     assert (line["check"], line["value"], line["limit"], line["passed"]) == ("columns", 0, 0, True)
-    monkeypatch.setattr(record.np, "array_equal", lambda a, b: False)
+    monkeypatch.setattr(gradients.np, "array_equal", lambda a, b: False)
     assert verify.run_verify(config) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed and "swapped, shifted or misaligned" in printed

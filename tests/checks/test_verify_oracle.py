@@ -15,10 +15,8 @@ import torch
 from msgspec import structs
 
 from pellucid.checks.oracle.training import ReferenceModel, ReferenceSequence, ReferenceStep
-from pellucid.checks.verify import agreement, path, scenario, script, subject
-from pellucid.checks.verify.differences import STAGES, Differences
-from pellucid.checks.verify.expected import ExpectedRun, group_of
-from pellucid.checks.verify.rollout_stages import check_rollouts
+from pellucid.checks.verify import agreement, path, scenario, subject
+from pellucid.checks.verify.rollout_stages import STAGES, Differences, ExpectedRun, check_rollouts, group_of
 from pellucid.checks.verify.scenario import NUM_STEPS, play
 from pellucid.checks.verify.training_stages import trained_weights
 from pellucid.config import VerifyConfig
@@ -624,8 +622,8 @@ def test_a_fault_of_a_resumed_trainer_is_named_by_its_stage(
 @pytest.mark.parametrize("log_pi", [-1e-4, -0.7, -30.0, -52.2, -500.0])
 def test_the_script_reports_logprobs_that_samples_may_have(log_pi: float) -> None:
     """Also of a model that is sure of itself: tokens that the script chooses have next to no probability."""
-    for seed, offset in itertools.product(range(20), script.OFFSETS):
-        assert -44 < script._off(log_pi, offset, random.Random(seed)) < 0
+    for seed, offset in itertools.product(range(20), scenario.OFFSETS):
+        assert -44 < scenario.move_logprob(log_pi, offset, random.Random(seed)) < 0
 
 
 def test_an_engine_that_draws_from_its_top_tokens(opened: subject.Subject, monkeypatch: Patch) -> None:
@@ -656,6 +654,6 @@ def test_an_engine_that_says_why_it_ended_wrongly(
 
 def test_an_engine_that_says_another_version(opened: subject.Subject, monkeypatch: Patch) -> None:
     samples_of = opened.sample(seed=5)
-    assert agreement._versions(samples_of, 0, "here").passed
-    finding = agreement._versions(samples_of, 3, "here")
+    assert agreement._check_versions(samples_of, 0, "here").passed
+    finding = agreement._check_versions(samples_of, 3, "here")
     assert not finding.passed and "policy version 3, but its tokens say [0]" in finding.meaning

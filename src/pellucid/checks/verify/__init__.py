@@ -30,10 +30,15 @@ from pellucid.checks.verify.agreement import (
     check_sampling,
     check_swaps,
 )
-from pellucid.checks.verify.gradients import check_packing, check_ranks
+from pellucid.checks.verify.gradients import (
+    check_columns,
+    check_packing,
+    check_ranks,
+    check_record,
+    check_tokenizer,
+)
 from pellucid.checks.verify.path import check_oracle
 from pellucid.checks.verify.processes import check_processes
-from pellucid.checks.verify.record import check_columns, check_record, check_tokenizer
 from pellucid.checks.verify.subject import Subject, opened
 from pellucid.config import VerifyConfig
 from pellucid.config.commands import VerifyCheck

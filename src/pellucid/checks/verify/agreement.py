@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,14 +32,27 @@ FORCED_LR = 1e-3
 
 Floats = NDArray[np.float32]
 
+_STALE = (
+    "once the trainer's weights change, the engine no longer agrees: it serves stale ones. Look at what "
+    "`update_weights` loads, and from which version. "
+)
+_CACHED = (
+    "while requests of the old weights run, the engine disagrees about new ones with the same prompt: keys "
+    "and values of a prompt are used again that were computed before the swap. Look at the prefix cache. "
+)
+_DIFFERENT = (
+    "trainer and engine compute different probabilities for the same tokens. With the same weights that is "
+    "another forward: dtype, attention, positions, or a model that is not the same on both sides; see "
+    "docs/debug-mismatch.md"
+)
+
 
 def check_leakage(subject: Subject) -> Iterator[Finding]:
     """Another first sequence, the same others: nothing of theirs may change."""
     table, run = subject.table, subject.run
-    vocabulary = run.policy.vocab_size
     ids = table["token_ids"].copy()
     prompt, length = int(table.prompt_lengths[0]), int(table.lengths[0])
-    ids[prompt:length] = (ids[prompt:length] + 1 + np.arange(length - prompt)) % vocabulary
+    ids[prompt:length] = (ids[prompt:length] + 1 + np.arange(length - prompt)) % run.policy.vocab_size
     others = slice(length, None)
     for share in (False, True):
         before = logprobs_of(run, table, share=share)
@@ -67,7 +79,7 @@ def check_swaps(subject: Subject) -> Iterator[Finding]:
         _train(subject, lr=0.0)
         _hand_over(subject)
     with torch.no_grad():
-        moved = max(float((own - weights[name]).abs().max()) for name, own in module.named_parameters())
+        moved = max(float((each - weights[name]).abs().max()) for name, each in module.named_parameters())
     yield Finding(
         "drift",
         f"weights after {NUM_SWAPS} steps and swaps at learning rate 0: largest change",
@@ -81,30 +93,25 @@ def check_swaps(subject: Subject) -> Iterator[Finding]:
         _train(subject, lr=FORCED_LR)
         _hand_over(subject)
         samples = subject.sample(seed=2 + swap)
-        yield _versions(samples, subject.run.optimizer.num_steps, f"after swap {swap + 1}")
-        yield from (
-            replace(finding, check="weights", meaning=f"{_STALE} {finding.meaning}")
-            for finding in _agreement(subject, samples, f"after swap {swap + 1} of new weights")
-        )
-
+        yield _check_versions(samples, subject.run.optimizer.num_steps, f"after swap {swap + 1}")
+        yield from _agreement(subject, samples, f"after swap {swap + 1} of new weights", "weights", _STALE)
     subject.linger()
     _train(subject, lr=FORCED_LR)
     _hand_over(subject)
-    yield from (
-        replace(finding, check="weights", meaning=f"{_CACHED} {finding.meaning}")
-        for finding in _agreement(subject, subject.sample(seed=2 + NUM_SWAPS), "after a swap under requests")
-    )
+    samples = subject.sample(seed=2 + NUM_SWAPS)
+    yield from _agreement(subject, samples, "after a swap under requests", "weights", _CACHED)
 
 
-def _versions(samples: Sequence[TrainingSample], version: int, when: str) -> Finding:
-    told = TokenTable.from_samples(samples)["policy_versions"]
-    others = sorted(set(told[told != version].tolist()))
+def _check_versions(samples: Sequence[TrainingSample], version: int, when: str) -> Finding:
+    versions = TokenTable.from_samples(samples)["policy_versions"]
+    others = versions[versions != version].tolist()
+    named = sorted(set(others))
     return Finding(
         "weights",
         f"tokens sampled {when} that name another policy version",
-        int((told != version).sum()),
+        len(others),
         0,
-        f"the engine serves policy version {version}, but its tokens say {others}: staleness is counted "
+        f"the engine serves policy version {version}, but its tokens say {named}: staleness is counted "
         "wrong. Look at the version that `update_weights` sets, and at what a completion reports",
     )
 
@@ -197,21 +204,8 @@ def _check_greedy(subject: Subject, logprobs: Tensor) -> Finding:
     )
 
 
-_STALE = (
-    "once the trainer's weights change, the engine no longer agrees: it serves stale ones. Look at what "
-    "`update_weights` loads, and from which version."
-)
-
-
-_CACHED = (
-    "while requests of the old weights run, the engine disagrees about new ones with the same prompt: keys "
-    "and values of a prompt are used again that were computed before the swap. Look at the prefix cache."
-)
-
-
 def _train(subject: Subject, *, lr: float) -> None:
-    run = subject.run
-    table = subject.table
+    run, table = subject.run, subject.table
     found = gradients(run, table, cap=table.num_tokens)
     for name, parameter in run.trained.module.named_parameters():
         parameter.grad = found[name]
@@ -226,59 +220,48 @@ def _hand_over(subject: Subject) -> None:
     subject.engine.update_weights(version, weights_folder(subject.folder, version))
 
 
-def _agreement(subject: Subject, samples: Sequence[TrainingSample], when: str) -> list[Finding]:
+def _agreement(
+    subject: Subject, samples: Sequence[TrainingSample], when: str, check: str = "agreement", hint: str = ""
+) -> list[Finding]:
     table = TokenTable.from_samples(samples)
     trainer = logprobs_of(subject.run, table)[table["sampled"]].astype(np.float64)
     engine = table["inference_logprobs"].astype(np.float64)
     gap = trainer - engine
+    worst, largest = int(np.abs(gap).argmax()), float(np.abs(gap).max())
+    mean_kl = float((np.expm1(gap) - gap).mean())
     dtype = next(subject.served.parameters()).dtype
-    meaning = _explain(subject, table, engine)
-    worst = int(np.abs(gap).argmax())
+    meaning = hint + _explain(subject, table, engine)
+    what = f"trainer and engine, {when}:"
+    token = f"token {worst} of {len(gap)}"
     return [
-        Finding(
-            "agreement",
-            f"trainer and engine, {when}: largest difference of a logprob (token {worst} of {len(gap)})",
-            float(np.abs(gap).max()),
-            LOGPROB[dtype],
-            meaning,
-        ),
-        Finding(
-            "agreement",
-            f"trainer and engine, {when}: mean mismatch KL",
-            float((np.expm1(gap) - gap).mean()),
-            MEAN_KL[dtype],
-            meaning,
-        ),
+        Finding(check, f"{what} largest difference of a logprob ({token})", largest, LOGPROB[dtype], meaning),
+        Finding(check, f"{what} mean mismatch KL", mean_kl, MEAN_KL[dtype], meaning),
     ]
 
 
 def _explain(subject: Subject, table: TokenTable, engine: NDArray[np.float64]) -> str:
-    """Which single mistake would make both sides agree."""
-    run, sampled = subject.run, table["sampled"]
-    dense = table.dense("temperatures")
+    """Finds the single mistake that would make both sides agree."""
+    run, temperatures = subject.run, table.dense("temperatures")[table["sampled"]]
+    logprobs = logprobs_of(run, table)
     guesses = {
         "They agree at temperature 1: one side does not divide the logits by the temperature.": logprobs_of(
             run, _with(table, "temperatures", np.ones_like(table["temperatures"]))
-        )[sampled],
+        ),
         "They agree at the inverse temperature: one side multiplies by it.": logprobs_of(
-            run, _with(table, "temperatures", 1 / dense[sampled])
-        )[sampled],
-        "They agree when the trainer's values move on by one token: its labels are shifted.": (
-            np.roll(logprobs_of(run, table), 1)[sampled]
+            run, _with(table, "temperatures", 1 / temperatures)
+        ),
+        "They agree when the trainer's values move on by one token: its labels are shifted.": np.roll(
+            logprobs, 1
         ),
         "They agree when the trainer's values move back by one token: the samples' logprobs are shifted.": (
-            np.roll(logprobs_of(run, table), -1)[sampled]
+            np.roll(logprobs, -1)
         ),
     }
-    now = float(np.abs(logprobs_of(run, table)[sampled] - engine).mean())
+    now = float(np.abs(logprobs[table["sampled"]] - engine).mean())
     for text, guess in guesses.items():
-        if np.abs(guess - engine).mean() < 0.1 * now:
+        if np.abs(guess[table["sampled"]] - engine).mean() < 0.1 * now:
             return text
-    return (
-        "trainer and engine compute different probabilities for the same tokens. With the same weights that "
-        "is another forward: dtype, attention, positions, or a model that is not the same on both sides; see "
-        "docs/debug-mismatch.md"
-    )
+    return _DIFFERENT
 
 
 def logprobs_of(run: Run, table: TokenTable, *, share: bool = True) -> Floats:
@@ -292,5 +275,5 @@ def logprobs_of(run: Run, table: TokenTable, *, share: bool = True) -> Floats:
 
 
 def _with(table: TokenTable, name: str, values: NDArray[np.generic]) -> TokenTable:
-    columns = {own: rows.array for own, rows in table.columns.items()}
+    columns = {each: rows.array for each, rows in table.columns.items()}
     return TokenTable(table.lengths, {**columns, name: values})

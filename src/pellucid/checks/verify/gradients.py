@@ -1,4 +1,8 @@
-"""The same batch, packed and spread in many ways: its gradient may not change."""
+"""One batch, on its way into micro batches, packed and spread in many ways: nothing of it may change.
+
+Prompts survive text, columns arrive as they left, recorded token losses add up to the loss, and the gradient
+does not depend on packing or on the number of ranks.
+"""
 
 import math
 from collections.abc import Iterator
@@ -12,12 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from pellucid.checks.finding import Finding
 from pellucid.checks.verify.subject import Subject
-from pellucid.data import TokenTable
+from pellucid.data import COLUMNS, Axis, TokenTable
 from pellucid.model import Policy
 from pellucid.packing import pack_batch
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import StepBatch, loss_weights
+from pellucid.transport import Batch, decode_batch, encode_batch
 
 TOLERANCE = 1e-5
 PADDING = 16
@@ -25,6 +30,96 @@ CHUNK = 7
 """Tokens whose logits are computed at a time: a divisor of few batches, so that the last chunk is smaller."""
 
 Gradients = dict[str, Tensor]
+
+_PACKING = (
+    "the gradient depends on how sequences are packed. Either a sequence sees its neighbours (look at "
+    "`leakage`), or something is divided per micro batch instead of by the trainable tokens of the step"
+)
+_CHUNKS = (
+    "the head computes something else in chunks than at once. Look at `pellucid.model.head`: which rows a "
+    "chunk has, and what it adds to the gradients of hidden states and weight"
+)
+_RANKS = (
+    "the gradient depends on the number of ranks. Every rank has to divide by the trainable tokens of the "
+    "whole batch, not by its own (a per-rank denominator), and gradients are summed over ranks, not averaged"
+)
+
+
+def check_tokenizer(subject: Subject) -> Iterator[Finding]:
+    """Every prompt as text and back, and no id beyond the model's vocabulary."""
+    tokenizer, limit = subject.tokenizer, subject.run.policy.vocab_size
+    yield Finding(
+        "tokenizer",
+        "tokens of the prompts beyond the model's vocabulary",
+        sum(token >= limit for prompt in subject.prompts for token in prompt),
+        0,
+        "the tokenizer belongs to another model; use the one that was saved with the weights",
+    )
+    texts = [tokenizer.decode(prompt) for prompt in subject.prompts]
+    again = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    yield Finding(
+        "tokenizer",
+        "prompts that are other tokens once they were text",
+        sum(ids != prompt for ids, prompt in zip(again, subject.prompts, strict=True)),
+        0,
+        "text and tokens are not the same to this tokenizer: what is tokenised again, such as a reply in a "
+        "conversation, would not be what was sampled",
+    )
+
+
+def check_columns(subject: Subject) -> Iterator[Finding]:
+    """Over the wire and into a micro batch, against what the samples were built from."""
+    sent = subject.table
+    batch = decode_batch(encode_batch(Batch("verify", 0, sent)), sender="verify")
+    packed = pack_batch(batch.table, seq_len=int(sent.lengths.max()), max_tokens=sent.num_tokens)
+    differing = set()
+    for micro_batch in packed.micro_batches(0):
+        table, offsets = micro_batch.table, micro_batch.table.token_offsets
+        for position, index in enumerate(micro_batch.indices):
+            rows, sample = slice(offsets[position], offsets[position + 1]), subject.samples[index]
+            arrays = {name: array.array() for name, array in sample.arrays.items()}
+            for name, expected in arrays.items():
+                found = table.dense(name)[rows]
+                if COLUMNS[name].stored is Axis.SAMPLED:
+                    found = found[arrays["sampled"]]
+                if not np.array_equal(found, expected):
+                    differing.add(name)
+            differing |= {name for name, value in sample.values.items() if table[name][position] != value}
+    named = ", ".join(sorted(differing))
+    yield Finding(
+        "columns",
+        "columns that a micro batch has other values of than the sample",
+        len(differing),
+        0,
+        f"{named} arrived with other values than the samples had: columns are swapped, shifted or misaligned "
+        "between orchestrator and trainer",
+    )
+
+
+def check_record(subject: Subject) -> Iterator[Finding]:
+    """Compares the sum of the recorded token losses over the denominator with the loss that is optimised.
+
+    Losses of both signs cancel out, so their absolute values are the measure: a float32 sum of n losses is
+    off by up to √n roundings of these.
+    """
+    run, table = subject.run, subject.table
+    [batch] = batches_of(run, table, cap=int(table.lengths.max()))
+    recorded = optimised = absolute = 0.0
+    for micro_batch in batch.micro_batches:
+        result = run.loss(micro_batch, run.forward(micro_batch), batch.denominator)
+        optimised += float(result.loss.detach().double())
+        losses = result.record.token_loss.detach().double()
+        recorded += float(losses.sum())
+        absolute += float(losses.abs().sum())
+    gap = abs(recorded / table.num_trainable - optimised) * table.num_trainable / max(absolute, 1e-12)
+    yield Finding(
+        "record",
+        "sum of token losses ÷ trainable tokens against the loss: difference ÷ mean absolute token loss",
+        gap,
+        2 * math.sqrt(table.num_trainable) * torch.finfo(torch.float32).eps,
+        "what is exported of the tokens does not add up to the loss that is optimised: it is divided by "
+        "something else than the trainable tokens of the step, or has terms that no token carries",
+    )
 
 
 def check_packing(subject: Subject) -> Iterator[Finding]:
@@ -50,17 +145,17 @@ def check_packing(subject: Subject) -> Iterator[Finding]:
 def _check_padding(run: Run, table: TokenTable, padded: dict[str, Any]) -> Finding:
     """Looks at token losses: a model may know padding so well that it leaves no gradient."""
     [batch] = batches_of(run, table, **padded)
-    own = others = 0.0
+    of_samples = of_padding = 0.0
     with torch.no_grad():
         for micro_batch in batch.micro_batches:
             losses = run.loss(micro_batch, run.forward(micro_batch), batch.denominator).record.token_loss
-            num_own = int(table.lengths[micro_batch.packed.indices].sum())
-            own += float(losses[:num_own].abs().sum())
-            others += float(losses[num_own:].abs().sum())
+            num_tokens = int(table.lengths[micro_batch.packed.indices].sum())
+            of_samples += float(losses[:num_tokens].abs().sum())
+            of_padding += float(losses[num_tokens:].abs().sum())
     return Finding(
         "packing",
         f"losses of {PADDING} tokens of padding ÷ those of all others",
-        others / max(own, 1e-12),
+        of_padding / max(of_samples, 1e-12),
         0.0,
         "padding has a loss: its tokens count as trainable. Look at the loss mask of what fills it up",
     )
@@ -105,20 +200,6 @@ def check_ranks(subject: Subject) -> Iterator[Finding]:
         yield _compared("ranks", f"{num_ranks} ranks against 1", alone, together, _RANKS)
 
 
-_PACKING = (
-    "the gradient depends on how sequences are packed. Either a sequence sees its neighbours (look at "
-    "`leakage`), or something is divided per micro batch instead of by the trainable tokens of the step"
-)
-_CHUNKS = (
-    "the head computes something else in chunks than at once. Look at `pellucid.model.head`: which rows a "
-    "chunk has, and what it adds to the gradients of hidden states and weight"
-)
-_RANKS = (
-    "the gradient depends on the number of ranks. Every rank has to divide by the trainable tokens of the "
-    "whole batch, not by its own (a per-rank denominator), and gradients are summed over ranks, not averaged"
-)
-
-
 def batches_of(
     run: Run, table: TokenTable, *, cap: int, share: bool = True, multiple: int = 1, num_ranks: int = 1
 ) -> list[StepBatch]:
@@ -132,8 +213,7 @@ def batches_of(
         share_prompts=share,
     )
     weights = loss_weights(packed, run.config.loss.reduction)
-    device = run.policy.device
-    return [StepBatch(0, packed, share, device, rank, weights) for rank in range(num_ranks)]
+    return [StepBatch(0, packed, share, run.policy.device, rank, weights) for rank in range(num_ranks)]
 
 
 def gradients(run: Run, table: TokenTable, **how: Any) -> Gradients:
@@ -160,9 +240,8 @@ def whole_gradients(run: Run) -> Gradients:
 
 
 def _compared(check: str, way: str, expected: Gradients, found: Gradients, meaning: str) -> Finding:
-    return Finding(
-        check, f"gradient, {way}: relative difference", difference(expected, found), TOLERANCE, meaning
-    )
+    what = f"gradient, {way}: relative difference"
+    return Finding(check, what, difference(expected, found), TOLERANCE, meaning)
 
 
 def difference(expected: Gradients, found: Gradients) -> float:

@@ -9,7 +9,6 @@ Then all of them make one update and publish it, which the main one holds to the
 AdamW and the published weights that follow from the gradient of the processes.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 
 from pellucid.checks.finding import Finding
 from pellucid.checks.oracle.training import AdamWState
-from pellucid.checks.verify.differences import Differences
 from pellucid.checks.verify.gradients import (
     TOLERANCE,
     Gradients,
@@ -27,9 +25,11 @@ from pellucid.checks.verify.gradients import (
     take_gradients,
     whole_gradients,
 )
-from pellucid.checks.verify.subject import Subject, build_quiet_run, with_model
+from pellucid.checks.verify.rollout_stages import Differences
+from pellucid.checks.verify.subject import Subject, build_quiet_run, updated
 from pellucid.checks.verify.training_stages import (
     check_moved,
+    norm_of,
     rate_of,
     read_weights,
     trained_weights,
@@ -63,18 +63,20 @@ def check_processes(config: VerifyConfig, ranks: Ranks, subject: Subject | None)
             files = ranks.share(lambda: _files(Path(_of_main(subject).config.model.name)))
             for path, content in files.items():
                 (folder / path).write_bytes(content)
-            config = with_model(config, folder)
+            config = updated(config, model={"name": str(folder)})
         ranks = replace(ranks, precision=None)  # the sums are checked, not the rounding of bfloat16
         table = share_table(ranks, lambda: _of_main(subject).table)
-        config = _clipping(config, ranks.share(lambda: _norm_alone(_of_main(subject))))
+        norm = ranks.share(lambda: norm_of(_train(_of_main(subject).run, table, {}).gradients))
+        max_norm = min(config.trainer.optim.max_norm, norm / 2)  # gradients are clipped
+        config = updated(config, trainer={"optim": {"max_norm": max_norm}})
         run = build_quiet_run(config, folder, ranks)
         try:
             for way, batch, settings in _ways(table):
                 together = _train(run, batch, settings)
                 what = f"{ranks.num_processes} processes {way}"
                 yield from ranks.share(partial(_compare, subject, batch, together, what))
-            updated = _update(run, table)
-            yield from ranks.share(partial(_hold_update, subject, run, updated))
+            whole, grad_norm = _update(run, table)
+            yield from ranks.share(partial(_hold_update, subject, run, whole, grad_norm))
         finally:
             run.close()
 
@@ -86,18 +88,6 @@ def _files(folder: Path) -> dict[str, bytes]:
 def _of_main(subject: Subject | None) -> Subject:
     assert subject is not None, "only the main process compares"
     return subject
-
-
-def _norm_alone(subject: Subject) -> float:
-    gradients = _train(subject.run, subject.table, {}).gradients
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
-
-
-def _clipping(config: VerifyConfig, norm: float) -> VerifyConfig:
-    """The configuration with gradients of this norm clipped."""
-    optim = config.trainer.optim
-    clipping = optim.model_copy(update={"max_norm": min(optim.max_norm, norm / 2)})
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"optim": clipping})})
 
 
 def _ways(table: TokenTable) -> Iterator[tuple[str, TokenTable, dict[str, Any]]]:
@@ -126,7 +116,7 @@ def _compare(subject: Subject | None, table: TokenTable, together: BatchResult, 
         Finding(
             "processes",
             f"denominators, {what}: largest difference from the batch's trainable tokens",
-            max(abs(own - expected) for own in together.denominators),
+            max(abs(each - expected) for each in together.denominators),
             0,
             f"the ranks divide by {', '.join(map(str, together.denominators))}; the batch has {expected} "
             "trainable tokens. With a per-rank denominator a token weighs more on a rank that has few: count "
@@ -150,45 +140,36 @@ def _compare(subject: Subject | None, table: TokenTable, together: BatchResult, 
     ]
 
 
-class Updated(NamedTuple):
-    """One update of all processes together."""
-
-    gradients: Gradients
-    grad_norm: float
-
-
-def _update(run: Run, table: TokenTable) -> Updated:
-    """Makes one step with its update, and publishes it as policy version 1."""
+def _update(run: Run, table: TokenTable) -> tuple[Gradients, float]:
+    """Makes one step with its update, and publishes it as policy version 1; returns gradients and norm."""
     observer = accumulate(run, run.pack(0, table))
     gradients = whole_gradients(run)
     update = run.update(observer)
     run.publishes = True
     run.publish(0)
-    return Updated(gradients, update.grad_norm)
+    return gradients, update.grad_norm
 
 
-def _hold_update(subject: Subject | None, run: Run, updated: Updated) -> list[Finding]:
+def _hold_update(subject: Subject | None, run: Run, whole: Gradients, grad_norm: float) -> list[Finding]:
     """Holds norm and published weights to the oracle, from the weights that the subject still has."""
     before = {name: weight.double().cpu() for name, weight in trained_weights(_of_main(subject).run).items()}
-    gradients = {name.removeprefix("hf."): each.double().cpu() for name, each in updated.gradients.items()}
-    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
-    lr = rate_of(run, 0)
+    gradients = {name.removeprefix("hf."): gradient for name, gradient in whole.items()}
+    norm, lr = norm_of(gradients), rate_of(run, 0)
     expected = updated_weights(run, before, gradients, AdamWState(), lr)
     published = read_weights(weights_folder(run.output_dir, 1))
     differences = Differences()
     for name, weight in expected.items():
+        differences.holds("published", name in published, f"{name} is missing")
         if name in published:
             check_moved("published", before[name], weight, published[name], lr, differences, name)
-        else:
-            differences.add("published", math.inf, f"{name} is missing")
     what = f"{run.ranks.num_processes} processes after one update"
     return [
         Finding(
             "processes",
             f"norm, {what}: relative difference",
-            abs(updated.grad_norm - norm) / max(norm, 1e-30),
+            abs(grad_norm - norm) / max(norm, 1e-30),
             TOLERANCE,
-            f"the norm is {updated.grad_norm:.9g}, not {norm:.9g}: it is that of a process's own shard, or "
+            f"the norm is {grad_norm:.9g}, not {norm:.9g}: it is that of a process's own shard, or "
             "parameters are left out or counted twice",
         ),
         Finding(
@@ -203,7 +184,9 @@ def _hold_update(subject: Subject | None, run: Run, updated: Updated) -> list[Fi
 
 
 def _explain(expected: Gradients, found: Gradients) -> str:
-    factor = _factor(expected, found)
+    """Tells whether one factor brings `expected` to `found`."""
+    product = sum(float((expected[name] * found[name]).sum()) for name in expected)
+    factor = product / max(sum(float(value.square().sum()) for value in expected.values()), 1e-30)
     if factor and difference(expected, {name: value / factor for name, value in found.items()}) <= TOLERANCE:
         return (
             f"the gradient is {factor:.4g} times that of one process: it is averaged over processes where it "
@@ -213,9 +196,3 @@ def _explain(expected: Gradients, found: Gradients) -> str:
         "the processes together have another gradient than one alone. If the loss differs, too, look at the "
         "denominators; if not, at how gradients are summed over processes, and over context-parallel slices"
     )
-
-
-def _factor(expected: Gradients, found: Gradients) -> float:
-    """Computes the factor that brings `expected` closest to `found`."""
-    product = sum(float((expected[name] * found[name]).sum()) for name in expected)
-    return product / max(sum(float(value.square().sum()) for value in expected.values()), 1e-30)

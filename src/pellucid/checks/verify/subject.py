@@ -1,17 +1,18 @@
 """The subject of verification: the user's trainer, an engine beside it, and samples that the engine drew."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pellucid.config import TrainerRunConfig, VerifyConfig
+from pellucid.config.base import Section
 from pellucid.config.trainer import TokenExportConfig
 from pellucid.data import Completion, RecordedExperts, TokenTable, TrainingSample, join_experts
 from pellucid.data.tokenizer import load_tokenizer
@@ -30,6 +31,17 @@ from pellucid.trainer.run import Run
 
 NUM_GROUPS, GROUP_SIZE = 4, 3
 MAX_TOKENS = 48
+
+S = TypeVar("S", bound=Section)
+
+
+def updated(section: S, **changes: Any) -> S:
+    """Returns settings with some of them changed; a mapping changes keys of a section inside."""
+    flat = {
+        key: updated(getattr(section, key), **value) if isinstance(value, Mapping) else value
+        for key, value in changes.items()
+    }
+    return section.model_copy(update=flat)
 
 
 @dataclass
@@ -56,64 +68,26 @@ class Subject:
         return TokenTable.from_samples(self.samples)
 
     def sample(self, seed: int = 0) -> list[TrainingSample]:
-        """Groups of ragged completions, at the run's temperature."""
+        """Samples groups of ragged completions, at the run's temperature."""
         generator = random.Random(seed)
         longest = min(MAX_TOKENS, self.config.orchestrator.sampling.max_tokens)
-        samples: dict[int, TrainingSample] = {}
-        requests = []
-        for group, prompt in enumerate(self.prompts):
-            for member in range(GROUP_SIZE):
-                index = group * GROUP_SIZE + member
-                params = SamplingParams(
-                    temperature=self.temperature,
-                    max_tokens=generator.randint(1, longest),
-                    seed=generator.randrange(2**31),
-                )
-                keep = partial(self._keep, samples, index, prompt, generator.uniform(-1, 1))
-                requests.append(Request(prompt, params, Account(), keep))
-        run_to_end(self.engine, requests)
-        return [samples[index] for index in sorted(samples)]
-
-    def draw(
-        self, num_tokens: int, stop_token_ids: Sequence[int] = (), *, temperature: float | None = None
-    ) -> list[Completion]:
-        """Samples that many tokens after the first prompt, each on its own; by default at the run's
-        temperature."""
-        drawn: list[Completion] = []
-        requests = [
-            Request(
-                self.prompts[0],
-                SamplingParams(
-                    temperature=self.temperature if temperature is None else temperature,
-                    max_tokens=1,
-                    seed=seed,
-                    stop_token_ids=list(stop_token_ids),
-                ),
-                Account(),
-                drawn.append,
+        drawn: dict[int, Completion] = {}
+        requests, advantages = [], []
+        for index in range(len(self.prompts) * GROUP_SIZE):
+            params = SamplingParams(
+                temperature=self.temperature,
+                max_tokens=generator.randint(1, longest),
+                seed=generator.randrange(2**31),
             )
-            for seed in range(num_tokens)
-        ]
+            advantages.append(generator.uniform(-1, 1))
+            keep = partial(drawn.__setitem__, index)
+            requests.append(Request(self.prompts[index // GROUP_SIZE], params, Account(), keep))
         run_to_end(self.engine, requests)
-        return drawn
+        return [self._to_sample(index, drawn[index], advantages[index]) for index in sorted(drawn)]
 
-    def linger(self) -> None:
-        """Leaves a request of every prompt in flight; the next `sample` waits for them, too."""
-        params = SamplingParams(temperature=self.temperature, max_tokens=MAX_TOKENS, seed=0)
-        for prompt in self.prompts:
-            self.engine.submit(Request(prompt, params, Account(), lambda completion: None))
-        self.engine.step()
-
-    def _keep(
-        self,
-        samples: dict[int, TrainingSample],
-        index: int,
-        prompt: Sequence[int],
-        advantage: float,
-        completion: Completion,
-    ) -> None:
-        samples[index] = TrainingSample.from_turn(
-            prompt,
+    def _to_sample(self, index: int, completion: Completion, advantage: float) -> TrainingSample:
+        return TrainingSample.from_turn(
+            self.prompts[index // GROUP_SIZE],
             completion.token_ids,
             completion.logprobs,
             completion_mask=[position % 5 != 3 for position in range(len(completion.token_ids))],
@@ -128,10 +102,30 @@ class Subject:
             routed_experts=join_experts([RecordedExperts.of(completion.routed_experts)]),
         )
 
+    def draw(
+        self, num_tokens: int, stop_token_ids: Sequence[int] = (), *, temperature: float | None = None
+    ) -> list[Completion]:
+        """Samples that many tokens after the first prompt, each on its own; by default at the run's
+        temperature."""
+        drawn: list[Completion] = []
+        requests = []
+        for seed in range(num_tokens):
+            params = SamplingParams(
+                temperature=self.temperature if temperature is None else temperature,
+                max_tokens=1,
+                seed=seed,
+                stop_token_ids=list(stop_token_ids),
+            )
+            requests.append(Request(self.prompts[0], params, Account(), drawn.append))
+        run_to_end(self.engine, requests)
+        return drawn
 
-def with_model(config: VerifyConfig, folder: Path) -> VerifyConfig:
-    model = config.model.model_copy(update={"name": str(folder)})
-    return config.model_copy(update={"model": model})
+    def linger(self) -> None:
+        """Leaves a request of every prompt in flight; the next `sample` waits for them, too."""
+        params = SamplingParams(temperature=self.temperature, max_tokens=MAX_TOKENS, seed=0)
+        for prompt in self.prompts:
+            self.engine.submit(Request(prompt, params, Account(), lambda completion: None))
+        self.engine.step()
 
 
 def build_quiet_run(
@@ -147,16 +141,11 @@ def build_quiet_run(
 
     `records`: it exports its tokens and publishes its weights there. `resume`: it goes on with such a record.
     """
-    model = config.model
-    if model.lora is not None:
-        model = model.model_copy(update={"lora": model.lora.model_copy(update={"dropout": 0.0})})
+    if config.model.lora is not None:
+        config = updated(config, model={"lora": {"dropout": 0.0}})
     export = TokenExportConfig(own_process=False) if records else None
-    trainer = config.trainer.model_copy(
-        update={"experimental": config.trainer.experimental.model_copy(update={"token_export": export})}
-    )
-    quiet = config.model_copy(
-        update={"output_dir": folder / "run", "model": model, "trainer": trainer, "resume": resume}
-    )
+    trainer = {"experimental": {"token_export": export}}
+    quiet = updated(config, output_dir=folder / "run", resume=resume, trainer=trainer)
     part = quiet.part(TrainerRunConfig, monitors={})
     assert isinstance(part, TrainerRunConfig)
     path = part.output_dir / "ledger" / "trainer.jsonl"
@@ -170,14 +159,14 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
         folder = Path(name)
         if config.model.name == config.model.DEMO:
             make_tiny_model(folder / "demo", num_kv_heads=2)
-            config = with_model(config, folder / "demo")
+            config = updated(config, model={"name": str(folder / "demo")})
         run = build_quiet_run(config, folder)
         tokenizer = load_tokenizer(config.model.name)
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS
         served = load_policy(config.model, max_length=longest)
-        recorded = config.trainer.enable_router_replay
-        engine = Engine(served, num_slots=8, max_length=longest, record_experts=recorded)
+        records_experts = config.trainer.enable_router_replay
+        engine = Engine(served, num_slots=8, max_length=longest, record_experts=records_experts)
         subject = Subject(config, folder, run, engine, served, tokenizer, prompts, [])
         try:
             subject.samples = subject.sample()
