@@ -31,7 +31,7 @@ BESIDE = {
     "export": "arrow distribution frames jsonl_source optional parquet_source paths process reader shapes "
     "slices source summary",
     "inference": "client entrance fake http openai_answer openai_request pool server servers vllm_engine",
-    "ledger": "reconcile settings states",
+    "ledger": "reconcile settings",
     "loss": "script",
     "model": "proof tiny",
     "orchestrator": "alarms built_in evaluation failures report tasks teacher verifiers",

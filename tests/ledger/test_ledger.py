@@ -12,11 +12,11 @@ from pellucid.ledger import (
     LedgerEntry,
     Stage,
     State,
-    end_of_mark,
     link_of,
     read_journal,
     reconcile,
 )
+from pellucid.ledger.journal import end_of_mark
 
 RUN, ENV = "run", "env"
 

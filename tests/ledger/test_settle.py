@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from pellucid.ledger import (
     LedgerEntry,
     Stage,
-    append_entries,
-    discarded,
-    held_again,
     read_journal,
     settle_engines,
     settle_trainer,
     sum_entries,
 )
+from pellucid.ledger.journal import append_entries, discarded, held_again
 from pellucid.ledger.reconcile import Report, reconcile_journals
 
 RUN = ("run", "env")

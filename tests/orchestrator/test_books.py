@@ -14,7 +14,8 @@ import pytest
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.errors import DataError
-from pellucid.ledger import Flow, State, end_of_mark, read_journal
+from pellucid.ledger import Flow, State, read_journal
+from pellucid.ledger.journal import end_of_mark
 from pellucid.metrics import read_metrics
 from pellucid.orchestrator.books import Books, Clerk
 from pellucid.orchestrator.scheduler import RolloutLength, SchedulerState

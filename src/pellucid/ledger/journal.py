@@ -22,12 +22,25 @@ so that a reader knows which tokens a process that is gone took along; see `reco
 
 A journal grows with the steps of a run, never with its duration: now and then its lines are summed up, per
 step where steps matter, and the file is replaced. A reader that has it open goes on with what it was.
+
+A run that is resumed settles its journals first; each part settles its own, and may be interrupted and do so
+again. The trainer goes on at the step of a checkpoint, the orchestrator after the last batch that exists:
+
+    step            0 ... 49   50 ... 56   57        checkpoint = 50, next_batch = 57
+    batches         covered    on disk     missing
+    trainer         kept       replayed    -
+    orchestrator    kept       kept        discarded
+
+- The trainer forgets the steps from the checkpoint on: it trains them again and books them then.
+- A discarded batch was sent, but will never train: `rolled_back` if it had been trained, else `lost`.
+- An engine has nothing to settle. What it, or an orchestrator, took along follows from the `reconcile.Links`.
 """
 
+import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
@@ -37,6 +50,8 @@ import msgspec
 
 from pellucid.data.files import append_whole, read_lines, replace_file, require_file, require_own, sync
 from pellucid.errors import LedgerError
+
+logger = logging.getLogger(__name__)
 
 
 class Stage(StrEnum):
@@ -116,9 +131,7 @@ HANDS_ON = {Stage.INFERENCE: Flow.DELIVERED, Stage.ORCHESTRATOR: Flow.SENT}
 NOBODY = "nobody"
 """Process name in a journal that a resume has settled, until a process opens it again."""
 
-_SUM_UP_BYTES = 1 << 18
 _TAIL_BYTES = 1 << 16
-_OPEN_STEPS = 64
 
 Tokens = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]
 """A number of tokens that a run could have; sums of them fit into what JSON's readers take."""
@@ -141,10 +154,6 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of the orchestrator's snapshot that knows what is above."""
 
 
-_Key = tuple[str, str, str]
-"""(run, environment, link)."""
-
-
 class Journal:
     """Counts tokens in memory and appends them to the stage's file at `flush`.
 
@@ -158,7 +167,7 @@ class Journal:
         *,
         resume: bool = False,
         process: str = "",
-        sum_up_bytes: int = _SUM_UP_BYTES,
+        sum_up_bytes: int = 1 << 18,
     ) -> None:
         """`sum_up_bytes`: what the journal may grow by before its lines are summed up."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +181,8 @@ class Journal:
         self.process = process or new_process()
         self._path = path
         self._stage = stage
-        self._pending: dict[_Key, Counter[str]] = {}
+        self._pending: dict[tuple[str, str, str], Counter[str]] = {}
+        """Counts by run, environment and link."""
         self._sum_up_bytes = sum_up_bytes
         self._sum_up_at = sum_up_bytes
         last = mend(path)
@@ -256,11 +266,6 @@ def append_entries(path: Path, entries: Sequence[LedgerEntry]) -> None:
             append_whole(file, b"".join(map(_encode, entries)))
 
 
-def replace_entries(path: Path, entries: Iterable[LedgerEntry]) -> None:
-    """Replaces the journal, entry by entry, so that they may come from the old file; then durable."""
-    replace_file(path, map(_encode, entries), durable=True)
-
-
 def _encode(entry: LedgerEntry) -> bytes:
     return msgspec.json.encode(entry) + b"\n"
 
@@ -324,28 +329,106 @@ def mend(path: Path) -> LedgerEntry | None:
 def _summed_up(path: Path, stage: Stage, mark: int) -> Iterator[bytes]:
     """Yields the journal with the same sums in fewer lines; from `mark` on, if any, the lines as they are."""
     entries, opened = read_journal(path), ""
-    last: list[LedgerEntry] = []
-    open_steps: dict[int, dict[_Key, Counter[str]]] = {}
-    """The latest ones; steps of evaluations and of batches alternate."""
+    unchanged: list[LedgerEntry] = []
+    sums: dict[tuple[int, str, str, str], Counter[str]] = {}
     for entry in entries:
         opened = entry.opened or opened
         if mark and entry.mark >= mark:
-            last = [entry]
+            unchanged = [entry]
             break
         if entry.counts:
             step = entry.step if stage is not Stage.INFERENCE else 0  # an engine knows of no steps
-            counts = open_steps.setdefault(step, {})
-            counts.setdefault((entry.run, entry.env, entry.link), Counter()).update(entry.counts)
-            if len(open_steps) > _OPEN_STEPS:
-                first = next(iter(open_steps))
-                yield from _step_lines(stage, first, open_steps.pop(first))
-    for step, counts in open_steps.items():
-        yield from _step_lines(stage, step, counts)
+            sums.setdefault((step, entry.run, entry.env, entry.link), Counter()).update(entry.counts)
+    for (step, run, env, link), counts in sums.items():
+        yield _encode(LedgerEntry(stage, step, run, env, dict(counts), link=link))
     if opened:
         yield _encode(LedgerEntry(stage, opened=opened))
-    yield from map(_encode, chain(last, entries))
+    yield from map(_encode, chain(unchanged, entries))
 
 
-def _step_lines(stage: Stage, step: int, counts: dict[_Key, Counter[str]]) -> Iterator[bytes]:
-    for (run, env, link), tokens in counts.items():
-        yield _encode(LedgerEntry(stage, step, run, env, dict(tokens), link=link))
+def settle_trainer(ledger_dir: Path, checkpoint: int, known: Sequence[LedgerEntry] | None) -> None:
+    """Leaves the steps before the checkpoint in the journals of the trainer.
+
+    `known`: what the checkpoint knows of them, summed up; None if there is none. It is believed where the
+    journals tell otherwise. The first journal gets the books of all ranks: the next may be fewer, or more.
+    """
+    first, *others = journals_of(ledger_dir, Stage.TRAINER)
+    if not ledger_dir.exists():
+        return
+
+    def kept() -> Iterator[LedgerEntry]:
+        for path in (first, *others):
+            for entry in read_journal(path):
+                if entry.step < checkpoint and not entry.closed:
+                    yield entry
+
+    entries = kept()
+    if known is not None and _counts(kept()) != _counts(known):
+        logger.warning(
+            "%s differs from what the checkpoint of step %d knows; the checkpoint is believed",
+            first,
+            checkpoint,
+        )
+        entries = iter(known)
+    # Entry by entry: they may come from the file that is replaced.
+    replace_file(first, map(_encode, entries), durable=True)
+    # Killed before this, they would be counted twice; the checkpoint knows better the next time.
+    for path in others:
+        path.unlink()
+
+
+def _counts(entries: Iterable[LedgerEntry]) -> dict[tuple[str, str], dict[str, int]]:
+    return {(entry.run, entry.env): entry.counts for entry in sum_entries(entries)}
+
+
+def trained_steps(ledger_dir: Path, start: int) -> set[int]:
+    """Steps from `start` on that the trainer has booked."""
+    return {
+        entry.step
+        for path in journals_of(ledger_dir, Stage.TRAINER)
+        for entry in read_journal(path)
+        if entry.counts and entry.step >= start
+    }
+
+
+def lost_as(step: int, trained: Collection[int]) -> str:
+    """Returns the state of tokens whose batch a resume discarded."""
+    return (State.ROLLED_BACK if step in trained else State.LOST).value
+
+
+def discarded(entries: Iterable[LedgerEntry], next_batch: int, trained: Collection[int]) -> list[LedgerEntry]:
+    """Returns the entries that take back the orchestrator's batches from `next_batch` on."""
+    sent: Counter[tuple[int, str, str]] = Counter()
+    for entry in entries:
+        if entry.step >= next_batch:
+            sent[entry.step, entry.run, entry.env] += entry.counts.get(Flow.SENT.value, 0)
+    return [
+        LedgerEntry(
+            Stage.ORCHESTRATOR, step, run, env, {Flow.SENT.value: -tokens, lost_as(step, trained): tokens}
+        )
+        for (step, run, env), tokens in sorted(sent.items())
+        if tokens
+    ]
+
+
+def held_again(
+    entries: Iterable[LedgerEntry], held: Counter[tuple[str, str, str]], step: int
+) -> list[LedgerEntry]:
+    """Returns entries that bring the journal's held tokens to `held`, by run, environment and link."""
+    missing = Counter(held)
+    for entry in entries:
+        if tokens := entry.counts.get(Flow.HELD.value, 0):
+            missing[entry.run, entry.env, entry.link] -= tokens
+    return [
+        LedgerEntry(Stage.ORCHESTRATOR, step, run, env, {Flow.HELD.value: tokens}, link=link)
+        for (run, env, link), tokens in sorted(missing.items())
+        if tokens
+    ]
+
+
+def settle_engines(ledger_dir: Path) -> None:
+    """Closes the journals of the engines, which are all gone; one that comes back opens its own again."""
+    for path in journals_of(ledger_dir, Stage.INFERENCE):
+        last = mend(path)
+        if last is not None and last.opened != NOBODY:
+            append_entries(path, [LedgerEntry(Stage.INFERENCE, opened=NOBODY, closed=True)])

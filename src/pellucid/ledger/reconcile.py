@@ -8,11 +8,12 @@ What a process that was killed took along is lost, by what its `Links` tell.
 """
 
 import math
-from collections import Counter, defaultdict, deque
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 from pellucid.errors import LedgerError
 from pellucid.ledger.journal import (
@@ -36,17 +37,6 @@ def orchestrator_of(link: str) -> str:
     return link.rpartition(":")[2]
 
 
-@dataclass(slots=True)
-class _Passed:
-    """The counts of one run and environment over one link."""
-
-    at_engine: Counter[str] = field(default_factory=Counter)
-    arrived: int = 0
-    """Tokens in the books of the orchestrator, or held for a coming batch."""
-
-    last_step: int = 0
-
-
 class Links:
     """Tokens that a process took along when it died, by what passed between it and another.
 
@@ -67,17 +57,22 @@ class Links:
     """
 
     def __init__(self) -> None:
-        self._passed: dict[tuple[str, str, str], _Passed] = {}
+        self._at_engine: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+        """Counts of the engine, by link, run and environment."""
+        self._arrived: Counter[tuple[str, str, str]] = Counter()
+        """Tokens in the books of the orchestrator, or held for a coming batch."""
+        self._last_step: dict[tuple[str, str, str], int] = defaultdict(int)
 
     def add(self, entry: LedgerEntry) -> None:
+        key = entry.link, entry.run, entry.env
         if not entry.link:
             return
-        passed = self._passed.setdefault((entry.link, entry.run, entry.env), _Passed())
-        if entry.stage is Stage.INFERENCE:
-            passed.at_engine.update(entry.counts)
-        else:
-            passed.arrived += entry.counts.get(Flow.RECEIVED.value, 0) + entry.counts.get(Flow.HELD.value, 0)
-            passed.last_step = max(passed.last_step, entry.step)
+        self._at_engine[key].update(entry.counts if entry.stage is Stage.INFERENCE else {})
+        if entry.stage is not Stage.INFERENCE:
+            self._arrived[key] += entry.counts.get(Flow.RECEIVED.value, 0) + entry.counts.get(
+                Flow.HELD.value, 0
+            )
+            self._last_step[key] = max(self._last_step[key], entry.step)
 
     def losses(self, alive: Collection[str], *, is_over: bool) -> Iterator[LedgerEntry]:
         """Yields the entries that processes that died would still have written.
@@ -85,19 +80,21 @@ class Links:
         `alive`: the processes that have journals open; `is_over`: the orchestrator has closed its own, so
         that what has not arrived from an engine that is gone never will.
         """
-        for (link, run, env), passed in sorted(self._passed.items()):
+        for key, at_engine in sorted(self._at_engine.items()):
+            link, run, env = key
             server, _, orchestrator = link.rpartition(":")
             engine_died = bool(server) and server not in alive
             orchestrator_died = bool(orchestrator) and orchestrator not in alive
-            delivered, gone = passed.at_engine[Flow.DELIVERED.value], 0
+            delivered, arrived = at_engine[Flow.DELIVERED.value], self._arrived[key]
             if orchestrator_died or (engine_died and is_over):
-                gone = max(0, delivered - passed.arrived)
+                gone = max(0, delivered - arrived)
                 counts = {Flow.RECEIVED.value: gone, State.LOST.value: gone}
-                yield LedgerEntry(Stage.ORCHESTRATOR, passed.last_step, run, env, counts)
+                yield LedgerEntry(Stage.ORCHESTRATOR, self._last_step[key], run, env, counts)
             if engine_died:
-                unwritten = max(0, passed.arrived - delivered)
-                ended = delivered + unwritten + passed.at_engine[State.CANCELLED.value]
-                running = passed.at_engine[Flow.SAMPLED.value] - ended
+                unwritten = max(0, arrived - delivered)
+                running = (
+                    at_engine[Flow.SAMPLED.value] - delivered - unwritten - at_engine[State.CANCELLED.value]
+                )
                 counts = {
                     Flow.SAMPLED.value: max(0, -running),
                     Flow.DELIVERED.value: unwritten,
@@ -180,24 +177,19 @@ def reconcile_journals(journals: Iterable[Iterable[LedgerEntry]]) -> Report:
     books: dict[Account, _Books] = defaultdict(_Books)
     report = Report({}, {}, {}, [], [], {stage: Counter() for stage in Stage})
     links = Links()
-
-    def book(entry: LedgerEntry) -> None:
-        if entry.counts:
-            books[entry.run, entry.env].add(entry, report.steps)
-
     ends: list[_JournalEnd] = []
     for journal in journals:
         end = _JournalEnd()
         for entry in journal:
             end.note(entry)
             links.add(entry)
-            book(entry)
+            _book(entry, books, report)
         ends.append(end)
     is_closed = {stage: [end.is_closed for end in ends if end.stage is stage] for stage in Stage}
     report.running.extend(stage for stage, closed in is_closed.items() if not closed or not all(closed))
     is_over = Stage.ORCHESTRATOR not in report.running
     for entry in links.losses({end.opened for end in ends}, is_over=is_over):
-        book(entry)
+        _book(entry, books, report)
     past = _steps_past(ends, report.running)
     for account, counted in sorted(books.items()):
         _settle(account, counted, past, report)
@@ -221,7 +213,7 @@ class _JournalEnd:
         self.stage, self.is_closed = entry.stage, entry.closed
         self.opened = entry.opened or self.opened
         if entry.counts:
-            self.last_step = entry.step if self.last_step is None else max(self.last_step, entry.step)
+            self.last_step = max(entry.step, entry.step if self.last_step is None else self.last_step)
             if entry.stage is Stage.TRAINER:
                 self.booked.add(entry.step)
 
@@ -235,40 +227,25 @@ class _Books:
     def __init__(self) -> None:
         self.totals: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
         self.unsettled: dict[Stage, Counter[int]] = {Stage.ORCHESTRATOR: Counter(), Stage.TRAINER: Counter()}
-        """Tokens by step that the stage took in and neither settled nor handed on; never 0."""
-        self._on_the_way: Counter[int] = Counter()
-        """Tokens by step that were sent to the trainer and not received; steps with 0 are left out."""
+        """Tokens by step that the stage took in and neither settled nor handed on."""
+        self.on_the_way: Counter[int] = Counter()
+        """Tokens by step that were sent to the trainer, minus those that it received."""
 
-    def add(self, entry: LedgerEntry, steps: dict[int, Counter[str]]) -> None:
-        """Also adds the states of its tokens to those of its step."""
-        total, stage, step = self.totals[entry.stage], entry.stage, entry.step
-        for what, tokens in entry.counts.items():
-            total[what] += tokens
-        if stage is Stage.INFERENCE:
-            return
-        states = steps.setdefault(step, Counter())
-        for what, tokens in entry.counts.items():
-            if what in _STATES:
-                states[what] += tokens
-        _change(self.unsettled[stage], step, unsettled(stage, entry.counts))
+
+def _book(entry: LedgerEntry, books: Mapping[Account, _Books], report: Report) -> None:
+    """Adds an entry to the books of its account, and the states of its tokens to those of its step."""
+    if not entry.counts:
+        return
+    account, stage, step = books[entry.run, entry.env], entry.stage, entry.step
+    account.totals[stage].update(entry.counts)
+    if stage is not Stage.INFERENCE:
+        states = report.steps.setdefault(step, Counter())
+        states.update({what: tokens for what, tokens in entry.counts.items() if what in _STATES})
+        account.unsettled[stage][step] += unsettled(stage, entry.counts)
         if stage is Stage.ORCHESTRATOR:
-            _change(self._on_the_way, step, entry.counts.get(Flow.SENT.value, 0))
+            account.on_the_way[step] += entry.counts.get(Flow.SENT.value, 0)
         else:
-            _change(self._on_the_way, step, -entry.counts.get(Flow.RECEIVED.value, 0))
-
-    def on_the_way(self, past: Sequence[int]) -> Iterator[int]:
-        """Sent to the trainer and not received, up to each of these steps, which ascend."""
-        waiting = deque(sorted(self._on_the_way.items()))
-        gap = 0
-        for step in past:
-            while waiting and waiting[0][0] <= step:
-                gap += waiting.popleft()[1]
-            yield gap
-
-
-def _change(tokens: dict[int, int], step: int, by: int) -> None:
-    if by and (changed := tokens.pop(step, 0) + by):
-        tokens[step] = changed
+            account.on_the_way[step] -= entry.counts.get(Flow.RECEIVED.value, 0)
 
 
 def unsettled(stage: Stage, counts: Mapping[str, int]) -> int:
@@ -278,59 +255,47 @@ def unsettled(stage: Stage, counts: Mapping[str, int]) -> int:
     return counts.get(TAKES_IN[stage].value, 0) - settled - handed_on
 
 
-class _Gap(NamedTuple):
-    where: str
-    tokens: int
-    sender: Stage
-    """Stage that had the tokens."""
-
-    receiver: Stage
-    """Stage that may still settle them."""
-
-    is_final: bool = False
-    """Whether both stages are past the step, so that the gap cannot close any more."""
-
-
 def _settle(account: Account, books: _Books, past: Sequence[int], report: Report) -> None:
+    """Enters the states of an account into the report, and each gap as a difference or as in flight."""
+    inference, orchestrator, trainer = (books.totals[stage] for stage in Stage)
     states: Counter[str] = Counter()
     for stage, total in books.totals.items():
         report.stages[stage].update(total)
         states.update({what: tokens for what, tokens in total.items() if what in _STATES})
-    for gap in _gaps(books, past):
+
+    def compare(where: str, tokens: int, sender: Stage, receiver: Stage) -> None:
         # A surplus is legitimate while its sender may still have to write down that it sent it.
-        waits = (gap.receiver if gap.tokens > 0 else gap.sender) in report.running
-        if waits and not gap.is_final:
-            states[State.IN_FLIGHT.value] += gap.tokens
-        elif gap.tokens:
-            report.differences.append(Difference(account, gap.where, gap.tokens))
-    trainer = books.totals[Stage.TRAINER]
+        if (receiver if tokens > 0 else sender) in report.running:
+            states[State.IN_FLIGHT.value] += tokens
+        else:
+            refuse(where, tokens)
+
+    def refuse(where: str, tokens: int) -> None:
+        if tokens:
+            report.differences.append(Difference(account, where, tokens))
+
+    compare("inference", unsettled(Stage.INFERENCE, inference), Stage.INFERENCE, Stage.INFERENCE)
+    undelivered = inference[Flow.DELIVERED.value] - orchestrator[Flow.RECEIVED.value]
+    compare("inference to orchestrator", undelivered, Stage.INFERENCE, Stage.ORCHESTRATOR)
+    for stage, by_step in books.unsettled.items():
+        for step, tokens in sorted(by_step.items()):
+            compare(f"{stage.value}, step {step}", tokens, stage, stage)
+    # Both stages are past these steps, so that what is missing up to one of them can no longer arrive.
+    steps, known = sorted(books.on_the_way), 0
+    sums = list(accumulate((books.on_the_way[step] for step in steps), initial=0))
+    for step in past:
+        gap = sums[bisect_right(steps, step)]
+        refuse(f"orchestrator to trainer, step {step}", gap - known)
+        known = gap
+    unreceived = orchestrator[Flow.SENT.value] - trainer[Flow.RECEIVED.value] - known
+    compare("orchestrator to trainer", unreceived, Stage.ORCHESTRATOR, Stage.TRAINER)
     beside = Counter({flow.value: trainer[flow.value] for flow in BESIDE})
     packed_states = (State.TRAINED, State.MASKED, State.SKIPPED, State.UNTRAINABLE)
     packed = sum(trainer[state.value] for state in packed_states) + beside["context"] + beside["padding"]
-    if unpacked := beside["computed"] + beside["saved"] - packed:
-        report.differences.append(Difference(account, "trainer, computed tokens", unpacked))
+    refuse("trainer, computed tokens", beside["computed"] + beside["saved"] - packed)
     report.states[account] = +states
-    report.sampled[account] = books.totals[Stage.INFERENCE][Flow.SAMPLED.value]
+    report.sampled[account] = inference[Flow.SAMPLED.value]
     report.beside[account] = +beside
-
-
-def _gaps(books: _Books, past: Sequence[int]) -> Iterator[_Gap]:
-    inference, orchestrator, trainer = Stage
-    totals = books.totals
-    yield _Gap(inference.value, unsettled(inference, totals[inference]), inference, inference)
-    delivered = totals[inference][Flow.DELIVERED.value]
-    received = totals[orchestrator][Flow.RECEIVED.value]
-    yield _Gap("inference to orchestrator", delivered - received, inference, orchestrator)
-    for stage in (orchestrator, trainer):
-        for step, tokens in sorted(books.unsettled[stage].items()):
-            yield _Gap(f"{stage.value}, step {step}", tokens, stage, stage)
-    known = 0
-    for step, gap in zip(past, books.on_the_way(past), strict=True):
-        if gap != known:
-            yield _Gap(f"orchestrator to trainer, step {step}", gap - known, orchestrator, trainer, True)
-            known = gap
-    sent, taken = totals[orchestrator][Flow.SENT.value], totals[trainer][Flow.RECEIVED.value]
-    yield _Gap("orchestrator to trainer", sent - taken - known, orchestrator, trainer)
 
 
 def _steps_past(ends: Sequence[_JournalEnd], running: Sequence[Stage]) -> list[int]:
@@ -339,11 +304,10 @@ def _steps_past(ends: Sequence[_JournalEnd], running: Sequence[Stage]) -> list[i
     They begin a step only after all processes of the trainer have booked the one before. What a checkpoint
     knew of earlier steps may be one entry: then only the last of them is among these.
     """
-    booked: set[int] = set().union(*(end.booked for end in ends))
     last_steps = [
         end.last_step
         for end in ends
         if end.last_step is not None and end.stage is not Stage.INFERENCE and end.stage in running
     ]
     past = min(last_steps, default=math.inf)
-    return sorted(step for step in booked if step < past)
+    return sorted(step for step in {step for end in ends for step in end.booked} if step < past)

@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Rollout, TokenTable
-from pellucid.ledger import Flow, Journal, Stage, orchestrator_of
+from pellucid.ledger import Flow, Journal, Stage
+from pellucid.ledger.reconcile import orchestrator_of
 from pellucid.metrics import Tee, open_sinks, read_metrics
 from pellucid.orchestrator.failures import DropAudit, log_losses
 from pellucid.orchestrator.records import RolloutLog, saved_bytes

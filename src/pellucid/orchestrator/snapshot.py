@@ -11,7 +11,7 @@ A resume takes the orchestrator's part of a run folder back to where the snapsho
 
     next_batch   the first batch from the newest checkpoint on that is missing or damaged: sampled next
 
-Journal, saved rollouts and batches are cut back to that point; see `ledger.settle` and `ledger.Links` for
+Journal, saved rollouts and batches are cut back to that point; `ledger.journal` and `ledger.reconcile.Links` say
 what becomes of the tokens. Rollouts that were ready for the next batch are in the snapshot, whole. The new
 snapshot is written last: interrupted before, all of it can be done again. Where the newest snapshot or the
 journal is damaged, neither journal nor rollouts are cut, and groups that waited for a batch are given up:
@@ -37,20 +37,7 @@ from pellucid.config import OrchestratorRunConfig, RunConfig, TrainerRunConfig
 from pellucid.data import Example, PackedArray, RoleSpan, Rollout, TrainingSample, Turn
 from pellucid.data.files import replace_file, require_file, require_own, sync
 from pellucid.errors import ConfigError, DataError
-from pellucid.ledger import (
-    NOBODY,
-    Flow,
-    LedgerEntry,
-    Stage,
-    State,
-    append_entries,
-    discarded,
-    end_of_mark,
-    held_again,
-    mend,
-    read_journal,
-    trained_steps,
-)
+from pellucid.ledger import Flow, LedgerEntry, Stage, State, journal, read_journal
 from pellucid.ledger.settings import Change
 from pellucid.orchestrator.records import cut_rollouts, discard_rollouts, saved_bytes
 from pellucid.orchestrator.scheduler import RolloutLength, SchedulerState
@@ -239,22 +226,22 @@ def settle_orchestrator(
     orchestrator that goes on.
     """
     folder = config.output_dir
-    journal = folder / "ledger" / "orchestrator.jsonl"
-    snapshot = read_snapshot(folder) or Snapshot(generation=0 if journal.exists() else -1)
+    path = folder / "ledger" / "orchestrator.jsonl"
+    snapshot = read_snapshot(folder) or Snapshot(generation=0 if path.exists() else -1)
     next_batch = _next_batch(folder, snapshot, checkpoint, limits_of(config.transport))
     check_max_steps(config, next_batch, "sampled")
-    require_own(journal)
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    journal.touch()
-    mend(journal)
-    trained = trained_steps(journal.parent, next_batch)
-    end = None if snapshot.is_fallback else end_of_mark(journal, snapshot.mark)
+    require_own(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    journal.mend(path)
+    trained = journal.trained_steps(path.parent, next_batch)
+    end = None if snapshot.is_fallback else journal.end_of_mark(path, snapshot.mark)
     if end is not None:
-        os.truncate(journal, end)
+        os.truncate(path, end)
         cut_rollouts(folder, snapshot.batches_sent, snapshot.rollouts_bytes)
     elif not snapshot.is_fallback:
-        log.warning("%s lacks what was written before snapshot %d; is it damaged?", journal, snapshot.mark)
-    given_up = discarded(read_journal(journal), next_batch, trained)
+        log.warning("%s lacks what was written before snapshot %d; is it damaged?", path, snapshot.mark)
+    given_up = journal.discarded(read_journal(path), next_batch, trained)
     discard_rollouts(folder, {entry.step for entry in given_up}, trained)
     retract_steps(folder / "batches", next_batch)
     Spool(folder).forget_refusals()
@@ -262,20 +249,20 @@ def settle_orchestrator(
         snapshot,
         ready=[] if end is None else _kept(snapshot, next_batch, changes),
         batches_sent=next_batch,
-        mark=1 + max((entry.mark for entry in read_journal(journal)), default=0),
+        mark=1 + max((entry.mark for entry in read_journal(path)), default=0),
         rollouts_bytes=saved_bytes(folder, next_batch),
     )
     held = Counter({(config.run_name, env, link): n for (env, link), n in snapshot.held().items() if link})
-    append_entries(
-        journal,
+    journal.append_entries(
+        path,
         [
             *given_up,
-            *held_again(read_journal(journal), held, next_batch),
-            LedgerEntry(Stage.ORCHESTRATOR, next_batch, opened=NOBODY),
+            *journal.held_again(read_journal(path), held, next_batch),
+            LedgerEntry(Stage.ORCHESTRATOR, next_batch, opened=journal.NOBODY),
             LedgerEntry(Stage.ORCHESTRATOR, next_batch, mark=snapshot.mark),
         ],
     )
-    sync(journal)
+    sync(path)
     # Names of groups are unique for good, also those of a process that dies before its first snapshot.
     generation = snapshot.generation + (checkpoint is None)
     write_snapshot(folder, msgspec.structs.replace(snapshot, generation=generation))
