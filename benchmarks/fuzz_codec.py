@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pellucid.data import COLUMNS, Axis, TokenTable, TrainingMode, TrainingSample
 from pellucid.errors import PayloadError
-from pellucid.transport import Batch, decode_batch, encode_batch
-from pellucid.transport.wire import COUNTS, ENTRY, HEADER_BYTES, PREAMBLE, Limits, aligned, checksum
+from pellucid.transport import Batch, Limits, decode_batch, encode_batch
+from pellucid.transport.batch import PREAMBLE, SEALED_FROM, checksum
 
 VOCAB_SIZE = 1000
 LIMITS = Limits(max_bytes=1 << 20, max_tokens=1 << 20, max_sequences=1 << 12, vocab_size=VOCAB_SIZE)
@@ -51,6 +52,7 @@ _FLOATS = [
     -9999,
 ]
 
+_COUNTS = ["step", "num_sequences", "num_tokens", "num_sampled", "num_trainable"]
 _GIVEN = {
     *("token_ids", "loss_mask", "sampled", "inference_logprobs", "policy_versions", "routed_experts"),
     *("teacher_logprobs", "temperatures", "advantages", "mm_token_types"),
@@ -142,18 +144,36 @@ def mutate(payload: bytes, other: bytes, generator: Generator) -> tuple[bytes, b
     for _ in range(generator.choice([1, 1, 1, 2, 3])):
         changed = _MUTATIONS[generator.integers(len(_MUTATIONS))](changed, other, generator)
     seal = bool(generator.random() < 0.8)
-    if seal and len(changed) >= HEADER_BYTES:
-        if generator.random() < 0.7:
-            changed[PREAMBLE.size : PREAMBLE.size + 8] = len(changed).to_bytes(8, "little")
-        changed[8:16] = checksum(bytes(changed[PREAMBLE.size :])).to_bytes(8, "little")
+    if seal and len(changed) >= PREAMBLE.size:
+        changed = bytearray(sealed(bytes(changed), with_length=generator.random() < 0.7))
     return bytes(changed), seal
 
 
+def sealed(payload: bytes, *, with_length: bool = True) -> bytes:
+    """With a length and a checksum that fit the bytes, as a hostile sender would make them."""
+    changed = bytearray(payload)
+    if with_length:
+        changed[16:24] = len(changed).to_bytes(8, "little")
+    changed[8:16] = checksum(bytes(changed[SEALED_FROM:])).to_bytes(8, "little")
+    return bytes(changed)
+
+
+def with_header(payload: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The payload with a header that `change` has edited, and the same sections; sealed."""
+    end = PREAMBLE.size + int.from_bytes(payload[24:32], "little")
+    header = msgspec.msgpack.decode(payload[PREAMBLE.size : end])
+    change(header)
+    head = msgspec.msgpack.encode(header)
+    padded = head.ljust(len(head) + -len(head) % 8, b"\0")
+    body = payload[end + -end % 8 :]
+    return sealed(payload[:24] + len(head).to_bytes(8, "little") + padded + body)
+
+
 def _place(payload: bytearray, generator: Generator) -> int:
-    """Half of the time in header and directory, where every byte steers the decoder."""
+    """Half of the time in preamble and header, where every byte steers the decoder."""
     end = len(payload)
     if generator.random() < 0.5:
-        end = min(end, HEADER_BYTES + 8 + 24 * ENTRY.size)
+        end = min(end, PREAMBLE.size + int.from_bytes(payload[24:32], "little"))
     return int(generator.integers(max(1, end)))
 
 
@@ -222,17 +242,27 @@ def _splice(payload: bytearray, other: bytes, generator: Generator) -> bytearray
     return payload
 
 
-def _swap_sections(payload: bytearray, other: bytes, generator: Generator) -> bytearray:
-    """Two entries of the directory change places."""
-    if len(payload) < HEADER_BYTES:
-        return payload
-    *_, num_sections, run_bytes = COUNTS.unpack_from(payload, PREAMBLE.size)
-    start = aligned(HEADER_BYTES + run_bytes)
-    first, second = (start + ENTRY.size * int(n) for n in generator.integers(0, max(1, num_sections), 2))
-    if max(first, second) + ENTRY.size <= len(payload):
-        one, two = payload[first : first + ENTRY.size], payload[second : second + ENTRY.size]
-        payload[first : first + ENTRY.size], payload[second : second + ENTRY.size] = two, one
-    return payload
+def _edit_header(payload: bytearray, other: bytes, generator: Generator) -> bytearray:
+    """Two sections change places, or one value of the header becomes another that fits its type."""
+
+    def change(header: dict[str, Any]) -> None:
+        sections = header["sections"]
+        first, second = generator.integers(0, len(sections), 2)
+        kind, section = generator.integers(4), sections[first]
+        if kind == 0:
+            sections[first], sections[second] = sections[second], section
+        elif kind == 1:
+            header[str(generator.choice(_COUNTS))] = _TELLING[generator.integers(len(_TELLING))]
+        elif kind == 2:
+            section["num_bytes"] = _TELLING[generator.integers(len(_TELLING))]
+        else:
+            key = str(generator.choice(["name", "form", "dtype", "dims", "planes"]))
+            section[key] = sections[second].get(key, [1, 1])
+
+    try:
+        return bytearray(with_header(bytes(payload), change))
+    except (msgspec.DecodeError, AttributeError, TypeError, LookupError, ValueError, OverflowError):
+        return payload  # an earlier mutation has broken the header
 
 
 _MUTATIONS: list[Callable[[bytearray, bytes, Generator], bytearray]] = [
@@ -246,7 +276,7 @@ _MUTATIONS: list[Callable[[bytearray, bytes, Generator], bytearray]] = [
     _repeat,
     _zero,
     _splice,
-    _swap_sections,
+    *[_edit_header] * 3,
 ]
 
 

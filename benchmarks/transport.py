@@ -18,7 +18,7 @@ from benchmarks.result import Result, fastest_each_s
 from benchmarks.workload import draw_samples, long_sample
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.transport import Batch, decode_batch, encode_batch
-from pellucid.transport.wire import Compression
+from pellucid.transport.sections import Compression
 
 LISTS = "lists in msgpack"
 PACKED = "lists packed at sending, inflated at receipt"

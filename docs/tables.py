@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from pellucid.data.schema import COLUMNS, FIELDS, Axis, Column
-from pellucid.transport.decode import declared
+from pellucid.transport.sections import Form, declared
 
 DOCS = Path(__file__).parent
 _OWNERS = {Axis.TOKENS: "token", Axis.SAMPLED: "sampled token", Axis.SEQUENCES: "sequence"}
@@ -28,7 +28,7 @@ def columns_table() -> list[tuple[str, ...]]:
             f"`{column.name}`",
             " × ".join((_OWNERS[column.stored], *column.dims)),
             _type_of(column),
-            " or ".join(form.name for form in sorted(declared(column.name)[0])),
+            " or ".join(f"`{form.value}`" for form in Form if form in declared(column.name)[0]),
         )
         for column in COLUMNS.values()
     ]

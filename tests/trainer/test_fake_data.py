@@ -14,7 +14,7 @@ from tolerance import near
 
 def test_samples_have_full_length_and_depend_on_seed_and_step_alone() -> None:
     def batch(seed, step):
-        return FakeBatches(3, length=9, vocab_size=50, run_id="r", seed=seed).next(step)
+        return FakeBatches(3, length=9, vocab_size=50, run_id="r", seed=seed).next(step).table
 
     table = batch(0, 4)
     assert table.lengths.tolist() == [9, 9, 9]

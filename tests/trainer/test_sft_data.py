@@ -158,4 +158,4 @@ def test_batches_are_those_of_the_order(tokenizer) -> None:
     batches, order = DatasetBatches(samples, 3, seed=4), DatasetBatches(range(5), 3, seed=4)
     for step in (2, 0, 1):
         expected = [str(index + 1) for index in order.indices(step)]
-        assert batches.next(step)["example_id"].tolist() == expected
+        assert batches.next(step).table["example_id"].tolist() == expected

@@ -20,7 +20,7 @@ from pellucid.transport import (
     encode_batch,
 )
 from pellucid.transport.spool import Spool, first_missing_batch, is_stable, publish_folder, stable_steps
-from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
+from pellucid.transport.zmq_receiver import ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
 
 PATIENCE_S = 20.0
@@ -53,38 +53,33 @@ class Filesystem:
 
 
 class Zmq:
-    """A trainer of two runs behind one port, which a restarted trainer takes again."""
+    """A trainer behind one port for each of two runs, which a restarted trainer takes again."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self._stack = stack
-        self._address = "tcp://127.0.0.1:*"
-        self._inbox: Inbox | None = None
-        self._reserve()
-
-    def _reserve(self) -> None:
-        self._address = self._open().address
+        self._receivers: dict[str, ZmqReceiver] = {}
+        self._addresses = {"run": "tcp://127.0.0.1:*", "other": "tcp://127.0.0.1:*"}
+        self._addresses = {run_id: self.receiver(run_id).address for run_id in self._addresses}
         self.stop_trainer()
 
-    def _open(self) -> Inbox:
-        limits = Limits(max_bytes=100_000, vocab_size=1000)
-        self._spools = {run_id: Spool(self.folder / run_id, limits) for run_id in ("run", "other")}
-        self._inbox = Inbox(self._address, self._spools, hwm=8, limits=limits)
-        return self._inbox
-
     def sender(self, run_id: str = "run", hwm: int = 8):
-        sender = ZmqSender(self._address, run_id, hwm=hwm, max_bytes=100_000, close_within_s=PATIENCE_S)
+        address = self._addresses[run_id]
+        sender = ZmqSender(address, run_id, hwm=hwm, max_bytes=100_000, close_within_s=PATIENCE_S)
         self._stack.callback(close_quietly, sender)
         return sender
 
     def receiver(self, run_id: str = "run"):
-        inbox = self._inbox or self._open()
-        return ZmqReceiver(inbox, run_id, self._spools[run_id])
+        if run_id not in self._receivers:
+            limits = Limits(max_bytes=100_000, vocab_size=1000)
+            self._receivers[run_id] = ZmqReceiver(
+                self._addresses[run_id], self.folder / run_id, run_id, hwm=8, limits=limits
+            )
+        return self._receivers[run_id]
 
     def stop_trainer(self) -> None:
-        if self._inbox is not None:
-            self._inbox.close()
-            self._inbox = None
+        while self._receivers:
+            self._receivers.popitem()[1].close()
 
 
 def close_quietly(sender) -> None:
@@ -242,7 +237,7 @@ def changed(position: int) -> bytes:
 BAD = {
     "truncated": (payload(0)[:-8], "says it has"),
     "bit-flipped": (changed(-20), "checksum"),
-    "of another version": (changed(4), "format version 6; this pellucid reads 2"),
+    "of another version": (changed(4), "format version 7; this pellucid reads 3"),
     "of another step": (payload(7), "step 7"),
     "of unknown tokens": (
         encode_batch(

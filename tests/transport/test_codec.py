@@ -3,22 +3,20 @@
 import struct
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz_codec import check_slowly, differing_column, fuzz, make_batches
+from benchmarks.fuzz_codec import check_slowly, differing_column, fuzz, make_batches, sealed, with_header
 from benchmarks.workload import long_sample
 from pellucid.data import COLUMNS, TokenTable, TrainingSample
 from pellucid.data.rows import BitRows, SpanRows
 from pellucid.errors import PayloadError
 from pellucid.transport import Batch, Limits, decode_batch, encode_batch
-from pellucid.transport.encode import _assemble as assemble
-from pellucid.transport.encode import _EncodedSection as Section
-from pellucid.transport.encode import _sections as sections
-from pellucid.transport.encode import _squeezed as squeezed
-from pellucid.transport.wire import ENTRY, HEADER_BYTES, PREAMBLE, Form, checksum
+from pellucid.transport.batch import PREAMBLE, assemble
+from pellucid.transport.sections import EncodedSection, Form, Section, encode_table, squeeze
 
 
 def batch(step=3) -> Batch:
@@ -37,21 +35,27 @@ def batch(step=3) -> Batch:
     return Batch("run", step, TokenTable.from_samples(samples))
 
 
-def sealed(payload: bytes) -> bytes:
-    """With a length and a checksum that fit the bytes, as a hostile sender would make them."""
-    changed = bytearray(payload)
-    changed[16:24] = struct.pack("<Q", len(changed))
-    changed[8:16] = struct.pack("<Q", checksum(bytes(changed[PREAMBLE.size :])))
-    return bytes(changed)
-
-
-def entry_of(payload: bytes, name: str) -> int:
-    """Where the directory tells of a section."""
-    return payload.index(name.encode().ljust(24, b"\0"), HEADER_BYTES)
-
-
 def offset_of(payload: bytes, name: str) -> int:
-    return ENTRY.unpack_from(payload, entry_of(payload, name))[8]
+    """Where the bytes of a section start, found without our decoder."""
+    end = PREAMBLE.size + int.from_bytes(payload[24:32], "little")
+    start = end + -end % 8
+    for section in msgspec.msgpack.decode(payload[PREAMBLE.size : end])["sections"]:
+        if section["name"] == name:
+            return start
+        size = sum(section["planes"]) if "planes" in section else section["num_bytes"]
+        start += size + -size % 8
+    raise AssertionError(f"no section {name}")
+
+
+def said(payload: bytes, section: str | None, /, **values: object) -> bytes:
+    """The payload with other values in its header, or in what the header says of a section."""
+
+    def change(header: dict) -> None:
+        found = [each for each in header["sections"] if each["name"] == section]
+        place = header if section is None else found[0]
+        place.update(values)
+
+    return with_header(payload, change)
 
 
 def patched(payload: bytes, position: int, code: str, value: float) -> bytes:
@@ -192,10 +196,14 @@ def test_the_30k_sample_on_the_wire() -> None:
 @pytest.mark.parametrize(
     ("damage", "position", "message"),
     [
-        (lambda payload: b"", 0, "ends here; the header alone has 64 bytes"),
-        (lambda payload: payload[:10], 10, "ends here; the header alone has 64 bytes"),
+        (lambda payload: b"", 0, "ends here; the preamble alone has 32 bytes"),
+        (lambda payload: payload[:10], 10, "ends here; the preamble alone has 32 bytes"),
         (lambda payload: b"XXXX" + payload[4:], 0, "starts with b'XXXX'"),
-        (lambda payload: payload[:4] + b"\x63" + payload[5:], 4, "format version 99; this pellucid reads 2"),
+        (
+            lambda payload: payload[:4] + b"\x63" + payload[5:],
+            4,
+            "format version 99; this pellucid reads 3",
+        ),
         (lambda payload: payload[:-8], 16, "says it has .* bytes, but .* arrived"),
         (lambda payload: payload + b"x", 16, "says it has .* bytes, but .* arrived"),
         (lambda payload: payload[:-9] + bytes([payload[-9] ^ 1]) + payload[-8:], 8, "checksum"),
@@ -214,29 +222,40 @@ LONG = encode_batch(Batch("run", 0, TokenTable.from_samples([member(np.arange(10
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
-        (patched(PAYLOAD, 24, "<q", -1), "byte 24: step -1"),
-        (patched(PAYLOAD, 32, "<Q", 1 << 40), "byte 32: 1099511627776 tokens; at most"),
-        (patched(PAYLOAD, 40, "<Q", 5), "sampled: 4 tokens; the header says 5"),
-        (patched(PAYLOAD, 56, "<I", 0), "byte 56: 0 sequences"),
-        (patched(PAYLOAD, 56, "<I", 1 << 31), "byte 56: 2147483648 sequences; 1 to 1048576"),
-        (patched(PAYLOAD, 56, "<I", 1 << 19), ".lengths: 8 bytes; expected 2097152"),
-        (patched(PAYLOAD, 60, "<H", 65535), "byte 60: a directory of 65535 sections reaches beyond the end"),
-        (patched(PAYLOAD, 62, "<H", 65535), "byte 62: a run id of 65535 bytes reaches beyond the end"),
-        (patched(PAYLOAD, 64, "<B", 255), "byte 64: not UTF-8"),
-        (patched(PAYLOAD, 68, "<B", 1), "byte 67: the bytes that fill up"),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids"), "<B", 0x41), "section 'Aoken_ids' is not known"),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 24, "<B", 9), "form 9 is not known"),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 24, "<B", 5), "form RUNS does not go with it"),
+        (said(PAYLOAD, None, step=-1), r"byte 32: header: .*>= 0.* - at `\$.step`"),
+        (said(PAYLOAD, None, step="3"), r"byte 32: header: Expected `int`, got `str` - at `\$.step`"),
+        (said(PAYLOAD, None, num_tokens=1 << 40), "byte 32: 1099511627776 tokens; at most"),
+        (said(PAYLOAD, None, num_sampled=5), "sampled: 4 tokens; the header says 5"),
+        (said(PAYLOAD, None, num_trainable=5), "loss_mask: 4 tokens; the header says 5"),
+        (said(PAYLOAD, None, num_sequences=0), "byte 32: 0 sequences"),
+        (said(PAYLOAD, None, num_sequences=1 << 31), "byte 32: 2147483648 sequences; 1 to 1048576"),
+        (said(PAYLOAD, None, num_sequences=1 << 19), ".lengths: 8 bytes; expected 2097152"),
+        (said(PAYLOAD, None, sections=[]), "sections end at"),
+        (said(PAYLOAD, None, sections=7), "header: Expected `array`, got `int`"),
+        (said(PAYLOAD, None, more=1), "header: Object contains unknown field `more`"),
+        (said(PAYLOAD, None, run_id="x" * 70_000), "byte 24: a header of 7.... bytes is too long"),
+        (patched(PAYLOAD, 24, "<Q", 1 << 60), "byte 24: a header of .* reaches beyond the end"),
+        (patched(PAYLOAD, 24, "<Q", 3), "byte 32: header: Input data was truncated"),
+        (said(PAYLOAD, "token_ids", name="Aoken_ids"), "section 'Aoken_ids' is not known"),
+        (said(PAYLOAD, "token_ids", name="env_name"), "env_name: form values does not go with it"),
         (
-            patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 24, "<B", 2),
-            "token_ids: needs the section .shared",
+            with_header(PAYLOAD, lambda header: header["sections"].append(header["sections"][0])),
+            ".lengths: is there twice",
         ),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 25, "<B", 5), "dtype float32 does not go with it"),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 26, "<B", 2), "compression 2 is not known"),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 28, "<I", 2), "dimensions .* do not go with it"),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 40, "<Q", 0), "it has to start at"),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 48, "<Q", 1 << 60), "it has to start at"),
-        (patched(PAYLOAD, entry_of(PAYLOAD, "token_ids") + 56, "<Q", 1 << 60), "cannot inflate to"),
+        (
+            with_header(PAYLOAD, lambda header: header["sections"][1].update(name=".shared")),
+            "lacks the section token_ids",
+        ),
+        (said(PAYLOAD, "token_ids", form="x"), r"Invalid enum value 'x' - at `\$.sections\[1\].form`"),
+        (said(PAYLOAD, "token_ids", form="runs"), "token_ids: form runs does not go with it"),
+        (said(PAYLOAD, "token_ids", form="tails"), "token_ids: needs the section .shared"),
+        (said(PAYLOAD, "token_ids", dtype="float32"), "dtype float32 does not go with it"),
+        (said(PAYLOAD, "token_ids", dtype="object"), "Invalid enum value 'object'"),
+        (said(PAYLOAD, "token_ids", dims=[2]), "dimensions .* do not go with it"),
+        (said(PAYLOAD, "token_ids", num_bytes=1 << 60), "token_ids: 1152921504606846976 bytes reach beyond"),
+        (said(PAYLOAD, "token_ids", planes=[28]), "token_ids: 1 planes; expected 4"),
+        (said(PAYLOAD, "token_ids", planes=[7, 7, 7, 1 << 50]), "token_ids: .* bytes reach beyond the end"),
+        (said(PAYLOAD, "token_ids", planes=[8, 8, 8, 4]), "not a zstd frame|a zstd frame says"),
         (patched(PAYLOAD, offset_of(PAYLOAD, ".lengths"), "<I", 0), ".lengths: sequence 0 has no tokens"),
         (patched(PAYLOAD, offset_of(PAYLOAD, ".lengths"), "<I", 9), ".lengths: 11 tokens; the header says 7"),
         (patched(PAYLOAD, offset_of(PAYLOAD, "loss_mask"), "<B", 255), "bits behind the end"),
@@ -271,9 +290,11 @@ SHARED = encode_batch(
 
 
 def test_shared_prompts_have_two_numbers() -> None:
-    for dims in (0, 1, 3, 1 << 31):
-        with pytest.raises(PayloadError, match="section .shared: dimensions .* do not go with it"):
-            decode_batch(patched(SHARED, entry_of(SHARED, ".shared") + 28, "<I", dims), sender="somebody")
+    for dims in ([0], [1], [2, 2], [1 << 31]):
+        with pytest.raises(PayloadError, match=".shared: dimensions .* do not go with it"):
+            decode_batch(said(SHARED, ".shared", dims=dims), sender="somebody")
+    with pytest.raises(PayloadError, match=".shared: 15 bytes; expected 16"):
+        decode_batch(said(SHARED, ".shared", num_bytes=15), sender="somebody")
 
 
 @pytest.mark.parametrize(("owner", "length"), [(1, 3), (0, 0), (0, 5), (2, 3), (0, 1 << 31)])
@@ -289,7 +310,7 @@ def test_prompts_that_nobody_has_are_refused(owner, length) -> None:
     [
         (Limits(max_bytes=500), "byte 0: .* bytes; at most 500 are taken"),
         (Limits(max_tokens=6), "byte 32: 7 tokens; at most 6 are taken"),
-        (Limits(max_sequences=1), "byte 56: 2 sequences; 1 to 1 are taken"),
+        (Limits(max_sequences=1), "byte 32: 2 sequences; 1 to 1 are taken"),
         (Limits(vocab_size=9), "token_ids: holds 9; the vocabulary has 9 tokens"),
         (Limits(max_text_bytes=1), "env_name: a text of 2; at most 1 are taken"),
     ],
@@ -308,9 +329,9 @@ def zstd_payload() -> bytes:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(lambda p: patched(p, entry_of(p, "token_ids") + 56, "<Q", 1 << 32), id="section"),
-        pytest.param(lambda p: patched(p, offset_of(p, "token_ids") + 32 + 6, "<H", 65535), id="frame"),
-        pytest.param(lambda p: patched(p, offset_of(p, "token_ids"), "<Q", 1 << 40), id="plane"),
+        pytest.param(lambda p: said(p, "token_ids", num_bytes=1 << 32), id="section"),
+        pytest.param(lambda p: patched(p, offset_of(p, "token_ids") + 6, "<H", 65535), id="frame"),
+        pytest.param(lambda p: said(p, "token_ids", planes=[1 << 40] * 4), id="plane"),
     ],
 )
 def test_what_claims_to_inflate_to_more_is_refused_before_memory_is_taken(change) -> None:
@@ -368,7 +389,7 @@ def test_whatever_is_written_anywhere_is_refused_or_obeys_the_rules(payload, wri
 @settings(max_examples=200)
 @given(st.binary(max_size=400))
 def test_noise_is_refused(noise) -> None:
-    for payload in (noise, PAYLOAD[:64] + noise, sealed(PAYLOAD[:64] + noise)):
+    for payload in (noise, PAYLOAD[:32] + noise, sealed(PAYLOAD[:32] + noise)):
         with pytest.raises(PayloadError):
             decode_batch(payload, sender="test")
 
@@ -376,10 +397,9 @@ def test_noise_is_refused(noise) -> None:
 def text_payload(name: str, value: bytes, num_rows: int = 2) -> bytes:
     """A batch whose sequences all have this value, which is there once, as its sender packed it."""
     table = TokenTable.from_samples([TrainingSample.from_turn([1], [2], [-1.0], env_name="a")] * num_rows)
-    section = Section(name, Form.TEXT, [np.zeros(num_rows, "<u4"), b"\x91" + value])
-    return assemble(
-        Batch("run", 0, table), [*(squeezed(each) for each in sections(table)), squeezed(section)]
-    )
+    chunks = [np.zeros(num_rows, "<u4"), b"\x91" + value]
+    section = EncodedSection(Section(name, Form.CODES, 4 * num_rows + len(chunks[1])), chunks)
+    return assemble(Batch("run", 0, table), [squeeze(each) for each in [*encode_table(table), section]])
 
 
 def test_many_role_spans_are_taken_and_too_many_are_counted_before_they_are_made() -> None:
@@ -437,7 +457,6 @@ def test_mutated_payloads() -> None:
 
 
 def test_every_column_is_known_to_the_format() -> None:
-    assert all(len(name) <= 24 for name in COLUMNS)
     rich = make_batches(np.random.default_rng(0))[2].table
     left_out = {"temperature", "example_id", "sample_id", "run_id", "stop_reason", "training_mode", "reward"}
     assert set(COLUMNS) - set(rich.columns) == left_out

@@ -11,9 +11,8 @@ import pytest
 
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.transport import Batch, Limits, encode_batch, zmq_sender
-from pellucid.transport.spool import Spool
-from pellucid.transport.zmq_link import Offer, Patience, Transfer
-from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
+from pellucid.transport.zmq_link import Offer, Patience
+from pellucid.transport.zmq_receiver import Transfer, ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
 
 PATIENCE_S = 60.0
@@ -97,16 +96,13 @@ def stack():
         yield opened
 
 
-def open_inbox(
-    stack, folder, runs=("run",), address="tcp://127.0.0.1:*"
-) -> tuple[Inbox, dict[str, ZmqReceiver]]:
-    spools = {run_id: Spool(folder / run_id, LIMITS) for run_id in runs}
-    inbox = stack.enter_context(closing(Inbox(address, spools, hwm=8, limits=LIMITS, patience=PATIENCE)))
-    return inbox, {run_id: ZmqReceiver(inbox, run_id, spool) for run_id, spool in spools.items()}
+def open_receiver(stack, folder, run_id="run", address="tcp://127.0.0.1:*") -> ZmqReceiver:
+    made = ZmqReceiver(address, folder, run_id, hwm=8, limits=LIMITS, patience=PATIENCE)
+    return stack.enter_context(closing(made))
 
 
-def open_link(stack, inbox, bytes_per_s) -> Link:
-    return stack.enter_context(closing(Link(inbox.address, bytes_per_s)))
+def open_link(stack, receiver, bytes_per_s) -> Link:
+    return stack.enter_context(closing(Link(receiver.address, bytes_per_s)))
 
 
 def start_sending(stack, link, payload, run_id="run") -> ZmqSender:
@@ -131,24 +127,24 @@ def test_a_slow_link_delivers_though_a_batch_takes_longer_than_the_deadline(
 ) -> None:
     payload = encode_batch(make_batch(num_tokens))
     assert len(payload) > 1.9 * PATIENCE.dead_after_s * bytes_per_s
-    inbox, receivers = open_inbox(stack, tmp_path)
-    link = open_link(stack, inbox, bytes_per_s)
+    receiver = open_receiver(stack, tmp_path)
+    link = open_link(stack, receiver, bytes_per_s)
     start_sending(stack, link, payload)
-    assert encode_batch(receivers["run"].receive(0)) == payload
+    assert encode_batch(receiver.receive(0)) == payload
     assert link.num_forwarded < 2 * len(payload)
 
 
 def test_a_connection_that_breaks_is_gone_on_with_where_it_broke(stack, tmp_path, caplog) -> None:
     payload = encode_batch(make_batch(30_000))
-    inbox, receivers = open_inbox(stack, tmp_path)
-    link = open_link(stack, inbox, 400_000)
+    receiver = open_receiver(stack, tmp_path)
+    link = open_link(stack, receiver, 400_000)
     with caplog.at_level("INFO", "pellucid"):
         sender = start_sending(stack, link, payload)
-        receivers["run"].poll(0)
+        receiver.poll(0)
         for share in (0.3, 0.6):
             wait_until(lambda: link.num_forwarded > share * len(payload))  # noqa: B023
             link.cut()
-        assert encode_batch(receivers["run"].receive(0)) == payload
+        assert encode_batch(receiver.receive(0)) == payload
         sender.check()
     assert link.num_connections >= 3
     assert "cannot be reached any more; it had asked for" in caplog.text
@@ -160,10 +156,10 @@ def test_a_connection_that_breaks_is_gone_on_with_where_it_broke(stack, tmp_path
 def test_a_batch_that_takes_its_time_is_told_of(stack, tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(zmq_sender, "_LOG_EVERY_S", 1e-9)
     payload = encode_batch(make_batch(5_000))
-    inbox, receivers = open_inbox(stack, tmp_path)
+    receiver = open_receiver(stack, tmp_path)
     with caplog.at_level("INFO", "pellucid"):
-        start_sending(stack, open_link(stack, inbox, 200_000), payload)
-        assert encode_batch(receivers["run"].receive(0)) == payload
+        start_sending(stack, open_link(stack, receiver, 200_000), payload)
+        assert encode_batch(receiver.receive(0)) == payload
     told = re.findall(r"the batch of step 0 is on its way: (\d+) of (\d+) bytes in \d+ s", caplog.text)
     asked = [int(num_asked) for num_asked, _ in told]
     assert asked == sorted(asked) and asked[0] > 0 and asked[-1] <= len(payload)
@@ -172,53 +168,53 @@ def test_a_batch_that_takes_its_time_is_told_of(stack, tmp_path, caplog, monkeyp
 
 def test_a_link_that_falls_silent_is_given_up_and_replaced(stack, tmp_path, caplog) -> None:
     payload = encode_batch(make_batch(30_000))
-    inbox, receivers = open_inbox(stack, tmp_path)
-    link = open_link(stack, inbox, 400_000)
+    receiver = open_receiver(stack, tmp_path)
+    link = open_link(stack, receiver, 400_000)
     start_sending(stack, link, payload)
-    receivers["run"].poll(0)
+    receiver.poll(0)
     wait_until(lambda: link.num_forwarded > len(payload) / 3)
     link.flows.clear()
     wait_until(lambda: "which is offered again" in caplog.text)
     wait_until(lambda: link.num_connections >= 2)
     link.flows.set()
-    assert encode_batch(receivers["run"].receive(0)) == payload
+    assert encode_batch(receiver.receive(0)) == payload
 
 
 def test_batches_of_several_runs_interleave(stack, tmp_path) -> None:
     runs = {"run": 100_000, "other": 60_000}
     payloads = {run_id: encode_batch(make_batch(12_000, run_id, seed)) for seed, run_id in enumerate(runs)}
-    inbox, receivers = open_inbox(stack, tmp_path, runs)
-    links = {run_id: open_link(stack, inbox, rate) for run_id, rate in runs.items()}
+    receivers = {run_id: open_receiver(stack, tmp_path / run_id, run_id) for run_id in runs}
+    links = {run_id: open_link(stack, receivers[run_id], rate) for run_id, rate in runs.items()}
     for run_id, link in links.items():
         start_sending(stack, link, payloads[run_id], run_id)
         receivers[run_id].poll(0)
     wait_until(lambda: all(link.num_forwarded > 20_000 for link in links.values()))
     for run_id, receiver in receivers.items():
         assert encode_batch(receiver.receive(0)) == payloads[run_id]
-    assert inbox.num_rejected == 0
+        assert receiver.num_rejected == 0
 
 
 def test_either_end_may_be_restarted_in_the_middle_of_a_batch(stack, tmp_path) -> None:
     first, second = (encode_batch(make_batch(30_000, seed=seed)) for seed in (0, 1))
     with ExitStack() as before:
-        inbox, receivers = open_inbox(before, tmp_path)
-        address = inbox.address
-        link = open_link(stack, inbox, 200_000)
+        receiver = open_receiver(before, tmp_path)
+        address = receiver.address
+        link = open_link(stack, receiver, 200_000)
         sender = ZmqSender(
             link.address, "run", hwm=8, max_bytes=LIMITS.max_bytes, patience=PATIENCE, close_within_s=0.0
         )
         sender.send(0, first)
-        receivers["run"].poll(0)
+        receiver.poll(0)
         wait_until(lambda: link.num_forwarded > len(first) / 3)
-    inbox, receivers = open_inbox(stack, tmp_path, address=address)
-    receivers["run"].poll(0)
+    receiver = open_receiver(stack, tmp_path, address=address)
+    receiver.poll(0)
     num_before = link.num_forwarded
     wait_until(lambda: link.num_forwarded > num_before + len(first) / 3)
     with suppress(Exception):
         sender.close()  # it dies, as far as the trainer can tell
     start_sending(stack, link, second)
-    assert encode_batch(receivers["run"].receive(0)) == second
-    assert inbox.num_rejected == 0
+    assert encode_batch(receiver.receive(0)) == second
+    assert receiver.num_rejected == 0
 
 
 def transfer(num_bytes: int) -> Transfer:
@@ -249,10 +245,10 @@ def test_only_the_next_chunk_that_was_asked_for_is_taken() -> None:
     assert not coming.take(first, chunk, 0.1), "twice"
     coming.go_on(b"another", 0.2)
     assert coming.asks(0.2)[0] == (size, size), "where it broke"
-    assert coming.num_received == size
+    assert len(coming.data) == size
 
 
 def test_memory_is_taken_for_what_arrived_only() -> None:
     coming = transfer(1 << 60)
     coming.asks(0.0)
-    assert coming.num_received == len(coming.payload()) == 0
+    assert len(coming.data) == 0

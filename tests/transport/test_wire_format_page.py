@@ -1,32 +1,39 @@
 """docs/wire-format.md describes what is really sent: its example is encoded, and its bytes are decoded."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from pellucid.transport import decode_batch
-from pellucid.transport.wire import COUNTS, ENTRY, HEADER_BYTES, PREAMBLE, VERSION, Form
+from pellucid.transport.batch import MAX_HEADER_BYTES, PREAMBLE, VERSION
+from pellucid.transport.sections import Form, Section
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def documented() -> bytes:
-    """The bytes of the page's dump."""
-    (dump,) = re.findall(r"```text\n(0000  .*?)```", PAGE, re.DOTALL)
-    return bytes.fromhex("".join(line[6:53] for line in dump.splitlines()))
-
-
-def test_the_example_gives_the_documented_bytes(documented) -> None:
+def example() -> dict:
+    """The names that the page's code defines."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict = {}
     exec(code, names)
-    assert names["payload"] == documented
+    return names
 
 
-def test_the_documented_bytes_are_the_example(documented) -> None:
-    batch = decode_batch(documented, sender="the page")
+def test_the_example_has_the_documented_header_and_bytes(example) -> None:
+    (documented,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    assert json.loads(documented) == example["header"]
+    lines = re.findall(r"^([0-9a-f]{4})  ((?:[0-9a-f]{2} ?){16})", PAGE, re.MULTILINE)
+    bytes_at = {int(start, 16): bytes.fromhex(line) for start, line in lines}
+    payload, end = example["payload"], PREAMBLE.size + example["header_bytes"]
+    shown = [*range(0, PREAMBLE.size, 16), *range(end + -end % 8, len(payload), 16)]
+    assert bytes_at == {start: payload[start : start + 16] for start in shown}
+
+
+def test_the_documented_bytes_are_the_example(example) -> None:
+    batch = decode_batch(example["payload"], sender="the page")
     table = batch.table
     assert (batch.run_id, batch.step, table.lengths.tolist()) == ("run", 7, [3, 4])
     assert table["token_ids"].tolist() == [5, 6, 9, 5, 6, 8, 7]
@@ -37,15 +44,17 @@ def test_the_documented_bytes_are_the_example(documented) -> None:
 
 
 def test_the_tables_are_those_of_the_code() -> None:
-    assert f"This is version {VERSION}." in PAGE
-    forms = re.findall(r"^\| ([A-Z]+) \| (\d) \|", PAGE, re.MULTILINE)
-    assert forms == [(form.name, str(form.value)) for form in Form]
-    header, directory = (section.split("\n## ")[0] for section in PAGE.split("\n## ")[1:3])
-    for table, size in ((header, PREAMBLE.size + COUNTS.size), (directory, ENTRY.size)):
-        rows = [tuple(map(int, row)) for row in re.findall(r"^\| (\d+) \| (\d+) \|", table, re.MULTILINE)]
-        starts = [start for start, _ in rows]
-        assert [start + length for start, length in rows] == [*starts[1:], size]
-    assert HEADER_BYTES == 64
+    assert f"This is version {VERSION}." in PAGE and f"at most {MAX_HEADER_BYTES:,}" in PAGE
+    preamble, header, sections = (
+        PAGE.split(f"\n## {title}")[1] for title in ("Preamble", "Header", "Sections")
+    )
+    rows = [tuple(map(int, row)) for row in re.findall(r"^\| (\d+) \| (\d+) \|", preamble, re.MULTILINE)]
+    starts = [start for start, _ in rows]
+    assert [start + length for start, length in rows] == [*starts[1:], PREAMBLE.size]
+    keys = re.findall(r"^\| `(\w+)` \|", header.split("\n## ")[0], re.MULTILINE)
+    assert keys == list(Section.__struct_fields__)
+    forms = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", sections.split("\n## ")[0], re.MULTILINE)
+    assert forms == [form.value for form in Form]
 
 
 def test_the_limits_are_those_of_the_code() -> None:

@@ -15,8 +15,8 @@ from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import ConfigError, TransportError
 from pellucid.guard import is_loopback
 from pellucid.transport import Batch, Limits, encode_batch, open_receiver, open_sender
+from pellucid.transport.batch import declared_checksum as checksum_of
 from pellucid.transport.spool import Spool
-from pellucid.transport.wire import PREAMBLE
 from pellucid.transport.zmq_link import (
     TO_RECEIVER,
     TO_SENDER,
@@ -33,7 +33,7 @@ from pellucid.transport.zmq_link import (
     own_keys,
     trainer_key,
 )
-from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
+from pellucid.transport.zmq_receiver import ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
 
 PATIENCE_MS = 20_000
@@ -45,14 +45,13 @@ def payload(step: int = 0) -> bytes:
     return encode_batch(Batch("run", step, TokenTable.from_samples([sample])))
 
 
-def checksum_of(data: bytes) -> int:
-    return PREAMBLE.unpack_from(data)[3]
+def open_inbox(folder, **options) -> ZmqReceiver:
+    return ZmqReceiver("tcp://127.0.0.1:*", folder, "run", hwm=2, limits=LIMITS, **options)
 
 
 @pytest.fixture
 def inbox(tmp_path):
-    spool = Spool(tmp_path, LIMITS)
-    with closing(Inbox("tcp://127.0.0.1:*", {"run": spool}, hwm=2, limits=LIMITS)) as made:
+    with closing(open_inbox(tmp_path)) as made:
         yield made
 
 
@@ -92,18 +91,17 @@ def wait_until(condition) -> None:
 def test_the_conversation(inbox, tmp_path) -> None:
     data = payload()
     offer = Offer("run", 0, len(data), checksum_of(data))
-    receiver = ZmqReceiver(inbox, "run", Spool(tmp_path, LIMITS))
     with stranger(inbox.address) as peer:
         peer.send(encode(offer))
         assert not peer.poll(100), "nobody waits for a step yet"
-        inbox.expect("run", 0)
+        inbox.expect(0)
         peer.send(encode(offer))
         assert [answer(peer), answer(peer)] == [Taken("run", 0), wanted(data)]
         peer.send_multipart(chunk_of(data))
         assert answer(peer) == Stored("run", 0)
         peer.send(encode(offer))
         assert answer(peer) == Stored("run", 0)
-        assert receiver.receive(0).step == 0
+        assert inbox.receive(0).step == 0
         wait_until(lambda: answer(peer) == Taken("run", 1))
         peer.send(encode(offer))
         assert answer(peer) == Taken("run", 1)
@@ -112,10 +110,8 @@ def test_the_conversation(inbox, tmp_path) -> None:
 def test_a_chunk_that_got_lost_is_asked_for_again(tmp_path, caplog) -> None:
     data = payload()
     patience = Patience(dead_after_s=0.3)
-    with closing(
-        Inbox("tcp://127.0.0.1:*", {"run": Spool(tmp_path)}, hwm=2, limits=LIMITS, patience=patience)
-    ) as inbox:
-        inbox.expect("run", 0)
+    with closing(open_inbox(tmp_path, patience=patience)) as inbox:
+        inbox.expect(0)
         with stranger(inbox.address) as peer:
             peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
             assert [answer(peer) for _ in range(3)] == [wanted(data)] * 3
@@ -126,7 +122,7 @@ def test_a_chunk_that_got_lost_is_asked_for_again(tmp_path, caplog) -> None:
 
 def test_another_batch_of_the_same_step_replaces_the_first(inbox, tmp_path) -> None:
     """A resumed orchestrator may have sampled anew."""
-    inbox.expect("run", 0)
+    inbox.expect(0)
     other = encode_batch(
         Batch("run", 0, TokenTable.from_samples([TrainingSample.from_turn([1], [2], [-1.0], env_name="b")]))
     )
@@ -140,7 +136,7 @@ def test_another_batch_of_the_same_step_replaces_the_first(inbox, tmp_path) -> N
 
 
 def test_a_full_spool_takes_only_what_the_trainer_waits_for(inbox) -> None:
-    inbox.expect("run", 0)
+    inbox.expect(0)
     with stranger(inbox.address) as peer:
         for step in (1, 2):
             data = payload(step)
@@ -172,7 +168,7 @@ def test_a_full_spool_takes_only_what_the_trainer_waits_for(inbox) -> None:
     ],
 )
 def test_whatever_a_stranger_says_is_refused_and_counted(inbox, frames, reason, caplog) -> None:
-    inbox.expect("run", 0)
+    inbox.expect(0)
     with stranger(inbox.address) as peer:
         peer.send_multipart(frames)
         wait_until(lambda: inbox.num_rejected == 1)
@@ -183,7 +179,7 @@ def test_whatever_a_stranger_says_is_refused_and_counted(inbox, frames, reason, 
 
 
 def test_a_frame_beyond_the_limit_ends_the_connection_and_nothing_else(inbox) -> None:
-    inbox.expect("run", 0)
+    inbox.expect(0)
     data = payload()
     with stranger(inbox.address) as peer, stranger(inbox.address) as other:
         peer.send(bytes(200_000))
@@ -193,7 +189,7 @@ def test_a_frame_beyond_the_limit_ends_the_connection_and_nothing_else(inbox) ->
 
 def test_noise_does_not_stop_the_inbox(inbox) -> None:
     generator = np.random.default_rng(0)
-    inbox.expect("run", 0)
+    inbox.expect(0)
     good = [encode(Offer("run", 0, 500, 1)), encode(Chunk("run", 0, 1, 0)), payload()]
     with stranger(inbox.address) as peer:
         for _ in range(500):
@@ -270,18 +266,13 @@ def test_closing_tells_what_never_arrived() -> None:
 def test_only_holders_of_a_known_key_are_let_in(tmp_path, caplog) -> None:
     make_keys(tmp_path / "keys")
     keys, server = own_keys(tmp_path / "keys", "orchestrator"), trainer_key(tmp_path / "keys")
-    inbox = Inbox(
-        "tcp://127.0.0.1:*",
-        {"run": Spool(tmp_path)},
-        hwm=2,
-        limits=LIMITS,
-        keys=own_keys(tmp_path / "keys", "trainer"),
-        allowed_keys=allowed_keys(tmp_path / "keys"),
+    inbox = open_inbox(
+        tmp_path, keys=own_keys(tmp_path / "keys", "trainer"), allowed_keys=allowed_keys(tmp_path / "keys")
     )
     data = payload()
     offer = encode(Offer("run", 0, len(data), checksum_of(data)))
     with closing(inbox):
-        inbox.expect("run", 0)
+        inbox.expect(0)
         foreign = KeyPair(*zmq.curve_keypair())
         with (
             stranger(inbox.address) as without,
@@ -297,7 +288,7 @@ def test_only_holders_of_a_known_key_are_let_in(tmp_path, caplog) -> None:
         assert "payload from tcp://127.0.0.1, byte 0: a key that is not in transport.keys" in caplog.text
         sender = ZmqSender(inbox.address, "run", hwm=2, max_bytes=100_000, keys=keys, trainer_key=server)
         sender.send(0, data)
-        assert ZmqReceiver(inbox, "run", Spool(tmp_path)).receive(0).step == 0
+        assert inbox.receive(0).step == 0
         sender.close()
 
 
@@ -305,8 +296,7 @@ def test_only_holders_of_a_known_key_are_let_in(tmp_path, caplog) -> None:
 def test_an_orchestrator_that_is_not_let_in_is_told(tmp_path, has_keys) -> None:
     make_keys(tmp_path / "keys")
     own, server = own_keys(tmp_path / "keys", "trainer"), trainer_key(tmp_path / "keys")
-    inbox = Inbox("tcp://127.0.0.1:*", {"run": Spool(tmp_path)}, hwm=2, limits=LIMITS, keys=own)
-    with closing(inbox):
+    with closing(open_inbox(tmp_path, keys=own)) as inbox:
         keys = KeyPair(*zmq.curve_keypair()) if has_keys else None
         sender = ZmqSender(inbox.address, "run", hwm=2, max_bytes=9999, keys=keys, trainer_key=server)
         with pytest.raises(TransportError, match="does not let this orchestrator in"):
@@ -351,7 +341,7 @@ def test_opened_as_configured(tmp_path) -> None:
     with pytest.raises(TransportError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
         open_receiver(config, tmp_path, "run")
     try:
-        receiver._inbox.expect("run", 0)
+        receiver.expect(0)
         sender.send(0, payload())
         with pytest.raises(TransportError, match="holds 9; the vocabulary has 8 tokens"):
             sender.close()

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,12 +108,11 @@ class FlatRows(ValueRows):
         return self.values if self._prefixes is None else super()._inflate()
 
 
-class Prefixes:
+class Prefixes(NamedTuple):
     """Shared prefixes: the first `lengths[i]` entries of row i are those of row `owners[i]`."""
 
-    def __init__(self, owners: Integers, lengths: Integers) -> None:
-        self.owners = owners
-        self.lengths = lengths
+    owners: Integers
+    lengths: Integers
 
 
 class PieceRows(ValueRows):
@@ -129,23 +128,18 @@ class PieceRows(ValueRows):
 
 
 class MaskRows(Rows):
-    @cached_property
-    def counts(self) -> Integers:
-        """Number of True entries of each row; counted without inflating."""
-        return self._count()
-
-    @abstractmethod
-    def _count(self) -> Integers: ...
-
-    @property
-    @abstractmethod
-    def leads(self) -> NDArray[np.bool_]:
-        """Whether the first entry of each row is True."""
+    counts: Integers
+    """Number of True entries of each row; counted without inflating."""
 
     @property
     @abstractmethod
     def first_true(self) -> Integers:
         """Index of each row's first True; the row's length if there is none."""
+
+    @property
+    def leads(self) -> NDArray[np.bool_]:
+        """Whether the first entry of each row is True."""
+        return np.equal(self.first_true, 0)
 
     @abstractmethod
     def select(self, rows: Integers, lengths: Integers | None = None) -> "MaskRows": ...
@@ -180,13 +174,9 @@ class SpanRows(MaskRows):
     def span_offsets(self) -> Integers:
         return offsets_of(self.num_spans)
 
-    def _count(self) -> Integers:
+    @cached_property
+    def counts(self) -> Integers:  # type: ignore[override]
         return sum_rows(self.spans[:, 1], self.span_offsets)
-
-    @property
-    def leads(self) -> NDArray[np.bool_]:
-        leads: NDArray[np.bool_] = self.first_true == 0
-        return leads
 
     @property
     def first_true(self) -> Integers:
@@ -280,7 +270,8 @@ class BitRows(MaskRows):
     def byte_offsets(self) -> Integers:
         return offsets_of((self.lengths + 7) // 8)
 
-    def _count(self) -> Integers:
+    @cached_property
+    def counts(self) -> Integers:  # type: ignore[override]
         return np.add.reduceat(np.bitwise_count(self.bits), self.byte_offsets[:-1], dtype=np.int64)
 
     @property
@@ -289,7 +280,7 @@ class BitRows(MaskRows):
 
     @property
     def first_true(self) -> Integers:
-        return np.array([_first_true(row) for row in self._unpacked()], np.int64)
+        return np.array([row.argmax() if row.any() else len(row) for row in self._unpacked()], np.int64)
 
     def _unpacked(self) -> list[NDArray[np.bool_]]:
         offsets = self.byte_offsets.tolist()
@@ -441,7 +432,3 @@ def _cut(pieces: Pieces, length: int) -> Pieces:
         kept.append(piece[:length])
         length -= len(kept[-1])
     return tuple(kept)
-
-
-def _first_true(row: NDArray[np.bool_]) -> int:
-    return int(row.argmax()) if row.any() else len(row)

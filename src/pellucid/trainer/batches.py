@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from pellucid.config import TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.model.load import experts_of, vocab_size
-from pellucid.trainer.parallel import Ranks
-from pellucid.transport import UNLIMITED, Batch, BatchReceiver, decode_batch, encode_batch, open_receiver
+from pellucid.transport import Batch, BatchReceiver, open_receiver
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class BatchSource(Protocol):
-    def next(self, step: int) -> TokenTable:
+    def next(self, step: int) -> Batch:
         """Blocks until the samples of `step` arrive, and returns them."""
         raise AssertionError(f"the batch of step {step} is received by the main process")
 
@@ -49,8 +48,8 @@ class OrchestratorBatches(BatchSource):
     def __init__(self, receiver: BatchReceiver) -> None:
         self._receiver = receiver
 
-    def next(self, step: int) -> TokenTable:
-        return self._receiver.receive(step).table
+    def next(self, step: int) -> Batch:
+        return self._receiver.receive(step)
 
     def release_before(self, step: int) -> None:
         self._receiver.release_before(step)
@@ -82,8 +81,9 @@ class DatasetBatches(BatchSource):
         self._seed = seed
         self._epoch = lru_cache(maxsize=1)(self._shuffle)
 
-    def next(self, step: int) -> TokenTable:
-        return TokenTable.from_samples([self._samples[index] for index in self.indices(step)])
+    def next(self, step: int) -> Batch:
+        samples = [self._samples[index] for index in self.indices(step)]
+        return Batch("", step, TokenTable.from_samples(samples))
 
     def indices(self, step: int) -> list[int]:
         """Chooses the examples of a step."""
@@ -108,7 +108,7 @@ class FakeBatches(BatchSource):
     run_id: str
     seed: int
 
-    def next(self, step: int) -> TokenTable:
+    def next(self, step: int) -> Batch:
         generator, num_prompt = np.random.default_rng([self.seed, step]), self.length // 2
         samples = []
         for index in range(self.batch_size):
@@ -123,26 +123,7 @@ class FakeBatches(BatchSource):
                     advantage=1.0 if index % 2 else -1.0,
                 )
             )
-        return TokenTable.from_samples(samples)
-
-
-def share_table(ranks: Ranks, make: Callable[[], TokenTable]) -> TokenTable:
-    """Calls `make` in the main process alone, and returns its table in every process."""
-    if ranks.group is None:
-        return make()
-    made: list[TokenTable] = []
-
-    def encoded() -> bytes:
-        made.append(make())
-        return encode_batch(Batch("", 0, made[0]))
-
-    payload = ranks.share(encoded)
-    return made[0] if made else from_main(payload)
-
-
-def from_main(payload: bytes) -> TokenTable:
-    """Decodes a table of the main process, without size limits: the main process has checked its samples."""
-    return decode_batch(payload, sender="the main process", limits=UNLIMITED).table
+        return Batch(self.run_id, step, TokenTable.from_samples(samples))
 
 
 class Stopped(BaseException):

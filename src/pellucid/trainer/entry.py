@@ -2,7 +2,6 @@
 
 import logging
 from contextlib import ExitStack, closing
-from functools import partial
 
 from pellucid.config import SFTConfig, TrainerRunConfig
 from pellucid.data.tokenizer import load_tokenizer
@@ -16,7 +15,6 @@ from pellucid.trainer.batches import (
     OrchestratorBatches,
     Stopped,
     open_batches,
-    share_table,
 )
 from pellucid.trainer.build import build_run, open_journal
 from pellucid.trainer.loop import train
@@ -26,6 +24,7 @@ from pellucid.trainer.parallel import Ranks, joined
 from pellucid.trainer.roster import join_trainer
 from pellucid.trainer.run import Run
 from pellucid.trainer.sft import SFTData, Validation
+from pellucid.transport import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +75,11 @@ def train_on_dataset(
     run = build_run(config, batches, None, sinks, ranks)
     if config.data.validation is not None:
         tables = data.validation_tables() if data else []
-        indices = range(run.ranks.share(lambda: len(tables)))
+        shared = run.ranks.share(lambda: [Batch("", 0, table) for table in tables])
         run.validation = Validation(
             run.policy,
             run.forward,
-            [run.pack(0, share_table(run.ranks, partial(tables.__getitem__, index))) for index in indices],
+            [run.pack(0, batch.table) for batch in shared],
             interval=config.data.validation.interval,
             max_steps=config.max_steps,
             gather=run.ranks.gather,

@@ -30,7 +30,6 @@ from pellucid.trainer.batches import (
     OrchestratorBatches,
     Stopped,
     StopRequest,
-    from_main,
     open_batches,
 )
 from pellucid.trainer.build import build_run, load_trained, open_journal
@@ -41,7 +40,7 @@ from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.roster import Roster, RunOutcome
 from pellucid.trainer.run import Run, say_finishing
 from pellucid.trainer.step import StepBatch
-from pellucid.transport import Batch, BatchReceiver, encode_batch
+from pellucid.transport import Batch, BatchReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +170,7 @@ class RosterChanges:
 
     ended: list[tuple[str, RunOutcome, str]]
     joined: list[tuple[str, TrainerRunConfig]]
-    received: list[tuple[str, bytes]]
+    received: list[tuple[str, Batch]]
     is_over: bool
 
     def __bool__(self) -> bool:
@@ -255,7 +254,7 @@ class ManyRuns:
                 continue
             try:
                 if (batch := self.receivers[name].poll(member.step)) is not None:
-                    received.append((name, encode_batch(_checked(batch, member))))
+                    received.append((name, _checked(batch, member)))
             except (PayloadError, DataError, OSError) as error:
                 ended.append((name, RunOutcome.EVICTED, str(error)))
         self.roster.sweep()
@@ -289,9 +288,9 @@ class ManyRuns:
                 self._end(name, outcome, reason)
         for name, config in changes.joined:
             self._join(name, config)
-        for name, payload in changes.received:
+        for name, batch in changes.received:
             if name in self.members:
-                self.members[name].receive(from_main(payload))
+                self.members[name].receive(batch.table)
 
     def _join(self, name: str, config: TrainerRunConfig) -> None:
         adapter, ranks = self.free[0], self.ranks

@@ -28,7 +28,7 @@ from pellucid.metrics import Max, Sink, Stopwatch, Sum
 from pellucid.model import Layout, Policy, TokenOutput
 from pellucid.packing import pack_batch
 from pellucid.trainer.alarms import TrainerAlarms
-from pellucid.trainer.batches import BatchSource, StopRequest, share_table
+from pellucid.trainer.batches import BatchSource, StopRequest
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer, Trained, Update, cause_of, too_many_skips
 from pellucid.trainer.parallel import Ranks
@@ -43,7 +43,7 @@ from pellucid.trainer.step import (
     peak_flops,
     peak_memory_gib,
 )
-from pellucid.transport import is_stable, publish_folder
+from pellucid.transport import Batch, is_stable, publish_folder
 from pellucid.transport.weights import publish_version, weights_folder
 
 logger = logging.getLogger(__name__)
@@ -172,16 +172,16 @@ class Run:
         On a stop request every process raises `Stopped` here, all of them before the same step.
         """
         with self.waiting():
-            table = share_table(self.ranks, lambda: self._receive(step))
-        return self.pack(step, table)
+            batch = self.ranks.share(lambda: self._receive(step))
+        return self.pack(step, batch.table)
 
-    def _receive(self, step: int) -> TokenTable:
+    def _receive(self, step: int) -> Batch:
         with self.stop.interruptible():
-            table = self.batches.next(step)
-        if table.num_sequences == 0:
+            batch = self.batches.next(step)
+        if batch.table.num_sequences == 0:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
-        self.check(table)
-        return table
+        self.check(batch.table)
+        return batch
 
     def check(self, table: TokenTable) -> None:
         """Raises DataError if the model cannot train on these samples."""

@@ -1,5 +1,6 @@
 """Bytes between processes: batches from orchestrator to trainer, weights from trainer to engine."""
 
+from pellucid.transport.batch import UNLIMITED, Batch, decode_batch, encode_batch
 from pellucid.transport.channel import (
     BatchReceiver,
     BatchSender,
@@ -8,8 +9,7 @@ from pellucid.transport.channel import (
     open_receiver,
     open_sender,
 )
-from pellucid.transport.decode import decode_batch
-from pellucid.transport.encode import encode_batch
+from pellucid.transport.sections import Limits
 from pellucid.transport.spool import (
     MARKER,
     FilesystemReceiver,
@@ -20,7 +20,6 @@ from pellucid.transport.spool import (
     retract_steps,
     stable_steps,
 )
-from pellucid.transport.wire import UNLIMITED, Batch, Limits
 
 __all__ = [
     "MARKER",

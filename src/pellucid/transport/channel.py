@@ -16,11 +16,11 @@ from typing import Protocol
 from pellucid.config import TransportConfig, ZmqTransportConfig
 from pellucid.data.rules import Experts
 from pellucid.errors import ConfigError, PayloadError, TransportError
-from pellucid.transport.decode import decode_batch
-from pellucid.transport.spool import FilesystemReceiver, FilesystemSender, Spool
-from pellucid.transport.wire import Batch, Limits
+from pellucid.transport.batch import Batch, decode_batch
+from pellucid.transport.sections import Limits
+from pellucid.transport.spool import FilesystemReceiver, FilesystemSender
 from pellucid.transport.zmq_link import allowed_keys, own_keys, tcp_address, trainer_key
-from pellucid.transport.zmq_receiver import Inbox, ZmqReceiver
+from pellucid.transport.zmq_receiver import ZmqReceiver
 from pellucid.transport.zmq_sender import ZmqSender
 
 logger = logging.getLogger(__name__)
@@ -138,16 +138,15 @@ def open_receiver(
     limits = limits_of(config, vocab_size=vocab_size, experts=experts)
     if not isinstance(config, ZmqTransportConfig):
         return FilesystemReceiver(run_dir, limits=limits)
-    spool = Spool(run_dir, limits)
-    inbox = Inbox(
+    return ZmqReceiver(
         batch_address(config),
-        {run_id: spool},
+        run_dir,
+        run_id,
         hwm=config.hwm,
         limits=limits,
         keys=own_keys(config.keys, "trainer") if config.keys else None,
         allowed_keys=allowed_keys(config.keys) if config.keys else frozenset(),
     )
-    return ZmqReceiver(inbox, run_id, spool)
 
 
 def batch_address(config: ZmqTransportConfig) -> str:

@@ -24,8 +24,15 @@ from typing import BinaryIO
 
 from pellucid.data.files import read_whole, replace_file, step_folders, step_number, sync, sync_tree, writing
 from pellucid.errors import PayloadError, TransportError
-from pellucid.transport.decode import decode_batch
-from pellucid.transport.wire import PREAMBLE, Batch, Limits, batch_refused, check_size, too_large
+from pellucid.transport.batch import (
+    PREAMBLE,
+    Batch,
+    batch_refused,
+    check_size,
+    declared_checksum,
+    decode_batch,
+)
+from pellucid.transport.sections import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +102,15 @@ class Spool:
     def __init__(self, run_dir: Path, limits: Limits | None = None) -> None:
         self._batches = run_dir / "batches"
         self._limits = limits or Limits()
+        self._decoded: Batch | None = None
+        """A stored batch that was decoded when it arrived; it is not read again."""
 
-    def store(self, step: int, payload: bytes | memoryview) -> None:
+    def store(self, step: int, payload: bytes | memoryview, decoded: Batch | None = None) -> None:
         """Replaces an earlier batch of this step; one that was refused is forgotten."""
         shutil.rmtree(self._refused(step), ignore_errors=True)
         publish_folder(self._folder(step), lambda folder: (folder / _FILE).write_bytes(payload))
+        if decoded is not None or (self._decoded is not None and self._decoded.step == step):
+            self._decoded = decoded
 
     def has(self, step: int) -> bool:
         return is_stable(self._folder(step))
@@ -109,15 +120,14 @@ class Spool:
         return self.has(step) and (self._folder(step) / _TAKEN).exists()
 
     def checksum(self, step: int) -> int | None:
-        """Returns the checksum in the header of the stored payload; None if there is none."""
+        """Returns the checksum in the preamble of the stored payload; None if there is none."""
         if not self.has(step):
             return None
         try:
             with self._open(step) as file:
-                head = file.read(PREAMBLE.size)
+                return declared_checksum(file.read(PREAMBLE.size))
         except PayloadError:
             return None
-        return int(PREAMBLE.unpack(head)[3]) if len(head) == PREAMBLE.size else None
 
     def read(self, step: int) -> Batch:
         """Raises PayloadError for a bad one."""
@@ -125,36 +135,38 @@ class Spool:
             return self._judge(step, file)
 
     def take(self, step: int) -> Batch:
-        """Reads the batch and marks it as taken. A bad one is put aside and can be replaced."""
+        """Returns the batch and marks it as taken. A bad one is put aside and can be replaced."""
+        decoded, self._decoded = self._decoded, None
+        if decoded is None or decoded.step != step:
+            decoded = self._read_or_put_aside(step)
+        (self._folder(step) / _TAKEN).touch()
+        return decoded
+
+    def _read_or_put_aside(self, step: int) -> Batch:
         inode = _inode(self._folder(step) / _FILE)
         try:
             with self._open(step) as file:
                 inode = os.fstat(file.fileno()).st_ino
-                batch = self._judge(step, file)
+                return self._judge(step, file)
         except PayloadError as error:
             self._put_aside(step, inode, error)
             raise
-        (self._folder(step) / _TAKEN).touch()
-        return batch
 
     def _open(self, step: int) -> BinaryIO:
         """Raises PayloadError where there is no file: a pipe, for one, would make us wait."""
         path = self._folder(step) / _FILE
-        no_file = PayloadError(str(path), 0, "is gone, or no file")
-        if not path.is_file():
-            raise no_file
-        try:
-            return path.open("rb")
-        except FileNotFoundError:
-            raise no_file from None
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                return path.open("rb")
+        raise PayloadError(str(path), 0, "is gone, or no file")
 
     def _judge(self, step: int, file: BinaryIO) -> Batch:
-        sender, limit = file.name, self._limits.max_bytes
-        if (num_bytes := os.fstat(file.fileno()).st_size) > limit:
-            raise PayloadError(sender, 0, too_large(num_bytes, limit))
-        batch = decode_batch(file.read(), sender=sender, limits=self._limits)
+        if (num_bytes := os.fstat(file.fileno()).st_size) > self._limits.max_bytes:
+            raise PayloadError(file.name, 0, self._limits.too_large(num_bytes))
+        batch = decode_batch(file.read(), sender=file.name, limits=self._limits)
         if batch.step != step:
-            raise PayloadError(sender, 24, f"the batch of step {batch.step}; expected step {step}")
+            reason = f"the batch of step {batch.step}; expected step {step}"
+            raise PayloadError(file.name, PREAMBLE.size, reason)
         return batch
 
     def _put_aside(self, step: int, inode: int | None, error: PayloadError) -> None:

@@ -143,14 +143,14 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        require_regular(path)
+        _require_regular(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
         raise TransportError(f"{path} is not a readable weight file: {error}") from error
 
 
-def require_regular(path: Path) -> None:
+def _require_regular(path: Path) -> None:
     """Raises OSError unless a file lies there itself: a FIFO would be waited for without end, and a link may
     lead anywhere."""
     if not stat.S_ISREG(path.lstat().st_mode):
@@ -262,7 +262,7 @@ def _read_updates(folder: Path) -> dict[str, _Update]:
     """Reads the updates of an adapter, by the name of the weight that each changes."""
     try:
         for name in (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS):
-            require_regular(folder / name)
+            _require_regular(folder / name)
         config = orjson.loads((folder / _ADAPTER_CONFIG).read_bytes())
         scale = config["lora_alpha"] / config["r"]
         with safe_open(folder / _ADAPTER_WEIGHTS, framework="pt") as file:

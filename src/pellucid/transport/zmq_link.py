@@ -25,13 +25,13 @@ The trainer lets in who holds the secret of another public key of its folder.
 """
 
 import os
+import socket
 import stat
 import tomllib
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import zmq
@@ -48,9 +48,6 @@ _KEY_LENGTH = 40
 _MAX_FILE_BYTES = 4096
 _HEARTBEATS = 4
 """Heartbeats per `dead_after_s`; a link counts as dead once none was answered for that long."""
-
-_MAX_CHUNKS = 4
-"""Chunks that are on their way at once."""
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True, tag=str.lower):
@@ -173,39 +170,39 @@ def open_socket(
     context: "zmq.Context[Any]", kind: int, address: str, max_bytes: int, dead_after_s: float
 ) -> "zmq.Socket[Any]":
     """Makes a socket. ZMQ ends a connection on a frame above `max_bytes`, unread, and after silence."""
-    socket: zmq.Socket[Any] = context.socket(kind)
-    socket.linger = 0
-    socket.ipv6 = "[" in address
-    socket.maxmsgsize = max_bytes
-    socket.heartbeat_ivl = round(1000 * dead_after_s / _HEARTBEATS)
-    socket.heartbeat_timeout = round(1000 * dead_after_s)
-    socket.reconnect_ivl = 50
-    socket.reconnect_ivl_max = 1_000
-    return socket
+    made: zmq.Socket[Any] = context.socket(kind)
+    made.linger = 0
+    made.ipv6 = "[" in address
+    made.maxmsgsize = max_bytes
+    made.heartbeat_ivl = round(1000 * dead_after_s / _HEARTBEATS)
+    made.heartbeat_timeout = round(1000 * dead_after_s)
+    made.reconnect_ivl = 50
+    made.reconnect_ivl_max = 1_000
+    return made
 
 
 class WakePipe:
-    """A pipe by which any thread wakes the one that polls it."""
+    """A pair of sockets by which any thread wakes the one that polls them."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._far.setblocking(False)
 
     def fileno(self) -> int:
-        return self._read
+        return self._near.fileno()
 
     def ring(self) -> None:
         with suppress(BlockingIOError):  # full: it is ringing already
-            os.write(self._write, b"!")
+            self._far.send(b"!")
 
     def silence(self) -> None:
         with suppress(BlockingIOError):
-            os.read(self._read, 4096)
+            self._near.recv(4096)
 
     def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
+        self._near.close()
+        self._far.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,93 +217,3 @@ class Patience:
 
     min_chunk_bytes: int = 16 << 10
     max_chunk_bytes: int = 16 << 20
-
-    @property
-    def quick_s(self) -> float:
-        """Chunks that take less grow."""
-        return self.dead_after_s / 80
-
-    @property
-    def slow_s(self) -> float:
-        """Chunks that take more shrink."""
-        return self.dead_after_s / 10
-
-
-class _Ask(NamedTuple):
-    start: int
-    num_bytes: int
-    asked_s: float
-
-
-class Transfer:
-    """A batch on its way in, and the chunks to ask for next. The clock is passed in.
-
-        0          received         asked                    num_bytes
-        |──────────────|── 32 K ──|── 32 K ──|                |
-
-    - Chunks grow while they come quickly and shrink when they come slowly, so that a fast link is kept busy,
-      and heartbeats on a slow one never wait long behind them.
-    - Memory is taken for bytes that arrived, never for those that were offered.
-    - Whatever happens to a connection, what was received stays; the rest is asked for again.
-    """
-
-    def __init__(self, offer: Offer, peer: bytes, patience: Patience, now_s: float) -> None:
-        self.offer = offer
-        self.peer: bytes | None = peer
-        """Connection that sends it; None while the sender cannot be reached."""
-
-        self.has_stalled = False
-        """Whether nothing came for too long, and nothing has come since."""
-
-        self._patience = patience
-        self._data = bytearray()
-        self._asked: deque[_Ask] = deque()
-        self._chunk_bytes = patience.min_chunk_bytes
-        self._heard_s = now_s
-
-    @property
-    def num_received(self) -> int:
-        return len(self._data)
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self._data) == self.offer.num_bytes
-
-    def payload(self) -> memoryview:
-        return memoryview(self._data)
-
-    def asks(self, now_s: float) -> list[tuple[int, int]]:
-        """Returns (start, bytes) of each chunk to ask for now, and notes that it was asked for."""
-        last = self._asked[-1] if self._asked else None
-        start = len(self._data) if last is None else last.start + last.num_bytes
-        found = []
-        while len(self._asked) < _MAX_CHUNKS and start < self.offer.num_bytes:
-            num_bytes = min(self._chunk_bytes, self.offer.num_bytes - start)
-            self._asked.append(_Ask(start, num_bytes, now_s))
-            found.append((start, num_bytes))
-            start += num_bytes
-        return found
-
-    def take(self, start: int, chunk: memoryview, now_s: float) -> bool:
-        """Whether it is the next that was asked for; one that came before, or too early, changes nothing."""
-        if not self._asked or (start, len(chunk)) != self._asked[0][:2]:
-            return False
-        took_s = now_s - self._asked.popleft().asked_s
-        self._data += chunk
-        self._heard_s, self.has_stalled = now_s, False
-        if took_s < self._patience.quick_s:
-            self._chunk_bytes = min(2 * self._chunk_bytes, self._patience.max_chunk_bytes)
-        elif took_s > self._patience.slow_s:
-            self._chunk_bytes = max(self._chunk_bytes // 2, self._patience.min_chunk_bytes)
-        return True
-
-    def is_stalled(self, now_s: float) -> bool:
-        """Whether nothing has come for too long from whoever sends it."""
-        return self.peer is not None and now_s - self._heard_s > self._patience.dead_after_s
-
-    def go_on(self, peer: bytes | None, now_s: float) -> None:
-        """Nothing is on its way any more: the rest is asked for again, in small chunks at first."""
-        self.peer = peer
-        self._asked.clear()
-        self._chunk_bytes = self._patience.min_chunk_bytes
-        self._heard_s = now_s

@@ -1,19 +1,20 @@
-"""The trainer's end of the ZMQ transport: one inbox for all runs, and a receiver for each.
+"""The trainer's end of the ZMQ transport; `zmq_link` shows the conversation.
 
-The inbox fetches one batch of each run at a time, in chunks (`zmq_link`), decodes and judges it, writes
-it to the run's spool and only then says `stored`. What is refused is counted and logged with its sender;
-nothing that arrives can stop the inbox. Offers of a run are left unanswered until the trainer has said which
-step it waits for: a resumed one may need batches again.
+A thread fetches one batch at a time, in chunks, decodes and judges it, writes it to the spool and only then
+says `stored`. What is refused is counted and logged with its sender; nothing that arrives can stop the
+thread. Offers are left unanswered until the trainer has said which step it waits for: a resumed one may need
+batches again.
 
 A batch belongs to the connection that it comes from. Another one may go on with it if it offers the same
-bytes, and may begin another batch of that run once the first is silent or gone.
+bytes, and may begin another batch once the first is silent or gone.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,9 +22,9 @@ import zmq
 from zmq.utils import z85
 
 from pellucid.errors import PayloadError, TransportError
-from pellucid.transport.decode import decode_batch
-from pellucid.transport.spool import Spool
-from pellucid.transport.wire import PREAMBLE, Batch, Limits, batch_refused, checksum
+from pellucid.transport.batch import PREAMBLE, SEALED_FROM, Batch, batch_refused, checksum, decode_batch
+from pellucid.transport.sections import Limits
+from pellucid.transport.spool import FilesystemReceiver
 from pellucid.transport.zmq_link import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -36,7 +37,6 @@ from pellucid.transport.zmq_link import (
     Stored,
     Taken,
     ToSender,
-    Transfer,
     WakePipe,
     Want,
     open_socket,
@@ -48,14 +48,82 @@ _GATE = "inproc://zeromq.zap.01"
 """Where ZMQ asks who may connect."""
 
 _MAX_QUEUED_MESSAGES = 8
+_MAX_CHUNKS = 4
+"""Chunks that are on their way at once."""
+
 _WAIT_S = 0.2
 
 
-class Inbox:
+class Transfer:
+    """A batch on its way in, and the chunks to ask for next. The clock is passed in.
+
+        0          received         asked                    num_bytes
+        |──────────────|── 32 K ──|── 32 K ──|                |
+
+    - Chunks grow while they come quickly and shrink when they come slowly, so that a fast link is kept busy,
+      and heartbeats on a slow one never wait long behind them.
+    - Memory is taken for bytes that arrived, never for those that were offered.
+    - Whatever happens to a connection, what was received stays; the rest is asked for again.
+    """
+
+    def __init__(self, offer: Offer, peer: bytes, patience: Patience, now_s: float) -> None:
+        self.offer = offer
+        self.data = bytearray()
+        self.has_stalled = False
+        """Whether nothing came for too long, and nothing has come since."""
+
+        self._patience = patience
+        self._asked: deque[tuple[int, int, float]] = deque()
+        """Start, bytes and time of each chunk that was asked for."""
+
+        self.go_on(peer, now_s)
+
+    def go_on(self, peer: bytes | None, now_s: float) -> None:
+        """Nothing is on its way any more: the rest is asked for again, in small chunks at first."""
+        self.peer = peer
+        """Connection that sends it; None while the sender cannot be reached."""
+
+        self._asked.clear()
+        self._chunk_bytes = self._patience.min_chunk_bytes
+        self._heard_s = now_s
+
+    def asks(self, now_s: float) -> list[tuple[int, int]]:
+        """Returns (start, bytes) of each chunk to ask for now, and notes that it was asked for."""
+        start = len(self.data) + sum(num_bytes for _, num_bytes, _ in self._asked)
+        found = []
+        while len(self._asked) < _MAX_CHUNKS and start < self.offer.num_bytes:
+            num_bytes = min(self._chunk_bytes, self.offer.num_bytes - start)
+            self._asked.append((start, num_bytes, now_s))
+            found.append((start, num_bytes))
+            start += num_bytes
+        return found
+
+    def take(self, start: int, chunk: memoryview, now_s: float) -> bool:
+        """Whether it is the next that was asked for; one that came before, or too early, changes nothing."""
+        if not self._asked or (start, len(chunk)) != self._asked[0][:2]:
+            return False
+        took_s = now_s - self._asked.popleft()[2]
+        self.data += chunk
+        self._heard_s, self.has_stalled = now_s, False
+        if took_s < self._patience.dead_after_s / 80:
+            self._chunk_bytes = min(2 * self._chunk_bytes, self._patience.max_chunk_bytes)
+        elif took_s > self._patience.dead_after_s / 10:
+            self._chunk_bytes = max(self._chunk_bytes // 2, self._patience.min_chunk_bytes)
+        return True
+
+    def is_stalled(self, now_s: float) -> bool:
+        """Whether nothing has come for too long from whoever sends it."""
+        return self.peer is not None and now_s - self._heard_s > self._patience.dead_after_s
+
+
+class ZmqReceiver(FilesystemReceiver):
+    """Takes batches out of the spool as `FilesystemReceiver` does; a thread puts them there."""
+
     def __init__(
         self,
         address: str,
-        spools: Mapping[str, Spool],
+        run_dir: Path,
+        run_id: str,
         *,
         hwm: int,
         limits: Limits,
@@ -63,39 +131,58 @@ class Inbox:
         allowed_keys: Set[bytes] = frozenset(),
         patience: Patience | None = None,
     ) -> None:
-        """`spools` by run id. With `keys`, only holders of `allowed_keys` are let in."""
-        self.num_rejected = 0
-        self.failure: OSError | None = None
-        """Why nothing more can be stored."""
-
-        self.stored = threading.Condition()
-        """Notified when a batch was stored."""
-
-        self._spools = spools
+        """With `keys`, only holders of `allowed_keys` are let in."""
+        super().__init__(run_dir, limits=limits)
+        self._run_id = run_id
         self._hwm = hwm
         self._limits = limits
         self._allowed_keys = allowed_keys
         self._patience = patience or Patience()
-        self._transfers: dict[str, Transfer] = {}
-        """The batch of each run that is on its way."""
+        self._failure: OSError | None = None
+        """Why nothing more can be stored."""
 
-        self._peers: dict[str, bytes] = {}
-        self._expected: dict[str, int] = {}
-        self._advanced_runs: deque[str] = deque()
+        self._stored = threading.Condition()
+        """Notified when a batch was stored."""
+
+        self._transfer: Transfer | None = None
+        self._peer: bytes | None = None
+        """Connection that the last offer came from."""
+
+        self._expected: int | None = None
         self._closing = False
         self._context: zmq.Context[Any] = zmq.Context()
         self._gate = self._context.socket(zmq.REP)
         self._socket = self._listen(address, keys)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._bell = WakePipe()
-        self._thread = threading.Thread(target=self._run, name="batch inbox", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="batch receiver", daemon=True)
         self._thread.start()
 
-    def expect(self, run_id: str, step: int) -> None:
-        """Notes that the trainer waits for this step; the inbox tells the run's orchestrator."""
-        self._expected[run_id] = step
-        self._advanced_runs.append(run_id)
-        self._bell.ring()
+    def poll(self, step: int) -> Batch | None:
+        self.expect(step)
+        batch = super().poll(step)
+        if batch is not None:
+            self.expect(step + 1)
+        elif self._failure is not None:
+            raise self._failure
+        return batch
+
+    def receive(self, step: int) -> Batch:
+        """Waits for the batch; raises if a stored one is bad, since its sender has forgotten it."""
+        while True:
+            try:
+                if (batch := self.poll(step)) is not None:
+                    return batch
+            except PayloadError as error:
+                raise batch_refused(step, str(error)) from error
+            with self._stored:
+                self._stored.wait_for(lambda: self._spool.has(step), _WAIT_S)
+
+    def expect(self, step: int) -> None:
+        """Notes that the trainer waits for this step, and has the orchestrator told, once."""
+        if self._expected != step:
+            self._expected = step
+            self._bell.ring()
 
     def close(self) -> None:
         self._closing = True
@@ -130,7 +217,7 @@ class Inbox:
             poller.register(source, zmq.POLLIN)
         every_ms = round(1000 * self._patience.dead_after_s / 4)
         while not self._closing:
-            ready = dict(poller.poll(every_ms if self._transfers else None))
+            ready = dict(poller.poll(None if self._transfer is None else every_ms))
             if self._gate in ready:
                 self._let_in(self._gate.recv_multipart())
             if self._bell.fileno() in ready:
@@ -144,17 +231,18 @@ class Inbox:
         version, request_id, _, peer, _, mechanism, *credentials = request
         is_known = mechanism == b"CURVE" and z85.encode(credentials[0]) in self._allowed_keys
         if not is_known:
-            self._reject(f"tcp://{peer.decode(errors='replace')}", 0, "a key that is not in transport.keys")
+            sender = f"tcp://{peer.decode(errors='replace')}"
+            self._reject(PayloadError(sender, 0, "a key that is not in transport.keys"))
         status = [b"200", b"OK"] if is_known else [b"400", b"unknown key"]
         self._gate.send_multipart([version, request_id, *status, b"", b""])
 
     def _tell_taken(self) -> None:
-        while self._advanced_runs:
-            run_id = self._advanced_runs.popleft()
-            if (transfer := self._transfers.get(run_id)) and transfer.offer.step < self._expected[run_id]:
-                del self._transfers[run_id]
-            if (peer := self._peers.get(run_id)) is not None:
-                self._say(peer, Taken(run_id, self._expected[run_id]))
+        if self._expected is None:
+            return
+        if self._transfer is not None and self._transfer.offer.step < self._expected:
+            self._transfer = None
+        if self._peer is not None:
+            self._say(self._peer, Taken(self._run_id, self._expected))
 
     def _read(self) -> None:
         peer, *frames = self._socket.recv_multipart(copy=False)
@@ -162,9 +250,9 @@ class Inbox:
         try:
             self._hear(peer.bytes, [frame.buffer for frame in frames], sender)
         except PayloadError as error:
-            self._reject(error.sender, error.position, error.reason)
+            self._reject(error)
         except OSError as error:
-            self.failure = error
+            self._failure = error
         except Exception:
             # A mistake of ours, but the trainer has to outlive whatever somebody sends.
             self.num_rejected += 1
@@ -180,46 +268,50 @@ class Inbox:
         sender = f"{sender}, run {message.run_id!r}"
         if len(frames) != (1 if isinstance(message, Offer) else 2):
             raise PayloadError(sender, 0, f"{len(frames)} frames in a message of another number")
-        if message.run_id not in self._spools:
-            self._turn_down(peer, message, sender, f"run {message.run_id!r} is not trained here")
+        if reason := self._objection(message):
+            self._say(peer, Refused(message.run_id, message.step, 0, reason, is_final=True))
+            raise PayloadError(sender, 0, reason)
         if isinstance(message, Offer):
-            self._answer(peer, message, sender)
+            self._answer(peer, message)
         else:
             self._receive(peer, message, frames[1], sender)
 
-    def _answer(self, peer: bytes, offer: Offer, sender: str) -> None:
-        if offer.protocol != PROTOCOL:
-            self._turn_down(
-                peer, offer, sender, f"protocol {offer.protocol}; this pellucid speaks {PROTOCOL}"
-            )
-        if not PREAMBLE.size <= offer.num_bytes <= self._limits.max_bytes:
-            limit = f"at most {self._limits.max_bytes} are taken (transport.max_batch_bytes)"
-            self._turn_down(peer, offer, sender, f"an offer of {offer.num_bytes} bytes; {limit}")
-        self._peers[offer.run_id] = peer
-        next_step = self._expected.get(offer.run_id)
+    def _objection(self, message: Offer | Chunk) -> str | None:
+        """Returns why a message can never lead to a batch; None if it can."""
+        if message.run_id != self._run_id:
+            return f"run {message.run_id!r} is not trained here"
+        if isinstance(message, Chunk):
+            return None
+        if message.protocol != PROTOCOL:
+            return f"protocol {message.protocol}; this pellucid speaks {PROTOCOL}"
+        if not PREAMBLE.size <= message.num_bytes <= self._limits.max_bytes:
+            return f"an offer of {self._limits.too_large(message.num_bytes)}"
+        return None
+
+    def _answer(self, peer: bytes, offer: Offer) -> None:
+        self._peer, next_step = peer, self._expected
         if next_step is None:
             return
-        spool = self._spools[offer.run_id]
         if offer.step < next_step:
-            self._say(peer, Taken(offer.run_id, next_step))
-        elif spool.checksum(offer.step) == offer.checksum:
-            self._say(peer, Stored(offer.run_id, offer.step))
+            self._say(peer, Taken(self._run_id, next_step))
+        elif self._spool.checksum(offer.step) == offer.checksum:
+            self._say(peer, Stored(self._run_id, offer.step))
         else:
-            self._fetch(peer, offer, is_due=offer.step == next_step or spool.num_waiting() < self._hwm)
+            self._fetch(peer, offer, is_due=offer.step == next_step or self._spool.num_waiting() < self._hwm)
 
     def _fetch(self, peer: bytes, offer: Offer, *, is_due: bool) -> None:
-        """Starts to fetch a batch, or continues one, unless another batch of the run is being fetched."""
-        transfer, now_s = self._transfers.get(offer.run_id), time.monotonic()
+        """Starts to fetch a batch, or continues one, unless another is being fetched."""
+        transfer, now_s = self._transfer, time.monotonic()
         if transfer is not None and transfer.offer == offer:
             if transfer.peer == peer:
                 return
             logger.info(
                 "the batch of step %d of run %r goes on at byte %d of %d, over a new connection",
-                *(offer.step, offer.run_id, transfer.num_received, offer.num_bytes),
+                *(offer.step, offer.run_id, len(transfer.data), offer.num_bytes),
             )
             transfer.go_on(peer, now_s)
         elif is_due and (transfer is None or self._may_replace(transfer, peer, offer)):
-            self._transfers[offer.run_id] = transfer = Transfer(offer, peer, self._patience, now_s)
+            self._transfer = transfer = Transfer(offer, peer, self._patience, now_s)
         else:
             return
         self._ask(transfer)
@@ -228,8 +320,11 @@ class Inbox:
         """Whether who sends it has another batch for the step now, or is silent, or gone."""
         if transfer.peer == peer:
             return offer.step == transfer.offer.step
-        known = Taken(offer.run_id, self._expected[offer.run_id])  # says nothing new: is it there to hear it?
-        return transfer.has_stalled or transfer.peer is None or not self._say(transfer.peer, known)
+        if transfer.has_stalled or transfer.peer is None:
+            return True
+        assert self._expected is not None
+        # The message says nothing new: is it there to hear it?
+        return not self._say(transfer.peer, Taken(self._run_id, self._expected))
 
     def _ask(self, transfer: Transfer) -> None:
         offer = transfer.offer
@@ -240,55 +335,50 @@ class Inbox:
                 return
 
     def _wake_stalled(self) -> None:
-        now_s = time.monotonic()
-        for transfer in self._transfers.values():
-            if transfer.is_stalled(now_s):
-                logger.warning(
-                    "nothing of the batch of step %d of run %r has come for %g s (%d of %d bytes are here); "
-                    "the rest is asked for again",
-                    *(transfer.offer.step, transfer.offer.run_id, self._patience.dead_after_s),
-                    *(transfer.num_received, transfer.offer.num_bytes),
-                )
-                transfer.has_stalled = True
-                transfer.go_on(transfer.peer, now_s)
-                self._ask(transfer)
+        transfer, now_s = self._transfer, time.monotonic()
+        if transfer is None or not transfer.is_stalled(now_s):
+            return
+        logger.warning(
+            "nothing of the batch of step %d of run %r has come for %g s (%d of %d bytes are here); "
+            "the rest is asked for again",
+            *(transfer.offer.step, self._run_id, self._patience.dead_after_s),
+            *(len(transfer.data), transfer.offer.num_bytes),
+        )
+        transfer.has_stalled = True
+        transfer.go_on(transfer.peer, now_s)
+        self._ask(transfer)
 
     def _receive(self, peer: bytes, chunk: Chunk, data: memoryview, sender: str) -> None:
-        transfer = self._transfers.get(chunk.run_id)
+        transfer = self._transfer
         if transfer is None or (transfer.offer.step, transfer.offer.checksum) != (chunk.step, chunk.checksum):
             raise PayloadError(sender, 0, f"a part of a batch of step {chunk.step} that nobody asked for")
         if transfer.peer != peer or not transfer.take(chunk.start, data, time.monotonic()):
             logger.debug("%s: %d bytes from %d on were not asked for now", sender, len(data), chunk.start)
-        elif transfer.is_complete:
-            del self._transfers[chunk.run_id]
-            self._store(peer, transfer.offer, transfer.payload(), sender)
+        elif len(transfer.data) == transfer.offer.num_bytes:
+            self._transfer = None
+            self._store(peer, transfer.offer, memoryview(transfer.data), sender)
         else:
             self._ask(transfer)
-
-    def _turn_down(self, peer: bytes, message: Offer | Chunk, sender: str, reason: str) -> None:
-        self._say(peer, Refused(message.run_id, message.step, 0, reason, is_final=True))
-        raise PayloadError(sender, 0, reason)
 
     def _store(self, peer: bytes, offer: Offer, payload: memoryview, sender: str) -> None:
         try:
             batch = decode_batch(payload, sender=sender, limits=self._limits)
             if (batch.run_id, batch.step) != (offer.run_id, offer.step):
-                raise PayloadError(
-                    sender, 24, f"step {batch.step} of run {batch.run_id!r}; announced was {offer.step}"
-                )
+                found = f"step {batch.step} of run {batch.run_id!r}"
+                raise PayloadError(sender, PREAMBLE.size, f"{found}; announced was {offer.step}")
         except PayloadError as error:
-            is_as_sent = checksum(payload[PREAMBLE.size :]) == offer.checksum
+            is_as_sent = checksum(payload[SEALED_FROM:]) == offer.checksum
             self._say(
                 peer, Refused(offer.run_id, offer.step, error.position, str(error), is_final=is_as_sent)
             )
             raise
-        self._spools[offer.run_id].store(offer.step, payload)
+        self._spool.store(offer.step, payload, batch if offer.step == self._expected else None)
         self._say(peer, Stored(offer.run_id, offer.step))
-        with self.stored:
-            self.stored.notify_all()
+        with self._stored:
+            self._stored.notify_all()
 
-    def _reject(self, sender: str, position: int, reason: str) -> None:
-        logger.error("refused: %s", PayloadError(sender, position, reason))
+    def _reject(self, error: PayloadError) -> None:
+        logger.error("refused: %s", error)
         self.num_rejected += 1  # last: whoever sees the count finds the reason in the log
 
     def _say(self, peer: bytes, message: ToSender) -> bool:
@@ -300,59 +390,6 @@ class Inbox:
                 raise
             return False
         return True
-
-
-class ZmqReceiver:
-    """The batches of one run, out of an inbox."""
-
-    def __init__(self, inbox: Inbox, run_id: str, spool: Spool) -> None:
-        self._inbox = inbox
-        self._run_id = run_id
-        self._spool = spool
-        self._num_damaged = 0
-        self._expected = -1
-
-    @property
-    def num_rejected(self) -> int:
-        return self._inbox.num_rejected + self._num_damaged
-
-    def poll(self, step: int) -> Batch | None:
-        self._expect(step)
-        if not self._spool.has(step):
-            if self._inbox.failure is not None:
-                raise self._inbox.failure
-            return None
-        try:
-            batch = self._spool.take(step)
-        except PayloadError as error:
-            self._num_damaged += 1
-            logger.error("refused the stored batch of step %d: %s", step, error)
-            raise
-        self._expect(step + 1)
-        return batch
-
-    def receive(self, step: int) -> Batch:
-        """Waits for the batch; raises if a stored one is bad, since its sender has forgotten it."""
-        while True:
-            try:
-                if (batch := self.poll(step)) is not None:
-                    return batch
-            except PayloadError as error:
-                raise batch_refused(step, str(error)) from error
-            with self._inbox.stored:
-                self._inbox.stored.wait_for(lambda: self._spool.has(step), _WAIT_S)
-
-    def _expect(self, step: int) -> None:
-        """Calls `Inbox.expect` once per step: each call sends a message to the run's orchestrator."""
-        if self._expected != step:
-            self._expected = step
-            self._inbox.expect(self._run_id, step)
-
-    def release_before(self, step: int) -> None:
-        self._spool.release_before(step)
-
-    def close(self) -> None:
-        self._inbox.close()
 
 
 def _address_of(frame: zmq.Frame) -> str:

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pellucid.errors import TransportError
-from pellucid.transport.wire import PREAMBLE, batch_refused, check_size
+from pellucid.transport.batch import batch_refused, check_size, declared_checksum
 from pellucid.transport.zmq_link import (
     MAX_MESSAGE_BYTES,
     TO_SENDER,
@@ -107,16 +107,18 @@ class ZmqSender:
 
     def send(self, step: int, payload: bytes) -> None:
         check_size(step, payload, self._max_bytes)
-        checksum = int(PREAMBLE.unpack_from(payload)[3])
+        checksum = declared_checksum(payload) or 0
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._has_room(step))
-            self._raise_failure()
+            self._changed.wait_for(
+                lambda: self._failure or step in self._outgoing or len(self._outgoing) < self._hwm
+            )
+            self.check()
             self._outgoing[step] = _Outgoing(payload, len(payload), checksum)
         self._bell.ring()
 
     def check(self) -> None:
-        with self._changed:
-            self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         if self._closing:
@@ -134,7 +136,7 @@ class ZmqSender:
         self._thread.join()
         self._context.destroy(linger=0)
         self._bell.close()
-        self._raise_failure()
+        self.check()
         if unstored:
             raise TransportError(
                 f"the trainer at {self._address} did not store the batch of step "
@@ -142,15 +144,8 @@ class ZmqSender:
                 "transport.host and transport.port lead to it?"
             )
 
-    def _has_room(self, step: int) -> bool:
-        return step in self._outgoing or len(self._outgoing) < self._hwm
-
     def _unstored(self) -> list[int]:
         return [step for step, batch in self._outgoing.items() if batch.payload is not None]
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _run(self) -> None:
         try:
@@ -234,27 +229,25 @@ class ZmqSender:
             case Want():
                 self._heard_s = time.monotonic()
                 self._deliver(message)
-            case Stored():
-                self._forget_payload(message.step)
-                self._offer_now()
-            case Taken():
-                with self._changed:
-                    for step in [step for step in self._outgoing if step < message.step]:
-                        del self._outgoing[step]
-                    self._heard_s = time.monotonic()
-                    self._changed.notify_all()
+            case Stored() | Taken():
+                self._forget(message)
             case Refused():
                 self._note_refusal(message)
                 self._offer_now()
 
-    def _forget_payload(self, step: int) -> None:
+    def _forget(self, message: Stored | Taken) -> None:
+        """Forgets the payload of a stored batch, and all that was taken."""
         with self._changed:
-            if (batch := self._outgoing.get(step)) is not None and batch.payload is not None:
+            if isinstance(message, Taken):
+                self._outgoing = {step: each for step, each in self._outgoing.items() if step >= message.step}
+            elif (batch := self._outgoing.get(message.step)) is not None and batch.payload is not None:
                 batch.payload = None
                 if batch.logged_s > batch.asked_s:
-                    logger.info("the batch of step %d is with the trainer", step)
+                    logger.info("the batch of step %d is with the trainer", message.step)
             self._heard_s = time.monotonic()
             self._changed.notify_all()
+        if isinstance(message, Stored):
+            self._offer_now()
 
     def _deliver(self, want: Want) -> None:
         batch = self._outgoing.get(want.step)
@@ -297,9 +290,7 @@ class ZmqSender:
 
     def _say(self, message: ToReceiver, part: memoryview | None = None) -> bool:
         """False if nobody is there to hear it."""
-        frames: list[bytes | memoryview] = (
-            [msgspec.msgpack.encode(message)] if part is None else [msgspec.msgpack.encode(message), part]
-        )
+        frames = [msgspec.msgpack.encode(message), *([] if part is None else [part])]
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=part is None)
         except zmq.Again:

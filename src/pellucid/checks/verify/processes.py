@@ -37,10 +37,10 @@ from pellucid.checks.verify.training_stages import (
 )
 from pellucid.config import VerifyConfig
 from pellucid.data import TokenTable
-from pellucid.trainer.batches import share_table
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run
+from pellucid.transport import Batch
 from pellucid.transport.weights import weights_folder
 
 
@@ -65,7 +65,7 @@ def check_processes(config: VerifyConfig, ranks: Ranks, subject: Subject | None)
                 (folder / path).write_bytes(content)
             config = updated(config, model={"name": str(folder)})
         ranks = replace(ranks, precision=None)  # the sums are checked, not the rounding of bfloat16
-        table = share_table(ranks, lambda: _of_main(subject).table)
+        table = ranks.share(lambda: Batch("", 0, _of_main(subject).table)).table
         norm = ranks.share(lambda: norm_of(_train(_of_main(subject).run, table, {}).gradients))
         max_norm = min(config.trainer.optim.max_norm, norm / 2)  # gradients are clipped
         config = updated(config, trainer={"optim": {"max_norm": max_norm}})
