@@ -14,9 +14,10 @@ import pytest
 import torch
 from msgspec import structs
 
+from pellucid.checks.finding import STAGES, Differences
 from pellucid.checks.oracle.training import ReferenceModel, ReferenceSequence, ReferenceStep
 from pellucid.checks.verify import agreement, path, scenario, subject
-from pellucid.checks.verify.rollout_stages import STAGES, Differences, ExpectedRun, check_rollouts, group_of
+from pellucid.checks.verify.rollout_stages import ExpectedRun, check_rollouts, group_of
 from pellucid.checks.verify.scenario import NUM_STEPS, play
 from pellucid.checks.verify.training_stages import trained_weights
 from pellucid.config import VerifyConfig

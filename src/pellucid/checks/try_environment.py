@@ -12,13 +12,13 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -30,7 +30,7 @@ from pellucid.data.plain import printable, to_json
 from pellucid.data.tokenizer import byte_tokenizer, fingerprint, load_tokenizer
 from pellucid.errors import ConfigError, ModelError
 from pellucid.guard import read_key
-from pellucid.inference.client import Account, InferenceClient, SamplingParams
+from pellucid.inference.client import Account, GenerateRequest, InferenceClient, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.servers import other_vocabulary
 from pellucid.launch.console import make_console
@@ -38,6 +38,9 @@ from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import Environment, draw_example, load_environment
 from pellucid.orchestrator.group import GroupRun
 from pellucid.orchestrator.session import Sampler
+
+if TYPE_CHECKING:
+    from pellucid.inference.engine_thread import EngineThread
 
 MAX_TOKENS = 512
 NO_LIMIT = 2**31 - 1
@@ -52,67 +55,61 @@ def run_env(settings: EnvSettings) -> int:
     console = make_console()
     rollouts: list[Rollout] = []
 
-    def show(group: Sequence[Rollout], tokenizer: Any) -> None:
-        rollouts.extend(group)
-        for rollout in group:
-            if settings.as_json:
-                print(to_json(_as_dict(rollout, tokenizer)).decode(), flush=True)
-            else:
-                console.print(rollout_panel(rollout, tokenizer))
-
     async def attempt_all() -> None:
-        async with _opened(settings) as answers, environment.serving():
-            async for group in _groups(settings, config.label, environment, answers):
-                show(group, answers.sampler.chat.tokenizer)
+        async with _open_sampler(settings) as sampler, environment.serving():
+            for index in range(settings.start, settings.start + settings.num_examples):
+                for rollout in await _attempt(settings, config.label, environment, index, sampler):
+                    rollouts.append(rollout)
+                    if settings.as_json:
+                        print(to_json(_as_dict(rollout, sampler.chat.tokenizer)).decode(), flush=True)
+                    else:
+                        console.print(rollout_panel(rollout, sampler.chat.tokenizer))
 
     asyncio.run(attempt_all())
+    num_failed = sum(map(_has_failed, rollouts))
     if not settings.as_json:
-        _print_summary(console, rollouts)
-    return 1 if any(map(_has_failed, rollouts)) else 0
+        rewards = [rollout.reward or 0.0 for rollout in rollouts if not _has_failed(rollout)]
+        line = f"{len(rollouts)} rollouts: {len(rewards)} scored, {num_failed} failed"
+        if rewards:
+            mean = sum(rewards) / len(rewards)
+            line += f"; reward mean {mean:.4g}, min {min(rewards):.4g}, max {max(rewards):.4g}"
+        console.out(line, highlight=False)
+    return 1 if num_failed else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    """Who replies, and whether one request at a time is asked of it."""
-
-    sampler: Sampler
-    one_by_one: bool = False
-
-
-async def _groups(
-    settings: EnvSettings, label: str, environment: Environment, answers: _Answers
-) -> AsyncIterator[list[Rollout]]:
-    """The rollouts of one example after the other."""
+async def _attempt(
+    settings: EnvSettings, label: str, environment: Environment, index: int, sampler: Sampler
+) -> list[Rollout]:
+    """Attempts one example; given replies are handed out in order, so their rollouts run one by one."""
     size = settings.rollouts_per_example or (GROUP_SIZE if environment.requires_group_scoring else 1)
-    for index in range(settings.start, settings.start + settings.num_examples):
-        group = GroupRun(
-            group_id=f"e{index}",
-            env_name=label,
-            environment=environment,
-            example=draw_example(environment, label, index),
-            size=size,
-            sampler=answers.sampler,
-            timeout_s=settings.timeout_s,
-        )
-        rollouts = [group.open_rollout(f"e{index}-r{member}") for member in range(size)]
-        if answers.one_by_one:
-            for rollout in rollouts:
-                await group.attempt(rollout)
-        else:
-            await asyncio.gather(*map(group.attempt, rollouts))
-        yield rollouts
+    group = GroupRun(
+        group_id=f"e{index}",
+        env_name=label,
+        environment=environment,
+        example=draw_example(environment, label, index),
+        size=size,
+        sampler=sampler,
+        timeout_s=settings.timeout_s,
+    )
+    rollouts = [group.open_rollout(f"e{index}-r{member}") for member in range(size)]
+    if settings.reply or settings.replies is not None:
+        for rollout in rollouts:
+            await group.attempt(rollout)
+    else:
+        await asyncio.gather(*map(group.attempt, rollouts))
+    return rollouts
 
 
 @asynccontextmanager
-async def _opened(settings: EnvSettings) -> AsyncIterator[_Answers]:
+async def _open_sampler(settings: EnvSettings) -> AsyncIterator[Sampler]:
     if replies := _replies(settings):
         yield _canned(settings, replies)
     elif settings.server is not None:
-        async with _served(settings, settings.server) as answers:
-            yield answers
+        async with _served(settings, settings.server) as sampler:
+            yield sampler
     elif settings.model is not None:
-        async with _computed(settings, settings.model) as answers:
-            yield answers
+        async with _computed(settings, settings.model) as sampler:
+            yield sampler
     else:
         raise ConfigError(
             "nobody answers the environment; give --reply TEXT or --replies FILE, --server URL, or "
@@ -149,22 +146,20 @@ def _replies(settings: EnvSettings) -> Sequence[str]:
     return replies
 
 
-def _canned(settings: EnvSettings, replies: Sequence[str]) -> _Answers:
+def _canned(settings: EnvSettings, replies: Sequence[str]) -> Sampler:
     tokenizer = byte_tokenizer() if settings.model is None else load_tokenizer(settings.model)
     end_of_turn = ChatTemplate(tokenizer).end_of_turn_ids[:1]
     coming = itertools.cycle(replies)
-    client = FakeInferenceClient(
-        lambda prompt_ids, generator: [
-            *tokenizer.encode(next(coming), add_special_tokens=False),
-            *end_of_turn,
-        ]
-    )
-    sampler = _sampler(settings, client, tokenizer, NO_LIMIT)
-    return _Answers(replace(sampler, max_tokens=settings.max_tokens or NO_LIMIT), one_by_one=True)
+
+    def respond(prompt_ids: Sequence[int], generator: object) -> list[int]:
+        return [*tokenizer.encode(next(coming), add_special_tokens=False), *end_of_turn]
+
+    sampler = _sampler(settings, FakeInferenceClient(respond), tokenizer, NO_LIMIT)
+    return replace(sampler, max_tokens=settings.max_tokens or NO_LIMIT)
 
 
 @asynccontextmanager
-async def _served(settings: EnvSettings, url: str) -> AsyncIterator[_Answers]:
+async def _served(settings: EnvSettings, url: str) -> AsyncIterator[Sampler]:
     from pellucid.inference.http import HttpInferenceClient
 
     key = None if settings.key_file is None else read_key(settings.key_file, "--key-file")
@@ -181,13 +176,13 @@ async def _served(settings: EnvSettings, url: str) -> AsyncIterator[_Answers]:
         if fingerprint(tokenizer) != health.vocabulary:
             remedy = "name the model that is served, or leave it out"
             raise ConfigError(other_vocabulary(f"--model {name}", f"{health.model!r} at {url}", remedy))
-        yield _Answers(_sampler(settings, client, tokenizer, health.max_model_len))
+        yield _sampler(settings, client, tokenizer, health.max_model_len)
     finally:
         await client.close()
 
 
 @asynccontextmanager
-async def _computed(settings: EnvSettings, name: str) -> AsyncIterator[_Answers]:
+async def _computed(settings: EnvSettings, name: str) -> AsyncIterator[Sampler]:
     from pellucid.inference.engine_thread import EngineThread
     from pellucid.inference.server import open_engine
     from pellucid.ledger import Journal, Stage
@@ -205,71 +200,49 @@ async def _computed(settings: EnvSettings, name: str) -> AsyncIterator[_Answers]
         thread = EngineThread(engine, journal, Tee([]), lambda error: None)  # the rollout tells of it
         thread.start()
         try:
-            client = EngineClient(thread)
-            yield _Answers(_sampler(settings, client, tokenizer, max_model_len))
+            yield _sampler(settings, EngineClient(thread), tokenizer, max_model_len)
         finally:
             await asyncio.to_thread(thread.stop)
 
 
-class EngineClient:
-    """An engine of this process as an inference client; its weights stay as they are."""
+class EngineClient(InferenceClient):
+    """An engine of this process as an inference client; whoever made the engine stops it."""
 
-    def __init__(self, thread: Any) -> None:
+    def __init__(self, thread: "EngineThread") -> None:
         self._thread = thread
-
-    async def wait_until_ready(self) -> None:
-        """Ready since it was made."""
-
-    async def watch(self) -> None:
-        await asyncio.Event().wait()  # whoever made the engine notices
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
-        from pellucid.inference.client import GenerateRequest
-
-        asked = GenerateRequest(list(prompt_ids), params, account, request_id)
-        [completion] = [event async for _, event in self._thread.generate([asked])]
+        request = GenerateRequest(list(prompt_ids), params, account, request_id)
+        [completion] = [event async for _, event in self._thread.generate([request])]
         assert isinstance(completion, Completion)
         return completion
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
-        logprobs: list[float] = await self._thread.score(token_ids, temperature)
-        return logprobs
-
-    async def update_weights(self, version: int, folder: Path) -> None:
-        raise ConfigError("the weights of `env try` do not change")
+        return await self._thread.score(token_ids, temperature)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._thread.abort(request_ids)
 
-    async def close(self) -> None:
-        """Whoever made the engine stops it."""
 
+def _blocks(turns: Sequence[Turn], tokenizer: Any) -> Iterator[tuple[str, str, str]]:
+    """Yields role, given text and sampled text of each message as the model saw it.
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One role's message as the model saw it: `text`, of which the model sampled `sampled`."""
-
-    role: str
-    text: str
-    sampled: str = ""
-
-
-def blocks_of(turns: Sequence[Turn], tokenizer: Any) -> Iterator[Block]:
-    """The conversation of a rollout; a turn that goes on from the one before adds what is new."""
+    A turn that goes on from the one before adds what is new.
+    """
     known: list[int] = []
     for turn in turns:
         ids, num_prompt = turn.known_ids.tolist(), turn.num_prompt_tokens
         start = len(known) if known and ids[: len(known)] == known else 0
         if known and not start:
-            yield Block("", "(another conversation)")
+            yield "", "(another conversation)", ""
         for role, first, last in turn.role_spans:
             if first >= start:
                 prompt = tokenizer.decode(ids[first : min(last, num_prompt)])
-                yield Block(role, prompt, tokenizer.decode(ids[max(first, num_prompt) : last]))
+                yield role, prompt, tokenizer.decode(ids[max(first, num_prompt) : last])
         if turn.finish_reason == "length":
-            yield Block("", "(cut off at --max-tokens)")
+            yield "", "(cut off at --max-tokens)", ""
         known = ids
 
 
@@ -278,10 +251,10 @@ def rollout_panel(rollout: Rollout, tokenizer: Any) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for block in blocks_of(rollout.turns, tokenizer):
-        said = Text.assemble((printable(block.text), "dim"), (printable(block.sampled), "bold"))
-        said.rstrip()
-        table.add_row(block.role, said)
+    for role, given, sampled in _blocks(rollout.turns, tokenizer):
+        text = Text.assemble((printable(given), "dim"), (printable(sampled), "bold"))
+        text.rstrip()
+        table.add_row(role, text)
     for name, value in rollout.metrics.items():
         table.add_row("metric", f"{name} {value:g}")
     if rollout.error is not None:
@@ -296,15 +269,6 @@ def rollout_panel(rollout: Rollout, tokenizer: Any) -> RenderableType:
 
 def _has_failed(rollout: Rollout) -> bool:
     return rollout.reward is None or rollout.error is not None
-
-
-def _print_summary(console: Console, rollouts: Sequence[Rollout]) -> None:
-    rewards = [rollout.reward or 0.0 for rollout in rollouts if not _has_failed(rollout)]
-    line = f"{len(rollouts)} rollouts: {len(rewards)} scored, {len(rollouts) - len(rewards)} failed"
-    if rewards:
-        mean = sum(rewards) / len(rewards)
-        line += f"; reward mean {mean:.4g}, min {min(rewards):.4g}, max {max(rewards):.4g}"
-    console.out(line, highlight=False)
 
 
 def _as_dict(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:

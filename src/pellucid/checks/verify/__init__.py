@@ -97,37 +97,29 @@ def verify(
     of_processes: list[Finding] = []
     asks_for_processes = config.only in (None, "processes")
     if asks_for_processes and ranks.group is None:
-        of_processes.append(_one_process(config))
+        why = (
+            "this is one process, which nobody shares the work with; start `torchrun --standalone "
+            f"--nproc-per-node {max(2, config.trainer.num_processes)} -m pellucid.cli verify …`"
+        )
+        of_processes.append(Finding.not_held("processes", "several processes against one", why))
         if config.only is not None:
             return of_processes
     with ExitStack() as stack:
-        opened_here: list[Subject] = []
-        ranks.share(lambda: opened_here.append(stack.enter_context(opened(config))))
-        subject = opened_here[0] if opened_here else None
+        subjects: list[Subject] = []  # of the main process alone
+        ranks.share(lambda: subjects.append(stack.enter_context(opened(config))))
         if asks_for_processes and ranks.group is not None:  # first: other checks train the subject's weights
             say("processes")
-            of_processes += check_processes(config, ranks, subject)
-        return [*ranks.share(lambda: _check(subject, say)), *of_processes]
+            of_processes += check_processes(config, ranks, subjects[0] if subjects else None)
 
+        def check_all() -> list[Finding]:
+            findings: list[Finding] = []
+            for name, check in CHECKS.items():
+                if config.only in (None, name):
+                    say(name)
+                    findings += check(subjects[0])
+            return findings
 
-def _one_process(config: VerifyConfig) -> Finding:
-    wanted = max(2, config.trainer.num_processes)
-    return Finding.not_held(
-        "processes",
-        "several processes against one",
-        f"this is one process, which nobody shares the work with; start `torchrun --standalone "
-        f"--nproc-per-node {wanted} -m pellucid.cli verify …`",
-    )
-
-
-def _check(subject: Subject | None, say: Callable[[str], object]) -> list[Finding]:
-    assert subject is not None
-    findings: list[Finding] = []
-    for name, check in CHECKS.items():
-        if subject.config.only in (None, name):
-            say(name)
-            findings += check(subject)
-    return findings
+        return [*ranks.share(check_all), *of_processes]
 
 
 def _print(findings: Sequence[Finding], config: VerifyConfig, console: Console) -> None:

@@ -19,9 +19,9 @@ from tempfile import mkdtemp
 import torch
 from torch import Tensor
 
-from pellucid.checks.finding import Finding
+from pellucid.checks.finding import Differences, Finding
 from pellucid.checks.oracle.training import AdamWState, ReferenceModel
-from pellucid.checks.verify.rollout_stages import Differences, ExpectedRun, check_rollouts
+from pellucid.checks.verify.rollout_stages import ExpectedRun, check_rollouts
 from pellucid.checks.verify.scenario import NUM_STEPS, RESUMED_AT, play
 from pellucid.checks.verify.subject import Subject, build_quiet_run, updated
 from pellucid.checks.verify.training_stages import (

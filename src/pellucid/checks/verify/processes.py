@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from pellucid.checks.finding import Finding
+from pellucid.checks.finding import Differences, Finding
 from pellucid.checks.oracle.training import AdamWState
 from pellucid.checks.verify.gradients import (
     TOLERANCE,
@@ -25,7 +25,6 @@ from pellucid.checks.verify.gradients import (
     take_gradients,
     whole_gradients,
 )
-from pellucid.checks.verify.rollout_stages import Differences
 from pellucid.checks.verify.subject import Subject, build_quiet_run, updated
 from pellucid.checks.verify.training_stages import (
     check_moved,

@@ -1,9 +1,7 @@
-"""The stages of the real path, and those of the orchestrator held to what the client sampled.
+"""The stages of the orchestrator, from the chat template to its batches, each held to what was sampled.
 
-`Differences` collects by how much each stage differs from the oracle. `ExpectedRun` is the oracle's account
-of a scenario: it starts from what the client sampled, from the settings, and from which rollouts are in which
-batch. `check_rollouts` holds everything from the chat template to the batches to it. Journals are read as
-JSON here, not by their own reader.
+`ExpectedRun` is the oracle's account of a scenario: it starts from what the client sampled, from the
+settings, and from which rollouts are in which batch. Journals are read as JSON here, not by their own reader.
 """
 
 import json
@@ -11,7 +9,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.checks.finding import Finding
+from pellucid.checks.finding import EPS, Differences
 from pellucid.checks.oracle.conversation import (
     Conversation,
     FinishedGroup,
@@ -53,84 +51,8 @@ from pellucid.config import CustomAdvantageConfig
 from pellucid.data import TokenTable, TrainingMode
 from pellucid.ledger import Flow, State
 
-EPS = float(np.finfo(np.float32).eps)
 NUM_TURNS = {"tools": 4}
 """Requests of a rollout, where it is not one."""
-
-STAGES: Mapping[str, str] = {
-    "prompts": "chat template → token ids of a prompt",
-    "examples": "stream of examples → groups: each is attempted, also those of a run that was stopped",
-    "samples": "turns → token ids, trainable and sampled tokens, logprobs, versions of a sample",
-    "rewards": "score → reward of its own sample",
-    "advantages": "rewards of a group → advantages",
-    "batches": "groups → batches: whole, in order, full, each rollout once, nothing without a signal",
-    "staleness": "groups → those with a token that is too old, which are dropped",
-    "saved rollouts": "turns, rewards and outcomes → rollouts/step_N",
-    "books of batches": "tokens of rollouts → outcomes in the orchestrator's ledger",
-    "metrics of batches": "batches → rewards and off-policy levels that are logged",
-    "truncation": "samples → sequences of at most seq_len tokens",
-    "off-policy levels": "versions of sampled tokens → export",
-    "exported fields": "samples → the fields of the export that the trainer does not compute",
-    "denominator": "trainable tokens of the step",
-    "logprobs": "token ids → the trainer's logprobs",
-    "entropy": "token ids → entropy",
-    "ratios": "logprobs → ratios and mismatch KL",
-    "masks": "ratios and advantages → trust region",
-    "token losses": "the loss of each token, weighted",
-    "loss": "token losses → the loss of the step",
-    "metrics of steps": "tokens → loss, entropy and mismatch KL that are logged",
-    "books of steps": "tokens → states in the trainer's ledger",
-    "gradient": "loss → gradient",
-    "norm": "gradient → its norm",
-    "learning rate": "step → learning rate",
-    "update": "gradient → clipping → AdamW → weights",
-    "published": "weights → weights/step_N",
-    "checkpoint": "checkpoints: when they are due, their weights and ledger, the trainer that goes on",
-    "model": "weights → model/, the result of a run",
-}
-"""Stages in the order in which a token meets them."""
-
-
-@dataclass
-class Differences:
-    """The largest difference of each stage, in units of what rounding explains."""
-
-    worst: dict[str, float] = field(default_factory=dict)
-    where: dict[str, str] = field(default_factory=dict)
-
-    def add(self, stage: str, excess: float, where: str) -> None:
-        if not excess <= self.worst.get(stage, -1.0):
-            self.worst[stage], self.where[stage] = excess, where
-
-    def holds(self, stage: str, is_true: bool, where: str) -> None:
-        self.add(stage, 0.0 if is_true else math.inf, where)
-
-    def same(self, stage: str, expected: object, found: object, where: str) -> None:
-        """Notes whether two values are equal; nothing rounds here."""
-        is_equal = bool(expected == found)
-        self.holds(stage, is_equal, where if is_equal else f"{where}: {found!r}, not {expected!r}")
-
-    def near(self, stage: str, expected: Any, found: Any, within: Any, where: str) -> None:
-        """Notes by how many times the bound `within` the values differ, NaN being equal to NaN."""
-        wanted, actual = (np.atleast_1d(np.asarray(values, float)) for values in (expected, found))
-        if wanted.shape != actual.shape:
-            self.add(stage, math.inf, f"{where}: shape {actual.shape}, not {wanted.shape}")
-            return
-        gap = np.where(np.isnan(wanted) & np.isnan(actual), 0.0, np.abs(wanted - actual))
-        excess = np.nan_to_num(gap / np.broadcast_to(within, wanted.shape), nan=math.inf)
-        if excess.size:
-            index = np.unravel_index(int(excess.argmax()), excess.shape)
-            values = f"{actual[index]:.9g}, not {wanted[index]:.9g}"
-            self.add(stage, float(excess[index]), f"{where}{[int(i) for i in index]}: {values}")
-
-    def findings(self) -> Iterator[Finding]:
-        failed = [stage for stage in STAGES if not self.worst.get(stage, 0.0) <= 1.0]
-        for stage, what in STAGES.items():
-            if stage in self.worst:
-                order = "the first stage that differs" if failed[:1] == [stage] else "differs, too"
-                measured = f"{stage}: {what}: largest difference ÷ what rounding explains"
-                meaning = f"{order}: {stage}, {self.where[stage]}"
-                yield Finding("oracle", measured, self.worst[stage], 1.0, meaning)
 
 
 @dataclass(frozen=True)

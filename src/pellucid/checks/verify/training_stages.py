@@ -21,6 +21,7 @@ from torch import Tensor
 import pellucid.export
 from pellucid.checkpoint.files import STATE
 from pellucid.checkpoint.state import read_model
+from pellucid.checks.finding import EPS, Differences
 from pellucid.checks.oracle.conversation import Conversation, off_policy_levels
 from pellucid.checks.oracle.losses import TokenLosses, ratios_of
 from pellucid.checks.oracle.training import (
@@ -31,13 +32,7 @@ from pellucid.checks.oracle.training import (
     clip_factor,
     learning_rate,
 )
-from pellucid.checks.verify.rollout_stages import (
-    EPS,
-    Differences,
-    ExpectedRollout,
-    read_entries,
-    sum_counts,
-)
+from pellucid.checks.verify.rollout_stages import ExpectedRollout, read_entries, sum_counts
 from pellucid.ledger import Flow, State
 from pellucid.trainer.run import Run
 from pellucid.transport import stable_steps
