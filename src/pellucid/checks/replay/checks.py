@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -55,6 +55,7 @@ STAGES: Mapping[str, str] = {
 }
 """Checks in the order in which a token meets what they are about, and what a difference means."""
 
+Numbers = Values | Sequence[float]
 Name = Callable[[int], str]
 """From the index of a value to what it is called."""
 
@@ -71,7 +72,7 @@ class Comparison:
     first: str | None = None
 
     def add(
-        self, step: int, recorded: Values, recomputed: Values, name: Name, tolerance: float | Values
+        self, step: int, recorded: Numbers, recomputed: Numbers, name: Name, tolerance: float | Values
     ) -> None:
         """Compares values; NaN stands for null, and what is not finite is null in an export.
 
@@ -125,9 +126,12 @@ class Checks:
         self._comparisons: dict[tuple[str, str, str], Comparison] = {}
         self._losses: list[tuple[float, str]] = []
         """Relative difference of each step's loss from the logged one, and both values."""
+        self._number = 0
+        """The step that is compared."""
 
     def add(self, number: int, step: ColumnBatch) -> dict[str, Values]:
         """Compares one step; returns what was recomputed."""
+        self._number = number
         recomputed: dict[str, Values] = {}
         missing = [column for column in NEEDED if column not in step.columns]
         if missing:
@@ -145,16 +149,15 @@ class Checks:
         self,
         check: str,
         column: str,
-        number: int,
-        recorded: Values,
-        recomputed: Values,
+        recorded: Numbers,
+        recomputed: Numbers,
         name: Name,
         *,
         tolerance: float | Values = ROUNDING,
         unit: str = "tokens",
     ) -> None:
         known = self._comparisons.setdefault((check, column, unit), Comparison(check, column, unit))
-        known.add(number, recorded, recomputed, name, tolerance)
+        known.add(self._number, recorded, recomputed, name, tolerance)
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -164,17 +167,9 @@ class Checks:
         if "denominator" not in step.columns:
             return
         denominator = step.columns["denominator"][0]
-        recorded, total = np.array([denominator], np.float64), max(1, int(num_trainable(step).sum()))
-        self._compare(
-            "record",
-            "denominator",
-            number,
-            recorded,
-            np.array([total]),
-            lambda index: "trainable tokens of all records",
-            tolerance=0.0,
-            unit="steps",
-        )
+        total = max(1, int(num_trainable(step).sum()))
+        names = ("trainable tokens of all records",).__getitem__
+        self._compare("record", "denominator", [denominator], [total], names, tolerance=0.0, unit="steps")
         logged = self.run.logged_steps.get(number)
         if logged is None:
             why = self.run.recorded.no_sum or "metrics/trainer.jsonl does not have it"
@@ -207,7 +202,7 @@ class Checks:
                 if check != "ratios" and undecided.any():
                     tolerance = np.where(undecided, np.inf, tolerance * (1 + np.abs(recorded)))
                 name = token_name(step)
-                self._compare(check, column, number, recorded, recomputed[column], name, tolerance=tolerance)
+                self._compare(check, column, recorded, recomputed[column], name, tolerance=tolerance)
         return recomputed
 
     def _check_levels(self, number: int, step: ColumnBatch) -> None:
@@ -222,13 +217,13 @@ class Checks:
         if orchestrator is not None and len(ours):
             what = "levels within orchestrator.max_off_policy_steps"
             allowed = np.clip(levels, 0, orchestrator.max_off_policy_steps)
-            self._compare("off-policy", what, number, levels, allowed, token_name(step), tolerance=0.0)
+            self._compare("off-policy", what, levels, allowed, token_name(step), tolerance=0.0)
         # Otherwise tokens were left out of the export: cut off, or of sequences that do not train.
         if logged is not None and len(ours) and logged.batch_tokens == len(levels):
             names = ("off_policy_level/all/mean", "off_policy_level/all/max")
-            recorded, found = np.array([logged.mean, logged.highest]), np.array([ours.mean(), ours.max()])
+            recorded, found = [logged.mean, logged.highest], [ours.mean(), ours.max()]
             what = "mean and largest level"
-            self._compare("off-policy", what, number, recorded, found, names.__getitem__, unit="batches")
+            self._compare("off-policy", what, recorded, found, names.__getitem__, unit="batches")
 
     def _check_books(self, number: int, step: ColumnBatch) -> None:
         """Holds what the trainer booked of a step to the masks of its tokens, by run and environment."""
@@ -252,16 +247,8 @@ class Checks:
             names += [f"{account[1]}, {state.value}" for state in (State.MASKED, State.TRAINED)]
             recorded += [counts.get(State.MASKED, 0), counts.get(State.TRAINED, 0)]
             expected += [num_masked, int((trainable & is_theirs).sum()) - num_skipped - num_masked]
-        self._compare(
-            "ledger",
-            "trained and masked tokens",
-            number,
-            np.array(recorded, np.float64),
-            np.array(expected, np.float64),
-            names.__getitem__,
-            tolerance=0.0,
-            unit="counts",
-        )
+        what, name = "trained and masked tokens", names.__getitem__
+        self._compare("ledger", what, recorded, expected, name, tolerance=0.0, unit="counts")
 
     def _check_rate(self, number: int) -> None:
         """Holds the logged learning rate to the oracle's, where the settings are known."""
@@ -276,16 +263,8 @@ class Checks:
             warmup_steps=scheduler.warmup_steps,
             max_steps=run.max_steps,
         )
-        self._compare(
-            "learning rate",
-            "lr",
-            number,
-            np.array([logged.lr]),
-            np.array([expected]),
-            lambda index: "as logged",
-            tolerance=np.array([ROUNDING * optim.lr]),
-            unit="steps",
-        )
+        bound, name = np.array([ROUNDING * optim.lr]), ("as logged",).__getitem__
+        self._compare("learning rate", "lr", [logged.lr], [expected], name, tolerance=bound, unit="steps")
 
     def _check_rollouts(self, number: int, step: ColumnBatch) -> None:
         """Holds rewards and advantages to the saved rollouts."""
@@ -296,7 +275,7 @@ class Checks:
         rewards = {
             each["rollout_id"]: float(each["reward"]) for each in rollouts if each.get("reward") is not None
         }
-        self._check_repeated(number, step, "rewards", "reward", rewards)
+        self._check_repeated(step, "rewards", "reward", rewards)
         try:
             if reason := self.run.untrusted(orchestrator.advantage, "orchestrator.advantage"):
                 raise DataError(reason)
@@ -304,20 +283,15 @@ class Checks:
         except (ConfigError, DataError) as error:
             self._note(f"advantages were not recomputed: {error}")
             return
-        saved: Sequence[Mapping[str, Any]] = [each for each in rollouts if each["rollout_id"] in found]
-        self._compare(
-            "advantages",
-            "advantage",
-            number,
-            np.array([rollout["advantage"] for rollout in saved]),
-            np.array([found[rollout["rollout_id"]] for rollout in saved]),
-            lambda index: f"group {saved[index]['group_id']}, rollout {saved[index]['rollout_id']}",
-            unit="rollouts",
-        )
-        self._check_repeated(number, step, "advantages", "advantage", found)
+        saved = [each for each in rollouts if each["rollout_id"] in found]
+        names = [f"group {each['group_id']}, rollout {each['rollout_id']}" for each in saved]
+        recorded = [each["advantage"] for each in saved]
+        expected = [found[each["rollout_id"]] for each in saved]
+        self._compare("advantages", "advantage", recorded, expected, names.__getitem__, unit="rollouts")
+        self._check_repeated(step, "advantages", "advantage", found)
 
     def _check_repeated(
-        self, number: int, step: ColumnBatch, tokens: str, record: str, known: Mapping[str, float]
+        self, step: ColumnBatch, tokens: str, record: str, known: Mapping[str, float]
     ) -> None:
         """Compares a number of each rollout with that of its records, and of all tokens of these."""
         ids, recorded = step.columns["rollout_id"].tolist(), step.columns[record]
@@ -327,7 +301,7 @@ class Checks:
         def name_record(index: int) -> str:
             return record_name(step, rows[index])
 
-        self._compare(tokens, record, number, recorded[rows], expected[rows], name_record, unit="records")
+        self._compare(tokens, record, recorded[rows], expected[rows], name_record, unit="records")
         if tokens in step.columns:
             places = np.flatnonzero(np.isin(step.owners, rows))
             found = _floats(step, tokens)[places]
@@ -335,7 +309,7 @@ class Checks:
             def name_token(index: int) -> str:
                 return token_name(step)(int(places[index]))
 
-            self._compare(tokens, tokens, number, found, expected[step.owners[places]], name_token)
+            self._compare(tokens, tokens, found, expected[step.owners[places]], name_token)
 
     def _check_weights(self, number: int, step: ColumnBatch) -> dict[str, Values]:
         if self.predictor is None or "temperatures" not in step.columns:
@@ -355,9 +329,7 @@ class Checks:
                     np.where(is_known | step.columns["loss_mask"], values, np.nan),
                     token_name(step),
                 )
-                self._compare(
-                    "weights", column, number, recorded, expected, name, tolerance=bounds, unit=unit
-                )
+                self._compare("weights", column, recorded, expected, name, tolerance=bounds, unit=unit)
         return {column: each.values for column, each in predicted.items()}
 
     def findings(self) -> list[Finding]:
