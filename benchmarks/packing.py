@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.result import Result, fastest_each_s
 from benchmarks.workload import GROUP_SIZE, Shapes, draw_shapes
 from pellucid.packing import Cost, MicroStep, Sequences, plan
-from pellucid.packing.bins import Ints, first_fit_decreasing
+from pellucid.packing.plan import Ints, first_fit_decreasing
 
 NUM_RANKS = 8
 MAX_TOKENS = 32_768

@@ -16,7 +16,7 @@ from benchmarks.packing import (
 )
 from benchmarks.workload import GROUP_SIZE, MAX_LENGTH, draw_samples, draw_shapes
 from pellucid.packing import Sequences
-from pellucid.packing.bins import first_fit_decreasing
+from pellucid.packing.plan import first_fit_decreasing
 
 
 @pytest.mark.parametrize(("num_samples", "bound"), [(128, 1.15), (256, 1.08), (512, 1.03)])

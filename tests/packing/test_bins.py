@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.packing import plain_first_fit_decreasing
-from pellucid.packing.bins import Bins, Packer, deal, first_fit_decreasing, level
-from pellucid.packing.plan import Cost
+from pellucid.packing.plan import Bins, Cost, Packer, deal, first_fit_decreasing, level
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

@@ -139,7 +139,7 @@ def test_a_dummy_has_every_column_but_nothing_to_train() -> None:
         TokenTable.from_samples(samples), seq_len=8, max_tokens=8, num_ranks=3, pad_to_multiple_of=4
     )
     parts = [next(packed.micro_batches(rank)) for rank in range(3)]
-    assert [part.sample_count for part in parts] == [1, 1, 0]
+    assert [part.counts.samples for part in parts] == [1, 1, 0]
     dummy = parts[2]
     assert dummy.kind == Kind("opd", "r")
     assert dummy.counts == Counts(

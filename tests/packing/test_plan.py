@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from pellucid.model.attention import Family, SharedAttention
 from pellucid.packing import Cost, Sequences, plan
-from pellucid.packing.bins import Bins
-from pellucid.packing.plan import _costs_of
+from pellucid.packing.plan import Bins, _costs_of
 
 COST = Cost(parity=100)
 

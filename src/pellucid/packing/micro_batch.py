@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from pellucid.data import TokenTable
-from pellucid.packing.bins import Ints
-from pellucid.packing.plan import Cost, MicroStep, Sequences, plan
+from pellucid.packing.plan import Cost, Ints, MicroStep, Sequences, plan
 
 T = TypeVar("T", bound=Hashable)
 
@@ -30,6 +29,8 @@ class Counts:
     """Sizes of a micro batch as packed."""
 
     samples: int
+    """Samples; 0 in a dummy, with which a rank without samples takes part in a micro step."""
+
     tokens: int
     """Tokens, padding included."""
 
@@ -54,11 +55,6 @@ class MicroBatch:
 
     received: Ints
     """Sampled tokens of each sequence, before truncation."""
-
-    @property
-    def sample_count(self) -> int:
-        """Number of samples; 0 for a dummy, with which a rank without samples takes part in a micro step."""
-        return self.counts.samples
 
 
 @dataclass(frozen=True, slots=True)
