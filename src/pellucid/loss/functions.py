@@ -157,13 +157,9 @@ RL_LOSSES: Mapping[str, Callable[[LossInputs, Any], LossRecord]] = {
 
 
 def _rl_loss(config: LossConfig) -> TokenLoss:
-    if isinstance(config, CustomLossConfig):
-        return _custom_loss(config)
-    function = RL_LOSSES[config.type]
-    return lambda inputs: function(inputs, config)
-
-
-def _custom_loss(config: CustomLossConfig) -> TokenLoss:
+    if not isinstance(config, CustomLossConfig):
+        built_in = RL_LOSSES[config.type]
+        return lambda inputs: built_in(inputs, config)
     function = load_function(config.import_path, config.kwargs, "trainer.loss")
 
     def loss(inputs: LossInputs) -> LossRecord:

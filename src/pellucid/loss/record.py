@@ -143,17 +143,9 @@ class LossRecord:
 
     def within(self, inputs: LossInputs) -> "LossRecord":
         """Clears losses and masks of tokens that are not trainable, which a custom loss may have set."""
-
-        def trainable(decision: Tensor | None) -> Tensor | None:
-            return None if decision is None else decision & inputs.loss_mask
-
-        return LossRecord(
-            token_loss=torch.where(inputs.loss_mask, self.token_loss, 0.0),
-            ratios=inputs.ratios,
-            is_masked=trainable(self.is_masked),
-            is_masked_high=trainable(self.is_masked_high),
-            is_masked_low=trainable(self.is_masked_low),
-        )
+        decisions = self.is_masked, self.is_masked_high, self.is_masked_low
+        masks = (None if each is None else each & inputs.loss_mask for each in decisions)
+        return LossRecord(torch.where(inputs.loss_mask, self.token_loss, 0.0), inputs.ratios, *masks)
 
 
 def sequence_weights(

@@ -61,6 +61,16 @@ _SIGNS = {
 }
 
 
+_UNARY = {
+    operator.invert: "!{0}",
+    operator.neg: "-{0}",
+    "exp": "Math.exp({0})",
+    "square": "{0} * {0}",
+    "isnan": "Number.isNaN({0})",
+    "detach": "{0}",
+}
+
+
 def script() -> str:
     """Writes the whole JavaScript module."""
     losses = "".join(_loss(name, function) for name, function in RL_LOSSES.items())
@@ -182,29 +192,16 @@ def _operation(target: Any, operands: Sequence[Any], options: Mapping[str, Any])
             return str(rest[0] if first == "true" else first)
         case torch.where:
             return str(rest[0]) if first == "true" else f"{first} ? {rest[0]} : {rest[1]}"
-        case operator.invert:
-            return f"!{first}"
-        case operator.neg:
-            return f"-{first}"
-        case "exp":
-            return f"Math.exp({first})"
-        case "square":
-            return f"{first} * {first}"
-        case "isnan":
-            return f"Number.isNaN({first})"
-        case "detach":
-            return str(first)
         case "clamp":
             low, high = (*rest, None, None)[:2]
-            return _clamped(first, options.get("min", low), options.get("max", high))
+            low, high = options.get("min", low), options.get("max", high)
+            at_least = first if low is None else f"Math.max({low}, {first})"
+            return at_least if high is None else f"Math.min({high}, {at_least})"
     if target in _SIGNS:
         return f"{first} {_SIGNS[target]} {rest[0]}"
+    if target in _UNARY:
+        return _UNARY[target].format(first)
     raise NotImplementedError(f"{target}: say in pellucid.loss.script what that is in JavaScript")
-
-
-def _clamped(value: str, low: Any, high: Any) -> str:
-    at_least = value if low is None else f"Math.max({low}, {value})"
-    return at_least if high is None else f"Math.min({high}, {at_least})"
 
 
 if __name__ == "__main__":
