@@ -20,9 +20,9 @@ from benchmarks.result import Result, fastest_each_s, fastest_s
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.schema import FIELDS, Column
 from pellucid.export import TokenExporter
-from pellucid.export.batch import ColumnBatch, micro_batch_columns
 from pellucid.export.jsonl import JsonlRecords
 from pellucid.export.parquet import ParquetSink, require
+from pellucid.export.writer import micro_batch_columns
 
 NUM_TOKENS, NUM_SEQUENCES = 32_768, 12
 NUM_LARGE = 1_000_000
@@ -90,7 +90,7 @@ def observed(table: TokenTable, seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in columns.items()}
 
 
-def make_batch(seed: int = 0, micro_step: int = 0) -> ColumnBatch:
+def make_batch(seed: int = 0, micro_step: int = 0) -> TokenTable:
     table = micro_batch(seed)
     batch, _ = micro_batch_columns(
         table,
@@ -105,14 +105,14 @@ def make_batch(seed: int = 0, micro_step: int = 0) -> ColumnBatch:
     return batch
 
 
-def write_lists(path: Path, batch: ColumnBatch, fields: Sequence[Column]) -> None:
+def write_lists(path: Path, batch: TokenTable, fields: Sequence[Column]) -> None:
     """The usual way: a dict of lists per sequence."""
     with path.open("w") as file:
         for row in range(batch.num_sequences):
-            start, stop = batch.offsets[row], batch.offsets[row + 1]
+            start, stop = batch.token_offsets[row], batch.token_offsets[row + 1]
             record: dict[str, Any] = {}
             for field in fields:
-                values = batch.columns[field.name]
+                values = batch[field.name]
                 record[field.name] = values[start:stop].tolist() if field.per_token else values.tolist()[row]
             file.write(json.dumps(record) + "\n")
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from pellucid.data import TokenTable
 from pellucid.data.schema import FIELDS
-from pellucid.export.batch import ColumnBatch
 from pellucid.export.jsonl import JsonlRecords
 from pellucid.export.parquet import ParquetSink
 from pellucid.export.summary import NEEDED, StepSummary
@@ -19,7 +19,7 @@ WRITE_RECORDS = 16
 LEFT_OUT = {"teacher_logprobs", "temperatures", "sample_id"}
 
 
-def make_batch(num_records: int, length: int, *, step: int = 0, seed: int = 0) -> ColumnBatch:
+def make_batch(num_records: int, length: int, *, step: int = 0, seed: int = 0) -> TokenTable:
     """Records of one length: a quarter prompt, then a completion with a trainer a little off."""
     generator = np.random.default_rng(seed)
     size = num_records * length
@@ -81,34 +81,34 @@ def make_batch(num_records: int, length: int, *, step: int = 0, seed: int = 0) -
         column = np.empty(num_records, object)
         column[:] = values
         columns[name] = column
-    return ColumnBatch(np.full(num_records, length, np.int64), columns)
+    return TokenTable(np.full(num_records, length, np.int64), columns)
 
 
-def write_file(path: Path, batch: ColumnBatch) -> None:
+def write_file(path: Path, batch: TokenTable) -> None:
     """JSONL or Parquet, by the path's suffix."""
     fields = [field for field in FIELDS if field.name not in LEFT_OUT]
     path.parent.mkdir(parents=True, exist_ok=True)
     sink = ParquetSink(path, fields) if path.suffix == ".parquet" else JsonlRecords(path, fields)
     for start in range(0, batch.num_sequences, WRITE_RECORDS):
-        sink.write(batch.take(np.arange(start, min(start + WRITE_RECORDS, batch.num_sequences))))
+        sink.write(batch.select(np.arange(start, min(start + WRITE_RECORDS, batch.num_sequences))))
     sink.close()
 
 
-def write_run(folder: Path, batch: ColumnBatch, num_steps: int) -> None:
+def write_run(folder: Path, batch: TokenTable, num_steps: int) -> None:
     """A finished run as training leaves it: a file per step, its summary, metrics and a ledger.
 
     Every step has all of its tokens in a file of its own; they are the same numbers in each.
     """
     summary = StepSummary()
-    summary.add(ColumnBatch(batch.lengths, {name: batch.columns[name] for name in NEEDED}))
+    summary.add(TokenTable(batch.lengths, {name: batch.columns[name] for name in NEEDED}))
     for step in range(num_steps):
-        own = {**batch.columns, "step": np.full(batch.num_sequences, step, np.int64)}
+        own = TokenTable(batch.lengths, {**batch.columns, "step": np.full(batch.num_sequences, step)})
         path = folder / "token_exports" / f"step_{step}"
-        write_file(path / "rank_0.parquet", ColumnBatch(batch.lengths, own))
+        write_file(path / "rank_0.parquet", own)
         (path / "summary.rank_0.json").write_bytes(orjson.dumps(summary.as_dict()))
         (path / "STABLE").touch()
     _write_metrics(folder / "metrics", num_steps)
-    _write_ledger(folder / "ledger", num_steps, int(batch.columns["sampled"].sum()))
+    _write_ledger(folder / "ledger", num_steps, int(batch["sampled"].sum()))
 
 
 def _write_metrics(folder: Path, num_steps: int) -> None:

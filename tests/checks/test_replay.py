@@ -21,7 +21,6 @@ from pellucid.checks.replay.weights import Predictor
 from pellucid.cli import main
 from pellucid.config import ModelConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import Completion, Example, Rollout, TokenTable, TrainingSample, Turn
-from pellucid.export.batch import ColumnBatch
 from pellucid.ledger import State
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.records import rollout_record
@@ -320,10 +319,10 @@ def test_the_bound_is_what_rounding_does(tmp_path, num_layers, scale) -> None:
         assert name == "entropy" or (errors / bounds).max() > 1 / 20
 
 
-def records_of(made: list[TrainingSample], precision: str) -> ColumnBatch:
+def records_of(made: list[TrainingSample], precision: str) -> TokenTable:
     table = TokenTable.from_samples(made)
     columns = {name: table.dense(name) for name in ("token_ids", "loss_mask", "temperatures")}
-    return ColumnBatch(
+    return TokenTable(
         table.lengths, {**columns, "precision": np.full(table.num_sequences, precision, object)}
     )
 

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.data.packed import runs_of
-from pellucid.data.rows import BitRows, FlatRows, PieceRows, Prefixes, RunRows, SpanRows, spread
+from pellucid.data.rows import (
+    BitRows,
+    DenseMaskRows,
+    FlatRows,
+    PieceRows,
+    Prefixes,
+    RunRows,
+    SpanRows,
+    spread,
+)
 
 masks = st.lists(st.booleans(), min_size=1, max_size=30)
 row_lists = st.lists(masks, min_size=1, max_size=6)
@@ -16,8 +25,13 @@ def lengths_of(rows) -> np.ndarray:
     return np.array([len(row) for row in rows], np.int64)
 
 
+def dense_mask_rows(rows) -> DenseMaskRows:
+    return DenseMaskRows(np.concatenate(rows).astype(np.bool_), lengths_of(rows))
+
+
 def span_rows(rows) -> SpanRows:
-    return SpanRows.of(np.concatenate(rows).astype(np.bool_), lengths_of(rows))
+    dense = dense_mask_rows(rows)
+    return SpanRows(dense.spans, dense.num_spans, dense.lengths)
 
 
 def bit_rows(rows) -> BitRows:
@@ -47,7 +61,7 @@ def flat(rows) -> list:
     return [value for row in rows for value in row]
 
 
-@pytest.mark.parametrize("make", [span_rows, bit_rows, run_rows, flat_rows, piece_rows])
+@pytest.mark.parametrize("make", [dense_mask_rows, span_rows, bit_rows, run_rows, flat_rows, piece_rows])
 @given(rows=row_lists, data=st.data())
 def test_selecting_and_cutting(make, rows, data) -> None:
     stored = make(rows)

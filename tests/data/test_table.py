@@ -107,7 +107,7 @@ def test_entries_of_several_numbers() -> None:
     table = TokenTable.from_samples([sample(routed_experts=experts), sample()])
     assert table["routed_experts"][:4].tolist() == experts.tolist()
     assert (table["routed_experts"][4:] == -1).all()
-    joined = TokenTable.concat([table.select([0]), table.select([0]), TokenTable.padding(2)])
+    joined = TokenTable.concat([table.select([0]), table.select([0]), table.padding(2)])
     assert joined["routed_experts"].shape == (10, 2, 2)
     assert (joined["routed_experts"][8:] == -1).all()
     with pytest.raises(DataError, match=r"routed_experts has entries of .*\(layers × top_k\)"):

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 
 import pellucid.export
+from pellucid.data import TokenTable
 from pellucid.errors import ConfigError, DataError
 from pellucid.export import FIELDS
-from pellucid.export.batch import ColumnBatch
 from pellucid.export.jsonl import JsonlRecords, JsonlSource
 from pellucid.export.parquet import ParquetSink
 from token_exports import write_run
@@ -259,7 +259,7 @@ numbers = st.floats(width=32) | st.just(math.nan)
 
 
 @st.composite
-def batches(draw) -> ColumnBatch:
+def batches(draw) -> TokenTable:
     """Any values, in sequences of any lengths; a mask may be null for the whole batch."""
     lengths = np.array(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)), np.int64)
     columns = {}
@@ -281,7 +281,7 @@ def batches(draw) -> ColumnBatch:
             low = 1 if field.name == "denominator" else 0
             values = draw(st.lists(st.integers(low, high), min_size=size, max_size=size))
             columns[field.name] = np.array(values).astype(field.dtype)
-    return ColumnBatch(lengths, columns)
+    return TokenTable(lengths, columns)
 
 
 @settings(max_examples=40)
@@ -299,10 +299,10 @@ def test_what_is_written_is_what_is_read(batch) -> None:
             records = pellucid.export.open(Path(folder) / name).records()
             order = [record.row for record in records]
             assert sorted(order) == list(range(batch.num_sequences))
-            found, expected = records.batch([field.name for field in FIELDS]), batch.take(order)
+            found, expected = records.batch([field.name for field in FIELDS]), batch.select(order)
             assert found.lengths.tolist() == expected.lengths.tolist()
-            for column, values in expected.columns.items():
-                own = found.columns[column]
+            for column in expected.columns:
+                own, values = found[column], expected[column]
                 if values.dtype.kind == "f":
                     np.testing.assert_array_equal(own, np.where(np.isfinite(values), values, np.nan))
                 else:

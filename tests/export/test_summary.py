@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 import pellucid.export
-from pellucid.export.batch import ColumnBatch
+from pellucid.data import TokenTable
 from pellucid.export.distribution import MAX_BLOCKS, Distribution, PerPosition, edges
 from pellucid.export.summary import NUM_WORST, StepSummary
 from token_exports import write_run
@@ -65,11 +65,11 @@ def test_blocks_of_positions_grow() -> None:
     assert other.counts["entropy"].sum() == 2
 
 
-def batch_of(num_tokens: int, start: int = 0, env: str = "a") -> ColumnBatch:
+def batch_of(num_tokens: int, start: int = 0, env: str = "a") -> TokenTable:
     """One sequence, its entropies counting up."""
     text = {"env_name": env, "training_mode": "rl", "group_id": "g", "rollout_id": f"r{start}"}
     numbers = {"step": 0, "rank": 0, "export_sequence_idx": start}
-    return ColumnBatch(
+    return TokenTable(
         np.array([num_tokens]),
         {
             **{name: np.array([value], object) for name, value in text.items()},
@@ -132,7 +132,7 @@ def test_what_the_writer_leaves_is_what_the_records_give(tmp_path, format) -> No
     assert total.reward.mean == 0.5
 
 
-def versioned(env: str, rank: int, versions: list[int], reward: float, stop: str) -> ColumnBatch:
+def versioned(env: str, rank: int, versions: list[int], reward: float, stop: str) -> TokenTable:
     """One sequence whose first token is a prompt; the KL of a token is its version ÷ 8."""
     batch = batch_of(len(versions), env=env)
     columns = {
@@ -143,7 +143,7 @@ def versioned(env: str, rank: int, versions: list[int], reward: float, stop: str
         "reward": np.array([reward], np.float32),
         "stop_reason": np.array([stop], object),
     }
-    return ColumnBatch(batch.lengths, columns)
+    return TokenTable(batch.lengths, columns)
 
 
 def test_slices_are_by_rank_and_by_the_oldest_weights() -> None:
@@ -154,7 +154,7 @@ def test_slices_are_by_rank_and_by_the_oldest_weights() -> None:
         versioned("b", 0, [-1, 4], 1.0, "stop"),
     ]
     at_once, one_by_one = StepSummary(), StepSummary()
-    at_once.add(ColumnBatch.concat(batches))
+    at_once.add(TokenTable.concat(batches))
     for batch in batches:
         own = StepSummary()
         own.add(batch)

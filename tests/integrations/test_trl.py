@@ -14,8 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 import pellucid.export
 from pellucid.cli import main
 from pellucid.errors import ConfigError
-from pellucid.integrations.trl import ExportingGRPOTrainer, ExportsTokens
-from pellucid.integrations.trl_loss import translate
+from pellucid.integrations.trl import ExportingGRPOTrainer, ExportsTokens, translate
 from tolerance import near, partial_sum
 
 pytestmark = [

@@ -99,7 +99,7 @@ def build(tiny_moe, tmp_path):
 
 def shuffled(table: TokenTable) -> TokenTable:
     """Experts that no router would have chosen, the same for tokens that are shared."""
-    columns = {name: rows.array for name, rows in table.columns.items()}
+    columns = {name: table[name] for name in table.columns}
     others = (columns["routed_experts"] + 1 + columns["token_ids"][:, None, None] % 7) % 8
     return TokenTable(table.lengths, {**columns, "routed_experts": others.astype(np.uint8)})
 

@@ -19,7 +19,7 @@ from pellucid.errors import ConfigError, DataError
 from pellucid.export import TokenExporter
 from pellucid.ledger import State
 from pellucid.viewer import access, run_view
-from pellucid.viewer.access import ColumnBatch, Exports, Selection
+from pellucid.viewer.access import Exports, Selection
 from pellucid.viewer.page import Size, choose_spread, write_page
 from pellucid.viewer.roles import RoleFinder, cover
 from pellucid.viewer.source import ServedRun
@@ -32,8 +32,8 @@ def vocabulary(tokenizer_folder: Path) -> Vocabulary:
     return Vocabulary(load_tokenizer(str(tokenizer_folder)))
 
 
-def batch_of(ids: list[int], **columns: Any) -> ColumnBatch:
-    return ColumnBatch(np.array([len(ids)]), {"token_ids": np.array(ids), **columns})
+def batch_of(ids: list[int], **columns: Any) -> TokenTable:
+    return TokenTable(np.array([len(ids)]), {"token_ids": np.array(ids), **columns})
 
 
 def test_a_token_is_text_or_the_bytes_of_a_part(vocabulary: Vocabulary, encode: Any) -> None:

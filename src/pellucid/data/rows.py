@@ -86,8 +86,11 @@ class FlatRows(ValueRows):
         self.empty = values[:0]
         self.lengths = lengths
         self._own = lengths if prefixes is None else lengths - prefixes.lengths
-        self._starts = offsets_of(self._own)[:-1]
         self._prefixes = prefixes
+
+    @cached_property
+    def _starts(self) -> Integers:
+        return offsets_of(self._own)[:-1]
 
     def pieces(self, rows: Integers | None = None) -> list[Pieces]:
         chosen = slice(None) if rows is None else rows
@@ -156,20 +159,6 @@ class SpanRows(MaskRows):
         self.num_spans = num_spans
         self.lengths = lengths
 
-    @classmethod
-    def of(cls, mask: NDArray[np.bool_], lengths: Integers) -> "SpanRows":
-        """Makes spans of a mask with one value per token."""
-        ends = np.cumsum(lengths)
-        before, after = np.zeros_like(mask), np.zeros_like(mask)
-        before[1:], after[:-1] = mask[:-1], mask[1:]
-        before[(ends - lengths)], after[ends - 1] = False, False
-        starts, last = np.flatnonzero(mask & ~before), np.flatnonzero(mask & ~after)
-        owner = np.searchsorted(ends, starts, side="right")
-        spans = np.stack([starts - (ends - lengths)[owner], last + 1 - starts], axis=1)
-        rows = cls(spans, np.bincount(owner, minlength=len(lengths)), lengths)
-        rows.array = mask
-        return rows
-
     @cached_property
     def span_offsets(self) -> Integers:
         return offsets_of(self.num_spans)
@@ -229,6 +218,44 @@ class SpanRows(MaskRows):
         owner = np.repeat(np.arange(len(rows)), num_spans)[kept]
         spans = np.stack([spans[kept, 0], np.minimum(spans[kept, 1], limits[kept])], axis=1)
         return SpanRows(spans, np.bincount(owner, minlength=len(rows)), lengths)
+
+
+class DenseMaskRows(SpanRows):
+    """A mask that is given with one value per token; its spans are found when they are asked for."""
+
+    def __init__(self, mask: NDArray[np.bool_], lengths: Integers) -> None:
+        self.array = mask
+        self.lengths = lengths
+
+    def _count(self) -> Integers:
+        return sum_rows(self.array, offsets_of(self.lengths))
+
+    def select(self, rows: Integers, lengths: Integers | None = None) -> "DenseMaskRows":
+        selected = FlatRows(self.array, self.lengths).select(rows, lengths)
+        return DenseMaskRows(selected.array, selected.lengths)
+
+    @cached_property
+    def spans(self) -> NDArray[np.integer[Any]]:  # type: ignore[override]
+        return np.stack([self._edges[0] - self._row_starts[self._edges[2]], self._edges[1]], axis=1)
+
+    @cached_property
+    def num_spans(self) -> Integers:  # type: ignore[override]
+        return np.bincount(self._edges[2], minlength=len(self.lengths))
+
+    @cached_property
+    def _row_starts(self) -> Integers:
+        return offsets_of(self.lengths)[:-1]
+
+    @cached_property
+    def _edges(self) -> tuple[Integers, Integers, Integers]:
+        """Start and length of every span, counted over all rows, and the row that it is in."""
+        before, after = np.zeros_like(self.array), np.zeros_like(self.array)
+        before[1:], after[:-1] = self.array[:-1], self.array[1:]
+        first = self._row_starts[self.lengths > 0]
+        before[first], after[first - 1] = False, False  # a span ends with its row
+        starts, last = np.flatnonzero(self.array & ~before), np.flatnonzero(self.array & ~after)
+        owners = np.searchsorted(np.cumsum(self.lengths), starts, side="right")
+        return starts, last + 1 - starts, owners
 
 
 class _SelectedSpanRows(SpanRows):

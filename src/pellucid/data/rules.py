@@ -113,32 +113,34 @@ def check_rules(columns: Mapping[str, Rows], *, is_trained: bool = False) -> Non
         _check_roles(columns["role_spans"], columns["loss_mask"].lengths)
     loss_mask, sampled = columns["loss_mask"], columns["sampled"]
     assert isinstance(loss_mask, MaskRows) and isinstance(sampled, MaskRows)
-    if (first := _first_row(loss_mask.leads)) is not None:
-        raise ColumnError(
-            "loss_mask",
-            first,
-            "marks the first token trainable; nothing predicts that token: unset loss_mask[0]",
-        )
-    needs_sampled = ~_has_mode(columns, TrainingMode.SFT)
-    if (first := _first_row(_strays(loss_mask, sampled) & needs_sampled)) is not None:
-        trained, was_sampled = _row(loss_mask, first), _row(sampled, first)
-        token = np.flatnonzero(trained & ~was_sampled)[0]
-        raise ColumnError(
-            "loss_mask",
-            first,
-            f"marks token {token} trainable, but it was not sampled; its logprob is needed",
-        )
+    _refuse(
+        "loss_mask",
+        loss_mask.leads,
+        lambda _: "marks the first token trainable; nothing predicts that token: unset loss_mask[0]",
+    )
+
+    def unsampled(row: int) -> str:
+        token = np.flatnonzero(_row(loss_mask, row) & ~_row(sampled, row))[0]
+        return f"marks token {token} trainable, but it was not sampled; its logprob is needed"
+
+    _refuse("loss_mask", _strays(loss_mask, sampled) & ~_has_mode(columns, TrainingMode.SFT), unsampled)
     needs_teacher = _has_mode(columns, TrainingMode.OPD) & (not is_trained)
     for name, allowed in _RANGES.items():
         if name in columns:
             any_size = allowed._replace(lowest=-_ANY, highest=_ANY)
             may_lack = allowed.may_lack & ~needs_teacher
             _check_range(name, any_size if is_trained else allowed, may_lack, columns, loss_mask, sampled)
-    has_none = needs_teacher & (loss_mask.counts > 0)
-    if "teacher_logprobs" not in columns and (first := _first_row(has_none)) is not None:
-        raise ColumnError("training_mode", first, f"is opd; {_NO_TEACHER}")
+    if "teacher_logprobs" not in columns:
+        _refuse("training_mode", needs_teacher & (loss_mask.counts > 0), lambda _: f"is opd; {_NO_TEACHER}")
     _check_numbers(columns, _ANY if is_trained else _MAX_ADVANTAGE)
     _check_versions(columns["policy_versions"])
+
+
+def _refuse(name: str, is_bad: NDArray[np.bool_], rule: Callable[[int], str]) -> None:
+    """Raises ColumnError for the first bad row, if there is one; `rule` says what is wrong with a row."""
+    if is_bad.any():
+        row = int(is_bad.argmax())
+        raise ColumnError(name, row, rule(row))
 
 
 def _check_names(columns: Mapping[str, Rows]) -> None:
@@ -160,23 +162,18 @@ def _check_names(columns: Mapping[str, Rows]) -> None:
     def unknown(mode: str) -> str | None:
         return None if mode in _MODES else f"is {mode!r}; known: {', '.join(TrainingMode)}"
 
-    _check_cells("env_name", columns, wrong)
-    _check_cells("run_id", columns, odd)
-    _check_cells("training_mode", columns, unknown)
-
-
-def _check_cells(name: str, columns: Mapping[str, Rows], wrong: Callable[[str], str | None]) -> None:
-    """Raises ColumnError if `wrong` finds a rule that a value breaks; checks each distinct value once."""
-    if name not in columns:
-        return
-    rows = columns[name]
-    assert isinstance(rows, CellRows)
-    cells = rows.cells.tolist()
-    rules = {cell: rule for cell in set(cells) if (rule := wrong(cell)) is not None}
-    if rules:
-        is_bad = rows.of_rows(np.array([cell in rules for cell in cells], np.bool_))
-        if (first := _first_row(is_bad)) is not None:
-            raise ColumnError(name, first, rules[rows.array[first]])
+    for name, find in (("env_name", wrong), ("run_id", odd), ("training_mode", unknown)):
+        if name in columns:
+            rows = columns[name]
+            assert isinstance(rows, CellRows)
+            cells = rows.cells.tolist()
+            rules = {cell: rule for cell in set(cells) if (rule := find(cell)) is not None}
+            if not rules:
+                continue
+            is_bad = rows.of_rows(np.array([cell in rules for cell in cells], np.bool_))
+            if is_bad.any():
+                row = int(is_bad.argmax())
+                raise ColumnError(name, row, rules[rows.array[row]])
 
 
 def _check_ids(columns: Mapping[str, Rows]) -> None:
@@ -192,18 +189,13 @@ def _check_ids(columns: Mapping[str, Rows]) -> None:
         own = [sample if rollout else "" for sample, rollout in zip(samples, rollouts, strict=True)]
         if (first := _first_repeated(own)) is not None:
             raise ColumnError("sample_id", first, f"is {samples[first]!r}, which another sample has, too")
-    if "group_id" not in columns:
-        return
-    if _first_repeated(rollouts) is None:
+    if "group_id" not in columns or _first_repeated(rollouts) is None:
         return
     groups: dict[str, str] = {"": ""}
     for row, (rollout, group) in enumerate(zip(rollouts, columns["group_id"].array.tolist(), strict=True)):
         if rollout and groups.setdefault(rollout, group) != group:
-            raise ColumnError(
-                "rollout_id",
-                row,
-                f"is {rollout!r}, of group {group!r} here and of {groups[rollout]!r} before",
-            )
+            rule = f"is {rollout!r}, of group {group!r} here and of {groups[rollout]!r} before"
+            raise ColumnError("rollout_id", row, rule)
 
 
 def _first_repeated(ids: list[str]) -> int | None:
@@ -232,30 +224,26 @@ def _check_roles(rows: Rows, lengths: Integers) -> None:
         raise ColumnError("role_spans", None, f"holds a number that is no token's: {error}") from error
     is_bad = (starts < 0) | (stops < starts) | (stops > lengths[owner])
     is_bad[1:] |= (starts[1:] < stops[:-1]) & (owner[1:] == owner[:-1])
-    if max(map(len, roles)) > _MAX_ROLE_LENGTH:
-        is_bad |= np.fromiter(map(len, roles), np.int64, len(roles)) > _MAX_ROLE_LENGTH
-    if (first := _first_row(is_bad)) is not None:
+    is_bad |= np.fromiter(map(len, roles), np.int64, len(roles)) > _MAX_ROLE_LENGTH
+    if is_bad.any():
+        first = int(is_bad.argmax())
         row = int(owner[first])
-        raise ColumnError(
-            "role_spans",
-            row,
+        rule = (
             f"has {roles[first][:_MAX_ROLE_LENGTH]!r} from {starts[first]} to {stops[first]} of "
-            f"{lengths[row]} tokens; roles of at most {_MAX_ROLE_LENGTH} characters come in order and inside",
+            f"{lengths[row]} tokens; roles of at most {_MAX_ROLE_LENGTH} characters come in order and inside"
         )
+        raise ColumnError("role_spans", row, rule)
 
 
 def check_text(columns: Mapping[str, Rows]) -> None:
     """Raises ColumnError with the first sequence that is not text alone."""
     for name, what in (("mm_tensors", "multimodal tensors"), ("mm_token_types", "multimodal tokens")):
         if name in columns and any(piece.any() for piece in columns[name].all_pieces()):
-            rows = columns[name]
-            owner = np.repeat(np.arange(len(rows.lengths)), rows.lengths)
-            raise ColumnError(
-                name,
-                int(owner[rows.array.astype(np.bool_)][0]),
+            rule = (
                 f"holds {what}, and the trainer computes text alone: it would train on their places as if "
-                "they were words; leave such samples out",
+                "they were words; leave such samples out"
             )
+            raise ColumnError(name, _first_owner(columns[name], columns[name].array.astype(np.bool_)), rule)
 
 
 _COLUMN = "routed_experts"
@@ -296,11 +284,8 @@ def _refuse_missing(row: int) -> NoReturn:
 def _check_versions(rows: Rows) -> None:
     values = rows.runs[:, :1] if isinstance(rows, RunRows) else rows.array
     if values.size and values.min() < -1:
-        owner = np.repeat(np.arange(len(rows.lengths)), rows.lengths)
-        row = int(owner[rows.array < -1][0])
-        raise ColumnError(
-            "policy_versions", row, f"holds {values.min()}; a version is 0 or more, or -1: unknown"
-        )
+        rule = f"holds {values.min()}; a version is 0 or more, or -1: unknown"
+        raise ColumnError("policy_versions", _first_owner(rows, rows.array < -1), rule)
 
 
 def _check_numbers(columns: Mapping[str, Rows], max_advantage: float) -> None:
@@ -308,15 +293,22 @@ def _check_numbers(columns: Mapping[str, Rows], max_advantage: float) -> None:
         if name not in columns:
             continue
         values = columns[name].array
-        if (first := _first_row(np.isinf(values) if may_lack else ~np.isfinite(values))) is not None:
-            raise ColumnError(name, first, f"is {values[first]}; a number is needed")
-        if (first := _first_row(np.abs(values) > highest)) is not None:
-            raise ColumnError(name, first, f"is {values[first]:g}; {_RANGES['advantages'].why}")
+        for is_bad, rule in (
+            (np.isinf(values) if may_lack else ~np.isfinite(values), "a number is needed"),
+            (np.abs(values) > highest, _RANGES["advantages"].why),
+        ):
+            if is_bad.any():
+                row = int(is_bad.argmax())
+                raise ColumnError(name, row, f"is {values[row]:g}; {rule}")
     for name in ("temperature", "temperatures"):
-        if name in columns and (first := _first_bad_temperature(columns[name])) is not None:
-            values = _row(columns[name], first)
-            found = values[~((values > 0) & (values < np.inf))][0]
-            raise ColumnError(name, first, f"is {found:g}; training needs numbers above 0")
+        if name in columns:
+            pieces = columns[name].all_pieces()
+            if all(piece.size == 0 or (piece.min() > 0 and piece.max() < np.inf) for piece in pieces):
+                continue
+            values = columns[name].array
+            is_bad = ~((values > 0) & (values < np.inf))
+            row = _first_owner(columns[name], is_bad)
+            raise ColumnError(name, row, f"is {values[is_bad][0]:g}; training needs numbers above 0")
 
 
 def _check_range(
@@ -339,8 +331,8 @@ def _check_range(
         is_bad = ~((values >= allowed.lowest) & (values <= allowed.highest)) & trained[tokens]
         if is_bad.any() and may_lack.any():
             is_bad &= ~(np.isnan(values) & np.repeat(may_lack[block], lengths)[tokens])
-        if (first := _first_row(is_bad)) is not None:
-            offsets = offsets_of(lengths)
+        if is_bad.any():
+            first, offsets = int(is_bad.argmax()), offsets_of(lengths)
             row = int(np.searchsorted(offsets, tokens[first], side="right")) - 1
             rule = f"a token whose {allowed.noun} is not finite cannot train"
             if np.isnan(values[first]) and name == "teacher_logprobs":
@@ -380,14 +372,6 @@ def _is_within(rows: Rows, allowed: _Range, may_lack: bool) -> bool:
     return True
 
 
-def _first_bad_temperature(rows: Rows) -> int | None:
-    pieces = rows.all_pieces() if isinstance(rows, ValueRows) else [rows.array]
-    if all(piece.size == 0 or (piece.min() > 0 and piece.max() < np.inf) for piece in pieces):
-        return None
-    owner = np.repeat(np.arange(len(rows.lengths)), rows.lengths)
-    return int(owner[~((rows.array > 0) & (rows.array < np.inf))][0])
-
-
 def _has_mode(columns: Mapping[str, Rows], mode: TrainingMode) -> NDArray[np.bool_]:
     if "training_mode" not in columns:
         return np.full(len(columns["loss_mask"].lengths), mode is TrainingMode.RL)
@@ -423,7 +407,6 @@ def _row(rows: Rows, index: int) -> NDArray[Any]:
     return rows.select(np.array([index])).array
 
 
-def _first_row(flags: NDArray[np.bool_]) -> int | None:
-    """Finds the first True; None if there is none."""
-    found = np.flatnonzero(flags)
-    return int(found[0]) if found.size else None
+def _first_owner(rows: Rows, is_bad: NDArray[np.bool_]) -> int:
+    """Finds the row of the first bad entry."""
+    return int(np.repeat(np.arange(len(rows.lengths)), rows.lengths)[is_bad.argmax()])

@@ -272,6 +272,8 @@ COLUMNS = {name: SCHEMA[name] for name in _carried()}
 FIELDS = tuple(each for each in _DECLARED if each.exported)
 """Fields of an export's record, in the order in which they are written."""
 
+FIELD_BY_NAME = {each.name: each for each in FIELDS}
+
 TOKEN_FIELDS = tuple(each for each in FIELDS if each.per_token)
 
 SUMMARISED: dict[str, Shade] = {

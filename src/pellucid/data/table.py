@@ -1,14 +1,19 @@
-"""Many token sequences in columns: the one type behind batches, micro batches, wire and export.
+"""Many token sequences in columns: the one type from the wire to the page.
 
-    lengths = [3, 2]            two sequences, five tokens
-    token_ids    [5 6 9 | 5 8]  stored per token
-    sampled      [. . x | . x]
-    inference_logprobs [-0.1 | -0.7]   stored per sampled token
-    env_name     ["a", "b"]            stored per sequence
+    lengths = [3, 2]                       two sequences, five tokens
+    token_ids          [5 6 9 | 5 8]       one entry per token
+    sampled            [. . x | . x]
+    inference_logprobs [-0.1 | -0.7]       one per sampled token, as samples and payloads store it
+    entropy            [2.3 0.1 nan | …]   NaN is null; a mask that is null somewhere is float32
+    env_name           ["a", "b"]          one per sequence
 
-A table keeps its columns as they are stored, in samples or in a payload. Selecting and cutting sequences
-copies nothing, and counting inflates nothing. Reading a column (`table["token_ids"]`) inflates it once per
-table.
+A table holds any columns of the schema, and columns of other trainers that the schema does not know. Whoever
+takes in samples or payloads checks what a training batch must have (`data.rules`); the type checks no more
+than that each column has as many entries as its axis. A column that samples store for sampled tokens has one
+entry per token in exports; a table takes both.
+
+Columns stay as they are stored, in samples, payloads or files. Selecting and cutting sequences copies
+nothing, and counting inflates nothing. Reading a column (`table["token_ids"]`) inflates it once per table.
 
 Sequence boundaries are carried as lengths and never guessed from positions. Padding is a sequence of its
 own, with no loss and no owner (`env_name` is empty).
@@ -16,27 +21,38 @@ own, with no loss and no owner (`env_name` is empty).
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.data.rows import CellRows, FlatRows, Integers, MaskRows, Rows, SpanRows, offsets_of, spread
+from pellucid.data.rows import (
+    CellRows,
+    DenseMaskRows,
+    FlatRows,
+    Integers,
+    MaskRows,
+    Rows,
+    offsets_of,
+    ranges,
+    spread,
+)
 from pellucid.data.sample import TrainingSample, gather
-from pellucid.data.schema import COLUMNS, SCHEMA, Axis, Encoding, TrainingMode
+from pellucid.data.schema import COLUMNS, SCHEMA, Axis, Encoding
 from pellucid.errors import DataError
+
+Values = NDArray[Any]
 
 
 class TokenTable:
-    def __init__(self, lengths: NDArray[np.int64], columns: Mapping[str, NDArray[Any] | Rows]) -> None:
+    def __init__(self, lengths: Integers, columns: Mapping[str, Values | Rows]) -> None:
         """Takes arrays, each with one entry per token, sampled token or sequence, or stored rows."""
-        if lengths.dtype != np.int64 or lengths.ndim != 1 or (lengths < 1).any():
-            raise DataError("table has a sequence without tokens, or lengths that are not int64")
         self.lengths = lengths
-        self.columns: Mapping[str, Rows] = _as_rows(lengths, columns)
-        if "training_mode" in columns and (unknown := set(self["training_mode"]) - set(TrainingMode)):
-            modes = ", ".join(TrainingMode)
-            raise DataError(f"table has training modes {sorted(map(str, unknown))}; known: {modes}")
+        self.columns: Mapping[str, Rows] = {}
+        if "sampled" in columns:  # it says how many entries the columns of sampled tokens have
+            self.columns = {"sampled": self._as_rows("sampled", columns["sampled"])}
+            columns = {**columns, **self.columns}
+        self.columns = {name: self._as_rows(name, values) for name, values in columns.items()}
 
     @classmethod
     def from_samples(cls, samples: Sequence[TrainingSample]) -> "TokenTable":
@@ -51,18 +67,14 @@ class TokenTable:
         return table
 
     @classmethod
-    def padding(cls, num_tokens: int) -> "TokenTable":
-        """Makes a sequence of padding, without sampled tokens, loss or environment."""
-        size = {Axis.TOKENS: num_tokens, Axis.SAMPLED: 0, Axis.SEQUENCES: 1}
-        columns = {
-            name: column.filled(size[column.stored]) for name, column in COLUMNS.items() if column.required
-        }
-        return cls(np.array([num_tokens], np.int64), columns)
-
-    @classmethod
     def concat(cls, tables: Sequence["TokenTable"]) -> "TokenTable":
-        names = [name for name in COLUMNS if any(name in table.columns for table in tables)]
-        columns = {name: np.concatenate(_alike([table[name] for table in tables])) for name in names}
+        """Joins tables end to end, with the columns that all of them have."""
+        if not tables:
+            return cls(np.zeros(0, np.int64), {})
+        if len(tables) == 1:
+            return tables[0]
+        names = [name for name in tables[0].columns if all(name in table for table in tables)]
+        columns = {name: np.concatenate([table[name] for table in tables]) for name in names}
         return cls(np.concatenate([table.lengths for table in tables]), columns)
 
     @property
@@ -84,59 +96,76 @@ class TokenTable:
     @property
     def sampled_lengths(self) -> Integers:
         """Sampled tokens of each sequence."""
-        return self._mask("sampled").counts
+        return _mask(self.columns, "sampled").counts
 
     @property
     def trainable_lengths(self) -> Integers:
         """Trainable tokens of each sequence."""
-        return self._mask("loss_mask").counts
+        return _mask(self.columns, "loss_mask").counts
 
     @property
     def prompt_lengths(self) -> Integers:
         """Tokens of each sequence before its first sampled one; all of them if none was sampled."""
-        return self._mask("sampled").first_true
+        return _mask(self.columns, "sampled").first_true
 
     @cached_property
     def token_offsets(self) -> Integers:
+        """Where each sequence starts, and the number of tokens at the end."""
         return offsets_of(self.lengths)
 
     @cached_property
     def sampled_offsets(self) -> Integers:
         return offsets_of(self.sampled_lengths)
 
-    def offsets(self, stored: Axis) -> Integers:
-        """Returns where each sequence starts on an axis, followed by the length of the axis."""
-        if stored is Axis.TOKENS:
-            return self.token_offsets
-        if stored is Axis.SAMPLED:
-            return self.sampled_offsets
-        return np.arange(self.num_sequences + 1)
+    @cached_property
+    def owners(self) -> Integers:
+        """The sequence of each token."""
+        return np.repeat(np.arange(self.num_sequences), self.lengths)
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        """Returns a column along its own axis; its stand-in or its fill if the table lacks it."""
+    def tokens_of(self, rows: Integers) -> Integers:
+        """Returns the tokens of these sequences, in this order."""
+        return ranges(self.token_offsets[rows], self.lengths[rows])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Values:
+        """Returns a column as it is stored; its stand-in or its fill if it is of a batch and the table lacks
+        it."""
         if name in self.columns:
             return self.columns[name].array
         column = COLUMNS[name]
         if column.stand_in is not None:
             return spread(self[column.stand_in], self.sampled_lengths)
-        return column.filled(int(self.offsets(column.stored)[-1]))
+        if column.stored is Axis.SAMPLED:
+            return column.filled(self.num_sampled)
+        return column.filled(self.num_tokens if column.stored is Axis.TOKENS else self.num_sequences)
 
-    def dense(self, name: str) -> NDArray[Any]:
+    @overload
+    def get(self, name: str) -> Values | None: ...
+    @overload
+    def get(self, name: str, default: Values) -> Values: ...
+    def get(self, name: str, default: Values | None = None) -> Values | None:
+        """Returns a column as it is stored; `default` if the table lacks it."""
+        return self[name] if name in self.columns else default
+
+    def dense(self, name: str) -> Values:
         """Returns a column with one value per token; values of sequences are repeated, gaps are filled."""
         column = SCHEMA[name]
         if name not in self.columns and column.stand_in is not None:
             return self.dense(column.stand_in)
-        if column.stored is Axis.TOKENS:
-            return self[name]
         if column.stored is Axis.SEQUENCES:
             return spread(self[name], self.lengths)
+        if column.stored is Axis.TOKENS or _is_of_tokens(self.columns.get(name), self.num_tokens):
+            return self[name]
         dense = column.filled(self.num_tokens)
         if name in self.columns:
-            self._mask("sampled").scatter(self.columns[name], dense)
+            _mask(self.columns, "sampled").scatter(self.columns[name], dense)
         return dense
 
-    def has(self, name: str) -> bool:
-        return name in self.columns
+    def is_per_token(self, name: str) -> bool:
+        """Returns whether a column has entries of tokens, not of sequences."""
+        return not isinstance(self.columns[name], CellRows)
 
     def positions(self) -> NDArray[np.int32]:
         """Returns the position of each token in its sequence."""
@@ -147,7 +176,9 @@ class TokenTable:
     def select(self, indices: Sequence[int] | Integers) -> "TokenTable":
         """Selects sequences, in the given order."""
         chosen = np.asarray(indices, np.int64)
-        return TokenTable.of_rows(self.lengths[chosen], _Selection(self.columns, chosen))
+        if len(chosen) == self.num_sequences and (chosen == np.arange(len(chosen))).all():
+            return self
+        return TokenTable.of_rows(self.lengths[chosen], _Selection(self, chosen))
 
     def truncate(self, max_length: int) -> "TokenTable":
         """Cuts every sequence to its first `max_length` tokens."""
@@ -155,17 +186,56 @@ class TokenTable:
             return self
         lengths = np.minimum(self.lengths, max_length)
         everything = np.arange(self.num_sequences)
-        return TokenTable.of_rows(lengths, _Selection(self.columns, everything, lengths))
+        return TokenTable.of_rows(lengths, _Selection(self, everything, lengths))
+
+    def padding(self, num_tokens: int) -> "TokenTable":
+        """Makes one sequence of padding, with the columns of this table and none of its tokens."""
+        sizes = {Axis.TOKENS: num_tokens, Axis.SAMPLED: 0, Axis.SEQUENCES: 1}
+        columns = {
+            name: column.filled(sizes[column.stored], self[name].shape[1:])
+            for name, column in COLUMNS.items()
+            if name in self.columns
+        }
+        return TokenTable(np.array([num_tokens], np.int64), columns)
 
     def pad_to(self, multiple: int) -> "TokenTable":
         """Appends a padding sequence so that the number of tokens is a multiple of `multiple`."""
         missing = -self.num_tokens % multiple
-        return TokenTable.concat([self, TokenTable.padding(missing)]) if missing else self
+        return TokenTable.concat([self, self.padding(missing)]) if missing else self
 
-    def _mask(self, name: str) -> MaskRows:
-        mask = self.columns[name]
-        assert isinstance(mask, MaskRows)
-        return mask
+    def _as_rows(self, name: str, values: Values | Rows) -> Rows:
+        """Converts a column to rows; the only place that checks its length."""
+        num = int(values.lengths.sum()) if isinstance(values, Rows) else len(values)
+        column, axis = SCHEMA.get(name), Axis.SEQUENCES
+        if column is not None:
+            axis = column.stored
+        if axis is Axis.SAMPLED and (num == self.num_tokens or "sampled" not in self.columns):
+            axis = Axis.TOKENS
+        if column is None and num == self.num_tokens != self.num_sequences:
+            axis = Axis.TOKENS
+        lengths = self.lengths if axis is Axis.TOKENS else None
+        if axis is Axis.SAMPLED:
+            lengths = self.sampled_lengths
+        expected = self.num_sequences if lengths is None else int(lengths.sum())
+        if num != expected:
+            raise DataError(f"table column {name} has {num} entries; expected {expected} ({axis.value})")
+        if isinstance(values, Rows):
+            return values
+        if lengths is None:
+            return CellRows(values)
+        if column is not None and column.encoding is Encoding.SPANS and values.dtype == np.bool_:
+            return DenseMaskRows(values, lengths)
+        return FlatRows(np.ascontiguousarray(values), lengths)
+
+
+def _mask(columns: Mapping[str, Rows], name: str) -> MaskRows:
+    mask = columns[name]
+    assert isinstance(mask, MaskRows)
+    return mask
+
+
+def _is_of_tokens(rows: Rows | None, num_tokens: int) -> bool:
+    return rows is not None and int(rows.lengths.sum()) == num_tokens
 
 
 @lru_cache(maxsize=2)
@@ -177,26 +247,23 @@ def _counted(size: int) -> NDArray[np.int32]:
 class _Selection(Mapping[str, Rows]):
     """Some sequences of a table; each column is selected when it is first read."""
 
-    def __init__(self, source: Mapping[str, Rows], rows: Integers, lengths: Integers | None = None) -> None:
+    def __init__(self, table: TokenTable, rows: Integers, lengths: Integers | None = None) -> None:
         """Takes `rows` whole, or cut to their first `lengths` tokens."""
-        self._source = source
+        self._source = table.columns
+        self._num_tokens = table.num_tokens
         self._rows = rows
         self._lengths = lengths
         self._found: dict[str, Rows] = {}
 
     def __getitem__(self, name: str) -> Rows:
         if name not in self._found:
-            self._found[name] = self._source[name].select(self._rows, self._lengths_of(COLUMNS[name].stored))
+            source, lengths = self._source[name], self._lengths
+            if isinstance(source, CellRows):
+                lengths = None
+            elif lengths is not None and not _is_of_tokens(source, self._num_tokens):
+                lengths = _mask(self, "sampled").counts
+            self._found[name] = source.select(self._rows, lengths)
         return self._found[name]
-
-    def _lengths_of(self, stored: Axis) -> Integers | None:
-        if self._lengths is None or stored is Axis.SEQUENCES:
-            return None
-        if stored is Axis.TOKENS:
-            return self._lengths
-        sampled = self["sampled"]
-        assert isinstance(sampled, MaskRows)
-        return sampled.counts
 
     def __contains__(self, name: object) -> bool:
         return name in self._source
@@ -206,54 +273,3 @@ class _Selection(Mapping[str, Rows]):
 
     def __len__(self) -> int:
         return len(self._source)
-
-
-def _as_rows(lengths: Integers, columns: Mapping[str, NDArray[Any] | Rows]) -> dict[str, Rows]:
-    """Converts columns to rows; the only place that checks their lengths."""
-    for name, column in COLUMNS.items():
-        if column.required and name not in columns:
-            raise DataError(f"table lacks the column {name}")
-    sizes = {Axis.TOKENS: lengths, Axis.SEQUENCES: np.ones(len(lengths), np.int64)}
-    rows: dict[str, Rows] = {}
-    for name in sorted(columns, key=lambda name: name != "sampled"):
-        if name not in COLUMNS:
-            raise DataError(f"table has an unknown column {name}")
-        if name == "sampled":
-            rows[name] = _column_rows(name, columns[name], lengths)
-            sampled = rows[name]
-            assert isinstance(sampled, MaskRows)
-            sizes[Axis.SAMPLED] = sampled.counts
-        else:
-            rows[name] = _column_rows(name, columns[name], sizes[COLUMNS[name].stored])
-    return {name: rows[name] for name in COLUMNS if name in rows}
-
-
-def _column_rows(name: str, values: NDArray[Any] | Rows, lengths: Integers) -> Rows:
-    column = COLUMNS[name]
-    found, expected = _num_entries(values), int(lengths.sum())
-    if found != expected:
-        raise DataError(
-            f"table column {name} has {found} entries; expected {expected} ({column.stored.value})"
-        )
-    if isinstance(values, Rows):
-        return values
-    if column.stored is Axis.SEQUENCES:
-        return CellRows(values)
-    if column.encoding is Encoding.SPANS:
-        return SpanRows.of(values, lengths)
-    return FlatRows(np.ascontiguousarray(values), lengths)
-
-
-def _num_entries(values: NDArray[Any] | Rows) -> int:
-    return int(values.lengths.sum()) if isinstance(values, Rows) else len(values)
-
-
-def _alike(parts: list[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Broadcasts parts that are only a fill to the entry shape of the others."""
-    dims = max((part.shape[1:] for part in parts), key=len)
-    return [
-        part
-        if part.shape[1:] == dims
-        else np.broadcast_to(part.reshape(-1, *[1] * len(dims)), (len(part), *dims))
-        for part in parts
-    ]

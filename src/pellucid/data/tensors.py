@@ -34,7 +34,7 @@ def to_tensors(table: TokenTable, device: torch.device) -> TokenTensors:
     columns = {
         name: _tensor(_dense(table, name), device)
         for name, column in COLUMNS.items()
-        if column.read_by and (table.has(name) or column.stand_in is not None)
+        if column.read_by and (name in table or column.stand_in is not None)
     }
     return TokenTensors(table.lengths.tolist(), _tensor(table.positions(), device), columns)
 

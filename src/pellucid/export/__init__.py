@@ -8,9 +8,8 @@ export.records(env_name="math").arrow()            a view for other tools
 """
 
 from pellucid.data.schema import FIELDS
-from pellucid.export.batch import SCHEMA_VERSION
-from pellucid.export.reader import Export, open, read_records
-from pellucid.export.records import Record, Records
+from pellucid.export.jsonl import SCHEMA_VERSION
+from pellucid.export.reader import Export, Record, Records, open, read_records
 from pellucid.export.writer import TokenExporter
 
 __all__ = [

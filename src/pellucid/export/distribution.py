@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.export.batch import Values
+from pellucid.data.table import Values
 
 _SHIFT = 19
 _SIDE = 1 << (31 - _SHIFT)

@@ -9,7 +9,7 @@ import logging
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,19 @@ import numpy as np
 import orjson
 
 from pellucid.data.files import read_lines
-from pellucid.data.schema import FIELDS, TOKEN_FIELDS, Column
+from pellucid.data.schema import FIELD_BY_NAME, FIELDS, TOKEN_FIELDS, Column
+from pellucid.data.table import TokenTable, Values
 from pellucid.errors import DataError
-from pellucid.export.batch import BY_NAME, KEY, NAMES, SCHEMA_VERSION, ColumnBatch, Values
 
 log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+
+KEY = ("step", "rank", "export_sequence_idx")
+"""Fields that identify a record, and by which records are ordered."""
+
+NAMES = ("env_name", "training_mode")
+"""Fields that are text in every trainer's export: parts of a summary are distinguished by them."""
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 _BUFFER_BYTES = 1 << 18
@@ -34,6 +42,7 @@ _HEAD_BYTES = 4096
 _JSON_STARTS = (b"", *(bytes([byte]) for byte in b'{["-0123456789tfn'))
 _KEPT_LINES = 4
 _BLOCK = 1 << 20
+_TORN = object()
 
 Report = Callable[[str], object]
 
@@ -52,10 +61,10 @@ class JsonlRecords:
         self._fields = fields
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
 
-    def write(self, batch: ColumnBatch) -> None:
+    def write(self, table: TokenTable) -> None:
         """Writes one line per sequence; the digits of a float32 are the fewest that give it back."""
-        columns = [(field.name, field.per_token, batch.columns[field.name]) for field in self._fields]
-        for row, (start, stop) in enumerate(pairwise(batch.offsets.tolist())):
+        columns = [(field.name, field.per_token, table[field.name]) for field in self._fields]
+        for row, (start, stop) in enumerate(pairwise(table.token_offsets.tolist())):
             record = {name: values[start:stop] if many else values[row] for name, many, values in columns}
             self._file.write(orjson.dumps(record, option=_OPTIONS))
 
@@ -72,19 +81,12 @@ def read_json_lines(path: Path, report: Report = log.warning) -> Iterator[tuple[
     """(line number, value) of every line; a torn last line is reported and left out."""
     for number, line in read_lines(path):
         if line.strip():
-            value = parse_line(line, partial(_place, path, number), report)
+            value = _parse(line, partial("{}:{}".format, path, number), report)
             if value is not _TORN:
                 yield number, value
 
 
-_TORN = object()
-
-
-def _place(path: Path, number: int) -> str:
-    return f"{path}:{number}"
-
-
-def parse_line(line: bytes, place: Callable[[], str], report: Report) -> Any:
+def _parse(line: bytes, place: Callable[[], str], report: Report) -> Any:
     """Parses one line; `place` names it, and is called only if something is wrong with it."""
     try:
         return orjson.loads(line)
@@ -96,6 +98,11 @@ def parse_line(line: bytes, place: Callable[[], str], report: Report) -> Any:
 
 
 class JsonlSource:
+    """One JSONL file, read as little as possible.
+
+    Rows are records, numbered as they lie in the file; one that is torn is not among them.
+    """
+
     def __init__(self, path: Path, report: Report, span: tuple[int, int] | None = None) -> None:
         """`span`: the bytes that are read, where it is not the whole file; they begin and end with a line."""
         self.path = path
@@ -105,8 +112,9 @@ class JsonlSource:
         """Line number, counted from the span's start, and first and last byte of each record."""
 
         self.keys: list[tuple[int, ...]] = []
+        """(step, rank, index) of each row."""
         self._find_lines()
-        self._record = lru_cache(_KEPT_LINES)(self._parse)
+        self._record = lru_cache(_KEPT_LINES)(self._read)
 
     def _find_lines(self) -> None:
         if self.path.stat().st_size == 0:
@@ -115,38 +123,31 @@ class JsonlSource:
             start, end = (0, len(text)) if self._span is None else self._span
             end, number = min(end, len(text)), 1
             while start < end:
-                self._check_beginning(text, number, start)
+                # Before its end is searched for: what is no record may be very long.
+                if text[start : start + _HEAD_BYTES].lstrip()[:1] not in _JSON_STARTS:
+                    raise DataError(f"{self._place(number)} is not JSON: a record begins with a brace")
                 stop = text.find(b"\n", start, end) + 1 or end
                 if text[start : start + 1] != b"\n" and (key := self._key(text, number, start, stop)):
                     self._spans.append((number, start, stop))
                     self.keys.append(key)
                 start, number = stop, number + 1
 
-    def _check_beginning(self, text: mmap.mmap, number: int, start: int) -> None:
-        """Refuses what is no record before it is searched for an end: it may be very long."""
-        first = text[start : start + _HEAD_BYTES].lstrip()[:1]
-        if first not in _JSON_STARTS:
-            raise DataError(f"{self._place(number)} is not JSON: a record begins with a brace")
-
     def _key(self, text: mmap.mmap, number: int, start: int, stop: int) -> tuple[int, ...] | None:
         """From the head of the record, if it has one; None for a line without a record."""
         cut = text.find(b'"token_ids"', start, min(stop, start + _HEAD_BYTES))
         if cut > 0 and text[stop - 1 : stop] == b"\n":
-            try:
+            with suppress(orjson.JSONDecodeError):  # then the whole line tells
                 head = orjson.loads(text[start:cut].rstrip(b", \t") + b"}")
                 if all(isinstance(head.get(name), int) for name in KEY):
                     return key_of(head)
-            except orjson.JSONDecodeError:
-                pass  # the whole line tells
         line = text[start:stop]
         if not line.strip():
             return None
-        value = parse_line(line, partial(self._place, number), self._report)
-        return None if value is _TORN else key_of(self._checked(number, value))
-
-    def _checked(self, number: int, value: Any) -> dict[str, Any]:
+        value = _parse(line, lambda: self._place(number), self._report)
+        if value is _TORN:
+            return None
         with self._located(number):
-            return as_record(value)
+            return key_of(as_record(value))
 
     @contextmanager
     def _located(self, number: int) -> Iterator[None]:
@@ -156,63 +157,88 @@ class JsonlSource:
             raise DataError(f"{self._place(number)}: {error}") from error
 
     def _place(self, number: int) -> str:
-        return _place(self.path, self._num_lines_before + number)
-
-    @cached_property
-    def _num_lines_before(self) -> int:
-        """Lines of the file before the span; the file is read for them only when an error names a line."""
+        """Names a line of the file, which is read for the lines before the span only here: for an error."""
         start = 0 if self._span is None else self._span[0]
-        if start == 0:
-            return 0
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            return sum(text[at : min(at + _BLOCK, start)].count(b"\n") for at in range(0, start, _BLOCK))
+        with self.path.open("rb") as file:
+            while start > 0 and (block := file.read(min(start, _BLOCK))):
+                number += block.count(b"\n")
+                start -= len(block)
+        return f"{self.path}:{number}"
 
-    def _parse(self, row: int) -> dict[str, Any]:
+    def _read(self, row: int) -> dict[str, Any]:
         number, start, stop = self._spans[row]
         with self.path.open("rb") as file:
             file.seek(start)
             line = file.read(stop - start)
-        return self._checked(number, parse_line(line, partial(self._place, number), self._report))
+        value = _parse(line, lambda: self._place(number), self._report)
+        with self._located(number):
+            return as_record(value)
 
     def names(self, row: int) -> Sequence[str]:
-        """A null is the value of a sequence's field (no reward, say), but the lack of a per-token column."""
+        """Returns the columns that a record has. A null is the value of a sequence's field (no reward, say),
+        but the lack of a per-token column."""
         return [
             name
             for name, value in self._record(row).items()
-            if value is not None or (name in BY_NAME and not BY_NAME[name].per_token)
+            if value is not None or (name in FIELD_BY_NAME and not FIELD_BY_NAME[name].per_token)
         ]
 
-    def batch(self, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
-        return ColumnBatch.concat([self._row(row, names) for row in rows])
-
-    def _row(self, row: int, names: Sequence[str]) -> ColumnBatch:
-        record, columns = self._record(row), {}
-        num_tokens = len(record["token_ids"])
-        with self._located(self._spans[row][0]):
-            for name in names:
-                if _is_per_token(name, record):
-                    if record.get(name) is not None:
-                        columns[name] = token_values(record, name)
-                elif name in record:
-                    columns[name] = _one(name, record[name])
-            check_values(columns)
-        return ColumnBatch(np.array([num_tokens], np.int64), columns)
-
-
-def _is_per_token(name: str, record: Mapping[str, Any]) -> bool:
-    if name in BY_NAME:
-        return BY_NAME[name].per_token
-    value = record.get(name)
-    return isinstance(value, list) and len(value) == len(record["token_ids"])
+    def batch(self, rows: Sequence[int], names: Sequence[str]) -> TokenTable:
+        """Returns these columns of these rows; a column that one of the rows lacks is left out."""
+        lengths: list[int] = []
+        parts: dict[str, list[Values]] = {name: [] for name in names}
+        for row in rows:
+            record = self._record(row)
+            lengths.append(len(record["token_ids"]))
+            with self._located(self._spans[row][0]):
+                columns = {name: column_of(record, name) for name in names if _has(record, name)}
+                check_values(columns)
+            for name, values in columns.items():
+                parts[name].append(values)
+        whole = {
+            name: np.concatenate(values)
+            for name, values in parts.items()
+            if values and len(values) == len(rows) and (name in FIELD_BY_NAME or _is_alike(values))
+        }
+        return TokenTable(np.array(lengths, np.int64), whole)
 
 
-def _one(name: str, value: Any) -> Values:
-    """Returns a per-sequence value as a column of one."""
-    if name in BY_NAME and BY_NAME[name].is_number and (value is None or isinstance(value, int | float)):
-        return np.array([np.nan], np.float32) if value is None else np.array([value], BY_NAME[name].dtype)
+def _has(record: Mapping[str, Any], name: str) -> bool:
+    is_needed = name in FIELD_BY_NAME and FIELD_BY_NAME[name].per_token
+    return record.get(name) is not None if is_needed else name in record
+
+
+def _is_alike(parts: Sequence[Values]) -> bool:
+    """Whether an unknown column is of tokens in all records, or of sequences in all."""
+    return len({part.dtype for part in parts}) == 1
+
+
+def column_of(record: Mapping[str, Any], name: str) -> Values:
+    """Returns a field of a record as an array: null is NaN, and a mask with nulls is float32.
+
+    A list of an unknown field is a column of tokens if it is as long as `token_ids`.
+    """
+    value, field = record[name], FIELD_BY_NAME.get(name)
+    is_list = isinstance(value, list) and len(value) == len(record["token_ids"])
+    if field.per_token if field is not None else is_list:
+        return _token_values(name, value, np.dtype(np.float64 if field is None else field.dtype))
+    if field is not None and field.is_number and (value is None or isinstance(value, int | float)):
+        return np.array([np.nan], np.float32) if value is None else np.array([value], field.dtype)
     column = np.empty(1, object)
     column[0] = value
     return column
+
+
+def _token_values(name: str, values: list[Any], dtype: np.dtype[Any]) -> Values:
+    try:
+        if dtype.kind == "f":
+            with np.errstate(over="ignore"):  # beyond float32 is infinite, which is null
+                return np.array(values, dtype)
+        if None in values:
+            return np.array(values, np.float32 if dtype.kind == "b" else np.float64)
+        return np.array(values).astype(dtype, casting="same_kind" if dtype.kind == "b" else "unsafe")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{name} is not a list of numbers: {error}") from error
 
 
 def as_record(value: Any) -> dict[str, Any]:
@@ -272,21 +298,6 @@ def check_values(columns: Mapping[str, Values]) -> None:
         values = columns.get(name)
         if values is not None and (wrong := values < least).any():  # null is NaN, which is not less
             raise DataError(f"expected {name} to be at least {least}, got {values[wrong][0]}")
-
-
-def token_values(record: Mapping[str, Any], name: str) -> Values:
-    """Returns a per-token column as an array; null is NaN, and a mask with nulls is float32."""
-    values = record[name]
-    dtype = np.dtype(BY_NAME[name].dtype) if name in BY_NAME else np.dtype(np.float64)
-    try:
-        if dtype.kind == "f":
-            with np.errstate(over="ignore"):  # beyond float32 is infinite, which is null
-                return np.array(values, dtype)
-        if None in values:
-            return np.array(values, np.float32 if dtype.kind == "b" else np.float64)
-        return np.array(values).astype(dtype, casting="same_kind" if dtype.kind == "b" else "unsafe")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{name} is not a list of numbers: {error}") from error
 
 
 def _from_token_objects(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from pellucid.data.schema import Column
+from pellucid.data.rows import Rows
+from pellucid.data.schema import FIELD_BY_NAME, Column
+from pellucid.data.table import TokenTable, Values
 from pellucid.errors import ConfigError, DataError
-from pellucid.export.batch import BY_NAME, KEY, NAMES, ColumnBatch, Values
-from pellucid.export.jsonl import Report, check_values
+from pellucid.export.jsonl import KEY, NAMES, Report, check_values
 
 MAX_VALUES = 1 << 27
 """Values of a column in a row group, at most; pellucid writes one micro batch per row group."""
@@ -53,7 +54,7 @@ def check_schema(path: Path, schema: Any) -> None:
         return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
     for name, kind in zip(schema.names, schema.types, strict=True):
-        field = BY_NAME.get(name)
+        field = FIELD_BY_NAME.get(name)
         if field is None or field.name == "role_spans" or pa.types.is_null(kind):
             continue
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
@@ -69,12 +70,12 @@ def check_schema(path: Path, schema: Any) -> None:
             raise DataError(f"{path}: expected {name} to be of type {arrow_type(field)}, got {kind}")
 
 
-def to_arrow(batch: ColumnBatch, fields: Sequence[Column]) -> Any:
+def to_arrow(batch: TokenTable, fields: Sequence[Column]) -> Any:
     pa = require("pyarrow", "Parquet")
-    offsets = pa.array(batch.offsets.astype(np.int32))
+    offsets = pa.array(batch.token_offsets.astype(np.int32))
     arrays, types = [], []
     for field in fields:
-        kind, values = arrow_type(field), batch.columns[field.name]
+        kind, values = arrow_type(field), batch[field.name]
         if field.per_token:
             arrays.append(pa.ListArray.from_arrays(offsets, _numbers(pa, values, kind.value_type)))
         elif not field.is_number:
@@ -104,43 +105,15 @@ def _numbers(pa: Any, values: Values, kind: Any) -> Any:
     return pa.array(values, kind, mask=~finite)
 
 
-def open_writer(sink: Any, fields: Sequence[Column]) -> Any:
-    """Returns a writer of tables with these fields; each call of `write_table` is a row group."""
-    pa, pq = require("pyarrow", "Parquet"), require("pyarrow.parquet", "Parquet")
-    lists = {field.name: f"{field.name}.list.element" for field in fields if field.per_token}
-    split = [
-        lists[field.name]
-        for field in fields
-        if field.per_token and field.dtype is np.float32 and not field.few_values
-    ]
-    dictionaries = [field.name for field in fields if field.dtype is str]
-    dictionaries += [lists[field.name] for field in fields if field.few_values]
-    delta = {lists["position_ids"]: "DELTA_BINARY_PACKED"} if "position_ids" in lists else None
-    return pq.ParquetWriter(
-        sink,
-        pa.schema([pa.field(field.name, arrow_type(field)) for field in fields]),
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=dictionaries,
-        use_byte_stream_split=split,
-        column_encoding=delta,
-        write_statistics=[
-            field.name for field in fields if not field.per_token and field.name != "role_spans"
-        ],
-        write_page_checksum=True,
-    )
-
-
-def from_arrow(table: Any, lengths: Values | None = None) -> ColumnBatch:
+def from_arrow(table: Any, lengths: Values | None = None) -> TokenTable:
     """Converts a table whose per-token columns are lists of `lengths`, or as long as its `token_ids`."""
     pa = require("pyarrow", "Parquet")
-    table = table.combine_chunks()
     lists: dict[str, Any] = {}
     columns: dict[str, Values] = {}
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
-        column = _one_chunk(pa, table.column(name))
+        column = table.column(name).combine_chunks()
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        if is_list and (name not in BY_NAME or BY_NAME[name].per_token):
+        if is_list and _may_be_per_token(name):
             lists[name] = column
         else:
             columns[name] = _sequence_values(pa, column)
@@ -148,13 +121,11 @@ def from_arrow(table: Any, lengths: Values | None = None) -> ColumnBatch:
         lengths = _lengths(lists["token_ids"] if "token_ids" in lists else next(iter(lists.values())))
     for name, column in lists.items():
         columns[name] = _token_values(pa, name, column, lengths)
-    return ColumnBatch(lengths, columns)
+    return TokenTable(lengths, columns)
 
 
-def _one_chunk(pa: Any, column: Any) -> Any:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+def _may_be_per_token(name: str) -> bool:
+    return name not in FIELD_BY_NAME or FIELD_BY_NAME[name].per_token
 
 
 def _lengths(column: Any) -> Values:
@@ -203,9 +174,28 @@ class ParquetSink:
     def __init__(self, path: Path, fields: Sequence[Column]) -> None:
         self._fields = fields
         self._file = path.open("wb")
-        self._writer = open_writer(self._file, fields)
+        lists = {field.name: f"{field.name}.list.element" for field in fields if field.per_token}
+        plain = [field for field in fields if field.per_token and field.dtype is np.float32]
+        pa, pq = require("pyarrow", "Parquet"), require("pyarrow.parquet", "Parquet")
+        self._writer = pq.ParquetWriter(
+            self._file,
+            pa.schema([pa.field(field.name, arrow_type(field)) for field in fields]),
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=[field.name for field in fields if field.dtype is str]
+            + [lists[field.name] for field in fields if field.few_values],
+            use_byte_stream_split=[lists[field.name] for field in plain if not field.few_values],
+            column_encoding={
+                lists[name]: "DELTA_BINARY_PACKED" for name in ("position_ids",) if name in lists
+            }
+            or None,
+            write_statistics=[
+                field.name for field in fields if not field.per_token and field.name != "role_spans"
+            ],
+            write_page_checksum=True,
+        )
 
-    def write(self, batch: ColumnBatch) -> None:
+    def write(self, batch: TokenTable) -> None:
         if batch.num_sequences:
             self._writer.write_table(to_arrow(batch, self._fields))
 
@@ -222,15 +212,21 @@ class ParquetSink:
 
 
 class ParquetSource:
+    """One Parquet file, read as little as possible.
+
+    Rows are records, numbered as they lie in the file; those of a damaged row group are not among them.
+    """
+
     def __init__(self, path: Path, report: Report) -> None:
         self.path = path
+        self._pa = require("pyarrow", "a .parquet export")
         self._pq = require("pyarrow.parquet", "a .parquet export")
         self._lock = Lock()
         self._group = -1
         """The row group that was read last."""
 
         self._lengths: Values | None = None
-        self._found: dict[str, Values] = {}
+        self._found: dict[str, Rows] = {}
         self._num_rows: dict[int, int] = {}
         self._places: list[tuple[int, int]] = []
         """Row group of each record, and its row within the group."""
@@ -251,7 +247,7 @@ class ParquetSource:
                     )
                 check_schema(path, file.schema_arrow)
                 self._find_rows(file, report)
-        except require("pyarrow", "a .parquet export").ArrowException as error:
+        except self._pa.ArrowException as error:
             if self._metadata is not None:
                 raise DataError(f"{path} is damaged: {error}; copy it again") from error
             report(f"{path} is cut short (still being written, or its writer died); skipped: {error}")
@@ -328,47 +324,42 @@ class ParquetSource:
     def names(self, row: int) -> Sequence[str]:
         return self.columns
 
-    def batch(self, rows: Sequence[int], names: Sequence[str]) -> ColumnBatch:
+    def batch(self, rows: Sequence[int], names: Sequence[str]) -> TokenTable:
         known = [name for name in names if name in self.columns]
-        if not any(name not in BY_NAME or BY_NAME[name].per_token for name in known):
+        if not any(map(_may_be_per_token, known)):
             known.append("loss_mask" if "loss_mask" in self.columns else "token_ids")  # for the lengths
         groups = sorted({self._places[row][0] for row in rows})
         if not groups:
-            return ColumnBatch.concat([])
-        if len(groups) == 1:
-            batch = self._read(groups[0], known)
-        else:
-            batch = self._columns_of(self._table(groups, known), "row groups", groups)
+            return TokenTable.concat([])
+        batch = self._read(groups[0], known) if len(groups) == 1 else self._table(groups, known)
         starts = dict(zip(groups, np.cumsum([0, *(self._num_rows[group] for group in groups)]), strict=False))
-        wanted = [starts[group] + row for group, row in (self._places[row] for row in rows)]
-        return batch if wanted == list(range(batch.num_sequences)) else batch.take(wanted)
+        return batch.select([starts[group] + row for group, row in (self._places[row] for row in rows)])
 
-    def _table(self, groups: Sequence[int], names: Sequence[str]) -> Any:
+    def _table(
+        self, groups: Sequence[int], names: Sequence[str], lengths: Values | None = None
+    ) -> TokenTable:
+        where = f"{self.path}, row group {', '.join(map(str, groups))}"
         try:
             with self._file() as file:
                 table = file.read_row_groups(groups, columns=names, use_threads=False)
-        except (OSError, require("pyarrow", "a .parquet export").ArrowException) as error:
-            where = ", ".join(map(str, groups))
-            raise DataError(f"{self.path}, row group {where} is damaged: {error}; copy it again") from error
+        except (OSError, self._pa.ArrowException) as error:
+            raise DataError(f"{where} is damaged: {error}; copy it again") from error
         self._check_rows(groups, table)
-        return table
+        try:
+            batch = from_arrow(table, lengths)
+            check_values({name: batch[name] for name in batch.columns})
+            return batch
+        except (DataError, ValueError) as error:
+            raise DataError(f"{where}: {error}") from error
 
-    def _read(self, group: int, names: Sequence[str]) -> ColumnBatch:
+    def _read(self, group: int, names: Sequence[str]) -> TokenTable:
         """Columns of a row group; they stay until another one is read."""
         with self._lock:
             if self._group != group:
                 self._group, self._lengths, self._found = group, None, {}
             if missing := [name for name in names if name not in self._found]:
-                part = self._columns_of(self._table([group], missing), "row group", group, self._lengths)
+                part = self._table([group], missing, self._lengths)
                 self._lengths = part.lengths
                 self._found |= part.columns
             assert self._lengths is not None
-            return ColumnBatch(self._lengths, {name: self._found[name] for name in names})
-
-    def _columns_of(self, table: Any, what: str, where: object, lengths: Values | None = None) -> ColumnBatch:
-        try:
-            batch = from_arrow(table, lengths)
-            check_values(batch.columns)
-            return batch
-        except (DataError, ValueError) as error:
-            raise DataError(f"{self.path}, {what} {where}: {error}") from error
+            return TokenTable.of_rows(self._lengths, {name: self._found[name] for name in names})

@@ -24,8 +24,8 @@ import orjson
 from numpy.typing import NDArray
 
 from pellucid.data.schema import SUMMARISED, Shade
+from pellucid.data.table import TokenTable, Values
 from pellucid.errors import DataError
-from pellucid.export.batch import ColumnBatch, Values
 from pellucid.export.distribution import Distribution, PerPosition, RunningMean
 
 VERSION = 2
@@ -75,25 +75,24 @@ class Slice:
     entropy: RunningMean = field(default_factory=RunningMean)
     kl: Distribution = field(default_factory=Distribution)
 
-    def add(self, batch: ColumnBatch, rows: NDArray[np.bool_], tokens: NDArray[np.int64]) -> None:
+    def add(self, batch: TokenTable, rows: NDArray[np.bool_], tokens: NDArray[np.int64]) -> None:
         """`rows`: which sequences; `tokens`: the trainable tokens of them."""
-        columns = batch.columns
         self.counts["sequences"] += int(rows.sum())
         self.counts["tokens"] += int(batch.lengths[rows].sum())
         self.counts["trainable"] += len(tokens)
         for name, column in _SIDES.items():
-            if column in columns:
-                self.counts[name] += int((columns[column][tokens] == 1).sum())
-        if "stop_reason" in columns:
-            reasons = [reason for reason in columns["stop_reason"][rows] if reason]
+            if column in batch:
+                self.counts[name] += int((batch[column][tokens] == 1).sum())
+        if "stop_reason" in batch:
+            reasons = [reason for reason in batch["stop_reason"][rows] if reason]
             self.counts["ended"] += len(reasons)
             self.counts["cut"] += reasons.count("length")
-        if "reward" in columns:
-            self.reward.add(columns["reward"][rows])
-        if "entropy" in columns:
-            self.entropy.add(columns["entropy"][tokens])
-        if "mismatch_kl" in columns:
-            self.kl.add(columns["mismatch_kl"][tokens])
+        if "reward" in batch:
+            self.reward.add(batch["reward"][rows])
+        if "entropy" in batch:
+            self.entropy.add(batch["entropy"][tokens])
+        if "mismatch_kl" in batch:
+            self.kl.add(batch["mismatch_kl"][tokens])
 
     def merge(self, other: "Slice") -> None:
         for name, count in other.counts.items():
@@ -131,9 +130,9 @@ class Slices:
     def __getitem__(self, owner: Owner) -> Slice:
         return self._of.setdefault(owner, Slice())
 
-    def add(self, batch: ColumnBatch, trainable: NDArray[np.int64]) -> None:
+    def add(self, batch: TokenTable, trainable: NDArray[np.int64]) -> None:
         """`trainable`: the trainable tokens of the batch."""
-        ranks = batch.columns.get("rank", np.zeros(batch.num_sequences, np.int64)).astype(np.int64)
+        ranks = batch.get("rank", np.zeros(batch.num_sequences, np.int64)).astype(np.int64)
         versions = oldest_versions(batch)
         for rank, version in {*zip(ranks.tolist(), versions.tolist(), strict=True)}:
             rows = (ranks == rank) & (versions == version)
@@ -155,15 +154,15 @@ class Slices:
         return slices
 
 
-def oldest_versions(batch: ColumnBatch) -> NDArray[np.int64]:
+def oldest_versions(batch: TokenTable) -> NDArray[np.int64]:
     """Returns the lowest version of each sequence's tokens; the largest integer where none is known."""
     found = np.full(batch.num_sequences, _NO_VERSION)
-    versions = batch.columns.get("policy_versions")
+    versions = batch.get("policy_versions")
     filled = np.flatnonzero(batch.lengths)
     if versions is not None and len(filled):
         numbers = np.nan_to_num(versions, nan=-1).astype(np.int64)  # before anything as large as _NO_VERSION
         known = np.where(numbers >= 0, numbers, _NO_VERSION)
-        found[filled] = np.minimum.reduceat(known, batch.offsets[filled])
+        found[filled] = np.minimum.reduceat(known, batch.token_offsets[filled])
     return found
 
 
@@ -181,23 +180,22 @@ class Part:
     worst: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     slices: Slices = field(default_factory=Slices)
 
-    def add(self, batch: ColumnBatch) -> None:
-        columns = batch.columns
-        trainable = columns.get("loss_mask", np.ones(batch.num_tokens, np.bool_)) == 1
+    def add(self, batch: TokenTable) -> None:
+        trainable = batch.get("loss_mask", np.ones(batch.num_tokens, np.bool_)) == 1
         tokens = np.flatnonzero(trainable)
         self.counts["sequences"] += batch.num_sequences
         self.counts["tokens"] += batch.num_tokens
         self.counts["trainable"] += len(tokens)
         for name, column in _MASKS.items():
-            if column in columns:
-                self.counts[name] += int((columns[column][tokens] == 1).sum())
+            if column in batch:
+                self.counts[name] += int((batch[column][tokens] == 1).sum())
         self.slices.add(batch, tokens)
         self.length.add(batch.lengths.astype(np.float32))
-        if "reward" in columns:
-            self.reward.add(columns["reward"])
-        positions = columns["position_ids"][tokens].astype(np.int64)
+        if "reward" in batch:
+            self.reward.add(batch["reward"])
+        positions = batch["position_ids"][tokens].astype(np.int64)
         for name, shade in SUMMARISED.items():
-            if name in columns and np.isfinite(values := columns[name][tokens]).any():
+            if name in batch and np.isfinite(values := batch[name][tokens]).any():
                 self.metrics.setdefault(name, Distribution()).add(values)
                 self.positions.add(name, positions, values)
                 self._keep_worst(name, _worst(batch, tokens, values, shade))
@@ -259,7 +257,7 @@ class Part:
 
 
 def _worst(
-    batch: ColumnBatch, tokens: NDArray[np.int64], values: Values, shade: Shade
+    batch: TokenTable, tokens: NDArray[np.int64], values: Values, shade: Shade
 ) -> Iterator[dict[str, Any]]:
     scores = np.where(np.isfinite(values), _score(values, shade), -np.inf)
     chosen = np.argpartition(-scores, NUM_WORST)[:NUM_WORST] if len(scores) > NUM_WORST else slice(None)
@@ -270,9 +268,9 @@ def _worst(
     rows = batch.owners[places]
     columns = {
         "value": values[chosen],
-        **{name: batch.columns[name][rows] for name in _OWNER if name in batch.columns},
-        "token": places - batch.offsets[rows],
-        "token_id": batch.columns["token_ids"][places],
+        **{name: batch[name][rows] for name in _OWNER if name in batch},
+        "token": places - batch.token_offsets[rows],
+        "token_id": batch["token_ids"][places],
     }
     for entry in zip(*(column.tolist() for column in columns.values()), strict=True):
         yield dict(zip(columns, entry, strict=True))
@@ -303,17 +301,17 @@ class StepSummary:
             total.merge(part)
         return total
 
-    def add(self, batch: ColumnBatch) -> None:
+    def add(self, batch: TokenTable) -> None:
         if not batch.num_sequences:
             return
-        modes = batch.columns.get("training_mode", np.full(batch.num_sequences, "rl", object))
-        envs = batch.columns.get("env_name", np.full(batch.num_sequences, "", object))
+        modes = batch.get("training_mode", np.full(batch.num_sequences, "rl", object))
+        envs = batch.get("env_name", np.full(batch.num_sequences, "", object))
         rows: dict[tuple[str, str], list[int]] = {}
         for row, owner in enumerate(zip(envs, modes, strict=True)):
             rows.setdefault(owner, []).append(row)
         for (env, mode), own in sorted(rows.items()):
             part = self._parts.setdefault((env, mode), Part(env, mode))
-            part.add(batch.take(np.array(own)))
+            part.add(batch.select(own))
 
     def merge(self, other: "StepSummary") -> None:
         for part in other.parts:

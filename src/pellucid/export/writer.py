@@ -23,16 +23,17 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 
 from pellucid.data import TokenTable
 from pellucid.data.files import append_file, read_lines, replace_file
 from pellucid.data.schema import FIELDS, Column
+from pellucid.data.table import Values
 from pellucid.errors import DataError
-from pellucid.export.batch import ColumnBatch, micro_batch_columns
-from pellucid.export.jsonl import JsonlRecords
+from pellucid.export.jsonl import SCHEMA_VERSION, JsonlRecords
 from pellucid.export.parquet import ParquetSink, require
 from pellucid.export.paths import ExportPaths, partial_of
 from pellucid.export.summary import StepSummary
@@ -47,6 +48,43 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 10.0
 
 
+def micro_batch_columns(
+    table: TokenTable,
+    observed: "Mapping[str, Tensor | None]",
+    *,
+    step: int,
+    rank: int,
+    micro_step: int,
+    denominator: int,
+    num_written: int,
+    precision: str,
+) -> tuple[TokenTable, int]:
+    """Returns the exported part of a micro batch, and the number of sequences without a trainable token.
+
+    Adds what was observed to the table that trained, and selects the sequences with a trainable token.
+    `observed` are the per-token values of forward and loss, None where the loss has none. Padding, the
+    sequence without an environment, is neither exported nor counted.
+    """
+    is_due = table.trainable_lengths > 0
+    num_skipped = int(sum(bool(env) for env in table["env_name"][~is_due]))
+    constant = {"schema_version": SCHEMA_VERSION, "step": step, "rank": rank}
+    constant |= {"micro_step": micro_step, "denominator": denominator}
+    null = np.full(table.num_tokens, np.nan, np.float32)
+    added: dict[str, Values] = {
+        **{name: np.full(table.num_sequences, value, np.int64) for name, value in constant.items()},
+        **{name: null if values is None else values.numpy() for name, values in observed.items()},
+        "precision": np.full(table.num_sequences, precision, object),
+        "micro_sequence_idx": np.arange(table.num_sequences),
+        "export_sequence_idx": num_written + np.cumsum(is_due) - 1,
+        "position_ids": table.positions(),
+    }
+    if "advantages" in table:
+        added["advantage"] = np.full(table.num_sequences, np.nan, np.float32)
+    due = TokenTable(table.lengths, {**table.columns, **added}).select(np.flatnonzero(is_due))
+    columns = {field.name: due.dense(field.name) if field.per_token else due[field.name] for field in FIELDS}
+    return TokenTable(due.lengths, columns), num_skipped
+
+
 class StepWriter:
     """Encodes the records of one rank, step by step: under a hidden name until the step is complete."""
 
@@ -57,7 +95,7 @@ class StepWriter:
         self._records: JsonlRecords | ParquetSink | None = None
         self._summary = StepSummary()
 
-    def write(self, step: int, batch: ColumnBatch) -> None:
+    def write(self, step: int, batch: TokenTable) -> None:
         """Writes a part of a step; the first part opens its file."""
         self._summary.add(batch)
         self._open(step).write(batch)
@@ -109,7 +147,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
-    def write(self, step: int, batch: ColumnBatch) -> None:
+    def write(self, step: int, batch: TokenTable) -> None:
         self._call("write", step, batch)
 
     def complete(self, step: int) -> None:
@@ -174,14 +212,6 @@ def serve() -> None:
             pipe.send(error)
 
 
-class _MicroBatch(NamedTuple):
-    table: TokenTable
-    observed: "Mapping[str, Tensor | None]"
-    step: int
-    micro_step: int
-    denominator: int
-
-
 class TokenExporter:
     """The export of one run by one rank."""
 
@@ -213,8 +243,6 @@ class TokenExporter:
         self._jobs: list[Future[None]] = []
         self._is_completed = False
         """Whether `complete` was called for this step: nothing more of it will come."""
-        self._held: _MicroBatch | None = None
-        """Micro batch that the thread exports next."""
         self._lock: IO[Any] | None = None
         self.num_skipped = 0
         """Sequences without a trainable token so far: not exported, but counted."""
@@ -235,8 +263,8 @@ class TokenExporter:
         on_cpu = {
             name: None if values is None else values.detach().cpu() for name, values in observed.items()
         }
-        self._held = _MicroBatch(table, on_cpu, step, micro_step, denominator)
-        self._jobs.append(self._thread.submit(self._export))
+        held: list[tuple[TokenTable, Mapping[str, Tensor | None]]] = [(table, on_cpu)]
+        self._jobs.append(self._thread.submit(self._export, held, step, micro_step, denominator))
 
     def complete(self, step: int) -> None:
         """Ends the step: its file gets its name while training goes on."""
@@ -288,18 +316,20 @@ class TokenExporter:
         while self._jobs:
             self._jobs.pop(0).result()
 
-    def _export(self) -> None:
-        """Exports the held micro batch, and drops the reference to it before the job counts as done."""
-        held, self._held = self._held, None
-        assert held is not None
-        step = held.step
+    def _export(
+        self,
+        held: "list[tuple[TokenTable, Mapping[str, Tensor | None]]]",
+        step: int,
+        micro_step: int,
+        denominator: int,
+    ) -> None:
+        """Exports the micro batch in `held`, and drops the reference to it before the job counts as done."""
         batch, num_skipped = micro_batch_columns(
-            held.table,
-            held.observed,
+            *held.pop(),
             step=step,
             rank=self._rank,
-            micro_step=held.micro_step,
-            denominator=held.denominator,
+            micro_step=micro_step,
+            denominator=denominator,
             num_written=self._num_written,
             precision=self._precision,
         )
@@ -310,11 +340,9 @@ class TokenExporter:
 
     def _delete_from(self, step: int, is_meant: Callable[[int], bool]) -> None:
         for number, rank, path in self.paths.known():
-            if not is_meant(rank):
-                continue
-            if number is None:
+            if is_meant(rank) and number is None:
                 _cut_before(step, path)
-            elif number >= step:
+            elif is_meant(rank) and number is not None and number >= step:
                 self.paths.marker(number).unlink(missing_ok=True)  # first: killed in between, not trusted
                 path.unlink(missing_ok=True)
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pellucid.data import Column
 from pellucid.errors import ColumnError, DataError
 
 Given = torch.Tensor | NDArray[Any]
@@ -93,8 +94,29 @@ class TensorArrangement:
         """The sequence of each token."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
-    def ids(self, name: str, given: Given) -> NDArray[np.uint32]:
-        values = self._flat(name, as_array(name, given), 0)
+    def column(self, name: str, column: Column, given: Any) -> Values:
+        """Converts the argument `name` to a column with one entry per token or sequence.
+
+        A column that a narrower tensor leaves out has the fill of the schema; NaN if it was observed.
+        """
+        if column.dtype is str:
+            return self.texts(name, given)
+        values = as_array(name, given)
+        if column.dtype is np.bool_:
+            return self._mask(name, values)
+        if column.dtype is np.uint32:
+            return self._ids(name, values)
+        if values.dtype.kind not in "fiu":
+            raise ColumnError(name, None, f"holds {values.dtype}; numbers are needed")
+        if not column.per_token:
+            return self._per_sequence(name, values)
+        if name == "policy_version":
+            return self._per_sequence(name, values)[self.owners].astype(column.dtype)
+        fill = column.fill if column.in_batch else np.nan
+        return self._flat(name, values.astype(np.float32), fill).astype(column.dtype, copy=False)
+
+    def _ids(self, name: str, given: Values) -> NDArray[np.uint32]:
+        values = self._flat(name, given, 0)
         if values.dtype.kind not in "iu":
             raise ColumnError(name, None, f"holds {values.dtype}; whole numbers are needed")
         if values.size and (values.min() < 0 or values.max() > np.iinfo(np.uint32).max):
@@ -103,46 +125,32 @@ class TensorArrangement:
             )
         return values.astype(np.uint32)
 
-    def mask(self, name: str, given: Given) -> NDArray[np.bool_]:
-        values = as_mask(name, as_array(name, given))
+    def _mask(self, name: str, given: Values) -> NDArray[np.bool_]:
+        values = as_mask(name, given)
         flat: NDArray[np.bool_] = self._flat(name, values, False)
         if values.sum() != flat.sum():
             raise ColumnError(name, None, "marks padding; attention_mask says which entries are tokens")
         return flat
 
-    def numbers(
-        self, name: str, given: Given, *, fill: float = np.nan, where: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.float32]:
-        """Returns one number per token: `fill` for columns that a tensor leaves out; refuses one that is not
-        finite `where` it has to be."""
-        values = as_array(name, given)
-        if values.dtype.kind not in "fiu":
-            raise ColumnError(name, None, f"holds {values.dtype}; numbers are needed")
-        flat: NDArray[np.float32] = self._flat(name, values.astype(np.float32), fill)
-        if where is not None and (bad := np.flatnonzero(where & ~np.isfinite(flat))).size:
-            row = int(self.owners[bad[0]])
-            token = int(bad[0] - self.lengths[:row].sum())
-            raise ColumnError(
-                name, row, f"of token {token} is {flat[bad[0]]}; a trainable token needs a number"
-            )
-        return flat
-
-    def per_sequence(self, name: str, given: PerSequence | float) -> NDArray[np.float32]:
-        values = as_array(name, given)
-        if values.dtype.kind not in "fiu":
-            raise ColumnError(name, None, f"holds {values.dtype}; numbers are needed")
-        if values.ndim == 0:
-            values = np.full(self.num_sequences, values)
+    def _per_sequence(self, name: str, values: Values) -> NDArray[np.float32]:
         if not self.is_per_sequence(values):
-            raise ColumnError(
-                name,
-                None,
-                f"has shape {values.shape}; one for each of the {self.num_sequences} sequences is needed",
-            )
-        return values.reshape(self.num_sequences).astype(np.float32)
+            num = self.num_sequences
+            rule = f"has shape {values.shape}; one for each of the {num} sequences is needed"
+            raise ColumnError(name, None, rule)
+        each = np.broadcast_to(values.reshape(-1), self.num_sequences)
+        return each.astype(np.float32)
 
     def is_per_sequence(self, values: Values) -> bool:
-        return values.shape in {(self.num_sequences,), (self.num_sequences, 1)}
+        """Returns whether these are one number for all sequences, or one for each."""
+        return values.shape in {(), (self.num_sequences,), (self.num_sequences, 1)}
+
+    def require_numbers(self, name: str, values: Values, trainable: NDArray[np.bool_]) -> None:
+        """Raises ColumnError with the first trainable token whose value is not finite."""
+        if (bad := np.flatnonzero(trainable & ~np.isfinite(values))).size:
+            row = int(self.owners[bad[0]])
+            token = int(bad[0] - self.lengths[:row].sum())
+            rule = f"of token {token} is {values[bad[0]]}; a trainable token needs a number"
+            raise ColumnError(name, row, rule)
 
     def texts(self, name: str, given: str | Sequence[str]) -> NDArray[Any]:
         """Returns a text per sequence, from one for all or one for each."""

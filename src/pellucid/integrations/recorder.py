@@ -6,7 +6,6 @@ called by every process: denominators are those of all of them, each writes its 
 when all have.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from pellucid.config import ExportFormat, LossConfig, ModelConfig, TrainerPrecision
 from pellucid.config.base import Section, save
 from pellucid.config.tools import RecordedConfig
-from pellucid.data import COLUMNS, TokenTable, TrainingMode
+from pellucid.data import COLUMNS, Axis, Column, TokenTable, TrainingMode
 from pellucid.data.rules import check_rules
+from pellucid.data.schema import SCHEMA
 from pellucid.data.tensors import to_tensors
 from pellucid.errors import ColumnError, ConfigError, DataError
 from pellucid.export import TokenExporter
@@ -31,7 +31,6 @@ from pellucid.integrations.arrange import Given, PerSequence, TensorArrangement,
 from pellucid.loss import LossInputs, loss_for, sequence_weights
 from pellucid.metrics import Guarded, JsonlSink
 
-_UNKNOWN_VERSION = -1
 _CPU = torch.device("cpu")
 
 
@@ -106,70 +105,68 @@ class TokenRecorder:
         token_ids: Given,
         loss_mask: Given,
         trainer_logprobs: Given,
-        inference_logprobs: Given | None = None,
-        advantages: Given | PerSequence | float = 0.0,
-        rewards: PerSequence | float = math.nan,
         attention_mask: Given | None = None,
         lengths: PerSequence | None = None,
-        sampled: Given | None = None,
-        entropy: Given | None = None,
-        token_loss: Given | None = None,
-        is_masked_high: Given | None = None,
-        is_masked_low: Given | None = None,
-        teacher_logprobs: Given | None = None,
-        temperature: PerSequence | float = 1.0,
-        policy_version: PerSequence | int = _UNKNOWN_VERSION,
         training_mode: str = TrainingMode.RL.value,
-        **names: str | Sequence[str],
+        **others: Given | PerSequence | float | str | Sequence[str] | None,
     ) -> None:
         """Adds one micro batch, as it was trained. Tensors may be on any device; none of them is kept.
 
-        `inference_logprobs` are those that the loss compared with: of the sampler, or of the old policy; not
-        needed for sft. `rewards` are one per sequence, NaN (the default) where nobody scored it: null in the
-        export. `advantages` are one per sequence or per token. `sampled` is `loss_mask` if not given.
-        `token_loss` is the loop's own, before any mean; where it or a mask of what was clipped is not given,
-        it is what the named loss makes of the logprobs. `names` are texts of the sequences, one for all or
-        one for each: env_name, example_id, group_id, rollout_id, sample_id, stop_reason.
+        `others` are columns of the schema; one that is None is not given:
+
+            inference_logprobs    those that the loss compared with: of the sampler, or of the old policy; not
+                                  needed for sft
+            advantages            one per sequence or per token
+            rewards               one per sequence, NaN (the default) where nobody scored it
+            sampled               `loss_mask` if not given
+            entropy, teacher_logprobs
+            temperature, policy_version           one for all or one per sequence
+            token_loss            the loop's own, before any mean
+            is_masked_high, is_masked_low         what was clipped
+            env_name, example_id, group_id, rollout_id, sample_id, stop_reason
+                                  texts of the sequences, one for all or one for each
+
+        A token's loss, or a mask, that is not given is what the named loss makes of the logprobs.
         """
         where = TensorArrangement.of(token_ids, loss_mask, attention_mask, lengths)
-        trainable = where.mask("loss_mask", loss_mask)
-        was_sampled = trainable if sampled is None else where.mask("sampled", sampled)
-        columns: dict[str, NDArray[Any]] = {
-            "token_ids": where.ids("token_ids", token_ids),
-            "loss_mask": trainable,
-            "sampled": was_sampled,
-            "inference_logprobs": self._inference_logprobs(where, inference_logprobs, training_mode)[
-                was_sampled
-            ],
-            "policy_versions": where.per_sequence("policy_version", policy_version)[
-                where.owners[was_sampled]
-            ].astype(np.int32),
-            "reward": where.per_sequence("rewards", rewards),
-            "temperature": where.per_sequence("temperature", temperature),
-            "training_mode": where.texts("training_mode", training_mode),
-            **_texts(where, {"env_name": self._env_name, **names}),
+        given: dict[str, Any] = {
+            "token_ids": token_ids,
+            "loss_mask": loss_mask,
+            "sampled": loss_mask,
+            "trainer_logprobs": trainer_logprobs,
+            "policy_version": COLUMNS["policy_versions"].fill,
+            "training_mode": training_mode,
+            "env_name": self._env_name,
+            **{name: value for name, value in others.items() if value is not None},
         }
-        given_advantages = as_array("advantages", advantages)
-        if given_advantages.ndim and not where.is_per_sequence(given_advantages):
-            columns["advantages"] = where.numbers("advantages", given_advantages, fill=0.0)[was_sampled]
-        else:
-            columns["advantage"] = where.per_sequence("advantages", given_advantages)
-        if teacher_logprobs is not None:
-            columns["teacher_logprobs"] = where.numbers("teacher_logprobs", teacher_logprobs)
-        table = TokenTable(where.lengths, columns)
+        values = {
+            column.name: where.column(name, column, given[name])
+            for name, column in _columns_of(given, where).items()
+        }
+        trainable, sampled = values["loss_mask"], values["sampled"]
+        if "inference_logprobs" not in values:
+            if training_mode != TrainingMode.SFT.value:
+                raise ColumnError(
+                    "inference_logprobs",
+                    None,
+                    "is missing; give those that the loss compared with. A loop that trains on its own "
+                    "samples at once has trainer_logprobs.detach() there",
+                )
+            values["inference_logprobs"] = np.zeros(where.num_tokens, np.float32)
+        table = TokenTable(
+            where.lengths,
+            {
+                name: column[sampled] if COLUMNS[name].stored is Axis.SAMPLED else column
+                for name, column in values.items()
+                if name in COLUMNS
+            },
+        )
         check_rules(table.columns, is_trained=True)
-        observed: dict[str, NDArray[Any]] = {
-            "trainer_logprobs": where.numbers("trainer_logprobs", trainer_logprobs, where=trainable)
-        }
-        if entropy is not None:
-            observed["entropy"] = where.numbers("entropy", entropy)
-        if token_loss is not None:
-            losses = where.numbers("token_loss", token_loss, where=trainable)
-            observed["token_loss"] = np.where(trainable, losses, np.float32(0))
-        masks = {"is_masked_high": is_masked_high, "is_masked_low": is_masked_low}
-        observed |= {
-            name: where.mask(name, mask) & trainable for name, mask in masks.items() if mask is not None
-        }
+        observed = {name: column for name, column in values.items() if name not in COLUMNS}
+        for name in observed.keys() & {"trainer_logprobs", "token_loss"}:
+            where.require_numbers(name, observed[name], trainable)
+        for name in observed.keys() - {"trainer_logprobs", "entropy"}:
+            observed[name] = np.where(trainable, observed[name], observed[name].dtype.type(0))
         self._held.append(self._observe(table, observed, training_mode))
 
     def finish_step(self, *, loss: float | torch.Tensor | None = None, **metrics: float) -> None:
@@ -215,20 +212,6 @@ class TokenRecorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _inference_logprobs(
-        self, where: TensorArrangement, given: Given | None, training_mode: str
-    ) -> NDArray[np.float32]:
-        if given is not None:
-            return where.numbers("inference_logprobs", given, fill=0.0)
-        if training_mode != TrainingMode.SFT.value:
-            raise ColumnError(
-                "inference_logprobs",
-                None,
-                "is missing; give those that the loss compared with. A loop that trains on its own samples "
-                "at once has trainer_logprobs.detach() there",
-            )
-        return np.zeros(where.num_tokens, np.float32)
 
     def _observe(self, table: TokenTable, given: Mapping[str, NDArray[Any]], mode: str) -> _Held:
         """Returns the values that the loop gave, with those that the named loss computes from them."""
@@ -300,12 +283,25 @@ def _check_folder(folder: Path, first_step: int) -> None:
         )
 
 
-def _texts(where: TensorArrangement, names: Mapping[str, str | Sequence[str]]) -> dict[str, NDArray[Any]]:
-    known = [name for name, column in COLUMNS.items() if column.dtype is str and name != "training_mode"]
-    for name in names:
-        if name not in known:
-            raise DataError(f"add({name}=…): no such column; texts of a sequence are {', '.join(known)}")
-    return {name: where.texts(name, texts) for name, texts in names.items()}
+_ARGUMENTS = {"rewards": "reward", "policy_version": "policy_versions"}
+"""Arguments of `add` that are not called like their columns."""
+
+_TEXTS = [name for name, column in COLUMNS.items() if column.dtype is str and name != "training_mode"]
+_OBSERVED = ("trainer_logprobs", "entropy", "token_loss", "is_masked_high", "is_masked_low")
+
+
+def _columns_of(given: Mapping[str, Any], where: TensorArrangement) -> dict[str, Column]:
+    """Finds the column of each argument: advantages are a column of the tokens or of the sequences."""
+    found = {}
+    for name in given:
+        column = SCHEMA.get(_ARGUMENTS.get(name, name))
+        if column is None or not (column.in_batch or name in _OBSERVED):
+            texts = ", ".join(each for each in _TEXTS)
+            raise DataError(f"add({name}=…): no such column; texts of a sequence are {texts}")
+        if name == "advantages" and where.is_per_sequence(as_array(name, given[name])):
+            column = SCHEMA["advantage"]
+        found[name] = column
+    return found
 
 
 def _metric_name(name: str) -> str:

@@ -9,13 +9,13 @@ Nothing of the training changes. What is recorded is what TRL's loss read: its b
 shuffled and split, the logprobs and entropies of its own forward, its advantages, and the old logprobs that
 ratios are taken against (its own, where TRL takes none because it trains on its samples at once). Losses and
 clip decisions of single tokens are not to be had from TRL; they are computed from these values by the
-built-in loss that TRL's settings amount to (`trl_loss.py`), and `replay` holds their mean to the loss that
+built-in loss that TRL's settings amount to (`translate`), and `replay` holds their mean to the loss that
 TRL optimised.
 
 Tested with TRL 1.16: the methods that are wrapped here are not part of its public interface.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,18 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from pellucid.config import ExportFormat, TrainerPrecision
+from pellucid.config import (
+    CispoLossConfig,
+    ExportFormat,
+    GspoLossConfig,
+    LossConfig,
+    PpoClipLossConfig,
+    Reduction,
+    TrainerPrecision,
+)
 from pellucid.config.tools import RecordedConfig
 from pellucid.errors import ConfigError, MissingPackageError
 from pellucid.integrations.recorder import TokenRecorder
-from pellucid.integrations.trl_loss import translate
 
 try:
     import trl
@@ -40,19 +47,8 @@ except ImportError as error:
     ) from error
 
 _ROWS = "exported_rows"
-"""Our key in TRL's batches. TRL shuffles and splits lists along with the tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ScoredCompletion:
-    """A scored completion: where it comes from, its reward and its policy version."""
-
-    env: str
-    example: str
-    group: str
-    rollout: str
-    reward: float
-    policy_version: int
+"""Our key in TRL's batches, for a dict per completion: further arguments of `TokenRecorder.add`. TRL shuffles
+and splits lists along with the tensors."""
 
 
 class ExportsTokens:
@@ -152,7 +148,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         weights = self._trainer.reward_weights.to(per_function.device)
         self._rewards = (per_function * weights).nansum(dim=1)
 
-    def rows(self, inputs: Sequence[dict[str, Any]]) -> list[_ScoredCompletion]:
+    def rows(self, inputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Makes a row per completion. The members of a group follow each other, possibly across processes."""
         rewards, self._rewards = self._rewards, None
         assert rewards is not None
@@ -163,14 +159,14 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         for place, example in enumerate(inputs, start):
             group = f"g{self._num_generated}.{place // size}"
             rows.append(
-                _ScoredCompletion(
-                    env=str(example.get("env_name", self._env_name)),
-                    example=str(example.get("example_id", "")),
-                    group=group,
-                    rollout=f"{group}-r{place % size}",
-                    reward=float(rewards[place]),
-                    policy_version=trainer.state.global_step,
-                )
+                {
+                    "env_name": str(example.get("env_name", self._env_name)),
+                    "example_id": str(example.get("example_id", "")),
+                    "group_id": group,
+                    "rollout_id": f"{group}-r{place % size}",
+                    "rewards": float(rewards[place]),
+                    "policy_version": trainer.state.global_step,
+                }
             )
         self._num_generated += 1
         return rows
@@ -184,7 +180,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         self._logprobs = self._entropy = None
         assert self._recorder is not None and logprobs is not None
         self._loss = self._loss + loss.detach()
-        rows: list[_ScoredCompletion] = inputs[_ROWS]
+        rows: list[dict[str, Any]] = inputs[_ROWS]
         mask = inputs["completion_mask"]
         old = inputs.get("old_per_token_logps")
         self._recorder.add(
@@ -195,15 +191,94 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
             trainer_logprobs=logprobs,
             entropy=entropy,
             advantages=inputs["advantages"],
-            rewards=[row.reward for row in rows],
             temperature=self._trainer.args.temperature,
-            policy_version=[row.policy_version for row in rows],
-            env_name=[row.env for row in rows],
-            group_id=[row.group for row in rows],
-            rollout_id=[row.rollout for row in rows],
-            example_id=[row.example for row in rows],
+            **{name: [row[name] for row in rows] for name in rows[0]},
         )
-        self._rewards_of_step += [row.reward for row in rows]
+        self._rewards_of_step += [row["rewards"] for row in rows]
+
+
+_CLIPPED = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo")
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    loss: LossConfig | None
+    """None: each token's loss is computed otherwise, for the reason in `no_loss`."""
+
+    no_loss: str = ""
+    no_sum: str = ""
+    """Why the optimised loss is not the mean of these token losses; empty if it is."""
+
+
+def translate(settings: Any, *, num_processes: int, has_aux_loss: bool) -> Translation:
+    """Maps the settings of a `GRPOConfig` to a built-in loss, and names those that no built-in loss covers.
+
+    loss_type               ours                          its mean
+    dapo (TRL's default)    ppo_clip                      over tokens, if a generation batch is one step
+    grpo                    ppo_clip                      over sequences
+    bnpo                    ppo_clip                      over tokens, if the step is one micro batch
+    dr_grpo, luspo          ppo_clip                      neither: the sum is not compared
+    cispo                   cispo without a lower bound   as dapo
+    any but cispo, with importance_sampling_level = "sequence": gspo
+    """
+    if reason := next(_other_tokens(settings), ""):
+        return Translation(None, no_loss=f"TRL was run with {reason}")
+    reason = next(_other_mean(settings, num_processes, has_aux_loss), "")
+    return Translation(_loss(settings), no_sum=f"TRL was run with {reason}" if reason else "")
+
+
+def _loss(settings: Any) -> LossConfig:
+    low = settings.epsilon
+    high = low if settings.epsilon_high is None else settings.epsilon_high
+    reduction: Reduction = "sequence" if settings.loss_type == "grpo" else "token"
+    if settings.loss_type == "cispo":
+        return CispoLossConfig(type="cispo", clip_low=1.0, clip_high=high - 1)
+    low = min(low, 1.0)  # a ratio is never below 0
+    if settings.importance_sampling_level == "sequence":
+        return GspoLossConfig(type="gspo", clip_low=low, clip_high=high, reduction=reduction)
+    return PpoClipLossConfig(type="ppo_clip", clip_low=low, clip_high=high, reduction=reduction)
+
+
+def _other_tokens(settings: Any) -> Iterator[str]:
+    """Yields the settings by which TRL's loss of a token differs from the built-in one."""
+    kind, high = settings.loss_type, settings.epsilon_high
+    if kind not in (*_CLIPPED, "cispo"):
+        yield f"loss_type = {kind!r}, which is none of the built-in losses"
+    if kind == "cispo" and settings.importance_sampling_level == "sequence":
+        yield "loss_type = 'cispo' and one ratio per sequence"
+    if kind == "cispo" and (settings.epsilon if high is None else high) < 1:
+        yield f"loss_type = 'cispo' and epsilon_high = {high}, which bounds the weights below 1"
+    if settings.beta:
+        yield f"beta = {settings.beta}: a KL to the reference model"
+    if settings.delta is not None and kind in _CLIPPED:
+        yield f"delta = {settings.delta}: a second bound of the ratio"
+    if settings.top_entropy_quantile < 1:
+        yield f"top_entropy_quantile = {settings.top_entropy_quantile}: tokens of low entropy have no loss"
+    if settings.off_policy_mask_threshold is not None:
+        yield f"off_policy_mask_threshold = {settings.off_policy_mask_threshold}"
+    if settings.use_vllm and settings.vllm_importance_sampling_correction:
+        yield "vllm_importance_sampling_correction: a weight for the difference from vLLM's logprobs"
+
+
+def _other_mean(settings: Any, num_processes: int, has_aux_loss: bool) -> Iterator[str]:
+    kind, num_micro_batches = settings.loss_type, settings.gradient_accumulation_steps
+    if kind == "dr_grpo":
+        yield "loss_type = 'dr_grpo', which divides by the longest possible completions"
+    if kind == "luspo":
+        yield "loss_type = 'luspo', which adds up the tokens of a sequence"
+    if kind == "bnpo" and num_micro_batches * num_processes > 1:
+        yield "loss_type = 'bnpo', which takes the mean of the micro batches' means"
+    if kind in ("dapo", "cispo") and settings.steps_per_generation != num_micro_batches:
+        yield (
+            f"loss_type = {kind!r} and steps_per_generation = {settings.steps_per_generation}, which divides "
+            "by the mean number of tokens over the steps of a generation batch"
+        )
+    if kind == "grpo" and settings.mask_truncated_completions:
+        yield "mask_truncated_completions, which counts sequences without a loss in the mean"
+    if settings.entropy_coef or settings.use_adaptive_entropy:
+        yield "an entropy bonus beside the losses of the tokens"
+    if has_aux_loss:
+        yield "a load-balancing loss beside the losses of the tokens"
 
 
 _WRAPPED = (

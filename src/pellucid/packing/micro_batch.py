@@ -84,10 +84,9 @@ class PackedBatch:
     def _micro_batch(self, indices: list[int], kind: Kind) -> MicroBatch:
         whole = self.table.select(indices)
         cut = whole.truncate(self.seq_len)
-        if indices:
-            padded = cut.pad_to(self.pad_to_multiple_of)
-        else:  # padding alone, with all columns of the batch, because a loss reads them
-            padded = TokenTable.concat([cut, TokenTable.padding(self.pad_to_multiple_of)])
+        multiple = self.pad_to_multiple_of
+        # Without sequences, padding alone has all columns of the batch, too: a loss reads them.
+        padded = cut.pad_to(multiple) if indices else cut.padding(multiple)
         counts = Counts(
             samples=cut.num_sequences,
             tokens=padded.num_tokens,

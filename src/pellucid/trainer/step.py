@@ -107,7 +107,7 @@ def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:
     if not share_prompts:
         return packed_layout(lengths, loss_mask)
     groups = table["group_id"].tolist()
-    experts = table["routed_experts"] if table.has("routed_experts") else None
+    experts = table.get("routed_experts")
     return shared_layout(lengths, table["token_ids"], groups, table.dense("temperatures"), loss_mask, experts)
 
 

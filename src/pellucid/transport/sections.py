@@ -169,7 +169,7 @@ def encode_table(table: TokenTable) -> Iterator[EncodedSection]:
         pairs = np.stack([prefixes.owners, prefixes.lengths], axis=1).astype("<u4")
         yield _encoded(SHARED, Form.VALUES, [pairs], "uint32")
     as_bits = _smaller_as_bits(table)
-    for name, rows in table.columns.items():
+    for name, rows in ((name, table.columns[name]) for name in COLUMNS if name in table):
         if isinstance(rows, MaskRows) and as_bits:
             yield _encoded(name, Form.BITS, _bits(rows))
         elif isinstance(rows, SpanRows):
@@ -200,7 +200,7 @@ def find_shared_prompts(table: TokenTable) -> Prefixes | None:
 
     A prompt is what comes before the first sampled token.
     """
-    if not table.has("group_id"):
+    if "group_id" not in table:
         return None
     ids, sampled = table.columns["token_ids"], table.columns["sampled"]
     assert isinstance(ids, ValueRows) and isinstance(sampled, MaskRows)

@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.data import TokenTable
 from pellucid.data.alarms import Alarm, alarms_path, read_alarms
 from pellucid.data.schema import FIELDS
 from pellucid.errors import DataError, PellucidError
 from pellucid.export import Export, Records
 from pellucid.export import open as open_export
-from pellucid.export.batch import ColumnBatch, is_per_token
 from pellucid.export.jsonl import read_json_lines
 from pellucid.export.parquet import ParquetSource
 from pellucid.export.summary import StepSummary
 from pellucid.ledger import State, reconcile
 from pellucid.ledger.settings import read_settings_file, settings_files
 
-__all__ = ["ColumnBatch", "Exports", "Records", "RunFolder", "Selection", "StepSummary", "is_per_token"]
+__all__ = ["Exports", "Records", "RunFolder", "Selection", "StepSummary"]
 
 FIRST_RECORDS, MOST_RECORDS = 16, 512
 TOKENS_AT_ONCE = 500_000
@@ -107,12 +107,12 @@ class Exports:
         """Returns the selected records of a step, ordered by (rank, index in the rank's file)."""
         return self._opened().records({step}, **self.selection.wanted)
 
-    def batches(self, records: Records) -> Iterator[ColumnBatch]:
+    def batches(self, records: Records) -> Iterator[TokenTable]:
         """Yields the records in columns, some at a time."""
         start, size = 0, FIRST_RECORDS
         while start < len(records):
             batch = records[start : start + size].batch(ALL_FIELDS)
-            if "token_ids" not in batch.columns:
+            if "token_ids" not in batch:
                 raise DataError(f"{self.path}: a record has no token_ids")
             yield batch
             start += size
@@ -140,9 +140,9 @@ class Exports:
         return total
 
 
-def trainable(batch: ColumnBatch) -> NDArray[np.bool_]:
+def trainable(batch: TokenTable) -> NDArray[np.bool_]:
     """Returns the loss mask; all True in an export that has none."""
-    mask = batch.columns.get("loss_mask")
+    mask = batch.get("loss_mask")
     if mask is None:
         return np.ones(batch.num_tokens, np.bool_)
     chosen: NDArray[np.bool_] = mask == 1

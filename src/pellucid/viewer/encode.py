@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pellucid.data import TokenTable
 from pellucid.data.schema import TOKEN_FIELDS
 from pellucid.errors import DataError
-from pellucid.export.batch import RATIOS
-from pellucid.viewer.access import ColumnBatch, Exports, Records, StepSummary, is_per_token
+from pellucid.export.reader import RATIOS
+from pellucid.viewer.access import Exports, Records, StepSummary
 from pellucid.viewer.blob import BlobWriter
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import Identity, Measures
@@ -60,7 +61,7 @@ def encode_step(
     for batch in exports.batches(records):
         for first, last in chunk_spans(batch.lengths):
             starts.append(len(identity) + first)
-            chunk = batch.take(np.arange(first, last))
+            chunk = batch.select(np.arange(first, last))
             chunks.append(encode_chunk(chunk, roles, level=level))
             if chunk.num_tokens > LONG_TOKENS:
                 leads[starts[-1]] = encode_lead(chunk, roles, level=level)
@@ -68,7 +69,7 @@ def encode_step(
         measures.add(batch)
         if written is None:
             summary.add(batch)
-        seen = np.union1d(seen, batch.columns["token_ids"])
+        seen = np.union1d(seen, batch["token_ids"])
     index, point = encode_index(step, identity, summary, starts, level=level)
     return EncodedStep(index, measures.encode(level=level), chunks, leads, point, seen)
 
@@ -104,11 +105,11 @@ def chunk_spans(lengths: NDArray[np.int64], max_tokens: int = CHUNK_TOKENS) -> I
         yield first, len(lengths)
 
 
-def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) -> bytes:
+def encode_chunk(batch: TokenTable, roles: RoleFinder, *, level: int | None) -> bytes:
     blob = BlobWriter()
     lengths = batch.lengths
     blob.add("lengths", lengths)
-    present = {name: _as_numbers(batch.columns[name]) for name in _SHOWN if name in batch.columns}
+    present = {name: _as_numbers(batch[name]) for name in _SHOWN if name in batch}
     derived = []
     for name, values in present.items():
         if name in RATIOS and _follows(name, values, present):
@@ -124,13 +125,12 @@ def encode_chunk(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) ->
     return blob.finish({"derived": derived, "segments": roles.segments(batch)}, level=level)
 
 
-def encode_lead(batch: ColumnBatch, roles: RoleFinder, *, level: int | None) -> bytes:
+def encode_lead(batch: TokenTable, roles: RoleFinder, *, level: int | None) -> bytes:
     """Returns the first tokens of one record, in the form of a chunk."""
     columns = {
-        name: values[:LEAD_TOKENS] if is_per_token(name, values, batch) else values
-        for name, values in batch.columns.items()
+        name: batch[name][:LEAD_TOKENS] if batch.is_per_token(name) else batch[name] for name in batch.columns
     }
-    return encode_chunk(ColumnBatch(np.array([LEAD_TOKENS]), columns), roles, level=level)
+    return encode_chunk(TokenTable(np.array([LEAD_TOKENS]), columns), roles, level=level)
 
 
 def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:

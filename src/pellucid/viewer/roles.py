@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from pellucid.viewer.access import ColumnBatch
+from pellucid.data import TokenTable
 from pellucid.viewer.vocabulary import Vocabulary, shortened
 
 Segment = tuple[str, int, int]
@@ -27,15 +27,15 @@ class RoleFinder:
         self._vocabulary = vocabulary
         self._headers = template_headers(vocabulary.tokenizer)
 
-    def segments(self, batch: ColumnBatch) -> list[list[Segment]]:
+    def segments(self, batch: TokenTable) -> list[list[Segment]]:
         """Returns the segments of each record."""
         lengths: list[int] = batch.lengths.tolist()
-        recorded = batch.columns.get("role_spans")
+        recorded = batch.get("role_spans")
         spans = [_spans(value) for value in recorded] if recorded is not None else [[] for _ in lengths]
         if not all(spans):
-            ids = batch.columns["token_ids"]
+            ids = batch["token_ids"]
             starts = self._header_starts(ids) or self._chatml_starts(ids)
-            guessed = _by_record(starts, batch.offsets)
+            guessed = _by_record(starts, batch.token_offsets)
             spans = [own or other for own, other in zip(spans, guessed, strict=True)]
         return [cover(own, length) for own, length in zip(spans, lengths, strict=True)]
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pellucid.viewer.access import ColumnBatch, trainable
+from pellucid.data import TokenTable
+from pellucid.viewer.access import trainable
 from pellucid.viewer.blob import BlobWriter
 from pellucid.viewer.vocabulary import shortened
 
@@ -66,9 +67,9 @@ class Identity:
     def __len__(self) -> int:
         return len(self.words["env"])
 
-    def add(self, batch: ColumnBatch) -> None:
+    def add(self, batch: TokenTable) -> None:
         for name, column in WORDS.items():
-            words = batch.columns.get(column)
+            words = batch.get(column)
             self.words[name] += [""] * batch.num_sequences if words is None else map(_word, words)
         for name, column in NUMBERS.items():
             self.numbers[name].append(_numbers(batch, column))
@@ -91,7 +92,7 @@ class Identity:
 class Measures:
     parts: list[dict[str, NDArray[Any]]] = field(default_factory=list)
 
-    def add(self, batch: ColumnBatch) -> None:
+    def add(self, batch: TokenTable) -> None:
         self.parts.append(_measure(batch) | {"sparks": _sparks(batch)})
 
     def encode(self, *, level: int | None) -> bytes:
@@ -101,29 +102,29 @@ class Measures:
         return blob.finish({}, level=level)
 
 
-def _measure(batch: ColumnBatch) -> dict[str, NDArray[Any]]:
-    columns, chosen = batch.columns, trainable(batch)
+def _measure(batch: TokenTable) -> dict[str, NDArray[Any]]:
+    chosen = trainable(batch)
     nothing = np.full(batch.num_sequences, np.nan)
-    versions = columns.get("policy_versions", np.full(batch.num_tokens, np.nan))
+    versions = batch.get("policy_versions", np.full(batch.num_tokens, np.nan))
     seen = np.isfinite(versions) & (versions >= 0)
     found = {
-        "trainable": _sum(batch, chosen) if "loss_mask" in columns else nothing,
+        "trainable": _sum(batch, chosen) if "loss_mask" in batch else nothing,
         "kl_mean": _mean(batch, "mismatch_kl", chosen),
         "kl_max": _largest(batch, "mismatch_kl", chosen),
         "entropy": _mean(batch, "entropy", chosen),
-        "loss": _sum(batch, np.nan_to_num(columns["token_loss"])) if "token_loss" in columns else nothing,
+        "loss": _sum(batch, np.nan_to_num(batch["token_loss"])) if "token_loss" in batch else nothing,
         "version_low": -_largest(batch, -versions, seen),
         "version_high": _largest(batch, versions, seen),
     }
     for row in ("masked", "masked_high", "masked_low"):
-        found[row] = _num_masked(batch, columns.get(f"is_{row}"), chosen)
+        found[row] = _num_masked(batch, batch.get(f"is_{row}"), chosen)
     for row, column in (("reward", "rewards"), ("advantage", "advantages")):
         own = _numbers(batch, row)
         found[row] = np.where(np.isfinite(own), own, _mean(batch, column, chosen))
     return found
 
 
-def _num_masked(batch: ColumnBatch, values: NDArray[Any] | None, chosen: NDArray[np.bool_]) -> NDArray[Any]:
+def _num_masked(batch: TokenTable, values: NDArray[Any] | None, chosen: NDArray[np.bool_]) -> NDArray[Any]:
     """None where the loss has no such mask."""
     if values is None:
         return np.full(batch.num_sequences, np.nan)
@@ -132,17 +133,17 @@ def _num_masked(batch: ColumnBatch, values: NDArray[Any] | None, chosen: NDArray
     return np.where(decided > 0, counts, np.nan)
 
 
-def _sum(batch: ColumnBatch, values: NDArray[Any]) -> NDArray[np.float64]:
+def _sum(batch: TokenTable, values: NDArray[Any]) -> NDArray[np.float64]:
     """Sums per record, in float64."""
     total = np.zeros(batch.num_sequences)
     filled = np.flatnonzero(batch.lengths)
     if len(filled):
-        total[filled] = np.add.reduceat(values.astype(np.float64), batch.offsets[filled])
+        total[filled] = np.add.reduceat(values.astype(np.float64), batch.token_offsets[filled])
     return total
 
 
-def _mean(batch: ColumnBatch, column: str, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-    values = batch.columns.get(column)
+def _mean(batch: TokenTable, column: str, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+    values = batch.get(column)
     if values is None:
         return np.full(batch.num_sequences, np.nan)
     known = chosen & np.isfinite(values)
@@ -151,20 +152,18 @@ def _mean(batch: ColumnBatch, column: str, chosen: NDArray[np.bool_]) -> NDArray
     return mean
 
 
-def _largest(
-    batch: ColumnBatch, column: str | NDArray[Any], chosen: NDArray[np.bool_]
-) -> NDArray[np.float64]:
-    values = batch.columns.get(column) if isinstance(column, str) else column
+def _largest(batch: TokenTable, column: str | NDArray[Any], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+    values = batch.get(column) if isinstance(column, str) else column
     found = np.full(batch.num_sequences, -np.inf)
     filled = np.flatnonzero(batch.lengths)
     if values is not None and len(filled):
         known = np.where(chosen & np.isfinite(values), values, -np.inf)
-        found[filled] = np.maximum.reduceat(known, batch.offsets[filled])
+        found[filled] = np.maximum.reduceat(known, batch.token_offsets[filled])
     return np.where(np.isfinite(found), found, np.nan)
 
 
-def _numbers(batch: ColumnBatch, name: str) -> NDArray[np.float64]:
-    values = batch.columns.get(name)
+def _numbers(batch: TokenTable, name: str) -> NDArray[np.float64]:
+    values = batch.get(name)
     if values is None:
         return np.full(batch.num_sequences, np.nan)
     if values.dtype.kind in "iufb":
@@ -176,10 +175,10 @@ def _word(value: Any) -> str:
     return "" if value is None or value != value else shortened(str(value))
 
 
-def _sparks(batch: ColumnBatch) -> NDArray[np.uint8]:
+def _sparks(batch: TokenTable) -> NDArray[np.uint8]:
     """The largest KL in each of 32 equal stretches of a record's trainable tokens; short ones repeat."""
     cells = np.zeros((batch.num_sequences, SPARK_CELLS))
-    values = batch.columns.get("mismatch_kl")
+    values = batch.get("mismatch_kl")
     if values is not None:
         chosen = trainable(batch) & np.isfinite(values)
         known = values[chosen]

@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pellucid.data import TokenTable
 from pellucid.errors import DataError, printable
-from pellucid.viewer.access import ColumnBatch, Exports, Records, RunFolder, trainable
+from pellucid.viewer.access import Exports, Records, RunFolder, trainable
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.summary import kl_domain, summarise
 from pellucid.viewer.vocabulary import Text as TokenText
@@ -56,7 +57,7 @@ def show(
         console.print(Text("skipped: its loss or gradient is not finite, no weights moved", style="yellow"))
     console.print(_records(batch))
     if record_index < batch.num_sequences:
-        chosen = batch.take([record_index])
+        chosen = batch.select([record_index])
         scale = kl_domain(point["kl_p95"] or 0.0)
         console.print(
             Text(f"\nrecord {record_index} of {len(records)}", style="bold"),
@@ -66,7 +67,7 @@ def show(
     _print_ledger(console, run)
 
 
-def _newest(exports: Exports, record_index: int) -> tuple[int, Records, ColumnBatch, dict[str, Any]]:
+def _newest(exports: Exports, record_index: int) -> tuple[int, Records, TokenTable, dict[str, Any]]:
     """The newest step that can be read, its records, the first of them in columns, and its numbers."""
     for step in reversed(exports.steps()):
         try:
@@ -107,14 +108,14 @@ def _title(name: str, num_records: int, point: dict[str, Any]) -> Text:
     return Text.assemble((name, "bold"), "  ", " · ".join(parts))
 
 
-def _records(batch: ColumnBatch) -> Table:
+def _records(batch: TokenTable) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False)
     for title in ("#", "environment", "group", "reward", "adv.", "tokens", "trainable", "KL max", "masked"):
         table.add_column(title, justify="left" if title in ("environment", "group") else "right")
     chosen = trainable(batch)
     for row in range(min(RECORDS_SHOWN, batch.num_sequences)):
-        span = slice(int(batch.offsets[row]), int(batch.offsets[row + 1]))
-        kl, masked = batch.columns.get("mismatch_kl"), batch.columns.get("is_masked")
+        span = slice(int(batch.token_offsets[row]), int(batch.token_offsets[row + 1]))
+        kl, masked = batch.get("mismatch_kl"), batch.get("is_masked")
         known = np.empty(0) if kl is None else kl[span][chosen[span] & np.isfinite(kl[span])]
         table.add_row(
             str(row),
@@ -130,10 +131,10 @@ def _records(batch: ColumnBatch) -> Table:
     return table
 
 
-def _tokens(batch: ColumnBatch, vocabulary: Vocabulary, scale: Sequence[float]) -> Table:
+def _tokens(batch: TokenTable, vocabulary: Vocabulary, scale: Sequence[float]) -> Table:
     table = Table.grid(padding=(0, 2))
-    chosen, kl, masked = trainable(batch), batch.columns.get("mismatch_kl"), batch.columns.get("is_masked")
-    ids = batch.columns["token_ids"]
+    chosen, kl, masked = trainable(batch), batch.get("mismatch_kl"), batch.get("is_masked")
+    ids = batch["token_ids"]
     for role, start, end in RoleFinder(vocabulary).segments(batch)[0]:
         text = Text(overflow="fold")
         for index in range(start, min(end, MAX_TOKENS)):
@@ -153,8 +154,8 @@ def _tokens(batch: ColumnBatch, vocabulary: Vocabulary, scale: Sequence[float]) 
     return table
 
 
-def _outliers(batch: ColumnBatch, vocabulary: Vocabulary, *, is_skipped: bool) -> Table | str:
-    kl = batch.columns.get("mismatch_kl")
+def _outliers(batch: TokenTable, vocabulary: Vocabulary, *, is_skipped: bool) -> Table | str:
+    kl = batch.get("mismatch_kl")
     if kl is None or not np.isfinite(kl[trainable(batch)]).any():
         return ""
     scores = np.where(trainable(batch) & np.isfinite(kl), kl, -np.inf)
@@ -164,11 +165,11 @@ def _outliers(batch: ColumnBatch, vocabulary: Vocabulary, *, is_skipped: bool) -
     for index in np.argsort(-scores, kind="stable")[:OUTLIERS_SHOWN].tolist():
         if not np.isfinite(scores[index]):
             break
-        masked = batch.columns.get("is_masked")
+        masked = batch.get("is_masked")
         state = "trainable" if masked is None else "masked" if masked[index] == 1 else "trained"
         state = "skipped" if is_skipped else state
         table.add_row(
-            Text(visible(vocabulary.text(int(batch.columns["token_ids"][index])))),
+            Text(visible(vocabulary.text(int(batch["token_ids"][index])))),
             str(index),
             _short(float(kl[index])),
             _short(_at(batch, "prob_delta", index)),
@@ -224,9 +225,9 @@ def _style(value: float, scale: Sequence[float]) -> str:
     return f"{'#16181b' if place >= 3 else '#e9e7e2'} on {RAMP[place]}"
 
 
-def _at(batch: ColumnBatch, name: str, index: int) -> Any:
+def _at(batch: TokenTable, name: str, index: int) -> Any:
     """Returns the value of a record or a token; None where the export has no such column."""
-    values = batch.columns.get(name)
+    values = batch.get(name)
     return None if values is None else values[index]
 
 

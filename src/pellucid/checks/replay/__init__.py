@@ -34,9 +34,9 @@ from pellucid.checks.replay.recorded import RecordedRun
 from pellucid.checks.replay.what_if import WhatIf, what_if_table
 from pellucid.config.imports import see_current_folder
 from pellucid.config.tools import ReplaySettings
+from pellucid.data.table import TokenTable, Values
 from pellucid.errors import ConfigError, DataError, ModelError
 from pellucid.export import FIELDS
-from pellucid.export.batch import ColumnBatch, Values, is_per_token
 from pellucid.launch.console import make_console
 
 if TYPE_CHECKING:
@@ -127,11 +127,11 @@ def _open_predictor(run: RecordedRun, notes: list[str]) -> "Predictor | None":
         return None
 
 
-def _read_steps(run: RecordedRun, steps: Sequence[int]) -> Iterable[tuple[int, ColumnBatch]]:
+def _read_steps(run: RecordedRun, steps: Sequence[int]) -> Iterable[tuple[int, TokenTable]]:
     """Reads step after step, with a bar on a terminal; standard output stays free of it."""
     names = [each.name for each in FIELDS if each.name != "role_spans"]
 
-    def read() -> Iterator[tuple[int, ColumnBatch]]:
+    def read() -> Iterator[tuple[int, TokenTable]]:
         for number in steps:
             yield number, run.export.step(number).batch(names)
 
@@ -144,29 +144,28 @@ def _print_json(report: Mapping[str, Any]) -> None:
     print(orjson.dumps(report, option=orjson.OPT_SERIALIZE_NUMPY).decode())
 
 
-def _tokens_table(step: ColumnBatch, recomputed: Mapping[str, Values], row: int) -> Table:
+def _tokens_table(step: TokenTable, recomputed: Mapping[str, Values], row: int) -> Table:
     """Recorded values; a recomputed one is put beside it where the two differ in the digits shown."""
     table = Table(box=None, header_style="bold", title_justify="left", padding=(0, 1))
     table.title = record_name(step, row)
     for title in ("token", "id", "trainable", *_SHOWN.values()):
         table.add_column(title, justify="right")
-    start, stop = int(step.offsets[row]), int(step.offsets[row + 1])
+    start, stop = int(step.token_offsets[row]), int(step.token_offsets[row + 1])
     for token in range(start, stop):
-        is_trainable = step.columns["loss_mask"][token]
-        cells = [str(token - start), str(step.columns["token_ids"][token]), "yes" if is_trainable else ""]
+        is_trainable = step["loss_mask"][token]
+        cells = [str(token - start), str(step["token_ids"][token]), "yes" if is_trainable else ""]
         for name in _SHOWN:
-            recorded = _cell(name, step.columns[name][token]) if name in step.columns else "-"
+            recorded = _cell(name, step[name][token]) if name in step else "-"
             again = _cell(name, recomputed[name][token]) if name in recomputed else recorded
             cells.append(recorded if recorded == again else f"{recorded} ≠ {again}")
         table.add_row(*cells, style=None if is_trainable else "dim")
     return table
 
 
-def _tokens_as_dict(step: ColumnBatch, recomputed: Mapping[str, Values], row: int) -> dict[str, Any]:
-    start, stop = int(step.offsets[row]), int(step.offsets[row + 1])
+def _tokens_as_dict(step: TokenTable, recomputed: Mapping[str, Values], row: int) -> dict[str, Any]:
+    start, stop = int(step.token_offsets[row]), int(step.token_offsets[row + 1])
     recorded = {
-        name: values[start:stop] if is_per_token(name, values, step) else values[row]
-        for name, values in step.columns.items()
+        name: step[name][start:stop] if step.is_per_token(name) else step[name][row] for name in step.columns
     }
     return {
         "recorded": recorded,

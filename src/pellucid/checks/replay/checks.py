@@ -20,8 +20,8 @@ from pellucid.checks.replay.recompute import (
 )
 from pellucid.checks.replay.recorded import RecordedRun
 from pellucid.data import NOT_OURS, TrainingMode
+from pellucid.data.table import TokenTable, Values
 from pellucid.errors import ConfigError, DataError, PellucidError
-from pellucid.export.batch import ColumnBatch, Values
 from pellucid.ledger import State
 
 if TYPE_CHECKING:
@@ -98,20 +98,19 @@ class Comparison:
         return Finding(self.check, what, self.num_different, 0, meaning)
 
 
-def record_name(step: ColumnBatch, row: int) -> str:
-    columns = step.columns
-    rank = int(columns["rank"][row]) if "rank" in columns else 0
-    index = int(columns["export_sequence_idx"][row]) if "export_sequence_idx" in columns else row
-    rollout = columns["rollout_id"][row] if "rollout_id" in columns else None
+def record_name(step: TokenTable, row: int) -> str:
+    rank = int(step["rank"][row]) if "rank" in step else 0
+    index = int(step["export_sequence_idx"][row]) if "export_sequence_idx" in step else row
+    rollout = step["rollout_id"][row] if "rollout_id" in step else None
     return f"rank {rank}, sequence {index}" + (f" (rollout {rollout})" if rollout else "")
 
 
-def token_name(step: ColumnBatch) -> Name:
+def token_name(step: TokenTable) -> Name:
     """`rank 0, sequence 3 (rollout a1), token 17`."""
 
     def name(token: int) -> str:
         row = int(step.owners[token])
-        return f"{record_name(step, row)}, token {token - int(step.offsets[row])}"
+        return f"{record_name(step, row)}, token {token - int(step.token_offsets[row])}"
 
     return name
 
@@ -129,11 +128,11 @@ class Checks:
         self._number = 0
         """The step that is compared."""
 
-    def add(self, number: int, step: ColumnBatch) -> dict[str, Values]:
+    def add(self, number: int, step: TokenTable) -> dict[str, Values]:
         """Compares one step; returns what was recomputed."""
         self._number = number
         recomputed: dict[str, Values] = {}
-        missing = [column for column in NEEDED if column not in step.columns]
+        missing = [column for column in NEEDED if column not in step]
         if missing:
             self._note(f"losses were not recomputed: the export lacks {', '.join(missing)}")
         else:
@@ -163,10 +162,10 @@ class Checks:
         if note not in self.notes:
             self.notes.append(note)
 
-    def _check_sums(self, number: int, step: ColumnBatch) -> None:
-        if "denominator" not in step.columns:
+    def _check_sums(self, number: int, step: TokenTable) -> None:
+        if "denominator" not in step:
             return
-        denominator = step.columns["denominator"][0]
+        denominator = step["denominator"][0]
         total = max(1, int(num_trainable(step).sum()))
         names = ("trainable tokens of all records",).__getitem__
         self._compare("record", "denominator", [denominator], [total], names, tolerance=0.0, unit="steps")
@@ -174,10 +173,10 @@ class Checks:
         if logged is None:
             why = self.run.recorded.no_sum or "metrics/trainer.jsonl does not have it"
             self._note(f"the loss was not compared: {why}")
-        elif "token_loss" not in step.columns or np.isnan(step.columns["token_loss"]).all():
+        elif "token_loss" not in step or np.isnan(step["token_loss"]).all():
             self._note("the logged loss was not compared: the export has no token losses")
         else:
-            losses = step.columns["token_loss"].astype(np.float64)
+            losses = step["token_loss"].astype(np.float64)
             exported = float(losses.sum()) / denominator
             # Other trainers add up in float32, where rounding is relative to the terms and not to their sum.
             scale = float(np.abs(losses).sum()) / denominator if self.run.is_foreign else abs(exported)
@@ -187,7 +186,7 @@ class Checks:
                 gap = abs(exported - logged.loss) / max(scale, 1e-12)
             self._losses.append((gap, f"step {number}: {exported:.9g} exported, {logged.loss:.9g} logged"))
 
-    def _check_losses(self, number: int, step: ColumnBatch) -> dict[str, Values]:
+    def _check_losses(self, number: int, step: TokenTable) -> dict[str, Values]:
         """Holds ratios, masks and token losses to what follows from the logprobs; returns these."""
         run = self.run.at(number)
         recomputed, undecided = judge_losses(step, run.loss)
@@ -196,7 +195,7 @@ class Checks:
             self._note(f"masks and token losses were not recomputed: {run.no_loss}")
             checks = {"ratios": RATIOS}
         for check, columns in checks.items():
-            for column in (column for column in columns if column in step.columns):
+            for column in (column for column in columns if column in step):
                 recorded = _floats(step, column)
                 tolerance: float | Values = 0.0 if check == "masks" else ROUNDING
                 if check != "ratios" and undecided.any():
@@ -205,12 +204,12 @@ class Checks:
                 self._compare(check, column, recorded, recomputed[column], name, tolerance=tolerance)
         return recomputed
 
-    def _check_levels(self, number: int, step: ColumnBatch) -> None:
+    def _check_levels(self, number: int, step: TokenTable) -> None:
         """Holds the versions of the exported tokens to the bound on their age, and to what was logged."""
         if self.run.is_foreign or not {"policy_versions", "sampled"} <= step.columns.keys():
             return
         versions = _floats(step, "policy_versions")
-        is_ours = step.columns["sampled"].astype(bool) & (versions != NOT_OURS)
+        is_ours = step["sampled"].astype(bool) & (versions != NOT_OURS)
         levels = np.where(is_ours, number - versions, np.nan)
         ours = levels[~np.isnan(levels)]
         orchestrator, logged = self.run.at(number).orchestrator, self.run.logged_levels.get(number)
@@ -225,19 +224,19 @@ class Checks:
             what = "mean and largest level"
             self._compare("off-policy", what, recorded, found, names.__getitem__, unit="batches")
 
-    def _check_books(self, number: int, step: ColumnBatch) -> None:
+    def _check_books(self, number: int, step: TokenTable) -> None:
         """Holds what the trainer booked of a step to the masks of its tokens, by run and environment."""
         booked = self.run.booked.get(number)
         is_alone = number == 0 or number - 1 in self.run.booked  # else it may stand for the steps before it
         needed = {"sampled", "is_masked", "denominator", "env_name", "run_id"}
         if booked is None or not is_alone or self.run.is_foreign or not needed <= step.columns.keys():
             return
-        trains = step.columns["loss_mask"].astype(np.bool_)
-        if max(1, int(trains.sum())) != step.columns["denominator"][0]:
+        trains = step["loss_mask"].astype(np.bool_)
+        if max(1, int(trains.sum())) != step["denominator"][0]:
             return  # tokens were left out of the export
-        trainable = trains & step.columns["sampled"].astype(np.bool_)
-        masked = trains & (step.columns["is_masked"] == 1)
-        accounts = list(zip(step.columns["run_id"].tolist(), step.columns["env_name"].tolist(), strict=True))
+        trainable = trains & step["sampled"].astype(np.bool_)
+        masked = trains & (step["is_masked"] == 1)
+        accounts = list(zip(step["run_id"].tolist(), step["env_name"].tolist(), strict=True))
         names, recorded, expected = [], [], []
         for account in dict.fromkeys(accounts):
             is_theirs = np.array([each == account for each in accounts])[step.owners]
@@ -266,10 +265,10 @@ class Checks:
         bound, name = np.array([ROUNDING * optim.lr]), ("as logged",).__getitem__
         self._compare("learning rate", "lr", [logged.lr], [expected], name, tolerance=bound, unit="steps")
 
-    def _check_rollouts(self, number: int, step: ColumnBatch) -> None:
+    def _check_rollouts(self, number: int, step: TokenTable) -> None:
         """Holds rewards and advantages to the saved rollouts."""
         orchestrator, rollouts = self.run.at(number).orchestrator, self.run.rollouts(number)
-        if orchestrator is None or not rollouts or "rollout_id" not in step.columns:
+        if orchestrator is None or not rollouts or "rollout_id" not in step:
             self._note("advantages were not recomputed: no rollouts were saved")
             return
         rewards = {
@@ -290,11 +289,9 @@ class Checks:
         self._compare("advantages", "advantage", recorded, expected, names.__getitem__, unit="rollouts")
         self._check_repeated(step, "advantages", "advantage", found)
 
-    def _check_repeated(
-        self, step: ColumnBatch, tokens: str, record: str, known: Mapping[str, float]
-    ) -> None:
+    def _check_repeated(self, step: TokenTable, tokens: str, record: str, known: Mapping[str, float]) -> None:
         """Compares a number of each rollout with that of its records, and of all tokens of these."""
-        ids, recorded = step.columns["rollout_id"].tolist(), step.columns[record]
+        ids, recorded = step["rollout_id"].tolist(), step[record]
         rows = [row for row, each in enumerate(ids) if each in known and not np.isnan(recorded[row])]
         expected = np.array([known.get(rollout, np.nan) for rollout in ids], np.float64)
 
@@ -302,7 +299,7 @@ class Checks:
             return record_name(step, rows[index])
 
         self._compare(tokens, record, recorded[rows], expected[rows], name_record, unit="records")
-        if tokens in step.columns:
+        if tokens in step:
             places = np.flatnonzero(np.isin(step.owners, rows))
             found = _floats(step, tokens)[places]
 
@@ -311,8 +308,8 @@ class Checks:
 
             self._compare(tokens, tokens, found, expected[step.owners[places]], name_token)
 
-    def _check_weights(self, number: int, step: ColumnBatch) -> dict[str, Values]:
-        if self.predictor is None or "temperatures" not in step.columns:
+    def _check_weights(self, number: int, step: TokenTable) -> dict[str, Values]:
+        if self.predictor is None or "temperatures" not in step:
             return {}
         try:
             predicted = self.predictor.predict(number, step) or {}
@@ -321,12 +318,12 @@ class Checks:
             self.predictor = None
             return {}
         for column, (values, bounds) in predicted.items():
-            recorded, unit = step.columns[column], "tokens of steps with weights"
+            recorded, unit = step[column], "tokens of steps with weights"
             is_known = np.isfinite(recorded)
             if is_known.any():  # else another trainer without entropy
                 # Another trainer may not have computed those of prompts.
                 expected, name = (
-                    np.where(is_known | step.columns["loss_mask"], values, np.nan),
+                    np.where(is_known | step["loss_mask"], values, np.nan),
                     token_name(step),
                 )
                 self._compare("weights", column, recorded, expected, name, tolerance=bounds, unit=unit)
@@ -345,5 +342,5 @@ class Checks:
         return sorted(found, key=lambda finding: list(STAGES).index(finding.check))
 
 
-def _floats(step: ColumnBatch, column: str) -> Values:
-    return step.columns[column].astype(np.float64)
+def _floats(step: TokenTable, column: str) -> Values:
+    return step[column].astype(np.float64)

@@ -19,10 +19,11 @@ from pellucid.checks.oracle.losses import KNOWN, loss_weights_of, ratios_of, tok
 from pellucid.config import AdvantageConfig, CustomAdvantageConfig, DefaultAdvantageConfig, LossConfig
 from pellucid.config.orchestrator import ROLLOUT_FIELDS
 from pellucid.data import Example, Rollout, TrainingMode, Turn
+from pellucid.data.rows import Integers
 from pellucid.data.schema import TOKEN_FIELDS
+from pellucid.data.table import TokenTable, Values
 from pellucid.data.tensors import TokenTensors
 from pellucid.errors import DataError
-from pellucid.export.batch import ColumnBatch, Integers, Values
 from pellucid.loss import LossInputs, loss_for, sequence_weights
 from pellucid.orchestrator.advantage import ScoredRollout, load_advantage
 
@@ -31,21 +32,21 @@ RATIOS = ("log_importance_ratio", "importance_ratio", "prob_delta", "mismatch_kl
 MASKS = ("is_masked", "is_masked_high", "is_masked_low")
 
 
-def modes_of(step: ColumnBatch) -> Values:
-    return step.columns.get("training_mode", np.full(step.num_sequences, TrainingMode.RL.value, object))
+def modes_of(step: TokenTable) -> Values:
+    return step.get("training_mode", np.full(step.num_sequences, TrainingMode.RL.value, object))
 
 
-def num_trainable(step: ColumnBatch) -> Integers:
+def num_trainable(step: TokenTable) -> Integers:
     """Trainable tokens of each record."""
-    counts = np.bincount(step.owners, step.columns["loss_mask"], minlength=step.num_sequences)
+    counts = np.bincount(step.owners, step["loss_mask"], minlength=step.num_sequences)
     return counts.astype(np.int64)
 
 
-def _groups_of(step: ColumnBatch) -> Values:
-    return step.columns.get("group_id", np.full(step.num_sequences, "", object))
+def _groups_of(step: TokenTable) -> Values:
+    return step.get("group_id", np.full(step.num_sequences, "", object))
 
 
-def replay_losses(step: ColumnBatch, config: LossConfig | None) -> dict[str, Values]:
+def replay_losses(step: TokenTable, config: LossConfig | None) -> dict[str, Values]:
     """Computes `RATIOS`, `MASKS` and `token_loss` of each token of a step; NaN where there is none.
 
     Without a loss, the tokens of rl have ratios alone.
@@ -53,12 +54,11 @@ def replay_losses(step: ColumnBatch, config: LossConfig | None) -> dict[str, Val
     losses, modes = loss_for(config), modes_of(step)
     found = {name: np.full(step.num_tokens, np.nan, np.float32) for name in (*RATIOS, *MASKS, "token_loss")}
     for rows in _micro_batches(step):
-        part = step.take(rows)
+        part = step.select(rows)
         columns = {
-            field.name: torch.from_numpy(np.ascontiguousarray(part.columns[field.name]))
+            field.name: torch.from_numpy(np.ascontiguousarray(part[field.name]))
             for field in TOKEN_FIELDS
-            if field.name in part.columns
-            and not (field.optional and np.isnan(part.columns[field.name]).all())
+            if field.name in part and not (field.optional and np.isnan(part[field.name]).all())
         }
         tokens = TokenTensors(part.lengths.tolist(), torch.empty(0), columns)  # no loss reads positions
         record = losses[modes[rows[0]]](LossInputs.of(tokens, columns["trainer_logprobs"]))
@@ -74,10 +74,10 @@ def replay_losses(step: ColumnBatch, config: LossConfig | None) -> dict[str, Val
     return found
 
 
-def _micro_batches(step: ColumnBatch) -> Iterator[Integers]:
+def _micro_batches(step: TokenTable) -> Iterator[Integers]:
     """Yields the records of each as they were trained; a loss may look at all of them together."""
     zeros = np.zeros(step.num_sequences, np.int64)
-    ranks, micro_steps = (step.columns.get(name, zeros).tolist() for name in ("rank", "micro_step"))
+    ranks, micro_steps = (step.get(name, zeros).tolist() for name in ("rank", "micro_step"))
     members: dict[tuple[int, int, str], list[int]] = {}
     for row, key in enumerate(zip(ranks, micro_steps, modes_of(step).tolist(), strict=True)):
         members.setdefault(key, []).append(row)
@@ -85,7 +85,7 @@ def _micro_batches(step: ColumnBatch) -> Iterator[Integers]:
         yield np.array(rows, np.int64)
 
 
-def judge_losses(step: ColumnBatch, config: LossConfig | None) -> tuple[dict[str, Values], NDArray[np.bool_]]:
+def judge_losses(step: TokenTable, config: LossConfig | None) -> tuple[dict[str, Values], NDArray[np.bool_]]:
     """Computes what `replay_losses` does, by the oracle's formulas in float64.
 
     Also returns which tokens lie so close to a bound of the trust region that float32 may decide otherwise.
@@ -103,22 +103,21 @@ def judge_losses(step: ColumnBatch, config: LossConfig | None) -> tuple[dict[str
         if mode == TrainingMode.RL.value and replayed is not None:
             continue
         rows = np.flatnonzero(modes == mode)
-        tokens, part = step.tokens_of(rows), step.take(rows)
-        columns = part.columns
+        tokens, part = step.tokens_of(rows), step.select(rows)
         verdict = token_losses(
             mode,
             {} if config is None else config.model_dump(),
-            log_pi=columns["trainer_logprobs"],
-            log_mu=columns["inference_logprobs"],
-            advantages=columns["advantages"],
-            trainable=columns["loss_mask"].astype(np.bool_),
+            log_pi=part["trainer_logprobs"],
+            log_mu=part["inference_logprobs"],
+            advantages=part["advantages"],
+            trainable=part["loss_mask"].astype(np.bool_),
             lengths=part.lengths.tolist(),
-            teacher=columns.get("teacher_logprobs"),
+            teacher=part.get("teacher_logprobs"),
         )
         found["token_loss"][tokens] = verdict.loss * weights[rows][part.owners]
         if mode == TrainingMode.SFT.value:
             continue
-        for name, ratios in ratios_of(columns["trainer_logprobs"], columns["inference_logprobs"]).items():
+        for name, ratios in ratios_of(part["trainer_logprobs"], part["inference_logprobs"]).items():
             found[name][tokens] = ratios
         for name in MASKS:
             if (mask := getattr(verdict, name)) is not None:

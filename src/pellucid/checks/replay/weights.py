@@ -23,10 +23,9 @@ from pellucid.checkpoint.files import STATE
 from pellucid.checkpoint.state import read_model
 from pellucid.config import TrainerPrecision
 from pellucid.config.shared import ModelConfig
-from pellucid.data import TokenTable
+from pellucid.data.table import TokenTable, Values
 from pellucid.data.tensors import to_tensors
 from pellucid.errors import DataError
-from pellucid.export.batch import ColumnBatch, Values
 from pellucid.model import Layout, Policy, TokenOutput, load_policy
 from pellucid.model.head import MAX_LOGITS, token_logprobs
 from pellucid.trainer.step import layout_of
@@ -56,13 +55,13 @@ class Predictor:
         self._is_whole = model.lora is None
         self._max_tokens = max_tokens
 
-    def predict(self, step: int, records: ColumnBatch) -> dict[str, Predicted] | None:
+    def predict(self, step: int, records: TokenTable) -> dict[str, Predicted] | None:
         """Logprobs and entropy of each token, in the precision that trained; None if the weights are gone."""
         if not self._load(step):
             return None
         dtype = _dtype_of(records)
         with torch.no_grad(), self._in(dtype) as forward:
-            parts = [self._predict(records.take(rows), forward, dtype) for rows in self._chunks(records)]
+            parts = [self._predict(records.select(rows), forward, dtype) for rows in self._chunks(records)]
         return {
             name: Predicted(*(np.concatenate(pieces) for pieces in zip(*each, strict=True)))
             for name in parts[0]
@@ -101,16 +100,17 @@ class Predictor:
         finally:
             hook.remove()
 
-    def _chunks(self, records: ColumnBatch) -> Iterator[NDArray[np.int64]]:
+    def _chunks(self, records: TokenTable) -> Iterator[NDArray[np.int64]]:
         """As many records as fit under the cap of a micro batch, at least one."""
         start = 0
         while start < records.num_sequences:
-            fits = np.searchsorted(records.offsets, records.offsets[start] + self._max_tokens, "right") - 1
+            offsets = records.token_offsets
+            fits = np.searchsorted(offsets, offsets[start] + self._max_tokens, "right") - 1
             stop = max(start + 1, int(fits))
             yield np.arange(start, stop)
             start = stop
 
-    def _predict(self, records: ColumnBatch, forward: Forward, dtype: torch.dtype) -> dict[str, Predicted]:
+    def _predict(self, records: TokenTable, forward: Forward, dtype: torch.dtype) -> dict[str, Predicted]:
         table, policy = _table(records), self._policy
         tokens = to_tensors(table, policy.device)
         temperatures = tokens["temperatures"]
@@ -199,9 +199,9 @@ def entropy_bound(entropy: Values, spreads: Values, logits: Values, vocab_size: 
     return bounds
 
 
-def _dtype_of(records: ColumnBatch) -> torch.dtype:
+def _dtype_of(records: TokenTable) -> torch.dtype:
     """Exports of earlier versions do not say; float32 was all they were tested with."""
-    names = set(records.columns.get("precision", np.array([], object)).tolist()) - {None, ""}
+    names = set(records.get("precision", np.array([], object)).tolist()) - {None, ""}
     if unknown := names - set(get_args(TrainerPrecision)):
         raise DataError(f"the trainer computed in {sorted(unknown)[0]!r}, which is not known here")
     if len(names) > 1:
@@ -210,17 +210,17 @@ def _dtype_of(records: ColumnBatch) -> torch.dtype:
     return dtype
 
 
-def _table(records: ColumnBatch) -> TokenTable:
+def _table(records: TokenTable) -> TokenTable:
     everywhere = np.ones(records.num_tokens, np.bool_)  # so that every token has its own temperature
     return TokenTable(
         records.lengths,
         {
-            "token_ids": records.columns["token_ids"].astype(np.uint32),
-            "loss_mask": records.columns["loss_mask"],
+            "token_ids": records["token_ids"].astype(np.uint32),
+            "loss_mask": records["loss_mask"],
             "sampled": everywhere,
             "inference_logprobs": np.zeros(records.num_tokens, np.float32),
             "policy_versions": np.zeros(records.num_tokens, np.int32),
-            "temperatures": records.columns["temperatures"],
+            "temperatures": records["temperatures"],
             "env_name": np.full(records.num_sequences, "replay", object),
         },
     )

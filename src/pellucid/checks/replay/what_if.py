@@ -17,8 +17,8 @@ from pellucid.checks.replay.recorded import RecordedRun
 from pellucid.config import AdvantageConfig, LossConfig, OrchestratorConfig, TrainerConfig
 from pellucid.config.base import dotted_keys
 from pellucid.config.explain import nearest
+from pellucid.data.table import TokenTable, Values
 from pellucid.errors import ConfigError
-from pellucid.export.batch import ColumnBatch, Values
 
 LOSS, ADVANTAGE = "trainer.loss", "orchestrator.advantage"
 _KEYS = tuple(
@@ -100,15 +100,15 @@ class WhatIf:
         self._changes = changes
         self.steps: dict[int, dict[str, Effect]] = {}
 
-    def add(self, number: int, step: ColumnBatch) -> None:
+    def add(self, number: int, step: TokenTable) -> None:
         run = self._run.at(number)
         loss, advantage = change(run, self._changes)
-        old = {**replay_losses(step, run.loss), **step.columns}
+        old = {**replay_losses(step, run.loss), **{name: step[name] for name in step.columns}}
         advantages = self._advantages(number, step, advantage)
-        new = replay_losses(ColumnBatch(step.lengths, {**step.columns, "advantages": advantages}), loss)
-        trainable = step.columns["loss_mask"] == 1
-        envs = step.columns.get("env_name", np.full(step.num_sequences, "", object))
-        denominator = int(step.columns.get("denominator", [trainable.sum()])[0])
+        new = replay_losses(TokenTable(step.lengths, {**step.columns, "advantages": advantages}), loss)
+        trainable = step["loss_mask"] == 1
+        envs = step.get("env_name", np.full(step.num_sequences, "", object))
+        denominator = int(step.get("denominator", np.array([trainable.sum()]))[0])
         effects: dict[str, Effect] = {}
         for env in sorted(set(envs.tolist())):
             rows = np.flatnonzero(envs == env)
@@ -125,14 +125,14 @@ class WhatIf:
             }
         self.steps[number] = effects
 
-    def _advantages(self, number: int, step: ColumnBatch, config: AdvantageConfig | None) -> Values:
+    def _advantages(self, number: int, step: TokenTable, config: AdvantageConfig | None) -> Values:
         """Recomputes them where the rollouts were saved."""
-        advantages = step.columns["advantages"].copy()
+        advantages = step["advantages"].copy()
         if config is not None:
             by_rollout = replay_advantages(self._run.rollouts(number), config)
-            for row, rollout in enumerate(step.columns["rollout_id"].tolist()):
+            for row, rollout in enumerate(step["rollout_id"].tolist()):
                 if rollout in by_rollout:
-                    advantages[step.offsets[row] : step.offsets[row + 1]] = by_rollout[rollout]
+                    advantages[step.token_offsets[row] : step.token_offsets[row + 1]] = by_rollout[rollout]
         return advantages
 
     def totals(self) -> dict[str, Effect]:

@@ -275,5 +275,5 @@ def logprobs_of(run: Run, table: TokenTable, *, share: bool = True) -> Floats:
 
 
 def _with(table: TokenTable, name: str, values: NDArray[np.generic]) -> TokenTable:
-    columns = {each: rows.array for each, rows in table.columns.items()}
+    columns = {each: table[each] for each in table.columns}
     return TokenTable(table.lengths, {**columns, name: values})
