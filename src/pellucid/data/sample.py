@@ -315,33 +315,29 @@ def read_list_payload(payload: bytes) -> TrainingSample:
         old = msgspec.msgpack.decode(payload, type=_ListSample)
     except msgspec.DecodeError as error:
         raise DataError(f"not a sample of the older list form: {error}") from error
-    prompt_ids = _values(old.packed_prompt_ids, old.prompt_ids)
-    completion_ids = _values(old.packed_completion_ids, old.completion_ids)
-    masks = (
-        _values(old.packed_prompt_mask, old.prompt_mask),
-        _values(old.packed_completion_mask, old.completion_mask),
-    )
-    temperatures = _values(old.packed_completion_temperatures, old.completion_temperatures)
+
+    def values(name: str) -> Any:
+        """Returns the packed form if there is one, else the plain one."""
+        packed: PackedArray | None = getattr(old, f"packed_{name}")
+        return getattr(old, name) if packed is None else packed.array()
+
+    prompt_ids, completion_ids = values("prompt_ids"), values("completion_ids")
+    masks = values("prompt_mask"), values("completion_mask")
+    temperatures = values("completion_temperatures")
     return TrainingSample.build(
         token_ids=[*prompt_ids, *completion_ids],
         loss_mask=np.concatenate([np.asarray(mask, np.bool_) for mask in masks]),
         sampled=np.arange(len(prompt_ids) + len(completion_ids)) >= len(prompt_ids),
-        inference_logprobs=_values(old.packed_completion_logprobs, old.completion_logprobs),
+        inference_logprobs=values("completion_logprobs"),
         policy_versions=np.zeros(len(completion_ids), np.int32),
         temperatures=temperatures if len(temperatures) else None,
         temperature=old.completion_temperature,
-        teacher_logprobs=_values(old.packed_teacher_logprobs, old.teacher_logprobs),
-        routed_experts=_values(old.routed_experts, None),
-        mm_token_types=_values(old.packed_mm_token_type_ids, old.mm_token_type_ids),
+        teacher_logprobs=values("teacher_logprobs"),
+        routed_experts=None if old.routed_experts is None else old.routed_experts.array(),
+        mm_token_types=values("mm_token_type_ids"),
         mm_tensors=None if bytes(old.mm_tensors) == b"\xc0" else bytes(old.mm_tensors),
         env_name=old.env_name,
         advantage=old.advantage,
         reward=old.reward,
         training_mode=old.training_mode,
     )
-
-
-def _values(packed: PackedArray | None, plain: Sequence[Any] | None) -> Any:
-    """Returns the packed form if there is one, else the plain one."""
-    found: Sequence[Any] | NDArray[Any] | None = plain if packed is None else packed.array()
-    return found

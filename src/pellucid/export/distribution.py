@@ -90,7 +90,7 @@ class Distribution:
         return *edges(used), self.bins[used]
 
     def _used(self) -> Counts:
-        """Bins that are not empty; of booleans they are found in a tenth of the time."""
+        """Bins that are not empty; as booleans they are found in a tenth of the time."""
         return np.flatnonzero(self.bins != 0)
 
     def as_dict(self, quantiles: Sequence[float]) -> dict[str, Any]:

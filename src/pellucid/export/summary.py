@@ -35,25 +35,15 @@ NUM_WORST = 20
 _MASKS = {"masked": "is_masked", "masked_high": "is_masked_high", "masked_low": "is_masked_low"}
 _COUNTED = ("sequences", "tokens", "trainable", *_MASKS)
 _OWNER = ("rank", "export_sequence_idx", "rollout_id")
-_SIDES = {"masked_high": "is_masked_high", "masked_low": "is_masked_low"}
-_SLICE_COUNTED = ("sequences", "tokens", "trainable", *_SIDES, "ended", "cut")
+_SLICE_COUNTED = ("sequences", "tokens", "trainable", "masked_high", "masked_low", "ended", "cut")
 _NO_VERSION = np.iinfo(np.int64).max
 
 Owner = tuple[int, int | None]
 """Rank and policy version."""
 
 NEEDED = (
-    *SUMMARISED,
-    *_MASKS.values(),
-    *_OWNER,
-    "policy_versions",
-    "stop_reason",
-    "env_name",
-    "training_mode",
-    "token_ids",
-    "loss_mask",
-    "position_ids",
-    "reward",
+    *(*SUMMARISED, *_MASKS.values(), *_OWNER, "policy_versions", "stop_reason", "env_name"),
+    *("training_mode", "token_ids", "loss_mask", "position_ids", "reward"),
 )
 """Columns that a summary reads; any but `token_ids` may be missing."""
 
@@ -80,8 +70,8 @@ class Slice:
         self.counts["sequences"] += int(rows.sum())
         self.counts["tokens"] += int(batch.lengths[rows].sum())
         self.counts["trainable"] += len(tokens)
-        for name, column in _SIDES.items():
-            if column in batch:
+        for name, column in _MASKS.items():
+            if name in self.counts and column in batch:
                 self.counts[name] += int((batch[column][tokens] == 1).sum())
         if "stop_reason" in batch:
             reasons = [reason for reason in batch["stop_reason"][rows] if reason]
@@ -119,41 +109,6 @@ class Slice:
         )
 
 
-class Slices:
-    def __init__(self) -> None:
-        self._of: dict[Owner, Slice] = {}
-
-    def __iter__(self) -> Iterator[tuple[Owner, Slice]]:
-        """In the order of rank and version."""
-        yield from sorted(self._of.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1]))
-
-    def __getitem__(self, owner: Owner) -> Slice:
-        return self._of.setdefault(owner, Slice())
-
-    def add(self, batch: TokenTable, trainable: NDArray[np.int64]) -> None:
-        """`trainable`: the trainable tokens of the batch."""
-        ranks = batch.get("rank", np.zeros(batch.num_sequences, np.int64)).astype(np.int64)
-        versions = oldest_versions(batch)
-        for rank, version in {*zip(ranks.tolist(), versions.tolist(), strict=True)}:
-            rows = (ranks == rank) & (versions == version)
-            tokens = trainable if rows.all() else trainable[rows[batch.owners[trainable]]]
-            self[rank, None if version == _NO_VERSION else version].add(batch, rows, tokens)
-
-    def merge(self, other: "Slices") -> None:
-        for owner, part in other:
-            self[owner].merge(part)
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        return [{"rank": rank, "version": version, **part.as_dict()} for (rank, version), part in self]
-
-    @classmethod
-    def from_dicts(cls, values: Iterable[Mapping[str, Any]]) -> "Slices":
-        slices = cls()
-        for value in values:
-            slices._of[value["rank"], value["version"]] = Slice.from_dict(value)
-        return slices
-
-
 def oldest_versions(batch: TokenTable) -> NDArray[np.int64]:
     """Returns the lowest version of each sequence's tokens; the largest integer where none is known."""
     found = np.full(batch.num_sequences, _NO_VERSION)
@@ -178,7 +133,12 @@ class Part:
     metrics: dict[str, Distribution] = field(default_factory=dict)
     positions: PerPosition = field(default_factory=PerPosition)
     worst: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    slices: Slices = field(default_factory=Slices)
+    _slices: dict[Owner, Slice] = field(default_factory=dict)
+
+    @property
+    def slices(self) -> list[tuple[Owner, Slice]]:
+        """Slices in the order of rank and version."""
+        return sorted(self._slices.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1]))
 
     def add(self, batch: TokenTable) -> None:
         trainable = batch.get("loss_mask", np.ones(batch.num_tokens, np.bool_)) == 1
@@ -189,7 +149,7 @@ class Part:
         for name, column in _MASKS.items():
             if column in batch:
                 self.counts[name] += int((batch[column][tokens] == 1).sum())
-        self.slices.add(batch, tokens)
+        self._add_slices(batch, tokens)
         self.length.add(batch.lengths.astype(np.float32))
         if "reward" in batch:
             self.reward.add(batch["reward"])
@@ -200,13 +160,24 @@ class Part:
                 self.positions.add(name, positions, values)
                 self._keep_worst(name, _worst(batch, tokens, values, shade))
 
+    def _add_slices(self, batch: TokenTable, trainable: NDArray[np.int64]) -> None:
+        """`trainable`: the trainable tokens of the batch."""
+        ranks = batch.get("rank", np.zeros(batch.num_sequences, np.int64)).astype(np.int64)
+        versions = oldest_versions(batch)
+        for rank, version in {*zip(ranks.tolist(), versions.tolist(), strict=True)}:
+            rows = (ranks == rank) & (versions == version)
+            tokens = trainable if rows.all() else trainable[rows[batch.owners[trainable]]]
+            owner = rank, None if version == _NO_VERSION else version
+            self._slices.setdefault(owner, Slice()).add(batch, rows, tokens)
+
     def merge(self, other: "Part") -> None:
         for name, count in other.counts.items():
             self.counts[name] += count
         self.reward.merge(other.reward)
         self.length.merge(other.length)
         self.positions.merge(other.positions)
-        self.slices.merge(other.slices)
+        for owner, part in other._slices.items():
+            self._slices.setdefault(owner, Slice()).merge(part)
         for name, distribution in other.metrics.items():
             self.metrics.setdefault(name, Distribution()).merge(distribution)
             self._keep_worst(name, other.worst[name])
@@ -233,7 +204,9 @@ class Part:
                 for name, sums in self.positions.sums.items()
             },
             "worst": self.worst,
-            "slices": self.slices.as_dicts(),
+            "slices": [
+                {"rank": rank, "version": version, **part.as_dict()} for (rank, version), part in self.slices
+            ],
         }
 
     @classmethod
@@ -252,7 +225,7 @@ class Part:
                 {name: np.array(entry["counts"], np.int64) for name, entry in positions},
             ),
             dict(value["worst"]),
-            Slices.from_dicts(value["slices"]),
+            {(part["rank"], part["version"]): Slice.from_dict(part) for part in value["slices"]},
         )
 
 
@@ -309,36 +282,28 @@ class StepSummary:
         rows: dict[tuple[str, str], list[int]] = {}
         for row, owner in enumerate(zip(envs, modes, strict=True)):
             rows.setdefault(owner, []).append(row)
-        for (env, mode), own in sorted(rows.items()):
-            part = self._parts.setdefault((env, mode), Part(env, mode))
-            part.add(batch.select(own))
+        for owner, members in sorted(rows.items()):
+            self._parts.setdefault(owner, Part(*owner)).add(batch.select(members))
 
     def merge(self, other: "StepSummary") -> None:
         for part in other.parts:
-            own = self._parts.setdefault(
-                (part.env_name, part.training_mode), Part(part.env_name, part.training_mode)
-            )
-            own.merge(part)
+            owner = part.env_name, part.training_mode
+            self._parts.setdefault(owner, Part(*owner)).merge(part)
 
     def as_dict(self) -> dict[str, Any]:
         return {"version": VERSION, "parts": [part.as_dict() for part in self.parts]}
-
-    @staticmethod
-    def is_current(value: Mapping[str, Any]) -> bool:
-        """Whether a written summary has all that this version writes."""
-        return value.get("version") == VERSION
 
     @classmethod
     def from_json(cls, text: bytes) -> "StepSummary | None":
         """None for a summary of another version, which has less, or what this one does not know."""
         try:
             value = orjson.loads(text)
-            return cls.from_dict(value) if cls.is_current(value) else None
+            return cls.from_dict(value) if value.get("version") == VERSION else None
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise DataError(f"not a summary: {error!r}") from error
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "StepSummary":
-        if not cls.is_current(value):
+        if value.get("version") != VERSION:
             raise DataError(f"a summary of version {value.get('version')}; this reader knows {VERSION}")
         return cls(Part.from_dict(part) for part in value["parts"])

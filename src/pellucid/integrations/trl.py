@@ -181,6 +181,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
         assert self._recorder is not None and logprobs is not None
         self._loss = self._loss + loss.detach()
         rows: list[dict[str, Any]] = inputs[_ROWS]
+        columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
         mask = inputs["completion_mask"]
         old = inputs.get("old_per_token_logps")
         self._recorder.add(
@@ -192,7 +193,7 @@ class _Exporting(TrainerCallback):  # type: ignore[misc]
             entropy=entropy,
             advantages=inputs["advantages"],
             temperature=self._trainer.args.temperature,
-            **{name: [row[name] for row in rows] for name in rows[0]},
+            **columns,
         )
         self._rewards_of_step += [row["rewards"] for row in rows]
 
