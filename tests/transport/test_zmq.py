@@ -113,11 +113,15 @@ def test_a_chunk_that_got_lost_is_asked_for_again(tmp_path, caplog) -> None:
     with closing(open_inbox(tmp_path, patience=patience)) as inbox:
         inbox.expect(0)
         with stranger(inbox.address) as peer:
-            peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
-            assert [answer(peer) for _ in range(3)] == [wanted(data)] * 3
+            for _ in range(3):
+                peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+                assert answer(peer) == wanted(data)
+                peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+                assert not peer.poll(100), "it was asked for just now"
+                time.sleep(0.4)
             peer.send_multipart(chunk_of(data))
             wait_until(lambda: answer(peer) == Stored("run", 0))
-    assert f"nothing of the batch of step 0 of run 'run' has come for 0.3 s (0 of {len(data)}" in caplog.text
+    assert f"goes on at byte 0 of {len(data)}, since nothing of it has come for 0.3 s" in caplog.text
 
 
 def test_another_batch_of_the_same_step_replaces_the_first(inbox, tmp_path) -> None:

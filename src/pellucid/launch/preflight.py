@@ -46,8 +46,7 @@ from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.environment import check_environment, draw_example, load_environment
 from pellucid.orchestrator.evaluation import load_evaluation
 from pellucid.orchestrator.verdict import load_filter
-from pellucid.transport.channel import batch_address
-from pellucid.transport.zmq_link import allowed_keys, own_keys, trainer_key
+from pellucid.transport.zmq_link import allowed_keys, batch_address, own_keys, trainer_key
 from pellucid.workers import num_cores
 
 S = TypeVar("S", bound=Section)

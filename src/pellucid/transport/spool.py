@@ -8,19 +8,25 @@ holds that marker, so that a killed writer leaves nothing that anybody misreads.
 published in the same way. A folder published as durable is trusted after a power failure, too: its content
 is on the disk before `STABLE` is. Readers of the others compare checksums.
 
+Batches arrive in order, each once:
+
+    orchestrator ── send ──> [ stored, not yet taken: at most `hwm` ] ── receive ──> trainer
+
 A batch waits in the spool for the trainer, and stays until a checkpoint covers it. Both transports end here,
-so that a trainer that died finds its batches whichever way they came.
+so that a trainer that died finds its batches whichever way they came. The receiver refuses what cannot be a
+batch, counts it and logs it with its sender; it goes on waiting for a good one, and the sender is told.
 """
 
 import logging
 import os
+import queue
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from pellucid.data.files import read_whole, replace_file, step_folders, step_number, sync, sync_tree, writing
 from pellucid.errors import PayloadError, TransportError
@@ -217,6 +223,35 @@ def _inode(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
+class BatchSender(Protocol):
+    def send(self, step: int, payload: bytes) -> None:
+        """Hands an encoded batch over, whole or not at all; waits while `hwm` batches are not taken."""
+
+    def check(self) -> None:
+        """Raises TransportError if a batch that was sent will never be trained: it was refused."""
+
+    def close(self) -> None:
+        """Returns once all that was sent is safe with the receiver; raises TransportError if it is not."""
+
+
+class BatchReceiver(Protocol):
+    @property
+    def num_rejected(self) -> int:
+        """Payloads that were refused so far."""
+
+    def poll(self, step: int) -> Batch | None:
+        """Returns the batch of this step, None while it is missing; PayloadError if it was just refused."""
+
+    def receive(self, step: int) -> Batch:
+        """Blocks until a good batch of this step is there."""
+
+    def release_before(self, step: int) -> None:
+        """Releases the batches of earlier steps; those from this step on may be received again."""
+
+    def close(self) -> None:
+        """Ends receiving."""
+
+
 class FilesystemSender:
     def __init__(self, run_dir: Path, *, hwm: int = 8, max_bytes: int = Limits().max_bytes) -> None:
         self._spool = Spool(run_dir)
@@ -263,6 +298,51 @@ class FilesystemReceiver:
 
     def release_before(self, step: int) -> None:
         self._spool.release_before(step)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class MemoryChannel:
+    """Sender and receiver inside one process, through the same bytes as the real ones."""
+
+    def __init__(self, *, hwm: int = 0) -> None:
+        """0 holds any number of batches."""
+        self._queue: queue.Queue[bytes] = queue.Queue(hwm)
+        self._refusals: list[PayloadError] = []
+
+    def send(self, step: int, payload: bytes) -> None:
+        self._queue.put(payload)
+
+    def check(self) -> None:
+        if self._refusals:
+            raise TransportError(f"the trainer refused a batch: {self._refusals[-1]}")
+
+    @property
+    def num_rejected(self) -> int:
+        return len(self._refusals)
+
+    def poll(self, step: int) -> Batch | None:
+        return None if self._queue.empty() else self._take(step)
+
+    def receive(self, step: int) -> Batch:
+        while True:
+            with suppress(PayloadError):
+                return self._take(step)
+
+    def _take(self, step: int) -> Batch:
+        try:
+            batch = decode_batch(self._queue.get(), sender="memory")
+        except PayloadError as error:
+            logger.error("refused the batch of step %d: %s", step, error)
+            self._refusals.append(error)
+            raise
+        if batch.step != step:
+            raise TransportError(f"received the batch of step {batch.step}; expected step {step}")
+        return batch
+
+    def release_before(self, step: int) -> None:
+        """Does nothing: a batch received from memory is gone, and is never received again."""
 
     def close(self) -> None:
         """Nothing to close."""

@@ -36,6 +36,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from pellucid.config import ZmqTransportConfig
 from pellucid.config.tools import KeysSettings
 from pellucid.data.files import read_whole
 from pellucid.errors import ConfigError, DataError
@@ -161,9 +162,15 @@ def _read_key(path: Path, kind: str) -> bytes:
     return key.encode("ascii")
 
 
-def tcp_address(host: str, port: int) -> str:
-    """`tcp://127.0.0.1:5555`, `tcp://[::1]:5555`."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+def batch_address(config: ZmqTransportConfig) -> str:
+    """Returns where the trainer listens: `tcp://127.0.0.1:5555`, `tcp://[::1]:5555`."""
+    if config.port == 0:
+        raise ConfigError(
+            "transport.port = 0 does not say where the trainer is; set the port that it listens on, or start "
+            "all parts with `pellucid rl`"
+        )
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"tcp://{host}:{config.port}"
 
 
 def open_socket(

@@ -6,7 +6,8 @@ thread. Offers are left unanswered until the trainer has said which step it wait
 batches again.
 
 A batch belongs to the connection that it comes from. Another one may go on with it if it offers the same
-bytes, and may begin another batch once the first is silent or gone.
+bytes, and may begin another batch once the first is silent or gone. The receiver has no clock of its own: a
+sender that is asked for nothing more offers its batch again, and then the rest is asked for.
 """
 
 import logging
@@ -21,10 +22,12 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from pellucid.config import TransportConfig, ZmqTransportConfig
+from pellucid.data.rules import Experts
 from pellucid.errors import PayloadError, TransportError
 from pellucid.transport.batch import PREAMBLE, SEALED_FROM, Batch, batch_refused, checksum, decode_batch
 from pellucid.transport.sections import Limits
-from pellucid.transport.spool import FilesystemReceiver
+from pellucid.transport.spool import BatchReceiver, FilesystemReceiver
 from pellucid.transport.zmq_link import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -39,7 +42,10 @@ from pellucid.transport.zmq_link import (
     ToSender,
     WakePipe,
     Want,
+    allowed_keys,
+    batch_address,
     open_socket,
+    own_keys,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,9 +75,6 @@ class Transfer:
     def __init__(self, offer: Offer, peer: bytes, patience: Patience, now_s: float) -> None:
         self.offer = offer
         self.data = bytearray()
-        self.has_stalled = False
-        """Whether nothing came for too long, and nothing has come since."""
-
         self._patience = patience
         self._asked: deque[tuple[int, int, float]] = deque()
         """Start, bytes and time of each chunk that was asked for."""
@@ -104,16 +107,16 @@ class Transfer:
             return False
         took_s = now_s - self._asked.popleft()[2]
         self.data += chunk
-        self._heard_s, self.has_stalled = now_s, False
+        self._heard_s = now_s
         if took_s < self._patience.dead_after_s / 80:
             self._chunk_bytes = min(2 * self._chunk_bytes, self._patience.max_chunk_bytes)
         elif took_s > self._patience.dead_after_s / 10:
             self._chunk_bytes = max(self._chunk_bytes // 2, self._patience.min_chunk_bytes)
         return True
 
-    def is_stalled(self, now_s: float) -> bool:
+    def is_silent(self, now_s: float) -> bool:
         """Whether nothing has come for too long from whoever sends it."""
-        return self.peer is not None and now_s - self._heard_s > self._patience.dead_after_s
+        return self.peer is None or now_s - self._heard_s > self._patience.dead_after_s
 
 
 class ZmqReceiver(FilesystemReceiver):
@@ -215,9 +218,8 @@ class ZmqReceiver(FilesystemReceiver):
         poller = zmq.Poller()
         for source in (self._socket, self._gate, self._bell):
             poller.register(source, zmq.POLLIN)
-        every_ms = round(1000 * self._patience.dead_after_s / 4)
         while not self._closing:
-            ready = dict(poller.poll(None if self._transfer is None else every_ms))
+            ready = dict(poller.poll())
             if self._gate in ready:
                 self._let_in(self._gate.recv_multipart())
             if self._bell.fileno() in ready:
@@ -225,7 +227,6 @@ class ZmqReceiver(FilesystemReceiver):
                 self._tell_taken()
             if self._socket in ready:
                 self._read()
-            self._wake_stalled()
 
     def _let_in(self, request: list[bytes]) -> None:
         version, request_id, _, peer, _, mechanism, *credentials = request
@@ -303,11 +304,15 @@ class ZmqReceiver(FilesystemReceiver):
         """Starts to fetch a batch, or continues one, unless another is being fetched."""
         transfer, now_s = self._transfer, time.monotonic()
         if transfer is not None and transfer.offer == offer:
-            if transfer.peer == peer:
+            if transfer.peer != peer:
+                why = "over a new connection"
+            elif transfer.is_silent(now_s):
+                why = f"since nothing of it has come for {self._patience.dead_after_s:g} s"
+            else:
                 return
-            logger.info(
-                "the batch of step %d of run %r goes on at byte %d of %d, over a new connection",
-                *(offer.step, offer.run_id, len(transfer.data), offer.num_bytes),
+            logger.warning(
+                "the batch of step %d of run %r goes on at byte %d of %d, %s",
+                *(offer.step, offer.run_id, len(transfer.data), offer.num_bytes, why),
             )
             transfer.go_on(peer, now_s)
         elif is_due and (transfer is None or self._may_replace(transfer, peer, offer)):
@@ -320,7 +325,7 @@ class ZmqReceiver(FilesystemReceiver):
         """Whether who sends it has another batch for the step now, or is silent, or gone."""
         if transfer.peer == peer:
             return offer.step == transfer.offer.step
-        if transfer.has_stalled or transfer.peer is None:
+        if transfer.peer is None or transfer.is_silent(time.monotonic()):
             return True
         assert self._expected is not None
         # The message says nothing new: is it there to hear it?
@@ -333,20 +338,6 @@ class ZmqReceiver(FilesystemReceiver):
             if not self._say(transfer.peer, Want(offer.run_id, offer.step, offer.checksum, start, num_bytes)):
                 transfer.go_on(None, time.monotonic())
                 return
-
-    def _wake_stalled(self) -> None:
-        transfer, now_s = self._transfer, time.monotonic()
-        if transfer is None or not transfer.is_stalled(now_s):
-            return
-        logger.warning(
-            "nothing of the batch of step %d of run %r has come for %g s (%d of %d bytes are here); "
-            "the rest is asked for again",
-            *(transfer.offer.step, self._run_id, self._patience.dead_after_s),
-            *(len(transfer.data), transfer.offer.num_bytes),
-        )
-        transfer.has_stalled = True
-        transfer.go_on(transfer.peer, now_s)
-        self._ask(transfer)
 
     def _receive(self, peer: bytes, chunk: Chunk, data: memoryview, sender: str) -> None:
         transfer = self._transfer
@@ -397,3 +388,39 @@ def _address_of(frame: zmq.Frame) -> str:
         return f"tcp://{frame['Peer-Address']}"
     except (zmq.ZMQError, KeyError):
         return "somebody"
+
+
+def limits_of(
+    config: TransportConfig, *, vocab_size: int | None = None, experts: Experts | None = None
+) -> Limits:
+    """Returns the receiver's limits. Bytes bound the tokens: each takes one, unless it is shared."""
+    return Limits(
+        config.max_batch_bytes,
+        max_tokens=config.max_batch_bytes,
+        vocab_size=vocab_size,
+        text_only=True,
+        experts=experts,
+    )
+
+
+def open_receiver(
+    config: TransportConfig,
+    run_dir: Path,
+    run_id: str,
+    *,
+    vocab_size: int | None = None,
+    experts: Experts | None = None,
+) -> BatchReceiver:
+    """`vocab_size`: a batch with a token id beyond it is refused; `experts`: one without these experts."""
+    limits = limits_of(config, vocab_size=vocab_size, experts=experts)
+    if not isinstance(config, ZmqTransportConfig):
+        return FilesystemReceiver(run_dir, limits=limits)
+    return ZmqReceiver(
+        batch_address(config),
+        run_dir,
+        run_id,
+        hwm=config.hwm,
+        limits=limits,
+        keys=own_keys(config.keys, "trainer") if config.keys else None,
+        allowed_keys=allowed_keys(config.keys) if config.keys else frozenset(),
+    )

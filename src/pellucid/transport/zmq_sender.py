@@ -4,14 +4,17 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pellucid.config import TransportConfig, ZmqTransportConfig
 from pellucid.errors import TransportError
 from pellucid.transport.batch import batch_refused, check_size, declared_checksum
+from pellucid.transport.spool import BatchSender, FilesystemSender
 from pellucid.transport.zmq_link import (
     MAX_MESSAGE_BYTES,
     TO_SENDER,
@@ -26,7 +29,10 @@ from pellucid.transport.zmq_link import (
     ToSender,
     WakePipe,
     Want,
+    batch_address,
     open_socket,
+    own_keys,
+    trainer_key,
 )
 
 logger = logging.getLogger(__name__)
@@ -301,3 +307,16 @@ class ZmqSender:
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
+
+
+def open_sender(config: TransportConfig, run_dir: Path, run_id: str) -> BatchSender:
+    if not isinstance(config, ZmqTransportConfig):
+        return FilesystemSender(run_dir, hwm=config.hwm, max_bytes=config.max_batch_bytes)
+    return ZmqSender(
+        batch_address(config),
+        run_id,
+        hwm=config.hwm,
+        max_bytes=config.max_batch_bytes,
+        keys=own_keys(config.keys, "orchestrator") if config.keys else None,
+        trainer_key=trainer_key(config.keys) if config.keys else None,
+    )
