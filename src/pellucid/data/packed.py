@@ -10,7 +10,7 @@ Bits start with the lowest of each byte.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -55,28 +55,14 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_spans(cls, spans: Sequence[tuple[int, int]], size: int) -> "PackedArray":
-        """Packs a mask that is True in the (start, length) stretches `spans`, which are in order."""
-        joined: list[int] = []
-        for start, length in spans:
-            if joined and joined[-2] + joined[-1] == start:
-                joined[-1] += length
-            else:
-                joined += start, length
-        packed = cls(np.array(joined, SPAN).tobytes(), (size,), SPANS)
-        return packed if len(packed.data) <= (size + 7) // 8 else cls.pack(packed.array())
+        """Packs a mask that is True in the (start, length) stretches `spans`."""
+        return cls.pack(_painted(spans, size))
 
     @classmethod
     def of_runs(cls, runs: Sequence[tuple[int, int]], dtype: type[np.integer[Any]]) -> "PackedArray":
         """Packs values that are given as (value, count)."""
-        joined: list[int] = []
-        for value, count in runs:
-            if joined and joined[-2] == value:
-                joined[-1] += count
-            elif count:
-                joined += value, count
-        size = sum(joined[1::2])
-        packed = cls(np.array(joined, RUN).tobytes(), (size,), _RUNS + _NAMES[np.dtype(dtype)])
-        return packed if len(packed.data) <= size * np.dtype(dtype).itemsize else cls.pack(packed.array())
+        values, counts = np.array(runs, np.int64).reshape(-1, 2).T
+        return cls.pack(np.repeat(values.astype(dtype), counts), Encoding.RUNS)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -114,7 +100,7 @@ class PackedArray(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return values if len(self.shape) == 1 else values.reshape(self.shape)
         size = math.prod(self.shape)
         if self.dtype == SPANS:
-            return _painted(self.spans(), size)
+            return _painted(self.spans().tolist(), size)
         if self.dtype == BITS:
             bits = np.unpackbits(self._bits(), count=size, bitorder="little")
             return bits.view(np.bool_).reshape(self.shape)
@@ -177,8 +163,8 @@ def runs_of(values: NDArray[Any]) -> NDArray[np.int32]:
     return np.stack([values[starts], np.diff(starts, append=values.size)], axis=1).astype(RUN)
 
 
-def _painted(spans: NDArray[np.uint32], size: int) -> NDArray[np.bool_]:
+def _painted(spans: Iterable[tuple[int, int]], size: int) -> NDArray[np.bool_]:
     mask = np.zeros(size, np.bool_)
-    for start, length in spans.tolist():
+    for start, length in spans:
         mask[start : start + length] = True
     return mask
