@@ -260,9 +260,11 @@ def _edit_header(payload: bytearray, other: bytes, generator: Generator) -> byte
             section[key] = sections[second].get(key, [1, 1])
 
     try:
-        return bytearray(with_header(bytes(payload), change))
+        changed = bytearray(with_header(bytes(payload), change))
     except (msgspec.DecodeError, AttributeError, TypeError, LookupError, ValueError, OverflowError):
         return payload  # an earlier mutation has broken the header
+    changed[8:16] = payload[8:16]  # `mutate` seals it, or leaves it with a checksum that does not fit
+    return changed
 
 
 _MUTATIONS: list[Callable[[bytearray, bytes, Generator], bytearray]] = [
