@@ -205,8 +205,8 @@ async def _computed(settings: EnvSettings, name: str) -> AsyncIterator[Sampler]:
             await asyncio.to_thread(thread.stop)
 
 
-class EngineClient(InferenceClient):
-    """An engine of this process as an inference client; whoever made the engine stops it."""
+class EngineClient:
+    """An engine of this process as an inference client: ready, with weights that stay; its maker stops it."""
 
     def __init__(self, thread: "EngineThread") -> None:
         self._thread = thread
@@ -224,6 +224,16 @@ class EngineClient(InferenceClient):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._thread.abort(request_ids)
+
+    async def wait_until_ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()  # whoever made the engine notices
+
+    async def update_weights(self, version: int, folder: Path) -> None:
+        raise ConfigError("the weights of `env try` do not change")
 
 
 def _blocks(turns: Sequence[Turn], tokenizer: Any) -> Iterator[tuple[str, str, str]]:

@@ -59,7 +59,8 @@ class _Tokens:
 
     @property
     def ratio(self) -> Numbers:
-        return np.exp(self.log_ratio)
+        ratios: Numbers = np.exp(self.log_ratio)
+        return ratios
 
 
 def ratios_of(log_pi: Numbers, log_mu: Numbers) -> dict[str, Numbers]:

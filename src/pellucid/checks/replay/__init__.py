@@ -83,8 +83,10 @@ def run_replay(settings: ReplaySettings) -> int:
                     f"--sequence {settings.sequence}: step {settings.step} has {step.num_sequences} records, "
                     "numbered from 0"
                 )
-            show = _tokens_as_dict if settings.as_json else _tokens_table
-            tokens = show(step, recomputed, settings.sequence)
+            if settings.as_json:
+                tokens = _tokens_as_dict(step, recomputed, settings.sequence)
+            else:
+                tokens = _tokens_table(step, recomputed, settings.sequence)
     findings = checks.findings()
     failed = [finding for finding in findings if not finding.passed]
     notes += run.export.problems

@@ -81,7 +81,7 @@ class Comparison:
         self.num_compared += len(recorded)
         recorded, recomputed = (np.where(np.isfinite(v), v, np.nan) for v in (recorded, recomputed))
         is_bound = isinstance(tolerance, np.ndarray)
-        allowed = tolerance if is_bound else tolerance * (1 + np.abs(recorded))
+        allowed: Values = np.asarray(tolerance if is_bound else tolerance * (1 + np.abs(recorded)))
         is_near = np.abs(recorded - recomputed) <= allowed
         different = np.flatnonzero(~(is_near | (np.isnan(recorded) & np.isnan(recomputed))))
         self.num_different += len(different)

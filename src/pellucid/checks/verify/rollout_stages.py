@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -403,7 +403,7 @@ def read_entries(journal: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def sum_counts(entries: Iterator[dict[str, Any]]) -> dict[str, dict[str, int]]:
+def sum_counts(entries: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Adds the tokens of entries up, by environment and state."""
     counts: dict[str, Counter[str]] = {}
     for entry in entries:
@@ -430,7 +430,7 @@ def check_orchestrator_books(expected: ExpectedRun, differences: Differences) ->
     marks = [entry["mark"] for entry in entries if entry.get("mark")]
     where = f"marks in {journal.name}, which a resume goes back to"
     differences.same("books of batches", sorted({abs(mark) for mark in marks}), marks, where)
-    found = sum_counts(iter(entries))
+    found = sum_counts(entries)
     for env, counts in wanted.items():
         booked = {what: found.get(env, {}).get(what, 0) for what in counts}
         where = f"{env}: tokens by outcome in {journal.name}"

@@ -186,7 +186,8 @@ class ScriptedClient(FakeInferenceClient):
         if not await self._is_served(earliest_version(group, rollout_id, int(turn)), request_id):
             return Completion([], [], [], "abort")
         generator = random.Random(request_id)
-        opening, wanted = "", None
+        opening = ""
+        wanted: float | None = None
         if account.env == "tools" and turn == "0":
             opening, wanted = REASONING, 0.0
         elif turn == ("1" if account.env == "tools" else "0"):

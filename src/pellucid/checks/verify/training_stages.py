@@ -394,7 +394,7 @@ def check_checkpoints(run: Run, due: list[int], journal: Path, differences: Diff
         progress = json.loads((folder / "progress.json").read_bytes())
         differences.same("checkpoint", step, progress["step"], f"{where}: steps that are trained")
         booked = sum_counts(each for each in read_entries(journal) if each.get("step", 0) < step)
-        kept = sum_counts(iter(progress["ledger"]))
+        kept = sum_counts(progress["ledger"])
         differences.same("checkpoint", booked, kept, f"{where}: its ledger, against {journal.name}")
         last = {each.get("step", 0) for each in progress["ledger"]}
         differences.same("checkpoint", {step - 1}, last, f"{where}: the last step of its ledger")
