@@ -34,7 +34,7 @@ BESIDE = {
     "ledger": "reconcile settings",
     "loss": "script",
     "model": "proof tiny",
-    "orchestrator": "alarms built_in evaluation failures report tasks teacher verifiers",
+    "orchestrator": "alarms built_in failures tasks taskset",
     "trainer": "alarms entry many roster sft sft_tokens update_watch",
     "transport": "zmq_link zmq_receiver zmq_sender",
 }

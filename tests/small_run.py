@@ -31,7 +31,7 @@ from pellucid.loss import LossInputs, dppo_loss
 from pellucid.model import TokenOutput
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.books import Books, Clerk
-from pellucid.orchestrator.evaluation import judge_evaluated
+from pellucid.orchestrator.group import judge_evaluated
 from pellucid.orchestrator.records import FILE
 from pellucid.orchestrator.scheduler import Rules, Scheduler, Source
 from pellucid.orchestrator.snapshot import Snapshot, settle_orchestrator

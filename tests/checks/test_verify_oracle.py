@@ -28,7 +28,7 @@ from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
 from pellucid.model.policy import Policy
-from pellucid.orchestrator import advantage, books, chat, records, scheduler, session, verdict
+from pellucid.orchestrator import advantage, chat, records, scheduler, session, verdict
 from pellucid.trainer import observer, optimizer, run
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
@@ -378,7 +378,9 @@ def failed_members_counted(patch: Patch) -> None:
 def examples_lost(patch: Patch) -> None:
     original = scheduler.Scheduler.restore
     patch.setattr(
-        scheduler.Scheduler, "restore", lambda self, state: original(self, replace(state, unfinished=[]))
+        scheduler.Scheduler,
+        "restore",
+        lambda self, state: original(self, structs.replace(state, unfinished=[])),
     )
 
 
@@ -475,9 +477,9 @@ def group_lost(patch: Patch) -> None:
 
 
 def levels_of_another_step(patch: Patch) -> None:
-    original = books.add_off_policy_levels
+    original = records.add_off_policy_levels
     patch.setattr(
-        books, "add_off_policy_levels", lambda metrics, step, table: original(metrics, step + 1, table)
+        records, "add_off_policy_levels", lambda metrics, step, table: original(metrics, step + 1, table)
     )
 
 

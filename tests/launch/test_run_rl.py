@@ -17,7 +17,7 @@ from pellucid.launch.console import RL_COLUMNS, PlainView
 from pellucid.launch.preflight import check_rl, free_port, resolve
 from pellucid.launch.rl import StepProgress, rl_children, run_processes, write_configs
 from pellucid.launch.supervisor import Child
-from pellucid.orchestrator.report import BatchProgress, progress_path, write_progress
+from pellucid.orchestrator.records import BatchProgress, progress_path, write_progress
 
 
 def config(output_dir: Path, **changes: object) -> RLConfig:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pellucid.data.alarms import CHANCE
-from pellucid.metrics.mean_zero_test import MeanZeroTest
+from pellucid.metrics import MeanZeroTest
 
 SKEWED = np.array([0.999, *[0.001 / 9] * 9])
 BROAD = np.exp(-np.arange(100) / 12.0) / np.exp(-np.arange(100) / 12.0).sum()

@@ -56,7 +56,7 @@ def group(name: str, num_tokens: int = 3) -> list[Verdict]:
 
 def state(batches_sent: int, *ready: list[Verdict]) -> SchedulerState:
     return SchedulerState(
-        batches_sent, {"env": 9}, {"env": 0.5}, RolloutLength(7.5, 3), 9, 0, [("env", 4)], ready
+        batches_sent, {"env": 9}, 9, 0, [("env", 4)], ready, {"env": 0.5}, RolloutLength(7.5, 3)
     )
 
 

@@ -34,8 +34,8 @@ from pellucid.orchestrator import (
     tasks,
 )
 from pellucid.orchestrator.books import Books
-from pellucid.orchestrator.evaluation import Evaluation, prepare_evaluation
-from pellucid.orchestrator.report import progress_path
+from pellucid.orchestrator.group import Evaluation, prepare_evaluation
+from pellucid.orchestrator.records import progress_path
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 

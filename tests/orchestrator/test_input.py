@@ -28,7 +28,7 @@ from pellucid.export import TokenExporter
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.ledger import State
 from pellucid.orchestrator import Environment, Score, Session
-from pellucid.orchestrator.report import (
+from pellucid.orchestrator.records import (
     BatchProgress,
     progress_path,
     read_progress,
@@ -281,7 +281,7 @@ def odd_verdict() -> Verdict:
 def test_odd_rollouts_are_shown_and_saved(tmp_path: Path) -> None:
     verdict = odd_verdict()
     assert sample_line(3, verdict.rollout).isprintable() and len(sample_line(3, verdict.rollout)) <= 100
-    state = SchedulerState(1, {}, {}, None, 1, 0, [], [[verdict]])
+    state = SchedulerState(1, {}, 1, 0, [], [[verdict]])
     (tmp_path / "checkpoints").mkdir()
     write_snapshot(tmp_path, take_snapshot(state, mark=0, rollouts_bytes={}))
     snapshot = read_snapshot(tmp_path)

@@ -44,8 +44,8 @@ from pellucid.orchestrator import (
     tasks,
 )
 from pellucid.orchestrator.books import Books
-from pellucid.orchestrator.evaluation import prepare_evaluation
-from pellucid.orchestrator.report import BatchProgress, progress_path, sample_line, shorten, step_line
+from pellucid.orchestrator.group import prepare_evaluation
+from pellucid.orchestrator.records import BatchProgress, progress_path, sample_line, shorten, step_line
 from pellucid.orchestrator.servers import run_identity
 from pellucid.orchestrator.session import group_of_request
 from pellucid.orchestrator.snapshot import read_snapshot

@@ -3,13 +3,13 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from pellucid.data import Completion, Example, Rollout, TrainingSample, Turn
 from pellucid.ledger import Flow, State
@@ -294,7 +294,7 @@ def test_a_resumed_run_trains_what_was_ready_unless_it_aged() -> None:
     assert batch is not None and [verdict.rollout.rollout_id for verdict in batch] == ["g0-r0", "g0-r1"]
 
     late = make(batch_size=2, max_off_policy_steps=2)
-    late.restore(replace(state, batches_sent=3))
+    late.restore(structs.replace(state, batches_sent=3))
     assert late.take_batch() is None
     assert outcomes(late) == [[("g0-r0", "stale"), ("g0-r1", "stale")]]
 

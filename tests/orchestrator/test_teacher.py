@@ -29,8 +29,7 @@ from pellucid.orchestrator import (
     SingleTurnEnvironment,
     run_orchestrator,
 )
-from pellucid.orchestrator.evaluation import Evaluation, prepare_evaluation
-from pellucid.orchestrator.teacher import Scorer
+from pellucid.orchestrator.group import Evaluation, Scorer, prepare_evaluation
 from pellucid.orchestrator.verdict import build_samples, token_sequences
 from pellucid.transport import Batch, MemoryChannel, publish_folder
 from tolerance import near

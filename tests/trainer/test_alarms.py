@@ -13,8 +13,7 @@ from pellucid.inference import engine as engines
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, draw
 from pellucid.inference.slots import Request, run_to_end
-from pellucid.metrics import read_metrics
-from pellucid.metrics.mean_zero_test import MeanZeroTest
+from pellucid.metrics import MeanZeroTest, read_metrics
 from pellucid.model import load_policy
 from pellucid.trainer.alarms import (
     MOST_SURPRISE,

@@ -44,7 +44,7 @@ from pellucid.launch.run_folder import check_folder
 from pellucid.metrics.sinks import optional_package
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.environment import check_environment, draw_example, load_environment
-from pellucid.orchestrator.evaluation import load_evaluation
+from pellucid.orchestrator.group import load_evaluation
 from pellucid.orchestrator.verdict import load_filter
 from pellucid.transport.zmq_link import allowed_keys, batch_address, own_keys, trainer_key
 from pellucid.workers import num_cores

@@ -48,7 +48,7 @@ from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
 from pellucid.metrics import parse_metrics
 from pellucid.metrics.evaluation import evaluation_line, evaluations_in
-from pellucid.orchestrator.report import progress_path, read_progress
+from pellucid.orchestrator.records import progress_path, read_progress
 from pellucid.workers import num_cores
 
 REPORTERS = ("orchestrator", "trainer")

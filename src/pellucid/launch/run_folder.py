@@ -42,7 +42,7 @@ from pellucid.launch.console import make_console
 from pellucid.ledger import State, read_journal, reconcile, settle_engines
 from pellucid.ledger.settings import Change, changed_settings
 from pellucid.metrics import drop_metrics
-from pellucid.orchestrator.report import PROGRESS_FILE
+from pellucid.orchestrator.records import PROGRESS_FILE
 from pellucid.orchestrator.snapshot import check_max_steps, settle_orchestrator
 from pellucid.transport import retract_steps
 

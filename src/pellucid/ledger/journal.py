@@ -63,44 +63,33 @@ class Stage(StrEnum):
 class State(StrEnum):
     """In order of precedence: the first that fits is the token's state."""
 
-    EVAL = "eval"
-    LOST = "lost"
-    CANCELLED = "cancelled"
-    FAILED_ROLLOUT = "failed_rollout"
-    DROPPED_GROUP = "dropped_group"
-    STALE = "stale"
-    FILTERED = "filtered"
-    ZERO_ADVANTAGE = "zero_advantage"
-    REJECTED = "rejected"
-    TRUNCATED = "truncated"
-    UNTRAINABLE = "untrainable"
-    SKIPPED = "skipped"
-    MASKED = "masked"
-    TRAINED = "trained"
-    ROLLED_BACK = "rolled_back"
-    """Skipped, trained or masked in a step that a resume discarded."""
-    IN_FLIGHT = "in_flight"
+    meaning: str
+    """Why the tokens in this state are there, for a person."""
+
+    def __new__(cls, value: str, meaning: str) -> "State":
+        state = str.__new__(cls, value)
+        state._value_, state.meaning = value, meaning
+        return state
+
+    EVAL = "eval", "sampled to evaluate, not to train"
+    LOST = "lost", "a process died and took them along"
+    CANCELLED = "cancelled", "given up while they were sampled"
+    FAILED_ROLLOUT = "failed_rollout", "the environment raised or timed out"
+    DROPPED_GROUP = "dropped_group", "too little of their group was left"
+    STALE = "stale", "sampled too many policy versions ago"
+    FILTERED = "filtered", "refused by a filter of yours"
+    ZERO_ADVANTAGE = "zero_advantage", "an advantage of 0: nothing to learn from"
+    REJECTED = "rejected", "broke a rule of training samples"
+    TRUNCATED = "truncated", "beyond seq_len"
+    UNTRAINABLE = "untrainable", "masked out by the environment, or in another branch"
+    SKIPPED = "skipped", "in a step whose loss or gradient was not finite"
+    MASKED = "masked", "outside of the trust region"
+    TRAINED = "trained", "their gradient is in the weights"
+    ROLLED_BACK = "rolled_back", "trained in a step that a resume discarded"
+    IN_FLIGHT = "in_flight", "running, waiting, or on the way"
 
 
-MEANING = {
-    State.EVAL: "sampled to evaluate, not to train",
-    State.LOST: "a process died and took them along",
-    State.CANCELLED: "given up while they were sampled",
-    State.FAILED_ROLLOUT: "the environment raised or timed out",
-    State.DROPPED_GROUP: "too little of their group was left",
-    State.STALE: "sampled too many policy versions ago",
-    State.FILTERED: "refused by a filter of yours",
-    State.ZERO_ADVANTAGE: "an advantage of 0: nothing to learn from",
-    State.REJECTED: "broke a rule of training samples",
-    State.TRUNCATED: "beyond seq_len",
-    State.UNTRAINABLE: "masked out by the environment, or in another branch",
-    State.SKIPPED: "in a step whose loss or gradient was not finite",
-    State.MASKED: "outside of the trust region",
-    State.TRAINED: "their gradient is in the weights",
-    State.ROLLED_BACK: "trained in a step that a resume discarded",
-    State.IN_FLIGHT: "running, waiting, or on the way",
-}
-"""Why the tokens in a state are there, for a person."""
+MEANING = {state: state.meaning for state in State}
 
 
 class Flow(StrEnum):
@@ -271,10 +260,7 @@ def _encode(entry: LedgerEntry) -> bytes:
 
 
 def read_journal(path: Path) -> Iterator[LedgerEntry]:
-    """Returns the entries of a journal, one at a time.
-
-    A torn last line (the process was killed while writing) is left out.
-    """
+    """Yields the entries of a journal; a torn last line (the process was killed meanwhile) is left out."""
     return (entry for entry, _ in _read(path))
 
 
@@ -285,19 +271,18 @@ def _read(path: Path) -> Iterator[tuple[LedgerEntry, int]]:
         if not line.endswith(b"\n"):
             return
         end += len(line)
-        try:
-            yield msgspec.json.decode(line, type=LedgerEntry), end
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise LedgerError(
-                f"{path}:{number} is not a ledger entry: {error}; copy the file again"
-            ) from error
+        yield _decode(line, f"{path}:{number}"), end
+
+
+def _decode(line: bytes, place: str) -> LedgerEntry:
+    try:
+        return msgspec.json.decode(line, type=LedgerEntry)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LedgerError(f"{place} is not a ledger entry: {error}; copy the file again") from error
 
 
 def end_of_mark(path: Path, mark: int) -> int | None:
-    """Where the journal stood when snapshot `mark` was taken, in bytes; 0 for mark 0, before the first.
-
-    None if the journal is not what it was: it lacks the mark.
-    """
+    """Returns where the journal stood at snapshot `mark`, in bytes; 0 for mark 0; None if it lacks it."""
     if mark == 0:
         return 0
     return next((end for entry, end in _read(path) if entry.mark == mark), None)
@@ -319,11 +304,7 @@ def mend(path: Path) -> LedgerEntry | None:
         if whole != tail:
             require_own(path)
             file.truncate(start + len(whole))
-    lines = whole.splitlines()
-    try:
-        return msgspec.json.decode(lines[-1], type=LedgerEntry) if lines else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LedgerError(f"{path} ends with a line that is not a ledger entry: {error}") from error
+    return _decode(whole.splitlines()[-1], f"the last line of {path}") if whole else None
 
 
 def _summed_up(path: Path, stage: Stage, mark: int) -> Iterator[bytes]:

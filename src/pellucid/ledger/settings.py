@@ -41,15 +41,8 @@ _UNNOTED = {
 }
 """Keys that differ from start to start and shape no step; `run_id` is compared by the name that it gives."""
 
-_MODEL_REMEDY = "resume with the former value, or start another run in a folder of its own"
-_FIXED = {
-    "model.name": _MODEL_REMEDY,
-    "model.lora": _MODEL_REMEDY,
-    "model.lora.alpha": _MODEL_REMEDY,
-    "model.lora.rank": _MODEL_REMEDY,
-    "model.lora.targets": _MODEL_REMEDY,
-}
-"""Keys that no resumed run may change, and the remedy."""
+_FIXED = {"model.name", "model.lora", "model.lora.alpha", "model.lora.rank", "model.lora.targets"}
+"""Keys that no resumed run may change."""
 
 
 class Change(NamedTuple):
@@ -85,7 +78,10 @@ def changed_settings(config: RunConfig, part: str) -> list[Change]:
     if not known:
         return []
     before, after = known[-1], tomllib.loads(to_toml(config))
-    if (name := _run_name(before)) not in (None, config.run_name):
+    name, output_dir = before.get("run_id"), before.get("output_dir")
+    if name is None and isinstance(output_dir, str):
+        name = Path(output_dir).resolve().name
+    if name not in (None, config.run_name):
         raise ConfigError(
             f"the run's name in ledger and batches is {name!r} and would become {config.run_name!r}; resume "
             f"with run_id = {name!r}"
@@ -99,7 +95,8 @@ def changed_settings(config: RunConfig, part: str) -> list[Change]:
         if change.key in _FIXED:
             raise ConfigError(
                 f"{change.key} = {_shown(change.after)}, but the run in output_dir = {config.output_dir} has "
-                f"{_shown(change.before)}, which its checkpoints and batches depend on; {_FIXED[change.key]}"
+                f"{_shown(change.before)}, which its checkpoints and batches depend on; resume with the "
+                "former value, or start another run in a folder of its own"
             )
     return changes
 
@@ -137,14 +134,6 @@ def read_settings_file(path: Path) -> Settings:
         return tomllib.loads(read_whole(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {error}; copy it again") from error
-
-
-def _run_name(settings: Settings) -> str | None:
-    """Returns the run's name by these settings; None if they do not contain it."""
-    name: str | None = settings.get("run_id")
-    if name is None and isinstance(output_dir := settings.get("output_dir"), str):
-        name = Path(output_dir).resolve().name
-    return name
 
 
 def _is_same_model(change: Change) -> bool:

@@ -10,13 +10,14 @@ from pellucid.metrics.sinks import (
     parse_metrics,
     read_metrics,
 )
-from pellucid.metrics.values import Max, Mean, MetricSet, Moments, NamedMoments, Stopwatch, Sum
+from pellucid.metrics.values import Max, Mean, MeanZeroTest, MetricSet, Moments, NamedMoments, Stopwatch, Sum
 
 __all__ = [
     "Guarded",
     "JsonlSink",
     "Max",
     "Mean",
+    "MeanZeroTest",
     "MetricSet",
     "Moments",
     "NamedMoments",

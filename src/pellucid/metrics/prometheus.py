@@ -13,8 +13,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from http import HTTPStatus
 from threading import Thread
 from types import SimpleNamespace
@@ -35,62 +34,19 @@ MAX_HEAD_BYTES = 16 * 1024
 DEADLINE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class LatestMetrics:
-    """The latest step; before the first one, the start of the process."""
-
-    time: float
-    values: Mapping[str, float]
-    step: int | None = None
-
-
 class PrometheusSink:
-    """Serves from a thread of its own; a step replaces the snapshot whole, so that none is seen half."""
+    """A small HTTP server in one thread: however many connect, and whatever they send, it answers others.
+
+    A request is a head of at most `MAX_HEAD_BYTES`; each connection gets one answer, within `DEADLINE_S`. A
+    step replaces the latest one whole, so that none is seen half.
+    """
 
     def __init__(self, process: str, host: str, port: int) -> None:
         self._process = process
-        self._snapshot = LatestMetrics(time.monotonic(), {})
-        self._listener = _Listener(
-            host,
-            port,
-            {
-                "/metrics": (CONTENT_TYPE_PLAIN_0_0_4, self.metrics),
-                "/health": ("application/json", self.health),
-            },
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._snapshot = LatestMetrics(time.monotonic(), dict(values), step)
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def metrics(self) -> bytes:
-        snapshot = self._snapshot
-        return b"" if snapshot.step is None else exposition(snapshot.step, snapshot.values)
-
-    def health(self) -> bytes:
-        """Seconds since the last step, or since the start if there was none."""
-        snapshot = self._snapshot
-        idle_s = round(time.monotonic() - snapshot.time, 3)
-        return orjson.dumps(
-            {"process": self._process, "step": snapshot.step, "seconds_since_last_step": idle_s}
-        )
-
-
-class _Listener:
-    """A small HTTP server in one thread: however many connect, and whatever they send, it answers others.
-
-    A request is a head of at most `MAX_HEAD_BYTES`; each connection gets one answer, within `DEADLINE_S`.
-    """
-
-    def __init__(self, host: str, port: int, pages: Mapping[str, tuple[str, Callable[[], bytes]]]) -> None:
-        """`pages`: content type and content by path."""
         self._host = host
-        self._pages = pages
+        self._latest: tuple[float, int | None, Mapping[str, float]] = time.monotonic(), None, {}
+        """Time, step and values of the latest step; before the first one, the start of the process."""
         self._num_open = 0
-        self._loop = asyncio.new_event_loop()
-        self._closing = asyncio.Event()
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -98,14 +54,29 @@ class _Listener:
             listener.listen()
         except OSError:
             listener.close()
-            self._loop.close()
             raise
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
         self._thread = Thread(target=self._run, args=(listener,), name="prometheus", daemon=True)
         self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._latest = time.monotonic(), step, dict(values)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
+
+    def _page(self, path: str) -> tuple[str, bytes] | None:
+        """Returns content type and content; None if there is no such page."""
+        logged_at, step, values = self._latest
+        if path == "/metrics":
+            return CONTENT_TYPE_PLAIN_0_0_4, b"" if step is None else exposition(step, values)
+        if path == "/health":
+            idle_s = round(time.monotonic() - logged_at, 3)
+            health = {"process": self._process, "step": step, "seconds_since_last_step": idle_s}
+            return "application/json", orjson.dumps(health)
+        return None
 
     def _run(self, listener: socket.socket) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels what is still open
@@ -145,10 +116,10 @@ class _Listener:
             status = HTTPStatus.FORBIDDEN
         elif method != "GET":
             status = HTTPStatus.METHOD_NOT_ALLOWED
-        elif (page := self._pages.get(path.partition("?")[0])) is None:
-            status, content = HTTPStatus.NOT_FOUND, f"this is {' and '.join(self._pages)}\n".encode()
+        elif (page := self._page(path.partition("?")[0])) is None:
+            status, content = HTTPStatus.NOT_FOUND, b"this is /metrics and /health\n"
         else:
-            status, content_type, content = HTTPStatus.OK, page[0], page[1]()
+            status, (content_type, content) = HTTPStatus.OK, page
         return (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
             f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
@@ -157,7 +128,10 @@ class _Listener:
 
 def exposition(step: int, values: Mapping[str, float]) -> bytes:
     """Returns the values as gauges, all samples of one name together, each once."""
-    environments = environments_in(values)
+    split = [name.split("/") for name in values if "/" in name]
+    environments = {
+        parts[1] for parts in split if parts[0] == EVAL or "/".join([parts[0], ALL, *parts[2:]]) in values
+    }
     samples = {("pellucid_step", ""): ("step", float(step))}
     samples |= {gauge_name(name, environments): (name, value) for name, value in values.items()}
     gauges: dict[str, GaugeMetricFamily] = {}
@@ -165,14 +139,6 @@ def exposition(step: int, values: Mapping[str, float]) -> bytes:
         family = gauges.setdefault(gauge, GaugeMetricFamily(gauge, name, labels=["env"]))
         family.add_metric([env] if env else [], value)
     return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=gauges.values)))
-
-
-def environments_in(values: Mapping[str, float]) -> set[str]:
-    """`reward/all` and `reward/reverse-text` -> {"all", "reverse-text"}."""
-    split = [name.split("/") for name in values if "/" in name]
-    return {
-        parts[1] for parts in split if parts[0] == EVAL or "/".join([parts[0], ALL, *parts[2:]]) in values
-    }
 
 
 def gauge_name(name: str, environments: set[str]) -> tuple[str, str]:

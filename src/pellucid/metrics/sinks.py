@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -88,12 +88,8 @@ class Guarded:
             action()
         except Exception as error:
             if not self._failed:
-                logger.warning(
-                    "%s failed and is switched off (%s: %s); the run and its JSONL go on",
-                    self._key,
-                    type(error).__name__,
-                    error,
-                )
+                failure = f"{self._key} failed and is switched off ({type(error).__name__}: {error})"
+                logger.warning("%s; the run and its JSONL go on", failure)
             self._failed = True
 
 
@@ -201,26 +197,21 @@ def open_sinks(config: RunConfig, process: Process, label: str | int = "") -> li
 
     `label` tells processes of one kind apart: `metrics/PROCESS_LABEL.jsonl`.
     """
-    with ExitStack() as opened:
-        sinks: list[Sink] = []
-        for sink in _opened_sinks(config, process, label):
-            sinks.append(sink)
-            opened.callback(sink.close)
-        opened.pop_all()
-    return sinks
-
-
-def _opened_sinks(config: RunConfig, process: Process, label: str | int) -> Iterator[Sink]:
     monitors = config.monitors
     name = f"{process}_{label}" if label else process
-    yield JsonlSink(config.output_dir / "metrics" / f"{name}.jsonl", resume=config.resume)
-    if monitors.wandb is not None:
-        yield Guarded(WandbSink(config, monitors.wandb, process), "monitors.wandb")
-    if monitors.tensorboard is not None:
-        folder = config.output_dir / "tensorboard" / process
-        yield Guarded(TensorboardSink(folder, resume=config.resume), "monitors.tensorboard")
-    if monitors.prometheus is not None:
-        yield Guarded(_open_prometheus(monitors.prometheus, process), "monitors.prometheus")
+    sinks: list[Sink] = [JsonlSink(config.output_dir / "metrics" / f"{name}.jsonl", resume=config.resume)]
+    try:
+        if monitors.wandb is not None:
+            sinks.append(Guarded(WandbSink(config, monitors.wandb, process), "monitors.wandb"))
+        if monitors.tensorboard is not None:
+            events = TensorboardSink(config.output_dir / "tensorboard" / process, resume=config.resume)
+            sinks.append(Guarded(events, "monitors.tensorboard"))
+        if monitors.prometheus is not None:
+            sinks.append(Guarded(_open_prometheus(monitors.prometheus, process), "monitors.prometheus"))
+    except BaseException:
+        Tee(sinks).close()
+        raise
+    return sinks
 
 
 def _open_prometheus(settings: PrometheusConfig, process: Process) -> Sink:

@@ -8,7 +8,7 @@ from pellucid.data.tokenizer import load_tokenizer
 from pellucid.ledger import new_process
 from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, ScoredRollout
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
-from pellucid.orchestrator.evaluation import Evaluation, load_evaluation
+from pellucid.orchestrator.group import Evaluation, load_evaluation
 from pellucid.orchestrator.loop import Orchestrator
 from pellucid.orchestrator.servers import Claims, connect_policy, connect_teacher
 from pellucid.orchestrator.session import Session

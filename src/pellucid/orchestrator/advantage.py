@@ -118,7 +118,7 @@ class Advantage:
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Returns the advantages of one group."""
-        return self._ask([ScoredRollout.of(rollout) for rollout in rollouts])
+        return self.compute([ScoredRollout.of(rollout) for rollout in rollouts])
 
     def compute(self, rollouts: Sequence[ScoredRollout]) -> list[float]:
         """Returns the advantages of many groups, in the order of `rollouts`; groups may be interleaved."""
@@ -148,8 +148,6 @@ class Advantage:
             shaped = None if answer.rewards is None else [float(reward) for reward in answer.rewards]
         except Exception as error:
             raise UserCodeError(f"{where}: {describe(error)}") from error
-        if self.columnar is not None:
-            return advantages  # exact already
         if len(advantages) != len(rollouts):
             raise ConfigError(
                 f"{where}: {len(advantages)} advantages for {len(rollouts)} rollouts; return one per rollout"

@@ -22,7 +22,7 @@ from pellucid.data.alarms import Bell
 from pellucid.data.plain import brief
 from pellucid.data.rollout import NOT_OURS
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
-from pellucid.metrics.mean_zero_test import MeanZeroTest
+from pellucid.metrics import MeanZeroTest
 from pellucid.orchestrator.chat import copy_nested
 from pellucid.orchestrator.environment import Environment, SingleTurnEnvironment, checked_score
 from pellucid.orchestrator.session import group_of_request
@@ -169,11 +169,9 @@ class _Group:
     name: str
     temperature: float
     prompt_ids: Sequence[int] | None
-    """None while no member is out: thousands of groups are remembered, and their prompts may be long."""
+    """The prompt that its members share; None while none of them is out: prompts may be long."""
 
-    prompt_hash: int = 0
-    """Hash of `prompt_ids` once these are let go."""
-
+    prompt_hash: int
     replies: list[tuple[int, float, int] | None] = field(default_factory=list)
     """First token, its logprob and its policy version, by request; None: not answered yet, or failed."""
 
@@ -185,33 +183,21 @@ class _Group:
     chance: float = 0.0
     """Probability that the next first token is one of `known`."""
 
-    def has_prompt(self, prompt_ids: Sequence[int]) -> bool:
-        if self.prompt_ids is None:
-            return self.prompt_hash == hash(tuple(prompt_ids))
-        return list(self.prompt_ids) == list(prompt_ids)
-
     def take(self) -> list[float]:
         """Returns 1 or 0 for each token that was known or not, minus the probability of that.
 
         Tokens come in the order of the requests; the first, and those of other policy versions, are left out.
         """
         values = []
-        known, chance = self.known, self.chance
-        for reply in self.replies:
-            if reply is None:
-                continue
-            token, logprob, version = reply
-            if self.version is None:
-                self.version = version
+        for token, logprob, version in filter(None, self.replies):
+            self.version = version if self.version is None else self.version
             if version != self.version:
                 continue
-            is_known = token in known
-            if known:
-                values.append(is_known - min(1.0, chance))
-            if not is_known:
-                known.add(token)
-                chance += math.exp(logprob)
-        self.chance = chance
+            if self.known:
+                values.append((token in self.known) - min(1.0, self.chance))
+            if token not in self.known:
+                self.known.add(token)
+                self.chance += math.exp(logprob)
         self.replies.clear()
         return values
 
@@ -224,21 +210,15 @@ class WatchedClient:
         self._alarms = alarms
         self._served = self._asked = 0
         self._groups: dict[str, _Group] = {}
-        self._out: dict[int, _Group] = {}
-        """Groups with a member out, by the `id` of their `prompt_ids`: members send the same object."""
-
-    async def wait_until_ready(self) -> None:
-        await self._client.wait_until_ready()
-
-    async def watch(self) -> None:
-        await self._client.watch()
+        self.wait_until_ready, self.watch = client.wait_until_ready, client.watch
+        self.score, self.abort, self.close = client.score, client.abort, client.close
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
         served = self._served
-        group = self._out.get(id(prompt_ids)) or self._find_group(prompt_ids, params, request_id)
-        if group is None or group.temperature != params.temperature:
+        group = self._find_group(prompt_ids, params, request_id)
+        if group is None:
             completion = await self._client.generate(prompt_ids, params, account, request_id)
         else:
             place = len(group.replies)
@@ -251,26 +231,20 @@ class WatchedClient:
                     group.replies[place] = first
             finally:
                 group.num_out -= 1
+                # Not while a request is running: which answers come back first depends on their tokens.
                 if not group.num_out:
-                    self._judge_group(group)
+                    group.prompt_ids = None
+                    if draws := group.take():
+                        self._alarms.add_first_tokens(draws, group.name)
         versions = completion.policy_versions
         if len(versions) != 1 or not served <= versions[0][0] <= self._asked:
             self._alarms.check_versions(request_id, completion, served, self._asked)
         return completion
 
-    async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:
-        return await self._client.score(token_ids, temperature, request_id)
-
     async def update_weights(self, version: int, folder: Path) -> None:
         self._asked = max(self._asked, version)
         await self._client.update_weights(version, folder)
         self._served = version
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._client.abort(request_ids)
-
-    async def close(self) -> None:
-        await self._client.close()
 
     def _find_group(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str
@@ -281,23 +255,13 @@ class WatchedClient:
         name = group_of_request(request_id)
         group = self._groups.get(name)
         if group is None:
-            group = self._groups[name] = _Group(name, params.temperature, prompt_ids)
+            prompt_hash = hash(tuple(prompt_ids))
+            group = self._groups[name] = _Group(name, params.temperature, prompt_ids, prompt_hash)
             if len(self._groups) > _MAX_GROUPS:
                 del self._groups[next(iter(self._groups))]
-        elif group.temperature != params.temperature or not group.has_prompt(prompt_ids):
+        elif group.temperature != params.temperature or (
+            group.prompt_ids is not prompt_ids and group.prompt_hash != hash(tuple(prompt_ids))
+        ):
             return None
-        elif group.prompt_ids is None:
-            group.prompt_ids = prompt_ids
-        self._out[id(group.prompt_ids)] = group
+        group.prompt_ids = prompt_ids
         return group
-
-    def _judge_group(self, group: _Group) -> None:
-        """Judges a group once none of its requests is running.
-
-        Not earlier: which answers come back first depends on their tokens.
-        """
-        if draws := group.take():
-            self._alarms.add_first_tokens(draws, group.name)
-        assert group.prompt_ids is not None
-        del self._out[id(group.prompt_ids)]
-        group.prompt_hash, group.prompt_ids = hash(tuple(group.prompt_ids)), None

@@ -17,25 +17,22 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
 
 from pellucid.config import OrchestratorRunConfig
-from pellucid.data import Rollout, TokenTable
-from pellucid.ledger import Flow, Journal, Stage
+from pellucid.data import NOT_OURS, Completion, Rollout, TokenTable
+from pellucid.inference.client import Account
+from pellucid.ledger import Flow, Journal, Stage, link_of
 from pellucid.ledger.reconcile import orchestrator_of
 from pellucid.metrics import Tee, open_sinks, read_metrics
+from pellucid.orchestrator import records
 from pellucid.orchestrator.failures import DropAudit, log_losses
-from pellucid.orchestrator.records import RolloutLog, saved_bytes
-from pellucid.orchestrator.report import (
-    Groups,
-    add_groups,
-    add_off_policy_levels,
-    sample_line,
-    step_line,
-    waiting_line,
-    zero_metrics,
-)
+from pellucid.orchestrator.records import Groups, RolloutLog
 from pellucid.orchestrator.scheduler import SchedulerState
 from pellucid.orchestrator.snapshot import take_snapshot, write_snapshot
 from pellucid.orchestrator.tasks import finish_despite_cancellation
@@ -45,6 +42,7 @@ from pellucid.transport import Batch, BatchSender, encode_batch
 log = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_WARNINGS = 100
+_FLUSH_S = 0.25
 
 
 class Books:
@@ -67,15 +65,12 @@ class Books:
         self._group_size = settings.rollouts_per_example
         sampling = {env.label: settings.sampling_of(env).model_dump() for env in settings.env}
         self._rollouts = RolloutLog(config.output_dir, sampling)
-        eval_sampling = {
-            each.label: {
-                "temperature": each.temperature,
-                "max_tokens": each.max_tokens or settings.sampling.max_tokens,
-            }
-            for each in settings.eval
-        }
+        eval_sampling: dict[str, dict[str, Any]] = {}
+        for each in settings.eval:
+            max_tokens = each.max_tokens or settings.sampling.max_tokens
+            eval_sampling[each.label] = {"temperature": each.temperature, "max_tokens": max_tokens}
         self._eval_rollouts = RolloutLog(config.output_dir, eval_sampling, evaluates=True)
-        self._metrics = zero_metrics(self._env_names)
+        self._metrics = records.zero_metrics(self._env_names)
         """Metrics of the groups settled since the last report."""
         self._torn: OSError | None = None
         """Error that interrupted `settle`: since then, journal and saved rollouts may disagree."""
@@ -84,18 +79,19 @@ class Books:
 
     def settle(self, step: int, groups: Groups) -> None:
         """Accounts for the tokens of these groups, saves their rollouts, adds them to the next report."""
+        settled = [verdict for verdicts in groups for verdict in verdicts]
         for verdicts in groups:
             log_losses(verdicts, self._group_size)
-            for verdict in verdicts:
-                rollout = verdict.rollout
-                self._drops.add(verdict.outcome, rollout.env_name, rollout.num_sampled, rollout.reward)
+        for verdict in settled:
+            rollout = verdict.rollout
+            self._drops.add(verdict.outcome, rollout.env_name, rollout.num_sampled, rollout.reward)
         try:
-            self.account(step, [verdict for verdicts in groups for verdict in verdicts])
+            self.account(step, settled)
             self._rollouts.append(step, groups)
         except OSError as error:
             self._torn = error
             raise
-        add_groups(self._metrics, groups, self._group_size)
+        records.add_groups(self._metrics, groups, self._group_size)
 
     def account(self, step: int, verdicts: Sequence[Verdict]) -> None:
         """Enters the tokens of these verdicts into the journal, and nowhere else; from any thread."""
@@ -107,12 +103,12 @@ class Books:
     def report(self, step: int, table: TokenTable, metrics: Mapping[str, float], sample: Rollout) -> None:
         """Writes the metrics of a batch, and logs it with one of its rollouts."""
         self._rollouts.finish_step()
-        add_off_policy_levels(self._metrics, step, table)
+        records.add_off_policy_levels(self._metrics, step, table)
         values = {**self._metrics.report(), **metrics}
-        self._metrics = zero_metrics(self._env_names)
+        self._metrics = records.zero_metrics(self._env_names)
         self._sink.log(step, values)
-        log.info(step_line(step, values))
-        log.info(sample_line(step, sample))
+        log.info(records.step_line(step, values))
+        log.info(records.sample_line(step, sample))
         if step >= self._next_warning and (findings := self._drops.findings()):
             for finding in findings:
                 log.warning("%s", finding)
@@ -177,26 +173,19 @@ class Clerk:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="clerk")
 
     async def send(
-        self,
-        verdicts: Sequence[Verdict],
-        settled: Groups,
-        state: SchedulerState,
-        metrics: Mapping[str, float],
+        self, sent: Sequence[Verdict], settled: Groups, state: SchedulerState, metrics: Mapping[str, float]
     ) -> None:
         """Writes books and snapshot, then sends the batch; `settled` are the groups for the books."""
         step = state.batches_sent - 1
 
         def job() -> None:
-            table = TokenTable.from_samples([sample for verdict in verdicts for sample in verdict.samples])
+            table = TokenTable.from_samples([sample for verdict in sent for sample in verdict.samples])
             batch = Batch(self._config.run_name, step, table)
             payload = encode_batch(batch, compression=self._config.transport.compression)
-            sizes = {
-                "batch_rollouts": len(verdicts),
-                "batch_tokens": table.num_tokens,
-                "batch_bytes": len(payload),
-            }
+            sizes = {"batch_rollouts": len(sent), "batch_tokens": table.num_tokens}
             self._books.settle(step, settled)
-            self._books.report(step, table, {**sizes, **metrics}, sample=verdicts[0].rollout)
+            values = {**sizes, "batch_bytes": len(payload), **metrics}
+            self._books.report(step, table, values, sample=sent[0].rollout)
             self._write_snapshot(state)
             self._sender.send(step, payload)
 
@@ -207,7 +196,7 @@ class Clerk:
 
         def job() -> None:
             self._books.settle(step, settled)
-            log.info(waiting_line(step, settled))
+            log.info(records.waiting_line(step, settled))
 
         await self._do(job)
 
@@ -226,17 +215,44 @@ class Clerk:
         self._thread.shutdown()
 
     def _write_snapshot(self, state: SchedulerState) -> None:
-        snapshot = take_snapshot(
-            state,
-            mark=self._books.mark(state.batches_sent),
-            rollouts_bytes=saved_bytes(self._config.output_dir, state.batches_sent),
-        )
-        write_snapshot(self._config.output_dir, snapshot)
+        folder, step = self._config.output_dir, state.batches_sent
+        mark = self._books.mark(step)
+        saved = records.saved_bytes(folder, step)
+        write_snapshot(folder, take_snapshot(state, mark=mark, rollouts_bytes=saved))
 
     async def _do(self, job: Callable[[], None]) -> None:
-        given = asyncio.wrap_future(self._thread.submit(job))  # at once: the order is that of the calls
+        await finish_despite_cancellation(asyncio.wrap_future(self._thread.submit(job)))
 
-        async def done() -> None:
-            await given
 
-        await finish_despite_cancellation(done())
+class TeacherBooks:
+    """The completions of a teacher that samples in the policy's place.
+
+    They carry no policy version, so they are never stale. A server that `pellucid rl` started writes the
+    run's ledger itself; of any other server the run knows only what arrived, and books that as sampled.
+    """
+
+    def __init__(self, config: OrchestratorRunConfig, process: str) -> None:
+        """`process`: this process's name in the ledger."""
+        self._journal: Journal | None = None
+        """Journal of arriving tokens; None if the teacher's server, which this run started, books them."""
+        if config.orchestrator.teacher is not None and config.orchestrator.teacher.model is None:
+            path = config.output_dir / "ledger" / "inference_teacher.jsonl"
+            self._journal = Journal(path, Stage.INFERENCE, resume=config.resume, process=process)
+        self._flushed = time.monotonic()
+
+    def take(self, completion: Completion, account: Account) -> Completion:
+        """Returns the completion as one of the teacher's; books it if its server does not."""
+        num_tokens, link = len(completion.token_ids), completion.link
+        if self._journal is not None:
+            link = link_of(self._journal.process, self._journal.process)  # this process at both ends
+            for flow in (Flow.SAMPLED, Flow.DELIVERED):
+                self._journal.count(account.run, account.env, flow, num_tokens, link)
+            if time.monotonic() - self._flushed > _FLUSH_S:
+                self._journal.flush(0)
+                self._flushed = time.monotonic()
+        runs = [(NOT_OURS, num_tokens)] if num_tokens else []
+        return msgspec.structs.replace(completion, policy_versions=runs, link=link)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close(0)

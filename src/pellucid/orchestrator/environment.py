@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -25,10 +27,11 @@ from pellucid.data import Example, Rollout
 from pellucid.data.plain import brief, encodable
 from pellucid.errors import ConfigError, RolloutError, UserCodeError
 from pellucid.orchestrator.session import Session, stable_seed
-from pellucid.orchestrator.verifiers import is_taskset, require_verifiers, taskset_environment
 from pellucid.workers import Kind, Workers
 
 T = TypeVar("T")
+
+TASKSET = "verifiers:"
 
 BUILT_IN: Mapping[str, str] = {
     "arithmetic": "pellucid.orchestrator.built_in:Arithmetic",
@@ -210,11 +213,8 @@ def _as_float(value: Any) -> float | None:
 
 
 def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
-    """Returns the environment of one entry; entries with different names see different examples.
-
-    An evaluation has seeds of its own: an environment that draws its examples by seed measures on others
-    than it trains on, even under the same name.
-    """
+    """Returns the environment of one entry. Entries with different names see different examples, and so do
+    training and evaluation under one name, where examples are drawn by the seed."""
     make = _maker(config)
     name = ("eval", seed, config.label) if isinstance(config, EvalConfig) else (seed, config.label)
     arguments = {"seed": stable_seed(*name), **config.args}
@@ -238,22 +238,50 @@ def check_environment(config: EnvironmentConfig) -> None:
     """Refuses an entry that cannot work, as far as that shows without running anybody else's code."""
     if config.id in BUILT_IN:
         load_environment(config, seed=0)
-    elif is_taskset(config.id):
-        require_verifiers(config.id, f"{config.KEY}.id")
+    elif config.id.startswith(TASKSET):
+        _require_verifiers(config)
     else:
         require_package(_import_path(config), f"{config.KEY}.id")
 
 
 def _maker(config: EnvironmentConfig) -> Callable[..., Environment]:
     key = f"{config.KEY}.id"
-    if is_taskset(config.id):
-        return taskset_environment(config.id, key)
+    if config.id.startswith(TASKSET):
+        return _taskset_maker(config, key)
     kind = load_attribute(_import_path(config), key)
     if not (inspect.isclass(kind) and issubclass(kind, Environment)):
         raise ConfigError(
             f"{key} = {config.id!r} is {kind!r}; it has to be a subclass of pellucid.orchestrator.Environment"
         )
     return kind
+
+
+def _require_verifiers(config: EnvironmentConfig) -> None:
+    if find_spec("verifiers") is None:
+        raise ConfigError(
+            f"{config.KEY}.id = {config.id!r} needs the verifiers library, which is not installed; "
+            "pip install 'pellucid[verifiers]'"
+        )
+
+
+def _taskset_maker(config: EnvironmentConfig, key: str) -> Callable[..., Environment]:
+    """Imports verifiers only now: it takes seconds."""
+    _require_verifiers(config)
+    from verifiers.v1 import import_taskset
+
+    from pellucid.orchestrator.taskset import TasksetEnvironment
+
+    taskset_id = config.id.removeprefix(TASKSET)
+    try:
+        import_taskset(taskset_id)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key} = {config.id!r} cannot be imported: {str(error).partition('. ')[0]}; a taskset is a "
+            "package, or a file on PYTHONPATH, whose `__all__` names its Taskset"
+        ) from error
+    except Exception as error:  # of somebody's own module
+        raise UserCodeError(f"{key} = {config.id!r} cannot be imported: {describe(error)}") from error
+    return partial(TasksetEnvironment, taskset_id)
 
 
 def _import_path(config: EnvironmentConfig) -> str:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pellucid.config.imports import describe
 from pellucid.data import Rollout
 from pellucid.data.plain import clip_middle, encodable, printable
-from pellucid.errors import PellucidError, RolloutError, UserCodeError
+from pellucid.errors import PellucidError, UserCodeError
 from pellucid.ledger import Flow, State
 from pellucid.metrics import Moments
 from pellucid.orchestrator.verdict import Outcome, Verdict
@@ -140,15 +140,9 @@ def log_losses(verdicts: Sequence[Verdict], size: int) -> None:
     """Logs a group that lacks rollouts, in counts: each failure was logged when it happened."""
     rollout, num_survivors = verdicts[0].rollout, count_survivors(verdicts)
     if is_dropped(verdicts) or is_partial(verdicts, size):
-        log.warning(
-            "group %s of %s %s: %d of %d rollouts failed (%d attempts)",
-            rollout.group_id,
-            rollout.env_name,
-            "dropped" if is_dropped(verdicts) else f"is partial and goes on with {num_survivors}",
-            size - num_survivors,
-            size,
-            len(verdicts),
-        )
+        fate = "dropped" if is_dropped(verdicts) else f"is partial and goes on with {num_survivors}"
+        failed = f"{size - num_survivors} of {size} rollouts failed ({len(verdicts)} attempts)"
+        log.warning("group %s of %s %s: %s", rollout.group_id, rollout.env_name, fate, failed)
     for verdict in verdicts:
         if verdict.outcome is State.REJECTED:
             rollout_id = verdict.rollout.rollout_id
@@ -173,13 +167,10 @@ class Drought:
 
     last_loss: str = ""
 
-    @property
-    def num_groups(self) -> int:
-        return self.kinds.total()
-
     def add(self, verdicts: Sequence[Verdict]) -> None:
         """Adds a group of which no rollout will be sent."""
-        kind = _kind(verdicts)
+        outcomes = Counter(verdict.outcome for verdict in verdicts)
+        kind = next((kind for kind in _LEFT_OUT if kind in outcomes), outcomes.most_common(1)[0][0])
         typical = [verdict for verdict in verdicts if verdict.outcome is kind]
         self.kinds[kind] += 1
         self.num_fruitless = 0 if kind in _LEFT_OUT else self.num_fruitless + 1
@@ -190,11 +181,6 @@ class Drought:
         else:
             self.last_loss = describe_loss(typical[-1])
 
-    def stop_at(self, max_fruitless: int, max_signalless: int) -> None:
-        """Raises RolloutError once one of the limits is reached."""
-        if (reason := self.reason_to_stop(max_fruitless, max_signalless)) is not None:
-            raise RolloutError(reason)
-
     def reason_to_stop(self, max_fruitless: int, max_signalless: int) -> str | None:
         """Returns why the run should stop; None while neither limit is reached."""
         if self.num_fruitless >= max_fruitless:
@@ -202,7 +188,7 @@ class Drought:
                 f"orchestrator.max_fruitless_groups = {max_fruitless}: as many groups in a row were lost "
                 f"whole; the last: {self.last_loss}"
             )
-        if self.num_groups < max_signalless:
+        if self.kinds.total() < max_signalless:
             return None
         [(kind, number)] = self.kinds.most_common(1)
         why = self._explain_zeros() if kind is State.ZERO_ADVANTAGE else f"the last: {self.last_loss}"
@@ -235,11 +221,6 @@ class Drought:
         )
 
 
-def _kind(verdicts: Sequence[Verdict]) -> Outcome:
-    outcomes = Counter(verdict.outcome for verdict in verdicts)
-    return next((kind for kind in _LEFT_OUT if kind in outcomes), outcomes.most_common(1)[0][0])
-
-
 @dataclass(slots=True)
 class _Side:
     length: Moments = _NONE
@@ -253,8 +234,7 @@ class _Side:
     def add(self, env_name: str, num_tokens: int, reward: float | None) -> None:
         self.environments[env_name] += 1
         self.length += Moments.of_one(num_tokens)
-        if reward is not None:
-            self.reward += Moments.of_one(reward)
+        self.reward += _NONE if reward is None else Moments.of_one(reward)
 
     def share(self, env_name: str) -> Moments:
         number = self.environments[env_name]

@@ -28,7 +28,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -40,19 +40,17 @@ from pellucid.inference.client import InferenceClient
 from pellucid.ledger.settings import changed_settings, record_settings
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.alarms import OrchestratorAlarms, WatchedClient
-from pellucid.orchestrator.books import Books, Clerk
+from pellucid.orchestrator.books import Books, Clerk, TeacherBooks
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import Environment, draw_example
-from pellucid.orchestrator.evaluation import Evaluation, Evaluator
 from pellucid.orchestrator.failures import FailureLog, pause_before
-from pellucid.orchestrator.group import GroupRun
-from pellucid.orchestrator.report import BatchProgress, remove_progress, write_progress
+from pellucid.orchestrator.group import Evaluation, Evaluator, GroupRun, Scorer
+from pellucid.orchestrator.records import BatchProgress, remove_progress, write_progress
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
 from pellucid.orchestrator.servers import follow_weights
 from pellucid.orchestrator.session import Sampler
 from pellucid.orchestrator.snapshot import Snapshot, settle_orchestrator
 from pellucid.orchestrator.tasks import Pace, RateLimit, cancel, finish_despite_cancellation
-from pellucid.orchestrator.teacher import Scorer, TeacherBooks, training_mode
 from pellucid.orchestrator.verdict import Judge, Verdict, load_filter
 from pellucid.transport import BatchSender, stable_steps
 
@@ -67,11 +65,6 @@ _CHECK_SENDER_EVERY_S = 1.0
 _SHOW_PROGRESS_EVERY_S = 2.0
 _STARTS_PER_TURN = 32
 _MAX_UNWRITTEN = 256  # settled rollouts that are kept in memory while no batch forms
-
-
-class _Attempt(NamedTuple):
-    rollout: Rollout
-    task: "asyncio.Task[None]"
 
 
 class Orchestrator:
@@ -115,7 +108,8 @@ class Orchestrator:
         )
         self._sampling_end = sampler.end
         self._envs = {env.label: env for env in config.orchestrator.env}
-        self._mode = training_mode(config.orchestrator.teacher)
+        mode = config.orchestrator.teacher.mode if config.orchestrator.teacher else TrainingMode.RL
+        self._mode = TrainingMode(mode)
         self._scorer: Scorer | None = None
         self._teacher_books: TeacherBooks | None = None
         train_sampler = sampler
@@ -139,7 +133,7 @@ class Orchestrator:
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
         self._groups: dict[str, GroupRun] = {}
         self._attempts: set[asyncio.Task[None]] = set()
-        self._inflight: dict[str, _Attempt] = {}
+        self._inflight: dict[str, tuple[Rollout, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._may_start = asyncio.Event()
         self._dead: BaseException | None = None
@@ -147,37 +141,34 @@ class Orchestrator:
             self._scheduler.restore(snapshot.scheduler_state(config.run_name))
 
     async def run(self) -> None:
-        config = self._config
+        config, settings = self._config, self._config.orchestrator
         start = self._scheduler.batches_sent
         for change in record_settings(config, "orchestrator", start):
             log.info(change.line(start))
-        if config.max_inflight_rollouts > config.max_held_requests:
+        if (inflight := config.max_inflight_rollouts) > (held := config.max_held_requests):
             log.warning(
-                "orchestrator.max_inflight_rollouts = %d exceeds the %d requests that the servers hold "
-                "(inference.max_concurrent + inference.max_queued, each); others wait in the orchestrator, "
-                "growing old; lower it, unless rollouts spend most of their time in their environment",
-                config.max_inflight_rollouts,
-                config.max_held_requests,
+                f"orchestrator.max_inflight_rollouts = {inflight} exceeds the {held} requests that the "
+                "servers hold (inference.max_concurrent + inference.max_queued, each); others wait in the "
+                "orchestrator, growing old; lower it, unless rollouts spend most of their time in their "
+                "environment"
             )
         services: list[asyncio.Task[None]] = []
         async with self._closing_in_time() as stack:
             try:
                 for environment in (*self._environments.values(), *self._evaluator.environments):
                     await stack.enter_async_context(environment.serving())
-                services.append(self._spawn(self._follow_weights()))
-                services.append(self._spawn(self._watch_sender()))
-                services.append(self._spawn(self._show_progress()))
-                services += [self._spawn(client.watch()) for client in self._clients]
-                services.append(self._spawn(self._keep_dispatching()))
+                loops = [self._follow_weights(), self._watch_sender(), self._show_progress()]
+                watches = [client.watch() for client in self._clients]
+                services = [self._spawn(each) for each in (*loops, *watches, self._keep_dispatching())]
                 while self._scheduler.batches_sent < config.max_steps:
                     await self._change()
                     while (batch := self._scheduler.take_batch()) is not None:
                         self._cut_short_what_is_too_old()
                         await self._send(batch)
                     await self._write_down()
-                    self._scheduler.drought.stop_at(
-                        config.orchestrator.max_fruitless_groups, config.orchestrator.max_signalless_groups
-                    )
+                    limits = settings.max_fruitless_groups, settings.max_signalless_groups
+                    if reason := self._scheduler.drought.reason_to_stop(*limits):
+                        raise RolloutError(reason)
                 while self._evaluator.is_due(config.max_steps):
                     await self._change()
             except Exception as error:
@@ -244,7 +235,7 @@ class Orchestrator:
             rollout = group.open_rollout(dispatch.rollout_id)
             pause_s = pause_before(dispatch.attempt, self._config.orchestrator.retry_backoff_s)
             task = self._start(self._attempt(group, rollout, pause_s))
-            self._inflight[rollout.rollout_id] = _Attempt(rollout, task)
+            self._inflight[rollout.rollout_id] = rollout, task
             num_started += 1
             if num_started % _STARTS_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -274,13 +265,10 @@ class Orchestrator:
         rollout_ids = self._scheduler.take_cut()
         for rollout_id in rollout_ids:
             # Not at once: a task that is cancelled before it runs for the first time never collects.
-            asyncio.get_running_loop().call_soon(self._inflight[rollout_id].task.cancel)
+            asyncio.get_running_loop().call_soon(self._inflight[rollout_id][1].cancel)
         if rollout_ids:
-            log.info(
-                "step %4d  %d rollouts in flight are too old for it and were cancelled",
-                self._scheduler.batches_sent,
-                len(rollout_ids),
-            )
+            step, number = self._scheduler.batches_sent, len(rollout_ids)
+            log.info("step %4d  %d rollouts in flight are too old for it and were cancelled", step, number)
         # Groups without a rollout in flight: no rollout comes back whose `_collect` would delete them.
         for group_id in [each for each in self._groups if not self._scheduler.is_open(each)]:
             del self._groups[group_id]
@@ -316,19 +304,20 @@ class Orchestrator:
         self._progress = BatchProgress()
         await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), metrics)
 
-    async def _save(self) -> None:
-        """Enters settled groups into the books of the coming step and writes a snapshot."""
+    def _take_settled(self) -> list[list[Verdict]]:
         settled = self._scheduler.take_settled()
         self._progress.add(settled)
-        await self._clerk.save(settled, self._scheduler.state())
+        return settled
+
+    async def _save(self) -> None:
+        """Enters settled groups into the books of the coming step and writes a snapshot."""
+        await self._clerk.save(self._take_settled(), self._scheduler.state())
 
     async def _write_down(self) -> None:
         """Writes settled rollouts down once there are many: their batch may never form."""
         num_settled = sum(map(len, self._scheduler.settled))
         if num_settled >= max(_MAX_UNWRITTEN, self._config.orchestrator.batch_size):
-            settled = self._scheduler.take_settled()
-            self._progress.add(settled)
-            await self._clerk.settle(self._scheduler.batches_sent, settled)
+            await self._clerk.settle(self._scheduler.batches_sent, self._take_settled())
 
     def _note_change(self) -> None:
         self._changed.set()
@@ -346,8 +335,8 @@ class Orchestrator:
             await cancel(services)
             await self._wind_down()
         finally:
-            at_stake = "what was sampled since the last batch"
-            say("closing its books", at_stake=at_stake, silence_s=DISK_SILENCE_S)
+            stake = "what was sampled since the last batch"
+            say("closing its books", at_stake=stake, silence_s=DISK_SILENCE_S)
             try:
                 await self._close_books()
             finally:
@@ -355,16 +344,15 @@ class Orchestrator:
                 self._books.close()
 
     async def _close_books(self) -> None:
-        for attempt in list(self._inflight.values()):
-            self._collect(attempt.rollout)
+        for rollout, _ in list(self._inflight.values()):
+            self._collect(rollout)
         step = self._scheduler.batches_sent
         self._evaluator.settle_all()
         try:
             await self._save()
         finally:
             self._clerk.close()
-        all_evaluated = not self._evaluator.is_due(self._config.max_steps)
-        is_finished = step == self._config.max_steps and all_evaluated
+        is_finished = step == self._config.max_steps and not self._evaluator.is_due(step)
         if is_finished:
             self._books.finish(step)
         if self._teacher_books is not None:
@@ -377,9 +365,11 @@ class Orchestrator:
         """Cancels running attempts and waits up to a limit until their tokens are received."""
         self._sampling_end.has_come = True
         self._sampling_end.patience_s = _LAST_PATIENCE_S
-        silence_s = WIND_DOWN_S + _LAST_PATIENCE_S + SILENCE_S
-        at_stake = "what these have sampled"
-        say(f"cutting {len(self._attempts)} rollouts short", at_stake=at_stake, silence_s=silence_s)
+        say(
+            f"cutting {len(self._attempts)} rollouts short",
+            at_stake="what these have sampled",
+            silence_s=WIND_DOWN_S + _LAST_PATIENCE_S + SILENCE_S,
+        )
         for attempt in self._attempts:
             attempt.cancel()
         if self._attempts:

@@ -1,29 +1,74 @@
-"""Saved rollouts: `train_rollouts.jsonl` and `eval_rollouts.jsonl` in `rollouts/step_N`.
+"""The orchestrator's records for people: saved rollouts, metrics, log lines, `metrics/progress.json`.
 
-One JSON object per rollout, whatever became of it: ids, outcome (a state of the ledger, or `sent`) and its
-reason, reward, advantage, messages, the trajectory turn by turn, how it was sampled, then what
-`state_columns` asks for. Rollouts are appended as they are settled, whole lines at a time, so that a long
-wait for a batch can be looked into; `STABLE` says that the rollouts of a step that trains are complete. Those
-of an evaluation are under the policy version that was evaluated; one that is evaluated again, because the run
+`train_rollouts.jsonl` and `eval_rollouts.jsonl` in `rollouts/step_N` have one JSON object per rollout,
+whatever became of it. Rollouts are appended as they are settled, whole lines at a time, so that a long wait
+for a batch can be looked into; `STABLE` says that the rollouts of a step that trains are complete. Those of
+an evaluation are under the policy version that was evaluated; one that is evaluated again, because the run
 was stopped before its record, replaces them.
+
+Rewards in the metrics are those of every scored rollout settled since the last batch, filtered ones included,
+so that the curve does not depend on the filter.
+
+`progress.json` says what happens between two batches, and why rollouts do not train. It is replaced every
+other second, and goes once the last batch is sent, or the orchestrator ends:
+
+    {"step": 7, "num_ready": 12, "num_running": 64, "waits_for_weights": false,
+     "outcomes": {"zero_advantage": 480, "failed_rollout": 32}, "zero_advantage_reward": 0.0,
+     "first_failure": "rollout g3-r0 of math, failed_rollout: ValueError: no answer"}
 """
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import orjson
 
-from pellucid.data.files import append_whole, read_lines, replace_file, require_own, step_folders, sync
+from pellucid.data import NOT_OURS, Rollout, TokenTable
+from pellucid.data.files import (
+    append_whole,
+    read_lines,
+    read_whole,
+    replace_file,
+    require_own,
+    step_folders,
+    sync,
+)
+from pellucid.data.plain import clip_middle, printable
 from pellucid.errors import DataError
 from pellucid.ledger import Flow, State
+from pellucid.ledger.journal import lost_as
+from pellucid.metrics import Mean, MetricSet, Moments, NamedMoments, Sum
+from pellucid.orchestrator.failures import EMPTY, LOST, describe_loss, is_dropped, is_partial
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.transport import MARKER
 
 FILE = "train_rollouts.jsonl"
 EVAL_FILE = "eval_rollouts.jsonl"
+Groups = Sequence[Sequence[Verdict]]
+
+PROGRESS_FILE = "progress.json"
+
+_LINE_WIDTH = 100 - len("12:34:56 INFO ")
+_UNREMARKABLE = (State.ZERO_ADVANTAGE, State.FILTERED, State.CANCELLED)
+_WORDS = {
+    State.FAILED_ROLLOUT.value: "failed",
+    State.DROPPED_GROUP.value: "dropped with their group",
+}
+_COUNTS = (
+    "errored_rollouts",
+    "empty_rollouts",
+    "filtered_rollouts",
+    "lost_rollouts",
+    "dropped_groups",
+    "partial_groups",
+    "zero_advantage_groups",
+)
 
 
 class RolloutLog:
@@ -71,10 +116,7 @@ class RolloutLog:
 
 
 def saved_bytes(run_dir: Path, start: int) -> dict[int, int]:
-    """Returns the file lengths of the saved rollouts of step `start` and of later ones.
-
-    Only a resumed run has later ones.
-    """
+    """Returns the file lengths of the saved rollouts of step `start` and, in a resumed run, of later ones."""
     lengths: dict[int, int] = {}
     for step in count(start):
         path = run_dir / "rollouts" / f"step_{step}" / FILE
@@ -97,12 +139,8 @@ def cut_rollouts(run_dir: Path, start: int, lengths: Mapping[int, int]) -> None:
 
 
 def discard_rollouts(run_dir: Path, steps: Iterable[int], trained: Collection[int]) -> None:
-    """Marks the rollouts that were sent in these steps as lost, and reopens the steps.
-
-    As in the ledger, rollouts of a step in `trained` become `rolled_back`, those of other steps `lost`.
-    """
+    """Marks the rollouts that were sent in these steps as the ledger does, and reopens the steps."""
     for step in steps:
-        outcome = State.ROLLED_BACK if step in trained else State.LOST
         folder = run_dir / "rollouts" / f"step_{step}"
         path = folder / FILE
         if path.exists():
@@ -110,7 +148,7 @@ def discard_rollouts(run_dir: Path, steps: Iterable[int], trained: Collection[in
             records = [_parsed(path, number, line) for number, line in read_lines(path)]
             for record in records:
                 if record["outcome"] == Flow.SENT.value:
-                    record |= {"outcome": outcome.value, "reason": "its batch did not survive"}
+                    record |= {"outcome": lost_as(step, trained), "reason": "its batch did not survive"}
             replace_file(path, b"".join(orjson.dumps(record) + b"\n" for record in records))
             (folder / MARKER).unlink(missing_ok=True)
 
@@ -157,3 +195,179 @@ def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]
         "sampling_args": sampling_args,
     }
     return record | {column: orjson.Fragment(text) for column, text in rollout.state.items()}
+
+
+def zero_metrics(env_names: Sequence[str]) -> MetricSet:
+    """Returns the counts of a step for which nothing is settled yet."""
+    metrics = MetricSet()
+    for name in _COUNTS:
+        for scope in ("all", *env_names):
+            metrics.add(f"{name}/{scope}", Sum(0))
+    return metrics
+
+
+def add_groups(metrics: MetricSet, groups: Groups, size: int) -> None:
+    """Adds settled groups; `size` is the number of rollouts of a whole one."""
+    for verdicts in groups:
+        outcomes = {verdict.outcome for verdict in verdicts}
+        is_flat = {State.ZERO_ADVANTAGE} <= outcomes <= {State.ZERO_ADVANTAGE, State.FAILED_ROLLOUT}
+        for scope in ("all", verdicts[0].rollout.env_name):
+            metrics.add(f"dropped_groups/{scope}", Sum(is_dropped(verdicts)))
+            metrics.add(f"partial_groups/{scope}", Sum(is_partial(verdicts, size)))
+            metrics.add(f"zero_advantage_groups/{scope}", Sum(is_flat))
+            for verdict in verdicts:
+                _add_rollout(metrics, scope, verdict)
+        for verdict in verdicts:
+            rollout = verdict.rollout
+            if verdict.outcome is State.FAILED_ROLLOUT:
+                metrics.add(f"error/{rollout.error_type}/count", Sum(1))
+            elif rollout.reward is not None:
+                for name, value in rollout.metrics.items():
+                    metrics.add(f"metrics/{rollout.env_name}/{name}", Mean(value, 1))
+
+
+def _add_rollout(metrics: MetricSet, scope: str, verdict: Verdict) -> None:
+    rollout = verdict.rollout
+    metrics.add(f"lost_rollouts/{scope}", Sum(verdict.outcome in LOST))
+    metrics.add(f"filtered_rollouts/{scope}", Sum(verdict.outcome is State.FILTERED))
+    if verdict.outcome is State.FAILED_ROLLOUT:
+        name = "empty_rollouts" if rollout.error_type == EMPTY else "errored_rollouts"
+        metrics.add(f"{name}/{scope}", Sum(1))
+    elif rollout.reward is not None:
+        metrics.add(f"reward/{scope}", NamedMoments.of_one(rollout.reward))
+        metrics.add(f"completion_length/{scope}", Moments.of_one(rollout.num_sampled))
+
+
+def step_line(step: int, values: Mapping[str, float]) -> str:
+    """`step    7  reward 0.812  128 rollouts  4.2k tokens  off-policy 0.6  1.4 s, 0.2 waiting  3 lost`."""
+    num_lost = values["lost_rollouts/all"]
+    level = values.get("off_policy_level/all/mean")  # absent if the policy sampled none of the tokens
+    off_policy = "" if level is None else f"off-policy {level:.1f}  "
+    return (
+        f"step {step:4d}  reward {values['reward/all']:.3f}  {values['batch_rollouts']:.0f} rollouts  "
+        f"{values['batch_tokens'] / 1000:.1f}k tokens  {off_policy}"
+        f"{values['time/batch_s']:.1f} s, {values['time/wait_weights_s']:.1f} waiting"
+        + (f"  {num_lost:.0f} lost" if num_lost else "")
+    )
+
+
+def sample_line(step: int, rollout: Rollout) -> str:
+    """`step    7  g54-r2  reward 0.750  "Reverse: stone" → "enots" (6 tokens, stop)`, in 100 columns."""
+    content = rollout.example.messages[-1].get("content") if rollout.example.messages else None
+    if isinstance(content, list):  # of parts; what is no text is shown as it is
+        texts = [part.get("text", part) if isinstance(part, Mapping) else part for part in content]
+        content = " ".join(map(str, texts))
+    end = f"({rollout.num_sampled} tokens, {rollout.stop_reason})"
+    start = f"step {step:4d}  {rollout.rollout_id}  reward {rollout.reward or 0.0:.3f}  "
+    room = _LINE_WIDTH - len(f'{start}"" → "" {end}')
+    asked = shorten("" if content is None else str(content), room // 2)
+    said = shorten(rollout.turns[-1].text if rollout.turns else "", room - len(asked))
+    return f'{start}"{asked}" → "{said}" {end}'
+
+
+def shorten(text: str, width: int) -> str:
+    """On one line, without control characters; the middle of a long text is left out."""
+    return clip_middle(printable(" ".join(text.split())), width)
+
+
+def waiting_line(step: int, groups: Groups) -> str:
+    """`step    7  no batch yet; settled: 250 zero_advantage, 6 failed_rollout`."""
+    outcomes = Counter(verdict.outcome.value for verdicts in groups for verdict in verdicts)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    return f"step {step:4d}  no batch yet; settled: {counts}"
+
+
+def add_off_policy_levels(metrics: MetricSet, step: int, table: TokenTable) -> None:
+    """Adds the off-policy level of every token that the policy sampled; raises if one is negative."""
+    is_ours = table["policy_versions"] != NOT_OURS
+    levels = (step - table["policy_versions"])[is_ours]
+    if levels.size and levels.min() < 0:
+        raise DataError(
+            f"the batch of step {step} has tokens of policy version {step - int(levels.min())}, which only a "
+            "later batch makes: they are of another run's weights; give this run an inference server of its "
+            "own, and go on with --resume"
+        )
+    # Names are compared once per sequence: sorting those of all tokens would hold up every other thread.
+    names, which = np.unique(table["env_name"], return_inverse=True)
+    owners = np.repeat(which, np.diff(table.sampled_offsets))[is_ours]
+    scopes = [("all", levels), *((name, levels[owners == index]) for index, name in enumerate(names))]
+    for scope, chosen in scopes:
+        if chosen.size:
+            squares = np.square(chosen, dtype=np.float64).sum()
+            moments = Moments.of(chosen.size, float(chosen.sum()), float(squares), float(chosen.max()))
+            metrics.add(f"off_policy_level/{scope}", moments)
+
+
+class BatchProgress(msgspec.Struct):
+    """The batch that is being sampled, and the rollouts settled since the last one that do not train."""
+
+    step: int = 0
+    num_ready: int = 0
+    """Rollouts that wait for the batch to be full."""
+
+    num_running: int = 0
+    waits_for_weights: bool = False
+    outcomes: dict[str, int] = {}
+    """Rollouts that do not train, by their state in the ledger."""
+
+    zero_advantage_reward: float | None = None
+    """Mean reward of those without a signal."""
+
+    first_failure: str = ""
+
+    def add(self, groups: Iterable[Sequence[Verdict]]) -> "BatchProgress":
+        for verdict in (verdict for verdicts in groups for verdict in verdicts if not verdict.is_sent):
+            state = verdict.outcome.value
+            number = self.outcomes[state] = self.outcomes.get(state, 0) + 1
+            if verdict.outcome is State.ZERO_ADVANTAGE:
+                mean, reward = self.zero_advantage_reward or 0.0, verdict.rollout.reward or 0.0
+                self.zero_advantage_reward = mean + (reward - mean) / number
+            elif not self.first_failure and verdict.outcome not in _UNREMARKABLE:
+                self.first_failure = describe_loss(verdict)
+        return self
+
+    def lines(self) -> list[str]:
+        """For the console: `step 7: 12 rollouts ready, 64 running; do not train: 480 without a signal, …`.
+
+        None before the first rollout starts and after the last is back.
+        """
+        if not (self.num_ready or self.num_running or self.outcomes or self.waits_for_weights):
+            return []
+        waits = "; waits for newer weights" if self.waits_for_weights else ""
+        line = f"step {self.step}: {self.num_ready:,} rollouts ready, {self.num_running:,} running{waits}"
+        if not self.outcomes:
+            return [line]
+        most_first = sorted(self.outcomes.items(), key=lambda outcome: -outcome[1])
+        reasons = ", ".join(f"{number:,} {self._words(state)}" for state, number in most_first)
+        lines = [f"{line}; do not train: {reasons}"]
+        if self.first_failure:
+            lines.append(f"  the first that failed or was dropped: {self.first_failure}")
+        return lines
+
+    def _words(self, state: str) -> str:
+        if state == State.ZERO_ADVANTAGE.value and self.zero_advantage_reward is not None:
+            return f"without a signal (equal rewards in a group, mean {self.zero_advantage_reward:.3f})"
+        return _WORDS.get(state, state)
+
+
+def progress_path(run_dir: Path) -> Path:
+    return run_dir / "metrics" / PROGRESS_FILE
+
+
+def write_progress(run_dir: Path, progress: BatchProgress) -> None:
+    """Replaces the file. A full disk is no error here: this file is no record of the run."""
+    with suppress(OSError):
+        replace_file(progress_path(run_dir), msgspec.json.encode(progress))
+
+
+def remove_progress(run_dir: Path) -> None:
+    with suppress(OSError):
+        progress_path(run_dir).unlink(missing_ok=True)
+
+
+def read_progress(path: Path) -> BatchProgress | None:
+    """None if there is nothing that can be read: before the first rollout, once the last batch is sent."""
+    try:
+        return msgspec.json.decode(read_whole(path), type=BatchProgress)
+    except (OSError, DataError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

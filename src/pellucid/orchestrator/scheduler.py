@@ -31,8 +31,11 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from pellucid.data import Rollout
 from pellucid.ledger import Flow, State
@@ -45,7 +48,7 @@ _REMEMBERED_GROUPS = 64  # lengths change as the policy learns
 @dataclass(frozen=True, slots=True)
 class Rules:
     batch_size: int
-    """Rollouts, or tokens if `counts_tokens`."""
+    """Rollouts, or tokens if there is a `max_rollout_tokens`."""
 
     rollouts_per_example: int
     max_inflight_rollouts: int
@@ -58,15 +61,11 @@ class Rules:
     max_retries: int = 0
     paced: bool = False
 
-    @property
-    def counts_tokens(self) -> bool:
-        return self.max_rollout_tokens is not None
-
     def size(self, verdict: Verdict) -> int:
-        """Returns what a rollout adds to a batch: 1, or its tokens if `counts_tokens`; 0 unless sent."""
+        """Returns what a rollout adds to a batch: 1, or its tokens where those count; 0 unless sent."""
         if not verdict.is_sent:
             return 0
-        return _length(verdict) if self.counts_tokens else 1
+        return 1 if self.max_rollout_tokens is None else _length(verdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,28 +106,28 @@ class RolloutLength:
         return RolloutLength(self.mean + (length - self.mean) * weight, self.num_groups + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerState:
+class SchedulerState(msgspec.Struct, frozen=True):
     """The scheduler's part of a snapshot: all that a resumed run needs."""
 
-    batches_sent: int
-    positions: Mapping[str, int]
+    batches_sent: int = 0
+    positions: dict[str, int] = {}
     """Next example of each environment."""
 
-    credits: Mapping[str, float]
-    """Groups that each environment is behind its share."""
-
-    rollout_length: RolloutLength | None
-    """None if batches count rollouts."""
-
-    num_groups: int
-    generation: int
+    num_groups: int = 0
+    generation: int = 0
     """How often the run was resumed; keeps the names of its groups apart."""
 
-    unfinished: Sequence[tuple[str, int]]
+    unfinished: list[tuple[str, int]] = []
     """(environment, example) of each group that was started and is neither ready nor settled."""
 
-    ready: Sequence[list[Verdict]]
+    ready: list[list[Any]] = []
+    """Verdicts of the groups that wait for a batch."""
+
+    credits: dict[str, float] = {}
+    """Groups that each environment is behind its share."""
+
+    rollout_length: RolloutLength | None = None
+    """None if batches count rollouts."""
 
 
 @dataclass(slots=True)
@@ -139,8 +138,7 @@ class _Running:
     """How often it has failed before."""
 
     version: int | None = None
-    """Policy version that was served when its first request was sent: no token of it is older. None: it has
-    sent none."""
+    """Policy version that was served when its first request was sent, the oldest it can have; None before."""
 
 
 @dataclass(slots=True)
@@ -256,7 +254,7 @@ class Scheduler:
 
     def is_open(self, group_id: str) -> bool:
         """Whether rollouts of the group are still to come."""
-        return group_id in self._open or self.is_cut(group_id)
+        return group_id in self._open or group_id in self._cut
 
     def is_cut(self, group_id: str) -> bool:
         """Whether the group was cut short, and rollouts of it are still to come."""
@@ -276,11 +274,8 @@ class Scheduler:
             return None
         if self.waits_for_weights or self._must_wait_for_open_groups():
             return None
-        taken, size = 0, 0
-        groups = self._by_age()
-        while taken < len(groups) and (
-            size < self._rules.batch_size or self._belongs_to_this_batch(groups[taken])
-        ):
+        groups, taken, size = self._by_age(), 0, 0
+        while taken < len(groups) and (size < self._rules.batch_size or self._is_last_chance(groups[taken])):
             size += self._size(groups[taken])
             taken += 1
         self._settled += groups[:taken]
@@ -307,19 +302,21 @@ class Scheduler:
             self._ages_out(self.policy_version if version is None else version) for version in versions
         )
 
-    def _belongs_to_this_batch(self, group: list[Verdict]) -> bool:
-        """Whether even a full batch takes the group, because it would be too old for a later one."""
-        too_old = self._rules.paced and self._ages_out(self._oldest_version(group))
-        return self._rules.max_async_level == 0 or too_old
-
-    def _ages_out(self, version: int) -> bool:
-        return self.batches_sent + 1 - version > self._rules.max_off_policy_steps
-
     def _by_age(self) -> list[list[Verdict]]:
         """Returns ready groups by arrival; paced, those that a later batch could not take come first."""
         if not self._rules.paced:
             return self._ready
-        return sorted(self._ready, key=lambda group: not self._ages_out(self._oldest_version(group)))
+        return sorted(self._ready, key=lambda group: not self._is_last_chance(group))
+
+    def _is_last_chance(self, group: list[Verdict]) -> bool:
+        """Whether even a full batch takes the group, because it would be too old for a later one."""
+        if self._rules.max_async_level == 0:
+            return True
+        return self._rules.paced and self._ages_out(self._oldest_version(group))
+
+    def _ages_out(self, version: int) -> bool:
+        """Whether tokens of this version are too old for the batch after the next."""
+        return self.batches_sent + 1 - version > self._rules.max_off_policy_steps
 
     def take_settled(self) -> list[list[Verdict]]:
         """Returns the groups settled since the last call."""
@@ -346,12 +343,12 @@ class Scheduler:
         return SchedulerState(
             self.batches_sent,
             dict(self._positions),
-            dict(self._credits),
-            self._rollout_length,
             self._num_groups,
             self._generation,
             self._unfinished if self.stopped else self._find_unfinished(),
             list(self._ready),
+            dict(self._credits),
+            self._rollout_length,
         )
 
     def restore(self, state: SchedulerState) -> None:
@@ -360,7 +357,7 @@ class Scheduler:
         self.batches_sent = state.batches_sent
         self._positions |= {env: index for env, index in state.positions.items() if env in sources}
         self._credits |= {env: credit for env, credit in state.credits.items() if env in sources}
-        if self._rules.counts_tokens:
+        if self._rollout_length is not None:
             self._rollout_length = state.rollout_length or self._rollout_length
         self._num_groups = state.num_groups
         self._generation = state.generation + 1
@@ -392,7 +389,11 @@ class Scheduler:
         if self._again:
             self._again.popleft()
         else:
-            self._take_turn(source)
+            # Every environment gets its share of a group as credit, and this one pays for the whole group.
+            for each in self._sources:
+                self._credits[each.env_name] += self._share(each)
+            self._credits[source.env_name] -= 1
+            self._positions[source.env_name] += 1
         # `g57`; `g57.1` after the first resume: a run that was killed may have used the same numbers.
         generation = f".{self._generation}" if self._generation else ""
         group = _OpenGroup(source, index, f"g{self._num_groups}{generation}")
@@ -404,16 +405,6 @@ class Scheduler:
         self._inflight[rollout_id] = group
         group.running[rollout_id] = _Running(attempt)
         return Dispatch(group.source.env_name, group.example_index, group.group_id, rollout_id, attempt)
-
-    def _take_turn(self, source: Source) -> None:
-        """Gives every environment its share of a group as credit, and takes the whole group from `source`.
-
-        The sum of the credits stays the same.
-        """
-        for each in self._sources:
-            self._credits[each.env_name] += self._share(each)
-        self._credits[source.env_name] -= 1
-        self._positions[source.env_name] += 1
 
     def _share(self, source: Source) -> float:
         return source.weight / sum(each.weight for each in self._sources)
@@ -430,8 +421,7 @@ class Scheduler:
         """
         if group.cut is not None:
             self._settle_cut(group, group.cut)
-            return
-        if self.stopped:
+        elif self.stopped:
             self._cancel([Verdict(rollout, Flow.SENT) for rollout in group.returned])
         else:
             verdicts = self._verdicts(group)
@@ -439,20 +429,20 @@ class Scheduler:
             for rollout in group.returned:
                 rollout.forget_tokens()
             self._admit(verdicts)
-        del self._open[group.group_id]
+        self._open.pop(group.group_id, None)
+        self._cut.pop(group.group_id, None)
 
     def _verdicts(self, group: _OpenGroup) -> list[Verdict]:
+        survivors = [rollout for rollout in group.returned if rollout.error is None]
         failed = [
             Verdict(rollout, State.FAILED_ROLLOUT, rollout.error)
             for rollout in group.returned
             if rollout.error is not None
         ]
-        survivors = [rollout for rollout in group.returned if rollout.error is None]
-        num_missing = self._rules.rollouts_per_example - len(survivors)
+        size = self._rules.rollouts_per_example
+        num_missing = size - len(survivors)
         if not survivors or (num_missing and group.source.group_scored):
-            reason = (
-                f"{num_missing} of {self._rules.rollouts_per_example} rollouts of a group-scored group failed"
-            )
+            reason = f"{num_missing} of {size} rollouts of a group-scored group failed"
             return [*failed, *(Verdict(rollout, State.DROPPED_GROUP, reason) for rollout in survivors)]
         return [*failed, *self._judge(survivors)]
 
@@ -530,7 +520,6 @@ class Scheduler:
             else:
                 verdicts.append(Verdict(rollout, State.STALE, group.why_cut))
         self._settled.append(verdicts)
-        del self._cut[group.group_id]
 
     def _oldest_version(self, verdicts: list[Verdict]) -> int:
         """Returns the oldest policy version among the tokens of rollouts that did not fail."""

@@ -115,8 +115,7 @@ async def follow_weights(
     on_update: Callable[[int], Awaitable[None]],
     is_due: Callable[[int], bool],
 ) -> None:
-    """Serves versions as they appear; never returns. After a refusal it tries again, with the version due by
-    then.
+    """Serves versions as they appear; never returns. After a refusal it tries again with what is due then.
 
     Raises InferenceError after a few refusals in a row, and at once when no server can be reached.
     """
@@ -144,9 +143,6 @@ async def follow_weights(
 
 
 def next_version(published: Sequence[int], served: int, is_due: Callable[[int], bool]) -> int | None:
-    """Returns the first new version that is due, else the newest; None if none is newer than `served`.
-
-    `published` is ascending.
-    """
+    """Returns the first new version that is due, else the newest; None if none of `published` is newer."""
     newer = [version for version in published if version > served]
     return next(filter(is_due, newer), newer[-1] if newer else None)

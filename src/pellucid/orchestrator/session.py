@@ -97,7 +97,8 @@ def as_message(turn: Turn) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A conversation that ends with a reply, stored as what it adds to the conversation it continues."""
+    """A conversation that ends with a reply, stored as what it adds to the one it continues; the first of all
+    is empty."""
 
     messages: list[Message]
     """Messages that it adds; the last is the reply."""
@@ -106,7 +107,7 @@ class _Known:
     """Number of messages of the whole conversation."""
 
     tools: list[Message]
-    turn: Turn
+    turn: Turn | None
     number: int
     """Number of conversations that were known before it."""
 
@@ -116,11 +117,8 @@ class _Known:
     def precedes(self, messages: list[Message], tools: list[Message]) -> bool:
         """Whether `messages` continue this conversation, provided that they continue the one before."""
         start = self.num_messages - len(self.messages)
-        return (
-            self.num_messages < len(messages)
-            and messages[start : self.num_messages] == self.messages
-            and tools == self.tools
-        )
+        is_shorter = self.num_messages < len(messages)
+        return is_shorter and messages[start : self.num_messages] == self.messages and tools == self.tools
 
 
 class _Prompt(NamedTuple):
@@ -129,7 +127,7 @@ class _Prompt(NamedTuple):
     goes_on_from: Turn | None
     """Turn with whose tokens the prompt starts."""
 
-    known: _Known | None
+    known: _Known
     added: list[Message]
     """Copy of the messages after those of `known`."""
 
@@ -151,9 +149,9 @@ class Session:
         self._rollout = rollout
         self._sampler = sampler
         self._prompts = prompts
-        self._known: list[_Known] = []
-        """Conversations that continue no other."""
-        self._num_known = 0
+        self._known = _Known([], 0, [], None, 0)
+        """The empty conversation, which all others continue."""
+        self._num_known = 1
         self._running: dict[str, asyncio.Task[Turn]] = {}
         self._num_calls = 0
         self._closed = False
@@ -233,15 +231,12 @@ class Session:
         if self._sampler.on_completion is not None:
             completion = self._sampler.on_completion(completion, account)
         turn = self._record(prompt, completion, trainable)
+        number = len(completion.token_ids)
         if completion.finish_reason == REFUSED:
-            raise RolloutError(
-                f"{len(completion.token_ids)} tokens are refused: the server was restarted, or serves other "
-                "weights than this run gave it"
-            )
+            cause = "the server was restarted, or serves other weights than this run gave it"
+            raise RolloutError(f"{number} tokens are refused: {cause}")
         if completion.finish_reason == "abort":
-            raise RolloutError(
-                f"the server cut the completion short after {len(completion.token_ids)} tokens"
-            )
+            raise RolloutError(f"the server cut the completion short after {number} tokens")
         self._remember(prompt, take_message(as_message(turn), "the reply"), turn)
         return turn
 
@@ -264,22 +259,19 @@ class Session:
         return turn
 
     def _remember(self, prompt: _Prompt, reply: Message, turn: Turn) -> None:
-        num_known = 0 if prompt.known is None else prompt.known.num_messages
         messages = [*prompt.added, copy_nested(reply)]
-        known = _Known(messages, num_known + len(messages), prompt.tools, turn, self._num_known)
-        (self._known if prompt.known is None else prompt.known.later).append(known)
+        num_messages = prompt.known.num_messages + len(messages)
+        prompt.known.later.append(_Known(messages, num_messages, prompt.tools, turn, self._num_known))
         self._num_known += 1
 
-    def _longest_known(self, messages: list[Message], tools: list[Message]) -> _Known | None:
+    def _longest_known(self, messages: list[Message], tools: list[Message]) -> _Known:
         """Returns the conversation that `messages` continue; of several, the longest, then the latest."""
-        best: _Known | None = None
-        candidates = list(self._known)
+        best, candidates = self._known, list(self._known.later)
         while candidates:
             known = candidates.pop()
             if known.precedes(messages, tools):
                 candidates += known.later
-                if best is None or (known.num_messages, known.number) > (best.num_messages, best.number):
-                    best = known
+                best = max(best, known, key=lambda each: (each.num_messages, each.number))
         return best
 
     async def _cut_short(self, request_ids: Collection[str]) -> None:
@@ -318,15 +310,15 @@ class Session:
 
     def _prompt(self, messages: list[Message], tools: list[Message]) -> _Prompt:
         known = self._longest_known(messages, tools)
-        num_known = 0 if known is None else known.num_messages
+        num_known = known.num_messages
         added = copy_nested(messages[num_known:])
-        if known is not None:
+        if known.turn is not None:
             rendered = self._sampler.chat.continuation(messages, num_known - 1, tools)
             if rendered is not None:
                 token_ids, spans = self._extend(known.turn, rendered)
                 return _Prompt(token_ids, spans, known.turn, known, added, known.tools)
         rendered = self._prompts.render(messages, tools)
-        kept_tools = copy_nested(tools) if known is None else known.tools
+        kept_tools = copy_nested(tools) if known.turn is None else known.tools
         return _Prompt(rendered.token_ids, _spans([], rendered.stops, 0), None, known, added, kept_tools)
 
     def _extend(self, last: Turn, rendered: Rendered) -> tuple[list[int], list[RoleSpan]]:

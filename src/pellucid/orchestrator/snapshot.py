@@ -11,7 +11,7 @@ A resume takes the orchestrator's part of a run folder back to where the snapsho
 
     next_batch   the first batch from the newest checkpoint on that is missing or damaged: sampled next
 
-Journal, saved rollouts and batches are cut back to that point; `ledger.journal` and `ledger.reconcile.Links` say
+Journal, saved rollouts and batches are cut back to that point; `ledger.journal` and `ledger.reconcile` say
 what becomes of the tokens. Rollouts that were ready for the next batch are in the snapshot, whole. The new
 snapshot is written last: interrupted before, all of it can be done again. Where the newest snapshot or the
 journal is damaged, neither journal nor rollouts are cut, and groups that waited for a batch are given up:
@@ -40,7 +40,7 @@ from pellucid.errors import ConfigError, DataError
 from pellucid.ledger import Flow, LedgerEntry, Stage, State, journal, read_journal
 from pellucid.ledger.settings import Change
 from pellucid.orchestrator.records import cut_rollouts, discard_rollouts, saved_bytes
-from pellucid.orchestrator.scheduler import RolloutLength, SchedulerState
+from pellucid.orchestrator.scheduler import SchedulerState
 from pellucid.orchestrator.verdict import Outcome, Verdict
 from pellucid.transport import Limits, limits_of, retract_steps, stable_steps
 from pellucid.transport.spool import Spool, first_missing_batch
@@ -64,11 +64,6 @@ class HeldTurn(msgspec.Struct, frozen=True, array_like=True):
     link: str = ""
 
 
-class HeldSample(msgspec.Struct, frozen=True, array_like=True):
-    arrays: dict[str, PackedArray]
-    values: dict[str, Any]
-
-
 class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
     """A verdict in a snapshot, without `Example.info`: only the reward reads it; it may not serialize."""
 
@@ -82,7 +77,9 @@ class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
     outcome: str
     reason: str = ""
     advantage: float | None = None
-    samples: list[HeldSample] = []
+    samples: list[tuple[dict[str, PackedArray], dict[str, Any]]] = []
+    """Arrays and values of each sample."""
+
     reward: float | None = None
     metrics: dict[str, float] = {}
     error: str | None = None
@@ -103,7 +100,7 @@ class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
             outcome=verdict.outcome.value,
             reason=verdict.reason,
             advantage=verdict.advantage,
-            samples=[HeldSample(dict(sample.arrays), dict(sample.values)) for sample in verdict.samples],
+            samples=[(dict(sample.arrays), dict(sample.values)) for sample in verdict.samples],
         )
 
     def verdict(self, run_id: str) -> Verdict:
@@ -114,8 +111,8 @@ class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
         )
         outcome: Outcome = Flow.SENT if self.outcome == Flow.SENT.value else State(self.outcome)
         samples = [
-            TrainingSample.from_packed(sample.arrays, {**sample.values, "run_id": run_id})
-            for sample in self.samples
+            TrainingSample.from_packed(arrays, {**values, "run_id": run_id})
+            for arrays, values in self.samples
         ]
         return Verdict(rollout, outcome, self.reason, self.advantage, samples)
 
@@ -125,44 +122,35 @@ _OF_ROLLOUT = [each.name for each in fields(Rollout) if each.name in HeldRollout
 _OF_ROLLOUT.remove("turns")
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class Snapshot(SchedulerState, frozen=True):
     """The state that a resumed run continues from; without arguments, that of a run that has not begun."""
 
-    batches_sent: int = 0
-    positions: dict[str, int] = {}
-    num_groups: int = 0
-    generation: int = 0
-    unfinished: list[tuple[str, int]] = []
-    ready: list[list[HeldRollout]] = []
+    ready: list[list[HeldRollout]] = msgspec.field(default_factory=list)
     mark: int = 0
     """Number of the snapshot; the journal has an entry with the same number where the snapshot was taken."""
 
-    rollouts_bytes: dict[int, int] = {}
+    rollouts_bytes: dict[int, int] = msgspec.field(default_factory=dict)
     """Lengths of the saved rollouts of step `batches_sent` and later ones; see `records.saved_bytes`."""
-
-    credits: dict[str, float] = {}
-    rollout_length: RolloutLength | None = None
 
     is_fallback: bool = False
     """Whether a newer snapshot was damaged: journal and batches may contain more than this one knows."""
 
     def held(self) -> Counter[tuple[str, str]]:
-        """Counts sampled tokens that wait for a batch, by environment and link; they are not booked yet."""
+        """Counts tokens that wait for a batch, by environment and link; they are not booked yet."""
         held: Counter[tuple[str, str]] = Counter()
-        for group in self.ready:
-            for each in group:
-                for turn in each.turns:
-                    held[each.env_name, turn.link] += turn.num_tokens
+        for each in (each for group in self.ready for each in group):
+            for turn in each.turns:
+                held[each.env_name, turn.link] += turn.num_tokens
         return held
 
     def scheduler_state(self, run_id: str) -> SchedulerState:
-        values = {each.name: getattr(self, each.name) for each in fields(SchedulerState)}
-        values["ready"] = [[each.verdict(run_id) for each in group] for group in self.ready]
-        return SchedulerState(**values)
+        """Returns the state with verdicts in place of held rollouts."""
+        ready: list[Any] = [[each.verdict(run_id) for each in group] for group in self.ready]
+        return msgspec.structs.replace(self, ready=ready)
 
 
 def take_snapshot(state: SchedulerState, *, mark: int, rollouts_bytes: dict[int, int]) -> Snapshot:
-    values = {each.name: getattr(state, each.name) for each in fields(SchedulerState)}
+    values = {name: getattr(state, name) for name in SchedulerState.__struct_fields__}
     values["ready"] = [[HeldRollout.of(verdict) for verdict in verdicts] for verdicts in state.ready]
     return Snapshot(**values, mark=mark, rollouts_bytes=rollouts_bytes)
 
@@ -183,21 +171,21 @@ def read_snapshot(run_dir: Path) -> Snapshot | None:
 
     Raises DataError if there are some, and none is intact.
     """
-    found = [run_dir / name for name in (_FILE, _FILE_BEFORE) if (run_dir / name).exists()]
-    errors: list[DataError] = []
-    for path in found:
-        try:
-            snapshot = _decode(path)
-        except DataError as error:
-            errors.append(error)
-            continue
-        for passed_over in errors:
-            log.warning("%s; the one before is taken", passed_over)
-        return msgspec.structs.replace(snapshot, is_fallback=bool(errors))
-    if errors:
+    first_error: DataError | None = None
+    for path in (run_dir / _FILE, run_dir / _FILE_BEFORE):
+        if path.exists():
+            try:
+                snapshot = _decode(path)
+            except DataError as error:
+                first_error = first_error or error
+                continue
+            if first_error is not None:
+                log.warning("%s; the one before is taken", first_error)
+            return msgspec.structs.replace(snapshot, is_fallback=first_error is not None)
+    if first_error is not None:
         raise DataError(
-            f"{errors[0]}, and there is none before it, so the run cannot be resumed; its newest weights and "
-            "checkpoint are intact: start another run from them"
+            f"{first_error}, and there is none before it, so the run cannot be resumed; its newest weights "
+            "and checkpoint are intact: start another run from them"
         )
     return None
 
@@ -253,15 +241,13 @@ def settle_orchestrator(
         rollouts_bytes=saved_bytes(folder, next_batch),
     )
     held = Counter({(config.run_name, env, link): n for (env, link), n in snapshot.held().items() if link})
-    journal.append_entries(
-        path,
-        [
-            *given_up,
-            *journal.held_again(read_journal(path), held, next_batch),
-            LedgerEntry(Stage.ORCHESTRATOR, next_batch, opened=journal.NOBODY),
-            LedgerEntry(Stage.ORCHESTRATOR, next_batch, mark=snapshot.mark),
-        ],
-    )
+    entries = [
+        *given_up,
+        *journal.held_again(read_journal(path), held, next_batch),
+        LedgerEntry(Stage.ORCHESTRATOR, next_batch, opened=journal.NOBODY),
+        LedgerEntry(Stage.ORCHESTRATOR, next_batch, mark=snapshot.mark),
+    ]
+    journal.append_entries(path, entries)
     sync(path)
     # Names of groups are unique for good, also those of a process that dies before its first snapshot.
     generation = snapshot.generation + (checkpoint is None)
@@ -290,11 +276,10 @@ def _kept(snapshot: Snapshot, next_batch: int, changes: Sequence[Change]) -> lis
     if any(change.key.startswith("orchestrator.advantage") for change in changes):
         return []
 
-    def newest_version(group: Sequence[HeldRollout]) -> int:
-        turns = (turn for held in group for turn in held.turns)
-        return max((version for turn in turns for version, _ in turn.policy_versions), default=0)
+    def is_newer(held: HeldRollout) -> bool:
+        return any(version > next_batch for turn in held.turns for version, _ in turn.policy_versions)
 
-    return [group for group in snapshot.ready if newest_version(group) <= next_batch]
+    return [group for group in snapshot.ready if not any(map(is_newer, group))]
 
 
 def check_max_steps(config: RunConfig, num_done: int, what: str) -> None:

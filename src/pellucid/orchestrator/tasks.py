@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from signal import Signals
 from typing import Any, TypeVar
@@ -30,9 +30,9 @@ at those that survived only after every 4 million."""
 Main = Callable[[], Coroutine[Any, Any, None]]
 
 
-async def finish_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
+async def finish_despite_cancellation(work: Awaitable[None]) -> None:
     """Runs `work` to its end; a cancellation that comes meanwhile is raised only then."""
-    task = asyncio.create_task(work)
+    task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -45,12 +45,7 @@ async def finish_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Deadline:
-    """A time limit, counted from now, that several pieces of work share.
-
-    deadline = Deadline(60.0)
-    await deadline.bound(converse())    takes 50 s
-    await deadline.bound(score())       raises TimeoutError after 10 s
-    """
+    """A time limit, counted from now, that several pieces of work share."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -92,18 +87,6 @@ async def _cancel_patiently(task: "asyncio.Task[T]") -> None:
     await asyncio.wait({task}, timeout=_GRACE_S)
 
 
-async def outlive(
-    tasks: Collection["asyncio.Task[Any]"], note: "Callable[[asyncio.Task[Any]], None]"
-) -> None:
-    """Cancels tasks that were left running; calls `note` with each that ignores it for `_GRACE_S`."""
-    for task in tasks:
-        task.cancel()
-    _, stubborn = await asyncio.wait(tasks, timeout=_GRACE_S) if tasks else (tasks, ())
-    for task in stubborn:
-        note(task)
-        log.warning("a task will not be cancelled, and is left behind: %s", task.get_coro())
-
-
 async def cancel(tasks: Collection["asyncio.Task[None]"]) -> None:
     for task in tasks:
         task.cancel()
@@ -133,12 +116,7 @@ class Pace:
 
 
 class RateLimit:
-    """At most `per_minute` starts a minute, evenly: what was not used for a while is not made up for.
-
-    limit = RateLimit(60)
-    limit.wait_s()    -> 0.0; then, after limit.note():
-    limit.wait_s()    -> 1.0
-    """
+    """At most `per_minute` starts a minute, evenly: what was not used for a while is not made up for."""
 
     def __init__(self, per_minute: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = 60 / per_minute if per_minute else 0.0
@@ -160,12 +138,13 @@ def run_until_signalled(main: Main) -> None:
     Tasks that ignore cancellation and threads that an environment left running do not delay the end.
     """
     received: list[Signals] = []
+    stubborn: set[asyncio.Task[Any]] = set()
     runner = asyncio.Runner(loop_factory=loop_factory())
-    stubborn: list[asyncio.Task[Any]] = []
+    loop = runner.get_loop()
     try:
         with infrequent_gc():
-            runner.get_loop().set_default_executor(DaemonThreads())
-            _run_to_the_end(runner.get_loop(), _cancelled_by_signals(main, received.append, stubborn))
+            loop.set_default_executor(DaemonThreads())
+            _run_to_the_end(loop, _cancelled_by_signals(main, received, stubborn))
     except asyncio.CancelledError:
         if not received:
             raise
@@ -173,7 +152,7 @@ def run_until_signalled(main: Main) -> None:
     finally:
         if stubborn:
             # A runner would wait for them. The handler keeps asyncio quiet when they are deleted.
-            runner.get_loop().set_exception_handler(lambda loop, context: None)
+            loop.set_exception_handler(lambda loop, context: None)
         else:
             runner.close()
 
@@ -195,16 +174,24 @@ def _run_to_the_end(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, N
 
 
 async def _cancelled_by_signals(
-    main: Main, note: Callable[[Signals], None], stubborn: "list[asyncio.Task[Any]]"
+    main: Main, received: list[Signals], stubborn: "set[asyncio.Task[Any]]"
 ) -> None:
-    """Runs `main`, which signals cancel; tasks that ignore their cancellation are appended to `stubborn`."""
-    task = asyncio.current_task()
-    assert task is not None
+    """Runs `main`, which signals cancel; then cancels what is left, and notes tasks that ignore it."""
+    this = asyncio.current_task()
+    assert this is not None
 
     def stop(number: Signals) -> None:
         log.warning("%s: winding down", number.name)
-        note(number)
-        task.cancel()
+        received.append(number)
+        this.cancel()
+
+    async def cancel_others() -> None:
+        if others := asyncio.all_tasks() - {this, asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            stubborn.update((await asyncio.wait(others, timeout=_GRACE_S))[1])
+        for task in stubborn:
+            log.warning("a task will not be cancelled, and is left behind: %s", task.get_coro())
 
     if sys.platform != "win32":
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -213,13 +200,12 @@ async def _cancelled_by_signals(
     try:
         await main()
     finally:
-        await finish_despite_cancellation(outlive(asyncio.all_tasks() - {task}, stubborn.append))
+        await finish_despite_cancellation(cancel_others())
 
 
 @contextmanager
 def infrequent_gc() -> Iterator[None]:
-    """Context manager: the garbage collector rarely scans old objects, and never those made before (modules,
-    tokenizer).
+    """Context manager: the garbage collector rarely scans old objects, and never those made before.
 
     Old objects are the rollouts in flight: with Python's defaults, scanning 10,000 of them stops the event
     loop for half a second, every other second.

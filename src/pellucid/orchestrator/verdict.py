@@ -110,11 +110,8 @@ class Judge:
             for index, keep in enumerate(each(FilterInputs(rollouts, advantages))):
                 if not keep and removed_by[index] is None:
                     removed_by[index] = each.name
-        why_zero = (
-            "the rewards of its group are equal"
-            if are_equal([rollout.reward or 0.0 for rollout in rollouts])
-            else "advantage is 0"
-        )
+        no_signal = are_equal([rollout.reward or 0.0 for rollout in rollouts])
+        why_zero = "the rewards of its group are equal" if no_signal else "advantage is 0"
         verdicts = []
         for rollout, advantage, filtered_by in zip(rollouts, advantages, removed_by, strict=True):
             if filtered_by is not None:
@@ -180,9 +177,8 @@ def _branches(rollout: Rollout) -> list[list[Turn]]:
     for turn in (turn for turn in rollout.turns if turn.num_tokens):
         branch = next((branch for branch in reversed(branches) if turn.extends(branch[-1])), None)
         if branch is None:
-            branches.append([turn])
-        else:
-            branch.append(turn)
+            branches.append(branch := [])
+        branch.append(turn)
     return branches
 
 

@@ -24,7 +24,7 @@ from pellucid.data.alarms import Bell
 from pellucid.data.rollout import NOT_OURS
 from pellucid.data.rows import RunRows
 from pellucid.loss import LossRecord
-from pellucid.metrics.mean_zero_test import MeanZeroTest
+from pellucid.metrics import MeanZeroTest
 from pellucid.model import TokenOutput
 from pellucid.packing import MicroBatch
 from pellucid.trainer.optimizer import Update

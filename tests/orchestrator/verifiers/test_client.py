@@ -9,7 +9,7 @@ import verifiers.v1 as vf
 from pellucid.data import Completion, Turn
 from pellucid.errors import RolloutError
 from pellucid.model.tiny import character_tokenizer
-from pellucid.orchestrator.verifiers.client import ReplyParser, for_template, split_calls
+from pellucid.orchestrator.taskset import ReplyParser, for_template, split_calls
 
 TOKENIZER = character_tokenizer()
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]

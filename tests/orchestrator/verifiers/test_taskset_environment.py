@@ -23,8 +23,7 @@ from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import Environment, load_environment
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import check_environment
-from pellucid.orchestrator.evaluation import load_evaluation
-from pellucid.orchestrator.group import GroupRun
+from pellucid.orchestrator.group import GroupRun, load_evaluation
 from pellucid.orchestrator.session import Sampler
 from pellucid.orchestrator.verdict import build_samples
 

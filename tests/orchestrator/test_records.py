@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pellucid.data import Example, Rollout
 from pellucid.ledger import Flow, State
-from pellucid.orchestrator.report import (
+from pellucid.orchestrator.records import (
     BatchProgress,
     progress_path,
     read_progress,
