@@ -16,7 +16,7 @@ from pellucid.config import ModelConfig
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread
-from pellucid.inference.entrance import Door, PunctualProtocol, bind, web_config
+from pellucid.inference.entrance import PunctualProtocol, bind, web_config
 from pellucid.inference.server import Server
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.metrics import JsonlSink, Sink
@@ -60,7 +60,8 @@ class EngineServer:
             "models/tiny",
             options["max_length"],
             run_dir=folder,
-            door=Door(host, KEY),
+            host=host,
+            key=KEY,
         )
         self.app: ASGIApp = server.app()
         self.paths = {route.path for route in server.routes().routes}

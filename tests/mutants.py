@@ -30,7 +30,7 @@ BESIDE = {
     "data": "alarms files list_payload model_folder plain rules tokenizer vocabulary",
     "export": "arrow distribution frames jsonl_source optional parquet_source paths process reader shapes "
     "slices source summary",
-    "inference": "client entrance fake http openai_answer openai_request pool server servers vllm_engine",
+    "inference": "client entrance fake http openai pool server servers vllm_engine",
     "ledger": "reconcile settings",
     "loss": "script",
     "model": "proof tiny",

@@ -60,7 +60,7 @@ class EngineClient:
 
     async def generate(self, prompt_ids, params, account, request_id) -> Completion:
         asked = GenerateRequest(list(prompt_ids), params, account, request_id)
-        [completion] = [event async for _, event in self._thread.generate([asked])]
+        [completion] = await self._thread.complete([asked])
         return completion
 
     async def score(self, token_ids, temperature, request_id) -> list[float]:

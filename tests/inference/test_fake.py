@@ -104,9 +104,13 @@ def test_the_delay_is_the_requests() -> None:
 
 def test_an_answer_that_nobody_waits_for_is_delivered_all_the_same() -> None:
     async def leave_while_the_answer_travels() -> None:
-        client = FakeInferenceClient(count_up, transit_s=0.05)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.generate([7], SamplingParams(), ACCOUNT, "a"), 0.08)
+        client = FakeInferenceClient(count_up, transit_s=0.5)
+        asking = asyncio.create_task(client.generate([7], SamplingParams(), ACCOUNT, "a"))
+        while not client.delivered:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         assert client.sampled == client.delivered == {ACCOUNT: 4}
 
     asyncio.run(leave_while_the_answer_travels())

@@ -21,13 +21,11 @@ from engine_server import KEY, journal_counts
 from pellucid.data import Completion
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, InferenceError
-from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.client import Account, Expected, SamplingParams
 from pellucid.inference.engine_thread import EngineThread
-from pellucid.inference.entrance import Door
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.inference.pool import ServerPool
 from pellucid.inference.server import Server
-from pellucid.inference.servers import Expected
 from pellucid.inference.slots import Request, SlottedEngine, run_to_end
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import JsonlSink
@@ -83,8 +81,9 @@ class FreezingServer:
             JsonlSink(folder / f"{name}_metrics.jsonl"),
             lambda error: None,
         )
-        door = Door("127.0.0.1", KEY)
-        server = Server(self.engine, self.thread, TOKENIZER, "tiny", 200, run_dir=folder, door=door)
+        server = Server(
+            self.engine, self.thread, TOKENIZER, "tiny", 200, run_dir=folder, host="127.0.0.1", key=KEY
+        )
         self._app = server.app()
         self._awake = threading.Event()
         self._awake.set()

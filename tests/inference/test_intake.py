@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine_server import AUTHORIZED, JSON, EngineServer
 from pellucid.data.tokenizer import byte_tokenizer, load_tokenizer
-from pellucid.inference.entrance import MAX_HEAD_BYTES, Intake, PunctualProtocol
-from pellucid.inference.openai_request import RequestError, text_prompt
+from pellucid.inference.entrance import MAX_HEAD_BYTES, Intake, PunctualProtocol, RequestError
+from pellucid.inference.openai import text_prompt
 from pellucid.inference.slots import QueueFullError
 
 CORPUS = ["the cat sat on the mat   and the mat sat on the cat", "aaaa" * 40, " " * 64, "ab" * 50, "éèê ça"]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.inference.openai_answer import TextStream, cut_at_stop
+from pellucid.inference.openai import TextStream, cut_at_stop
 
 
 def from_bytes(token_ids) -> str:

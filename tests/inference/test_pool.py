@@ -12,10 +12,9 @@ import pytest
 
 from pellucid.data import Completion
 from pellucid.errors import ConfigError, InferenceError
-from pellucid.inference.client import Account, Health, SamplingParams, UnreachableError
+from pellucid.inference.client import Account, Expected, Health, SamplingParams, UnreachableError
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
-from pellucid.inference.servers import Expected
 
 ACCOUNT = Account("run", "env")
 RUN = "mine-0001"

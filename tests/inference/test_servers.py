@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from pellucid.errors import ConfigError
-from pellucid.inference.client import Health
-from pellucid.inference.servers import Expected
+from pellucid.inference.client import Expected, Health
 
 POLICY = Expected("policy server", "my/model", "abc", 200, run="mine-1", model_fingerprint="f0")
 TEACHER = Expected("teacher", "my/model", "abc", 200)

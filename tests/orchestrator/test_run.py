@@ -22,10 +22,9 @@ from pellucid.config import FilterConfig, OrchestratorRunConfig
 from pellucid.config.orchestrator import ROLLOUT_FIELDS
 from pellucid.data import Completion, Example, Rollout, TokenTable, Turn
 from pellucid.errors import ConfigError, DataError, InferenceError, RolloutError, UserCodeError
-from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.client import Account, Expected, SamplingParams
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
-from pellucid.inference.servers import Expected
 from pellucid.launch.run_folder import has_begun
 from pellucid.ledger import Flow, Journal, Stage, State, read_journal, reconcile
 from pellucid.metrics import read_metrics

@@ -30,9 +30,14 @@ from pellucid.data.plain import printable, to_json
 from pellucid.data.tokenizer import byte_tokenizer, fingerprint, load_tokenizer
 from pellucid.errors import ConfigError, ModelError
 from pellucid.guard import read_key
-from pellucid.inference.client import Account, GenerateRequest, InferenceClient, SamplingParams
+from pellucid.inference.client import (
+    Account,
+    GenerateRequest,
+    InferenceClient,
+    SamplingParams,
+    other_vocabulary,
+)
 from pellucid.inference.fake import FakeInferenceClient
-from pellucid.inference.servers import other_vocabulary
 from pellucid.launch.console import make_console
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import Environment, draw_example, load_environment
@@ -215,8 +220,7 @@ class EngineClient:
         self, prompt_ids: Sequence[int], params: SamplingParams, account: Account, request_id: str
     ) -> Completion:
         request = GenerateRequest(list(prompt_ids), params, account, request_id)
-        [completion] = [event async for _, event in self._thread.generate([request])]
-        assert isinstance(completion, Completion)
+        [completion] = await self._thread.complete([request])
         return completion
 
     async def score(self, token_ids: Sequence[int], temperature: float, request_id: str) -> list[float]:

@@ -5,13 +5,14 @@ clients of the embedded engine, vLLM and the fake implement the protocol.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
 from pellucid.data import Completion, PackedArray
-from pellucid.errors import InferenceError
+from pellucid.errors import ConfigError, InferenceError
 
 REFUSED = "refused"
 """Finish reason of a completion whose tokens have a policy version that the run cannot verify."""
@@ -249,6 +250,92 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     shared_tokens: int = 0
     scored_tokens: int = 0
     busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Requirements on the servers of a run, checked at the start, at every update and on a return.
+
+    what differs             policy                                      teacher
+    key                      refused                                     refused where it is needed
+    vocabulary               refused                                     refused
+    max_model_len            refused if it is less than the run's        the same
+    the model that it loaded refused, where both sides can tell          anything goes
+    the weights that it has  those it loaded, or this run's; any         anything goes
+                             other run's are refused
+    """
+
+    role: str
+    """`policy server` or `teacher`, for messages."""
+
+    model: str
+    """`model.name` of the run."""
+
+    vocabulary: str
+    """Fingerprint of the tokenizer that the run uses."""
+
+    max_model_len: int
+    access: Access = "all"
+    """Access that the run needs: `sampling` is enough for a teacher that only scores."""
+
+    key_setting: str = "inference.key_file"
+    """Which setting names the server's key, for messages."""
+
+    run: str | None = None
+    """Identity of the run; None for a teacher, which may serve any weights."""
+
+    model_fingerprint: str = ""
+    """Fingerprint of the model at `model`; "" where this machine does not have its weights."""
+
+    has_weights: bool = False
+    """Whether the run has published weights: a server that serves another version of it can load them."""
+
+    def check(self, url: str, health: Health) -> None:
+        """Raises ConfigError with both values and the remedy if the server at `url` is not the run's."""
+        who = f"the {self.role} {health.model!r} at {url}"
+        if health.vocabulary != self.vocabulary:
+            raise ConfigError(other_vocabulary(who, f"model.name = {self.model!r}"))
+        if reason := self._mismatch(health):
+            raise ConfigError(f"{who} {reason}")
+
+    def _mismatch(self, health: Health) -> str:
+        if health.access not in ("all", self.access):
+            return (
+                "was started with another key than this run shows; start it with the run's output_dir, or "
+                f"set {self.key_setting} to the file `key` in the folder that it was started with"
+            )
+        if health.max_model_len < self.max_model_len:
+            return (
+                f"takes {health.max_model_len} tokens, less than inference.max_model_len = "
+                f"{self.max_model_len}; start it with a larger inference.max_model_len, or lower that of the "
+                "run"
+            )
+        if self.run is None:
+            return ""
+        known = health.model_fingerprint and self.model_fingerprint
+        if known and health.model_fingerprint != self.model_fingerprint:
+            return (
+                f"was started with another model (weights {health.model_fingerprint}) than model.name = "
+                f"{self.model!r} (weights {self.model_fingerprint}); start it with the run's model, or set "
+                "model.name to its"
+            )
+        serves = f"serves policy version {health.policy_version} of"
+        if health.run != self.run and (health.run or health.policy_version):
+            whose = f"run {health.run!r}" if health.run else "a run that it cannot name"
+            return (
+                f"{serves} {whose}, not of this run, {self.run!r}; if that run is going on, give this one a "
+                "server of its own; if not, restart the server"
+            )
+        if health.run == self.run and health.policy_version and not self.has_weights:
+            return (
+                f"{serves} this run, which has published none (it began anew); restart the server, so that "
+                "it serves version 0"
+            )
+        return ""
+
+
+def other_vocabulary(who: str, model: str, remedy: str = "take one with the same tokenizer") -> str:
+    return f"{who} has another vocabulary than {model}: a token id would not mean the same to both; {remedy}"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +31,8 @@ from pellucid.transport import MARKER
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-StreamEvent = tuple[int, tuple[int, float] | Completion]
-"""Index of a completion, with its next token and logprob, or with the whole completion at its end."""
+StreamEvent = tuple[int, tuple[int, float] | Completion | InferenceError]
+"""Index of a request, with its next token and logprob, its completion at the end, or why it is refused."""
 _FLUSH_S = 0.25
 
 
@@ -80,38 +80,33 @@ class EngineThread:
         self._thread.join()
 
     async def generate(
-        self, asked: Sequence[GenerateRequest], *, tokens: bool = False, checked: bool = False
+        self, asked: Sequence[GenerateRequest], *, tokens: bool = False
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields one completion per request, as each ends; either all of them are queued or none.
+        """Yields why requests are refused, then one completion per other request, as each ends.
 
-        With `tokens`, it also yields each token as it is sampled. `checked`: the caller has seen that the
-        engine refuses none of them. Closing the generator frees the slots of running requests; completions
-        that it has not yielded by then count as cancelled.
+        Either all of the others are queued or none. With `tokens`, it also yields each token as it is
+        sampled. Closing the generator frees the slots of running requests; completions that it has not
+        yielded by then count as cancelled.
         """
-        if not checked:
-            for refused in self._engine.refusals(asked).values():
-                raise refused
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[StreamEvent] = asyncio.Queue()
 
         def tell(index: int, event: tuple[int, float] | Completion) -> None:
             loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        tellers = [partial(tell, index) for index in range(len(asked))]
-        requests = [
-            Request(
-                each.token_ids,
-                each.sampling_params,
-                each.account if each.account.run else Account(),  # whoever has no books has one account
-                teller,
-                each.request_id,
-                teller if tokens else None,
-                is_checked=True,
-            )
-            for each, teller in zip(asked, tellers, strict=True)
-        ]
-
-        unread = dict(enumerate(requests))
+        refused = self._engine.refusals(asked)
+        unread: dict[int, Request] = {}
+        for index, each in enumerate(asked):
+            if index not in refused:
+                unread[index] = Request(
+                    each.token_ids,
+                    each.sampling_params,
+                    each.account if each.account.run else Account(),  # whoever has no books has one account
+                    partial(tell, index),
+                    each.request_id,
+                    partial(tell, index) if tokens else None,
+                    is_checked=True,
+                )
 
         def abandon() -> None:
             for request in unread.values():
@@ -119,15 +114,17 @@ class EngineThread:
 
         def submit() -> None:
             try:
-                for request in requests:
+                for request in unread.values():
                     self._engine.submit(request)
             except InferenceError:
                 abandon()
                 raise
 
-        with self._opening(len(requests)):
+        with self._opening(len(unread)):
             try:
                 await self._call(submit)
+                for index, reason in refused.items():
+                    yield index, reason
                 while unread:
                     index, event = await events.get()
                     if isinstance(event, Completion):
@@ -136,15 +133,31 @@ class EngineThread:
             finally:
                 self._commands.put(abandon)
 
+    async def complete(self, asked: Sequence[GenerateRequest]) -> list[Completion]:
+        """Returns the completion of each request; raises InferenceError if one is refused."""
+        found = {}
+        async with aclosing(self.generate(asked)) as events:
+            async for index, event in events:
+                if isinstance(event, InferenceError):
+                    raise event
+                if isinstance(event, Completion):
+                    found[index] = event
+        return [found[index] for index in range(len(asked))]
+
     async def score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
         """Returns one logprob per token, NaN for the first; a cancellation removes it from the queue."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[float]] = loop.create_future()
 
-        def tell(result: list[float] | InferenceError) -> None:
-            loop.call_soon_threadsafe(_resolve, answer, result)
+        def resolve(result: list[float] | InferenceError) -> None:
+            if answer.done():
+                return  # whoever asked has gone away
+            if isinstance(result, InferenceError):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
 
-        scoring = Scoring(token_ids, temperature, tell)
+        scoring = Scoring(token_ids, temperature, partial(loop.call_soon_threadsafe, resolve))
         with self._opening(1):
             try:
                 await self._call(lambda: self._engine.submit_scoring(scoring))
@@ -173,11 +186,9 @@ class EngineThread:
         await self._call(lambda: self._swap(version, folder, run))
 
     async def abort(self, request_ids: Collection[str], *, booked: bool = True) -> None:
-        """See `SlottedEngine.abort`."""
         await self._call(lambda: self._engine.abort(request_ids, booked=booked))
 
     async def disown(self, request_ids: Collection[str]) -> None:
-        """See `SlottedEngine.disown`."""
         await self._call(lambda: self._engine.disown(request_ids))
 
     async def _call(self, command: Callable[[], T]) -> T:
@@ -236,7 +247,7 @@ class EngineThread:
         if self.failure is not None:
             self._attempt(self._engine.abort_all)
         # The books first: a sink may be slow, or hang.
-        for last in (self._engine.abandon_all, self._close_journal, self._close_sink):
+        for last in (self._engine.abandon_all, self._close_books, self._close_sink):
             self._attempt(last)
         self._refuse_commands()
         self.stopped = True
@@ -260,7 +271,7 @@ class EngineThread:
             else:
                 self._attempt(command)
 
-    def _close_journal(self) -> None:
+    def _close_books(self) -> None:
         say("closing its books", at_stake="the last tokens in them", silence_s=DISK_SILENCE_S)
         self._flush()
         self._journal.close(self._engine.version)
@@ -318,15 +329,6 @@ def _published_at(folder: Path) -> int | None:
         return (folder / MARKER).stat().st_mtime_ns
     except OSError:
         return None
-
-
-def _resolve(answer: "asyncio.Future[list[float]]", result: list[float] | InferenceError) -> None:
-    if answer.done():
-        return  # whoever asked has gone away
-    if isinstance(result, InferenceError):
-        answer.set_exception(result)
-    else:
-        answer.set_result(result)
 
 
 def name_error(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Access to the engine's HTTP server: which requests reach a handler, and how long they may take.
+"""Access to the engine's HTTP server: which requests reach a handler, how long they may take, and refusals.
 
     connection ── head, within HEAD_S ──> Host ──> Origin ──> key, beyond loopback ──> content type
     ──> handler ── body, within BODY_S ──> key, for what changes a run ──> engine
@@ -13,20 +13,21 @@ import socket
 from asyncio import TimerHandle
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import msgspec
 import uvicorn
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pellucid.errors import ConfigError
+from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.guard import answers_to, is_foreign, is_loopback, shows_key
 from pellucid.inference.client import SERVER_ID_HEADER, Access, ErrorBody, ErrorResponse
-from pellucid.inference.openai_request import RequestError
+from pellucid.inference.engine_thread import EngineDownError, name_error
 from pellucid.inference.slots import QueueFullError
 
 HEAD_S = 10.0
@@ -43,44 +44,31 @@ MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
 """Total size of the bodies that are being read, or made into prompts, at a time."""
 _KEEPALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
-_ACCESS = "pellucid.access"
+
+class RequestError(InferenceError):
+    """A request that is refused: the status, and OpenAI's `code` and `param`."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
-    """Where the server is bound, and the key that it was started with."""
-
-    host: str
-    key: str = field(repr=False)
-
-    def access(self, http: HttpRequest) -> Access:
-        """Returns what a request may do, by the key that it shows."""
-        if shows_key(http.headers.get("authorization", ""), self.key):
-            return "all"
-        return "sampling" if is_loopback(self.host) else "none"
-
-    def check(self, http: HttpRequest) -> None:
-        """Raises RequestError with the reason if a request is not let in."""
-        host = http.headers.get("host", "")
-        if not answers_to(self.host, host):
-            raise RequestError(
-                f"this server does not answer to {host!r}; use the address that it is bound to", status=421
-            )
-        if is_foreign(http.headers.get("origin"), host):
-            raise RequestError("a page of another site may not ask this server", status=403)
-        if access_of(http) == "none" and http.url.path != "/health":
-            raise _no_key()
-        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if http.method == "POST" and kind != "application/json":
-            raise RequestError(f"content-type is {kind!r}; it has to be application/json", status=415)
+class ClientGoneError(InferenceError):
+    pass
 
 
 class Entrance:
-    """The ASGI application behind the door. Every answer names the process that gave it in a header."""
+    """The ASGI application behind the checks. Every answer names the process that gave it in a header."""
 
-    def __init__(self, app: ASGIApp, door: Door, server_id: str) -> None:
+    def __init__(self, app: ASGIApp, *, host: str, key: str, server_id: str) -> None:
+        """`host`: where the server is bound; `key`: the key that it was started with."""
         self._app = app
-        self._door = door
+        self._host = host
+        self._key = key
         self._server_id = server_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,13 +82,77 @@ class Entrance:
             await send(message)
 
         http = HttpRequest(scope)
-        scope[_ACCESS] = self._door.access(http)
+        http.state.access = self._access(http)
         answering = self._app
         try:
-            self._door.check(http)
+            self._check(http)
         except RequestError as error:
-            answering = refusal(error)
+            answering = error_response(error)
         await answering(scope, receive, signed)
+
+    def _access(self, http: HttpRequest) -> Access:
+        """Returns what a request may do, by the key that it shows."""
+        if shows_key(http.headers.get("authorization", ""), self._key):
+            return "all"
+        return "sampling" if is_loopback(self._host) else "none"
+
+    def _check(self, http: HttpRequest) -> None:
+        """Raises RequestError with the reason if a request is not let in."""
+        host = http.headers.get("host", "")
+        if not answers_to(self._host, host):
+            raise RequestError(
+                f"this server does not answer to {host!r}; use the address that it is bound to", status=421
+            )
+        if is_foreign(http.headers.get("origin"), host):
+            raise RequestError("a page of another site may not ask this server", status=403)
+        if http.state.access == "none" and http.url.path != "/health":
+            require_key(http)
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if http.method == "POST" and kind != "application/json":
+            raise RequestError(f"content-type is {kind!r}; it has to be application/json", status=415)
+
+
+def require_key(http: HttpRequest) -> None:
+    """Raises RequestError unless the request shows the key; whatever changes server or books needs it."""
+    if http.state.access != "all":
+        raise RequestError(
+            "this needs the key of the server, the word in `key` of its run folder, as `Authorization: "
+            "Bearer KEY`; set inference.key_file, or api_key of an OpenAI client",
+            status=401,
+            code="invalid_api_key",
+        )
+
+
+def error_response(error: Exception) -> Response:
+    """Turns an exception into a status and a reason."""
+    status, body, headers = 500, ErrorBody(name_error(error), "server_error"), None
+    match error:
+        case RequestError():
+            status, body = error.status, ErrorBody(str(error), code=error.code, param=error.param)
+            headers = {"www-authenticate": "Bearer"} if status == 401 else None
+        case QueueFullError():
+            status, body = 503, ErrorBody(str(error), "server_error", "queue_full")
+            headers = {"retry-after": "1"}
+        case EngineDownError():
+            body = ErrorBody(str(error), "server_error", "engine_down")
+        case ClientGoneError() | ClientDisconnect():  # nobody reads this
+            status, body = 503, ErrorBody(str(error), "server_error")
+        case InferenceError() | TransportError():
+            status, body = 400, ErrorBody(str(error))
+    return _json_error(status, body, headers)
+
+
+async def answer_error(http: HttpRequest, error: Exception) -> Response:
+    """Starlette's handler of every exception; those that it raises itself, 404 and 405, name the request."""
+    if isinstance(error, HTTPException):
+        body = ErrorBody(f"{http.method} {http.url.path}: {error.detail}")
+        return _json_error(error.status_code, body, error.headers)
+    return error_response(error)
+
+
+def _json_error(status: int, body: ErrorBody, headers: Mapping[str, str] | None) -> Response:
+    content = msgspec.json.encode(ErrorResponse(body))
+    return Response(content, status_code=status, media_type="application/json", headers=headers)
 
 
 class Intake:
@@ -156,7 +208,7 @@ class PunctualProtocol(HttpToolsProtocol):
         self._await_head(self.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_wait()
+        self._await_head(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -172,7 +224,7 @@ class PunctualProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_head_bytes = None
-        self._end_wait()
+        self._await_head(None)
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
@@ -180,14 +232,11 @@ class PunctualProtocol(HttpToolsProtocol):
         if self.cycle.response_complete and not self.transport.is_closing():
             self._await_head(self.timeout_keep_alive + self.head_s)
 
-    def _await_head(self, within_s: float) -> None:
-        self._end_wait()
-        self._head_timer = self.loop.call_later(within_s, self.transport.close)
-
-    def _end_wait(self) -> None:
+    def _await_head(self, within_s: float | None) -> None:
+        """Closes the connection unless a head comes within so many seconds; None waits for no head."""
         if self._head_timer is not None:
             self._head_timer.cancel()
-            self._head_timer = None
+        self._head_timer = None if within_s is None else self.loop.call_later(within_s, self.transport.close)
 
 
 def web_config(app: ASGIApp, protocol: type[PunctualProtocol] = PunctualProtocol) -> uvicorn.Config:
@@ -224,33 +273,3 @@ def bind(host: str, port: int) -> socket.socket:
             "choose another port"
         ) from error
     return listener
-
-
-def access_of(http: HttpRequest) -> Access:
-    access: Access = http.scope[_ACCESS]
-    return access
-
-
-def require_key(http: HttpRequest) -> None:
-    """Raises RequestError unless the request shows the key; whatever changes server or books needs it."""
-    if access_of(http) != "all":
-        raise _no_key()
-
-
-def _no_key() -> RequestError:
-    return RequestError(
-        "this needs the key of the server, the word in `key` of its run folder, as `Authorization: Bearer "
-        "KEY`; set inference.key_file, or api_key of an OpenAI client",
-        status=401,
-        code="invalid_api_key",
-    )
-
-
-def refusal(error: RequestError) -> Response:
-    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
-    return error_response(error.status, ErrorBody(str(error), code=error.code, param=error.param), headers)
-
-
-def error_response(status: int, error: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
-    body = msgspec.json.encode(ErrorResponse(error))
-    return Response(body, status_code=status, media_type="application/json", headers=headers)

@@ -25,7 +25,6 @@ from pellucid.inference.client import Account, Health, SamplingParams
 Respond = Callable[[Sequence[int], random.Random], Sequence[int]]
 """Prompt ids and random numbers seeded by the request -> completion ids; greedy requests have one seed."""
 
-
 Scores = Callable[[Sequence[int], float], Sequence[float]]
 """Token ids and temperature -> the logprob of each, as `InferenceClient.score` gives them."""
 
@@ -35,21 +34,13 @@ def half(token_ids: Sequence[int], temperature: float) -> list[float]:
     return [math.nan] + [math.log(0.5)] * (len(token_ids) - 1)
 
 
-def never(generator: random.Random) -> bool:
-    return False
-
-
-def at_once(generator: random.Random) -> float:
-    return 0.0
-
-
 class FakeInferenceClient:
     def __init__(
         self,
         respond: Respond,
         *,
-        delay_s: Callable[[random.Random], float] = at_once,
-        fails: Callable[[random.Random], bool] = never,
+        delay_s: Callable[[random.Random], float] = lambda generator: 0.0,
+        fails: Callable[[random.Random], bool] = lambda generator: False,
         transit_s: float = 0.0,
         scores: Scores = half,
     ) -> None:
@@ -187,11 +178,13 @@ class FakeInferenceClient:
         greedy = random.Random(0) if params.temperature == 0 else None
         planned = list(self._respond(prompt_ids, greedy or generator))
         num_tokens = min(len(planned), params.max_tokens)
+        reason = "stop" if num_tokens == len(planned) else "length"
         pause_s = self._delay_s(generator) / max(num_tokens, 1)
         fails = self._fails(generator)
         versions: list[int] = []
         for _ in range(num_tokens):
             if await _happens_within(aborted, pause_s):
+                reason = "abort"
                 break
             await self._awake.wait()
             versions.append(self.policy_version)
@@ -201,15 +194,9 @@ class FakeInferenceClient:
         return Completion(
             token_ids=planned[: len(versions)],
             logprobs=[-generator.random() for _ in versions],
-            policy_versions=_runs(versions),
-            finish_reason=self._finish_reason(len(versions), num_tokens, len(planned)),
+            policy_versions=sorted(Counter(versions).items()),  # versions only grow
+            finish_reason=reason,
         )
-
-    @staticmethod
-    def _finish_reason(num_sampled: int, num_tokens: int, num_planned: int) -> str:
-        if num_sampled < num_tokens:
-            return "abort"
-        return "stop" if num_tokens == num_planned else "length"
 
 
 async def _happens_within(event: asyncio.Event, seconds: float) -> bool:
@@ -217,7 +204,3 @@ async def _happens_within(event: asyncio.Event, seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await event.wait()
     return event.is_set()
-
-
-def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
-    return sorted(Counter(versions).items())  # versions only grow

@@ -30,7 +30,7 @@ from pellucid.inference.client import (
 )
 from pellucid.ledger import link_of
 
-_READY_TIMEOUT_S = 600.0
+_READY_S = 600.0
 _MAX_LINE_BYTES = 64 * 1024 * 1024
 
 
@@ -39,7 +39,10 @@ class _Call:
     prompt: tuple[int, ...]
     request: GenerateRequest
     answer: "asyncio.Future[Completion]"
-    post: "_Post | None" = None
+    post: "asyncio.Task[None] | None" = None
+    """The task that asks for this call and the others in `group`."""
+
+    group: Sequence["_Call"] = ()
 
     def take(self, line: GenerateManyLine, server_id: str) -> None:
         if self.answer.done():
@@ -49,14 +52,6 @@ class _Call:
         else:
             link = link_of(server_id, self.request.account.client)
             self.answer.set_result(msgspec.structs.replace(line.completion, link=link))
-
-
-@dataclass(frozen=True, slots=True)
-class _Post:
-    """The HTTP request that carries some calls."""
-
-    calls: Sequence[_Call]
-    task: "asyncio.Task[None]"
 
 
 class HttpInferenceClient:
@@ -83,16 +78,14 @@ class HttpInferenceClient:
         self._posts: set[asyncio.Task[None]] = set()
 
     async def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + _READY_TIMEOUT_S
+        deadline = time.monotonic() + _READY_S
         while True:
             try:
                 await self.health()
                 return
             except InferenceError as error:
                 if time.monotonic() > deadline:
-                    raise InferenceError(
-                        f"no inference server after {_READY_TIMEOUT_S:.0f} s: {error}"
-                    ) from error
+                    raise InferenceError(f"no inference server after {_READY_S:.0f} s: {error}") from error
             await asyncio.sleep(0.1)
 
     async def watch(self) -> None:
@@ -119,8 +112,8 @@ class HttpInferenceClient:
         try:
             return await call.answer
         except asyncio.CancelledError:
-            if call.post is not None and all(other.answer.done() for other in call.post.calls):
-                call.post.task.cancel()
+            if call.post is not None and all(other.answer.done() for other in call.group):
+                call.post.cancel()
             raise
 
     def _post_gathered(self) -> None:
@@ -133,11 +126,11 @@ class HttpInferenceClient:
             by_prompt.setdefault(call.prompt, []).append(call)
         self._gathering = []
         for calls in by_prompt.values():
-            task = asyncio.get_running_loop().create_task(self._post(calls))
-            self._posts.add(task)
-            task.add_done_callback(self._posts.discard)
+            post = asyncio.create_task(self._post(calls))
+            self._posts.add(post)
+            post.add_done_callback(self._posts.discard)
             for call in calls:
-                call.post = _Post(calls, task)
+                call.post, call.group = post, calls
 
     async def _post(self, calls: Sequence["_Call"]) -> None:
         """Answers the calls line by line; an error becomes the answer of the calls that have none yet."""
@@ -204,15 +197,12 @@ class HttpInferenceClient:
 
 
 def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> InferenceError:
-    reason = f"{response.url} answered {response.status}: {_reason(answer)}"
+    try:
+        reason = msgspec.json.decode(answer, type=ErrorResponse).error.message
+    except msgspec.DecodeError:
+        reason = answer[:200].decode(errors="replace")
+    message = f"{response.url} answered {response.status}: {reason}"
     wait_s = response.headers.get("retry-after", "")
     if response.status in (429, 503) and wait_s.isdecimal():
-        return BusyError(reason, float(wait_s))
-    return InferenceError(reason)
-
-
-def _reason(answer: bytes) -> str:
-    try:
-        return msgspec.json.decode(answer, type=ErrorResponse).error.message
-    except msgspec.DecodeError:
-        return answer[:200].decode(errors="replace")
+        return BusyError(message, float(wait_s))
+    return InferenceError(message)

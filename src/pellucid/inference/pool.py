@@ -1,9 +1,9 @@
 """The inference servers of a run, one or several, as one client.
 
 - A server is examined before it gets any work: at the start, at every weight update and whenever it comes
-  back; see `servers.Expected`. One that fails is refused; the run ends once every server is. A pool is ready
+  back; see `client.Expected`. One that fails is refused; the run ends once every server is. A pool is ready
   once one server has passed; the others join when they come.
-- Who gets which request, and when: see `servers`. Only servers with the current weights get any.
+- Only servers with the current weights get requests; `servers.WaitingLine` says which of them.
 - A server is alive as long as it gets on: its `/health` answers, and while it has work, what it counts there
   moves. However long a generation takes, nobody interrupts it. A server that does not answer, or stands
   still, for `hang_s` is hung.
@@ -25,12 +25,11 @@
 """
 
 import asyncio
-import itertools
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,12 +41,13 @@ from pellucid.inference.client import (
     REFUSED,
     Account,
     BusyError,
+    Expected,
     Health,
     SamplingParams,
     ServerClient,
     UnreachableError,
 )
-from pellucid.inference.servers import Expected, PlacedRequest, PooledServer, WaitingLine
+from pellucid.inference.servers import PooledServer, WaitingLine
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,8 +94,7 @@ class ServerPool:
         self._hang_s = hang_s
         self._ask_again_s = ask_again_s
         self._patience_s = patience_s
-        self._names = uuid.uuid4().hex[:8], itertools.count()
-        self._line = WaitingLine(self._servers, group_of, self._serves, self._name_request)
+        self._line = WaitingLine(self._servers, group_of, self._serves)
         self._weights: tuple[int, Path] | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._is_started = False
@@ -115,7 +114,7 @@ class ServerPool:
         started = asyncio.get_running_loop().time()
         while not self._may_start(asyncio.get_running_loop().time() - started):
             self._check_keepers()
-            await self._change(_ASK_AT_START_S)
+            await _wait(self._changed, _ASK_AT_START_S)
         self._is_started = True
         for server in self._servers:
             if not server.num_examined:
@@ -139,7 +138,7 @@ class ServerPool:
         """Never returns; raises once every server is refused."""
         while not all(server.refusal for server in self._servers):
             self._check_keepers()
-            await self._change()
+            await self._changed.wait()
         raise next(server.refusal for server in self._servers if server.refusal)
 
     def _check_keepers(self) -> None:
@@ -204,50 +203,35 @@ class ServerPool:
         num_tries = 0
         while True:
             server = await self._wait_for_place(request_id)
+            placed = server.placed[request_id]
+            asking = asyncio.create_task(ask(server, placed.wire_id))
+            asking.add_done_callback(partial(_pass_on, outcome=placed.outcome))
+            is_answered = False
             try:
-                return server, await self._ask_there(server, request_id, ask, in_books=in_books)
-            except BusyError as error:
-                self._come_back_later(server, error)
+                answer: T = await placed.outcome
+                is_answered = True
+                return server, answer
             except UnreachableError as error:
                 if not isinstance(error, _MovedError):
                     self._doubt_server(server, str(error))
                 num_tries += 1
                 if num_tries == _MAX_TRIES:
                     raise UnreachableError(f"given up after {num_tries} tries, the last: {error}") from error
-
-    async def _ask_there(
-        self,
-        server: PooledServer,
-        request_id: str,
-        ask: Callable[[PooledServer, str], Coroutine[Any, Any, T]],
-        *,
-        in_books: bool,
-    ) -> T:
-        placed = server.placed[request_id]
-        asking = asyncio.create_task(ask(server, placed.wire_id))
-        asking.add_done_callback(lambda asking: _pass_on(asking, placed.outcome))
-        is_answered = False
-        try:
-            answer: T = await placed.outcome
-            is_answered = True
-            return answer
-        except UnreachableError:
-            raise
-        except InferenceError:
-            is_answered = asking.done()  # otherwise it was aborted here
-            raise
-        finally:
-            asking.cancel()
-            del server.placed[request_id]
-            if in_books and not is_answered:
-                server.disowned.add(placed.wire_id)
-                server.due.set()
-            self._line.advance()
-
-    def _come_back_later(self, server: PooledServer, error: BusyError) -> None:
-        loop = asyncio.get_running_loop()
-        server.busy_until = loop.time() + error.retry_after_s
-        loop.call_at(server.busy_until, self._line.advance)
+            except BusyError as error:
+                is_answered = True
+                loop = asyncio.get_running_loop()
+                server.busy_until = loop.time() + error.retry_after_s
+                loop.call_at(server.busy_until, self._line.advance)
+            except InferenceError:
+                is_answered = asking.done()  # otherwise it was aborted here
+                raise
+            finally:
+                asking.cancel()
+                del server.placed[request_id]
+                if in_books and not is_answered:
+                    server.disowned.add(placed.wire_id)
+                    server.due.set()
+                self._line.advance()
 
     async def _wait_for_place(self, request_id: str) -> PooledServer:
         placing = self._line.place(request_id)
@@ -289,7 +273,7 @@ class ServerPool:
             ]
             if refused and all(problems):
                 raise refused[0]
-            await self._change(self._patience_s)
+            await _wait(self._changed, self._patience_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
@@ -301,7 +285,7 @@ class ServerPool:
         placed = [each for request_id, each in server.placed.items() if request_id in request_ids]
         if server.is_out and not server.keeps_requests:
             for each in placed:
-                _fail(each, InferenceError(f"the request was aborted, and {server.name} does not answer"))
+                each.fail(InferenceError(f"the request was aborted, and {server.name} does not answer"))
         elif placed:
             with suppress(UnreachableError):  # its requests are failing by themselves
                 await server.client.abort(sorted(each.wire_id for each in placed))
@@ -324,23 +308,13 @@ class ServerPool:
             return False
         return self._weights is None or server.version == self._weights[0]
 
-    def _name_request(self, request_id: str) -> str:
-        nonce, numbers = self._names
-        return f"{request_id}~{nonce}{next(numbers)}"
-
-    async def _change(self, timeout_s: float | None = None) -> None:
-        """Returns when a server has changed, or after a while."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-
     def _note_change(self) -> None:
         if any(map(self._serves, self._servers)):
             self._deserted_at = None
             for server in self._servers:
                 if server.is_out and not server.keeps_requests:
                     for placed in server.placed.values():
-                        _fail(placed, _MovedError(f"{server.name} is left out"))
+                        placed.fail(_MovedError(f"{server.name} is left out"))
         elif self._deserted_at is None:
             self._deserted_at = asyncio.get_running_loop().time()
         self._changed.set()
@@ -353,17 +327,15 @@ class ServerPool:
             server.due.clear()
             try:
                 if self._serves(server):
-                    await self._look_after(server)
+                    health = await self._require_progress(server, has_work=bool(server.placed))
+                    if health.server_id != server.server_id:
+                        raise UnreachableError("it was restarted")
                     await self._disown(server)
                 else:
                     await self._bring_up(server)
-            except ConfigError as error:
-                self._refuse(server, error)
-            except InferenceError as error:
+            except (ConfigError, InferenceError) as error:
                 self._leave_out(server, error)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._ask_again_s if self._is_started else _ASK_AT_START_S):
-                    await server.due.wait()
+            await _wait(server.due, self._ask_again_s if self._is_started else _ASK_AT_START_S)
 
     async def _bring_up(self, server: PooledServer) -> None:
         """Examines the server and has it serve the current weights, if there are any yet."""
@@ -392,10 +364,10 @@ class ServerPool:
             log.warning("inference server %s is back, with the current weights", server.name)
         server.version = None if has_older else health.policy_version
         server.server_id = health.server_id
+        server.max_concurrent, server.max_queued = health.max_concurrent, health.max_queued
         server.refusal = server.problem = None
         server.is_out, server.keeps_requests = False, True
         server.num_examined += 1
-        server.note_limits(health)
         if weights != self._weights:
             server.due.set()  # newer ones came meanwhile: once more
         self._note_change()
@@ -422,15 +394,9 @@ class ServerPool:
                 f"its /health has not answered for {self._hang_s:g} s (orchestrator.server_timeout_s)"
             ) from None
 
-    async def _look_after(self, server: PooledServer) -> None:
-        """Raises UnreachableError if the server is hung, or was restarted."""
-        health = await self._require_progress(server, has_work=bool(server.placed))
-        if health.server_id != server.server_id:
-            raise UnreachableError("it was restarted")
-
     async def _require_progress(self, server: PooledServer, *, has_work: bool) -> Health:
         health = await self._health(server)
-        still_s = server.pulse.still_s(health, has_work=has_work)
+        still_s = server.still_s(health, has_work=has_work)
         if health.updating and self._deserted_at is not None:
             self._deserted_at = asyncio.get_running_loop().time()
         if still_s >= (self._patience_s if health.updating else self._hang_s):
@@ -457,12 +423,6 @@ class ServerPool:
             await server.client.disown(wire_ids)
             server.disowned.difference_update(wire_ids)
 
-    def _refuse(self, server: PooledServer, error: ConfigError) -> None:
-        if str(error) != str(server.refusal):
-            log.error("%s", error)
-        server.refusal = error
-        self._leave_out(server, error)
-
     def _doubt_server(self, server: PooledServer, reason: str) -> None:
         """Leaves out a server whose answers, or silence, are suspicious, and has it examined at once."""
         if not server.is_out:
@@ -471,6 +431,10 @@ class ServerPool:
 
     def _leave_out(self, server: PooledServer, problem: PellucidError) -> None:
         """Gives the server no more requests. Those it has move, unless it only refused new weights."""
+        if isinstance(problem, ConfigError):
+            if str(problem) != str(server.refusal):
+                log.error("%s", problem)
+            server.refusal = problem
         if not server.is_out and server.num_examined:
             reason = "it is refused" if isinstance(problem, ConfigError) else problem
             log.warning("inference server %s is left out: %s", server.name, reason)
@@ -493,6 +457,7 @@ def _pass_on(asking: "asyncio.Task[Any]", outcome: "asyncio.Future[Any]") -> Non
         outcome.set_result(asking.result())
 
 
-def _fail(placed: PlacedRequest, error: InferenceError) -> None:
-    if not placed.outcome.done():
-        placed.outcome.set_exception(error)
+async def _wait(event: asyncio.Event, timeout_s: float | None) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

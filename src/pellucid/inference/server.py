@@ -27,7 +27,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -51,7 +51,6 @@ from pellucid.inference.client import (
     AbortRequest,
     Account,
     Choice,
-    ErrorBody,
     GenerateManyLine,
     GenerateManyRequest,
     GenerateRequest,
@@ -62,29 +61,28 @@ from pellucid.inference.client import (
     UpdateWeightsRequest,
 )
 from pellucid.inference.engine import Engine
-from pellucid.inference.engine_thread import EngineDownError, EngineThread, StreamEvent, name_error
+from pellucid.inference.engine_thread import EngineThread, name_error
 from pellucid.inference.entrance import (
     LAST_ANSWERS_S,
-    Door,
+    ClientGoneError,
     Entrance,
     Intake,
-    access_of,
+    RequestError,
+    answer_error,
     bind,
-    error_response,
-    refusal,
     require_key,
     web_config,
 )
-from pellucid.inference.openai_answer import ChatAnswer, CompletionAnswer, Served, answer_to, model_card
-from pellucid.inference.openai_request import (
+from pellucid.inference.openai import (
+    AnyRequest,
     ChatRequest,
     CompletionRequest,
-    RequestError,
-    check_model,
+    OpenAIAnswer,
+    Served,
     decode_request,
     num_opened,
 )
-from pellucid.inference.slots import QueueFullError, SlottedEngine
+from pellucid.inference.slots import SlottedEngine
 from pellucid.ledger import Journal, Stage
 from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
@@ -97,8 +95,8 @@ T = TypeVar("T")
 LONG_BODY_BYTES = 64 * 1024
 """Bodies longer than this are made into prompts by another thread: short ones never wait for them."""
 _OBJECTS_PER_REQUEST = 8
-ANSWERED_ERRORS = (HTTPException, InferenceError, TransportError, ClientDisconnect, Exception)
-"""Exceptions that `_refused` turns into an answer; Starlette raises those of the last kind again."""
+_ANSWERED = (HTTPException, InferenceError, TransportError, ClientDisconnect, Exception)
+"""Exceptions that `answer_error` turns into an answer; Starlette raises those of the last kind again."""
 _SPARE_VALUES = 1 << 16
 """Values of a body besides prompts and requests: ids to abort, stop tokens, commas and braces in strings."""
 
@@ -115,17 +113,20 @@ class Server:
         max_model_len: int,
         *,
         run_dir: Path,
-        door: Door,
+        host: str,
+        key: str,
     ) -> None:
-        """`run_dir`: the folder of the run, whose weights are the only ones that can be loaded."""
+        """`run_dir`: the folder of the run, whose weights are the only ones that can be loaded.
+
+        `host` and `key`: see `Entrance`.
+        """
         self._engine = engine
         self._run_dir = run_dir.resolve()
-        self._door = door
+        self._host, self._key = host, key
         self._thread = thread
         self._served = Served(model, tokenizer, end_of_turn_ids(tokenizer), max_model_len)
         self._vocabulary = fingerprint(tokenizer)
         self._model_fingerprint = model_fingerprint(model)
-        self._server_id = thread.server_id
         self._started = int(time.time())
         self._ids = itertools.count()
         self._intake = Intake()
@@ -136,12 +137,12 @@ class Server:
         tokenizer.encode("")
 
     def app(self) -> ASGIApp:
-        return Entrance(self.routes(), self._door, self._server_id)
+        return Entrance(self.routes(), host=self._host, key=self._key, server_id=self._thread.server_id)
 
     def routes(self) -> Starlette:
         return Starlette(
             lifespan=self._lifespan,
-            exception_handlers=dict.fromkeys(ANSWERED_ERRORS, _refused),
+            exception_handlers=dict.fromkeys(_ANSWERED, answer_error),
             routes=[
                 Route("/inference/v1/generate", self.generate, methods=["POST"]),
                 Route("/inference/v1/generate_many", self.generate_many, methods=["POST"]),
@@ -168,7 +169,7 @@ class Server:
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._body(http, GenerateRequest)
         _require_key_for_books(http, [body])
-        (completion,) = await _unless_gone(http, _completions(self._thread.generate([body])))
+        (completion,) = await _unless_gone(http, self._thread.complete([body]))
         return _json(GenerateResponse(f"generate-{next(self._ids)}", [_choice(completion, body.compact)]))
 
     async def generate_many(self, http: HttpRequest) -> Response:
@@ -179,16 +180,13 @@ class Server:
 
     async def _lines(self, requests: list[GenerateRequest]) -> AsyncGenerator[bytes, None]:
         """Yields one line per request, in the order in which they end; refused requests come first."""
-        refused = self._engine.refusals(requests)
-        served = [index for index in range(len(requests)) if index not in refused]
-        accepted = [requests[index] for index in served]
-        async with aclosing(self._thread.generate(accepted, checked=True)) as events:
-            first = await anext(events, None)  # if the queue is full, it says so here, before any line
-            for index, reason in refused.items():
-                yield _line(GenerateManyLine(index, error=str(reason)))
-            async for number, event in _chain(first, events):
+        async with aclosing(self._thread.generate(requests)) as events:
+            async for index, event in events:
                 if isinstance(event, Completion):
-                    yield _line(GenerateManyLine(served[number], event))
+                    line = GenerateManyLine(index, event)
+                else:
+                    line = GenerateManyLine(index, error=str(event))
+                yield msgspec.json.encode(line) + b"\n"
 
     async def score(self, http: HttpRequest) -> Response:
         body = await self._body(http, ScoreRequest)
@@ -223,27 +221,21 @@ class Server:
                     f"requests of inference.max_model_len = {self._served.max_model_len}; send less at a time"
                 )
 
-    async def _answer(self, http: HttpRequest, kind: type[ChatRequest | CompletionRequest]) -> Response:
+    async def _answer(self, http: HttpRequest, kind: type[AnyRequest]) -> Response:
         number, created = next(self._ids), int(time.time())
 
-        def prepare(raw: bytes) -> ChatAnswer | CompletionAnswer:
-            return answer_to(
-                decode_request(raw, kind, self._served.max_model_len),
-                self._served,
-                number=number,
-                created=created,
-            )
+        def prepare(raw: bytes) -> OpenAIAnswer:
+            request = decode_request(raw, kind, self._served.max_model_len)
+            return OpenAIAnswer(request, self._served, number=number, created=created)
 
         async with self._intake.body(http) as raw:
             prompts = self._short_prompts if len(raw) <= LONG_BODY_BYTES else self._long_prompts
             preparing = asyncio.get_running_loop().run_in_executor(prompts, prepare, raw)
             answer = await _unless_gone(http, preparing)
-        request = answer.request
         asked = [GenerateRequest(answer.prompt_ids, params) for params in answer.params()]
-        events = self._thread.generate(asked, tokens=request.stream)
-        if not request.stream:
-            return _json(answer.whole(await _unless_gone(http, _completions(events))))
-        lines = answer.lines(events)
+        if not answer.request.stream:
+            return _json(answer.whole(await _unless_gone(http, self._thread.complete(asked))))
+        lines = answer.lines(self._thread.generate(asked, tokens=True))
         # The status is sent with the first line: what is wrong with a request shows before that.
         return LineStream(await _unless_gone(http, anext(lines)), lines, "text/event-stream")
 
@@ -251,11 +243,17 @@ class Server:
         return _json({"object": "list", "data": [self._card()]})
 
     async def model(self, http: HttpRequest) -> Response:
-        check_model(http.path_params["model"], self._served.model)
+        self._served.check_model(http.path_params["model"])
         return _json(self._card())
 
     def _card(self) -> dict[str, Any]:
-        return model_card(self._served.model, self._started, self._served.max_model_len)
+        return {
+            "id": self._served.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "pellucid",
+            "max_model_len": self._served.max_model_len,
+        }
 
     async def update_weights(self, http: HttpRequest) -> Response:
         require_key(http)
@@ -281,25 +279,24 @@ class Server:
             require_key(http)
             await self._thread.disown(set(body.request_ids))
         else:
-            await self._thread.abort(set(body.request_ids), booked=access_of(http) == "all")
+            await self._thread.abort(set(body.request_ids), booked=http.state.access == "all")
         return await self.health(http)
 
     async def health(self, http: HttpRequest) -> Response:
         counts = self._engine.counts
         return _json(
             Health(
-                status="ok",
                 model=self._served.model,
                 model_fingerprint=self._model_fingerprint,
                 vocabulary=self._vocabulary,
                 max_model_len=self._served.max_model_len,
                 policy_version=self._engine.version,
                 run=self._thread.run,
-                server_id=self._server_id,
+                server_id=self._thread.server_id,
                 max_concurrent=self._engine.num_slots,
                 max_queued=self._engine.capacity - self._engine.num_slots,
                 updating=self._thread.updating,
-                access=access_of(http),
+                access=http.state.access,
                 running=self._engine.num_running,
                 waiting=self._engine.num_waiting,
                 sampled_tokens=_total(counts.sampled),
@@ -313,14 +310,8 @@ class Server:
         )
 
 
-async def _completions(events: AsyncIterator[StreamEvent]) -> list[Completion]:
-    found = {index: event async for index, event in events if isinstance(event, Completion)}
-    return [found[index] for index in sorted(found)]
-
-
-async def _chain(first: T | None, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    if first is not None:
-        yield first
+async def _chain(first: T, rest: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    yield first
     async for each in rest:
         yield each
 
@@ -339,10 +330,6 @@ class LineStream(StreamingResponse):
         finally:
             for source in self._sources:
                 await source.aclose()
-
-
-class ClientGoneError(InferenceError):
-    pass
 
 
 async def _unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
@@ -369,32 +356,8 @@ def _require_key_for_books(http: HttpRequest, requests: Sequence[GenerateRequest
         require_key(http)
 
 
-def _line(body: GenerateManyLine) -> bytes:
-    return msgspec.json.encode(body) + b"\n"
-
-
 def _json(body: Any) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-async def _refused(http: HttpRequest, error: Exception) -> Response:
-    """Turns an exception into a status and a reason."""
-    match error:
-        case RequestError():
-            return refusal(error)
-        case HTTPException():
-            message = f"{http.method} {http.url.path}: {error.detail}"
-            return error_response(error.status_code, ErrorBody(message), error.headers)
-        case QueueFullError():
-            body = ErrorBody(str(error), "server_error", "queue_full")
-            return error_response(503, body, {"retry-after": "1"})
-        case EngineDownError():
-            return error_response(500, ErrorBody(str(error), "server_error", "engine_down"))
-        case ClientGoneError() | ClientDisconnect():  # nobody reads this
-            return error_response(503, ErrorBody(str(error), "server_error"))
-        case InferenceError() | TransportError():
-            return error_response(400, ErrorBody(str(error)))
-    return error_response(500, ErrorBody(name_error(error), "server_error"))
 
 
 def _total(counter: Counter[Account]) -> int:
@@ -461,14 +424,17 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
         config.model.name,
         settings.max_model_len,
         run_dir=config.output_dir,
-        door=Door(settings.host, key),
+        host=settings.host,
+        key=key,
     )
     logger.info("serving %s on http://%s:%d", config.model.name, settings.host, settings.port)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: None if thread.stopped else sys.exit(128 + number))
     _EndingServer(web_config(server.app())).run(sockets=[listener])
-    if failures:
-        _raise(failures[0])
+    for failure in failures:
+        if isinstance(failure, OSError):
+            raise failure  # the CLI explains a full disk
+        raise InferenceError(f"the engine failed: {name_error(failure)}") from failure
 
 
 class _EndingServer(uvicorn.Server):
@@ -495,10 +461,3 @@ def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any
         decode_text=tokenizer.decode,
         record_experts=bool(settings.record_experts),
     )
-
-
-def _raise(failure: BaseException) -> NoReturn:
-    """Raises the error that ends the process; OSErrors as they are: the CLI explains a full disk."""
-    if isinstance(failure, OSError):
-        raise failure
-    raise InferenceError(f"the engine failed: {name_error(failure)}") from failure

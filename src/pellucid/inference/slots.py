@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pellucid.data import Completion, PackedArray
 from pellucid.errors import InferenceError
@@ -32,19 +32,14 @@ class Scoring:
     def finish(self, logprobs: list[float], version: int) -> None:
         for index, logprob in enumerate(logprobs[1:], start=1):
             if not math.isfinite(logprob):
-                self.on_finish(
-                    InferenceError(
-                        f"policy version {version} gives token {index} of the sequence the logprob "
-                        f"{logprob}; only finite ones can train"
-                    )
-                )
+                where = f"policy version {version} gives token {index} of the sequence the logprob {logprob}"
+                self.on_finish(InferenceError(f"{where}; only finite ones can train"))
                 return
         self.on_finish(logprobs)
 
 
 Slot = TypeVar("Slot")
 T = TypeVar("T")
-P = ParamSpec("P")
 _REMEMBERED_REQUESTS = 16_384
 
 
@@ -105,11 +100,9 @@ class Request:
         if self.on_token is not None:
             self.on_token((token, logprob))
 
-    def completion(self, finish_reason: str, routed_experts: PackedArray | None) -> Completion:
+    def completion(self, reason: str, routed_experts: PackedArray | None) -> Completion:
         runs = [(version, count) for version, count in self.versions]
-        return Completion(
-            self.token_ids, self.logprobs, runs, finish_reason, routed_experts, columns=self.columns
-        )
+        return Completion(self.token_ids, self.logprobs, runs, reason, routed_experts, columns=self.columns)
 
 
 @dataclass(slots=True)
@@ -146,7 +139,7 @@ class SlottedEngine(ABC, Generic[Slot]):
         max_length: int,
         max_queued: int,
         vocab_size: int,
-        decode_text: Callable[[list[int]], str] | None,
+        decode_text: Callable[[list[int]], str] | None = None,
     ) -> None:
         self.counts = EngineCounts()
         self.version = 0
@@ -204,34 +197,42 @@ class SlottedEngine(ABC, Generic[Slot]):
     def refusals(self, asked: Sequence[GenerateRequest]) -> dict[int, InferenceError]:
         """Returns why requests cannot be served, by index; a prompt that several share is checked once."""
         refused = {}
-        unfit: dict[int, InferenceError | None] = {}
+        checked: dict[int, str] = {}
         for index, each in enumerate(asked):
-            prompt = id(each.token_ids)
-            if prompt not in unfit:
-                unfit[prompt] = _reason(self._check_ids, each.token_ids)
-            reason = unfit[prompt] or _reason(self._check_params, len(each.token_ids), each.sampling_params)
-            if reason is not None:
-                refused[index] = reason
+            prompt = each.token_ids
+            if id(prompt) not in checked:
+                checked[id(prompt)] = self._reason_against_ids(prompt)
+            reason = checked[id(prompt)] or self._reason_against(len(prompt), each.sampling_params)
+            if reason:
+                refused[index] = InferenceError(reason)
         return refused
 
-    def _check_params(self, num_prompt: int, params: SamplingParams) -> None:
+    def _reason_against(self, num_prompt: int, params: SamplingParams) -> str:
+        """Returns why a request cannot be served with these parameters, or ""."""
         if params.temperature != 0 and not _is_temperature(params.temperature):
-            raise InferenceError(
-                f"temperature = {params.temperature}; must be 0 (greedy) or between 0.001 and 1000"
-            )
+            return f"temperature = {params.temperature}; must be 0 (greedy) or between 0.001 and 1000"
         if params.max_tokens < 1:
-            raise InferenceError(f"max_tokens = {params.max_tokens}; must be at least 1")
+            return f"max_tokens = {params.max_tokens}; must be at least 1"
         if num_prompt + params.max_tokens > self._max_length:
-            raise InferenceError(
+            return (
                 f"prompt of {num_prompt} + max_tokens of {params.max_tokens} exceeds "
                 f"inference.max_model_len = {self._max_length}; shorten one of them or raise it"
             )
         if "" in params.stop:
-            raise InferenceError("stop has an empty string; every text contains it, so leave it out")
+            return "stop has an empty string; every text contains it, so leave it out"
         if params.stop and self._decode_text is None:
-            raise InferenceError("stop strings need a tokenizer; use stop_token_ids")
+            return "stop strings need a tokenizer; use stop_token_ids"
+        return ""
+
+    def _reason_against_ids(self, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return "the prompt is empty; send at least one token"
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            return f"the prompt has a token id outside 0 … {self._vocab_size - 1}"
+        return ""
 
     def check_scoring(self, token_ids: Sequence[int], temperature: float) -> None:
+        """Raises InferenceError if a sequence cannot be scored."""
         if not _is_temperature(temperature):
             raise InferenceError(f"temperature = {temperature}; must be between 0.001 and 1000")
         if len(token_ids) > self._max_length:
@@ -239,18 +240,15 @@ class SlottedEngine(ABC, Generic[Slot]):
                 f"a sequence of {len(token_ids)} tokens exceeds inference.max_model_len = "
                 f"{self._max_length}; shorten it or raise the limit"
             )
-        self._check_ids(token_ids)
-
-    def _check_ids(self, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            raise InferenceError("the prompt is empty; send at least one token")
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise InferenceError(f"the prompt has a token id outside 0 … {self._vocab_size - 1}")
+        if reason := self._reason_against_ids(token_ids):
+            raise InferenceError(reason)
 
     def submit(self, request: Request) -> None:
         if not request.is_checked:
-            self._check_ids(request.prompt_ids)
-            self._check_params(len(request.prompt_ids), request.params)
+            prompt = request.prompt_ids
+            reason = self._reason_against_ids(prompt) or self._reason_against(len(prompt), request.params)
+            if reason:
+                raise InferenceError(reason)
         if request.request_id in self._disowned:
             request.on_finish(request.completion("abort", None))
             return
@@ -301,6 +299,7 @@ class SlottedEngine(ABC, Generic[Slot]):
                 self._end(request, "abort")
 
     def abort_all(self) -> None:
+        """Ends every request; each delivers what it has, and scorings an error."""
         for request in self._requests():
             self._end(request, "abort")
         for scoring in list(self._scorings):
@@ -379,14 +378,6 @@ class SlottedEngine(ABC, Generic[Slot]):
             if request.request_id:
                 _remember(self._deliveries, request.request_id, request.delivery)
             request.on_finish(request.completion(reason, self._experts_of(request)))
-
-
-def _reason(check: Callable[P, None], *arguments: P.args, **options: P.kwargs) -> InferenceError | None:
-    try:
-        check(*arguments, **options)
-    except InferenceError as error:
-        return error
-    return None
 
 
 def _remember(memory: dict[str, T], key: str, value: T) -> None:

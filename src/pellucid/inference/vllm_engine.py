@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,20 +57,16 @@ def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict
         "enforce_eager": on_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
         **({"kv_cache_memory_bytes": cache} if cache else {}),
-        **_lora_args(config),
     }
+    if config.model.lora is not None:
+        rank = max_lora_rank(config.model.lora.rank)
+        own |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     for name in vllm.args:
         if name in own or name in ("enable_lora", "max_lora_rank", "max_loras", "kv_cache_memory_bytes"):
             raise ConfigError(
                 f"inference.vllm.args.{name} follows from other settings; leave it out and set those"
             )
     return {**own, **vllm.args}
-
-
-def _lora_args(config: InferenceRunConfig) -> dict[str, Any]:
-    if config.model.lora is None:
-        return {}
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(config.model.lora.rank)}
 
 
 def max_lora_rank(rank: int) -> int:
@@ -98,20 +94,10 @@ class VllmEngine(SlottedEngine[str]):
     def __init__(
         self,
         core: "VllmCore",
-        *,
-        num_slots: int,
-        max_length: int,
-        max_queued: int,
-        vocab_size: int,
-        decode_text: Callable[[list[int]], str] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_slots=num_slots,
-            max_length=max_length,
-            max_queued=max_queued,
-            vocab_size=vocab_size,
-            decode_text=decode_text,
-        )
+        """`options`: those of `SlottedEngine`."""
+        super().__init__(**options)
         self._core = core
         self._keys = map(str, itertools.count())
         self._scoring: dict[str, Scoring] = {}
@@ -211,10 +197,9 @@ class VllmEngine(SlottedEngine[str]):
         for each in sampled:
             if each.num_shared is not None:
                 request = self._running[each.key]
+                num_prompt = len(request.prompt_ids) + len(request.token_ids)
                 self.counts.shared_tokens += each.num_shared
-                self.counts.prefill_tokens += (
-                    len(request.prompt_ids) + len(request.token_ids) - each.num_shared
-                )
+                self.counts.prefill_tokens += num_prompt - each.num_shared
 
     def _free(self, slot: str) -> None:
         self._core.stop(slot)
@@ -283,8 +268,9 @@ class VllmCore:
         """Starts to sample up to `params.max_tokens`; stop tokens and strings are left to the caller."""
         self._new.add(key)
         seed = None if params.seed is None else params.seed % _NUM_SEEDS
-        wanted = {"temperature": params.temperature, "seed": seed, "max_tokens": params.max_tokens}
-        self._add(key, token_ids, salt, **wanted)
+        self._add(
+            key, token_ids, salt, temperature=params.temperature, seed=seed, max_tokens=params.max_tokens
+        )
 
     def score(self, key: str, token_ids: Sequence[int]) -> None:
         """Asks for the logprobs of a prompt; vLLM always samples a token, too, which is ignored."""

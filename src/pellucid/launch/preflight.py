@@ -39,7 +39,7 @@ from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
 from pellucid.export.paths import ExportPaths
 from pellucid.guard import read_key
-from pellucid.inference.servers import other_vocabulary
+from pellucid.inference.client import other_vocabulary
 from pellucid.launch.run_folder import check_folder
 from pellucid.metrics.sinks import optional_package
 from pellucid.orchestrator.advantage import load_advantage

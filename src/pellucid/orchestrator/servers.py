@@ -21,9 +21,8 @@ from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import DataError, InferenceError
 from pellucid.guard import read_key, server_key
-from pellucid.inference.client import InferenceClient, UnreachableError
+from pellucid.inference.client import Expected, InferenceClient, UnreachableError
 from pellucid.inference.pool import ServerPool
-from pellucid.inference.servers import Expected
 from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import stable_steps
 
