@@ -5,9 +5,13 @@ here), batches of as many rows as the engine has slots, and requests sorted by t
 that little is padded. A row ends at its own length, which nobody knows beforehand; the batch ends with its
 longest. Both sides run on one thread and deliver the logprob of every token. They take turns, and the fastest
 of several runs counts.
+
+Then steps of the engine: the lean forward (`model/policy.py`) against HF's modules, in turns. The CPU
+time of the fastest step counts.
 """
 
 import random
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,12 +25,15 @@ from pellucid.data import Completion
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
-from pellucid.model import Policy
+from pellucid.model import Policy, hf_forward
 from pellucid.model.attention import ATTENTION
 
 SLOTS = 64
 CASES = [("tiny", 256, 128), ("tiny", 64, 128), ("135M", 64, 24)]
 """(model, requests, longest completion)."""
+
+STEPS = [("tiny", 1, 150), ("tiny", 8, 150), ("tiny", 64, 120), ("135M", 8, 16)]
+"""(model, sequences, steps of each forward)."""
 
 Asked = Sequence[tuple[list[int], int]]
 """(prompt, tokens to sample)."""
@@ -34,7 +41,7 @@ Asked = Sequence[tuple[list[int], int]]
 
 def run() -> list[Result]:
     torch.set_num_threads(1)
-    return [_compare(*case) for case in CASES]
+    return [_compare(*case) for case in CASES] + [_compare_forwards(*case) for case in STEPS]
 
 
 def _compare(model: str, num_requests: int, longest: int) -> Result:
@@ -47,6 +54,25 @@ def _compare(model: str, num_requests: int, longest: int) -> Result:
     tokens = sum(count for _, count in asked)
     name = f"engine, {model}, {num_requests} requests"
     return Result(name, tokens / our_s, tokens / their_s, "tok/s", "HF generate")
+
+
+def _compare_forwards(model: str, num_sequences: int, num_steps: int) -> Result:
+    with made_policy(model) as policy:
+        engine = Engine(policy, num_slots=num_sequences, max_length=1024)
+        params = SamplingParams(max_tokens=900)
+        for number in range(num_sequences):
+            engine.submit(Request([5 + number] * 30, params, Account(), lambda completion: None))
+        engine.step()
+        forwards = (engine._hidden, hf_forward(policy))
+        fastest = [float("inf")] * 2
+        for step in range(2 * num_steps):
+            engine._hidden = forwards[step % 2]
+            started = time.thread_time()
+            engine.step()
+            fastest[step % 2] = min(fastest[step % 2], time.thread_time() - started)
+    our_s, their_s = fastest
+    name = f"a step of the engine, {model}, {num_sequences} sequences"
+    return Result(name, 1 / our_s, 1 / their_s, "steps/s", "HF's forward")
 
 
 def _requests(vocab_size: int, num_requests: int, longest: int) -> Asked:

@@ -4,9 +4,8 @@ from pellucid.model.adapter import Adapter, Adapters
 from pellucid.model.attention import PackedAttention
 from pellucid.model.head import TokenOutput, token_logprobs
 from pellucid.model.layout import ContextParallel, Layout, packed_layout, shared_layout
-from pellucid.model.lean_forward import lean_forward
 from pellucid.model.load import load_policy
-from pellucid.model.policy import Policy
+from pellucid.model.policy import Policy, hf_forward, lean_forward
 from pellucid.model.proof import key_shape
 from pellucid.model.routing import ExpertRecorder, RouterShape
 
@@ -20,6 +19,7 @@ __all__ = [
     "Policy",
     "RouterShape",
     "TokenOutput",
+    "hf_forward",
     "key_shape",
     "lean_forward",
     "load_policy",

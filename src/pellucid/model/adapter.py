@@ -54,8 +54,12 @@ class Adapter(nn.Module):
             if name.endswith("lora_A.weight"):
                 bound = 1 / math.sqrt(parameter.shape[1])
                 whole.uniform_(-bound, bound, generator=generator)
+            whole = whole.to(parameter.device, parameter.dtype)
+            if isinstance(parameter, DTensor):  # only this process's shard of it
+                mesh, placements = parameter.device_mesh, parameter.placements
+                whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             with torch.no_grad():
-                parameter.copy_(_like(whole, parameter))
+                parameter.copy_(whole)
             parameter.grad = None
 
 
@@ -119,11 +123,3 @@ def _targets(policy: Policy, config: LoraConfig) -> list[str]:
             f"{', '.join(sorted(there))}"
         )
     return sorted(name for name in inside if name.rsplit(".", 1)[-1] in config.targets)
-
-
-def _like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the part of `whole` that belongs to this process's shard of the parameter."""
-    whole = whole.to(parameter.device, parameter.dtype)
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

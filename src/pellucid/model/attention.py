@@ -279,34 +279,23 @@ def attention_function(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attends by the plan; HF's attention modules call it. Values are padded to the width of keys."""
+    name = type(module).__name__
     if plan is None:
-        raise ModelError(
-            f"{type(module).__name__}: forward without an attention plan; sequences would leak into each "
-            "other"
-        )
-    _check_options(module, attention_mask, plan, options)
-    width, num_missing = value.shape[3], key.shape[3] - value.shape[3]
-    if num_missing < 0:
-        raise ModelError(f"{type(module).__name__} has wider values ({width}) than keys ({key.shape[3]})")
-    padded = pad(value, (0, num_missing)) if num_missing else value
-    output = plan.attend(module.layer_idx, query, key, padded, scaling)
-    return output[..., :width].transpose(1, 2).contiguous(), None
-
-
-def _check_options(module: Any, mask: Tensor | None, plan: AttentionPlan, options: Mapping[str, Any]) -> None:
-    """Raises ModelError if a model asks for attention that plans do not compute."""
+        raise ModelError(f"{name}: forward without an attention plan; sequences would leak into each other")
     for option in _UNSUPPORTED:
         if options.get(option) is not None:
-            raise ModelError(
-                f"{type(module).__name__} asks for {option}; pellucid's attention does not have it yet"
-            )
-    if mask is not None:
-        raise ModelError(
-            f"{type(module).__name__} has an attention mask of its own; pellucid's attention does not take it"
-        )
+            raise ModelError(f"{name} asks for {option}; pellucid's attention does not have it yet")
+    if attention_mask is not None:
+        raise ModelError(f"{name} has an attention mask of its own; pellucid's attention does not take it")
     window = options.get("sliding_window")
     if window is not None and window < plan.longest:
         raise ModelError(
-            f"{type(module).__name__} asks for sliding_window = {window}, and sequences may have "
-            f"{plan.longest} tokens; {NO_WINDOWS}"
+            f"{name} asks for sliding_window = {window}, and sequences may have {plan.longest} tokens; "
+            f"{NO_WINDOWS}"
         )
+    width, num_missing = value.shape[3], key.shape[3] - value.shape[3]
+    if num_missing < 0:
+        raise ModelError(f"{name} has wider values ({width}) than keys ({key.shape[3]})")
+    padded = pad(value, (0, num_missing)) if num_missing else value
+    output = plan.attend(module.layer_idx, query, key, padded, scaling)
+    return output[..., :width].transpose(1, 2).contiguous(), None

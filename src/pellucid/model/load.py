@@ -45,10 +45,18 @@ def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int
     except Exception as error:  # of all kinds: OSError, ValueError, SafetensorError, of strict dataclasses
         raise ModelError(_not_loadable(config.name, error)) from error
     _check_complete(config.name, info)
-    _check_supported(hf.config)
-    if max_length is not None:
+    for scaling in _UNSUPPORTED:
+        if getattr(hf.config, scaling, None) not in (None, 1.0):
+            raise ModelError(
+                f"{hf.config.model_type} models scale their logits ({scaling}); not supported yet"
+            )
+    context = _context(hf.config)
+    if max_length is not None and context is not None and max_length > context:
         key = "trainer.model.seq_len" if trainable else "inference.max_model_len"
-        _check_context(hf.config, max_length, key)
+        raise ModelError(
+            f"{key} = {max_length} exceeds the context of the model, {context} tokens "
+            f"(max_position_embeddings in its config.json); set {key} to at most {context}"
+        )
     policy = Policy(hf).to(device).eval()
     prove_attention(policy, max_length)
     return policy
@@ -117,21 +125,6 @@ def _check_complete(name: str, info: Mapping[str, Any]) -> None:
         raise ModelError(
             f"model.name = {name!r}: its weights do not fit its config.json: {shown}; "
             "use the files of one and the same model"
-        )
-
-
-def _check_supported(config: Any) -> None:
-    for key in _UNSUPPORTED:
-        if getattr(config, key, None) not in (None, 1.0):
-            raise ModelError(f"{config.model_type} models scale their logits ({key}); not supported yet")
-
-
-def _check_context(config: Any, max_length: int, key: str) -> None:
-    context = _context(config)
-    if context is not None and max_length > context:
-        raise ModelError(
-            f"{key} = {max_length} exceeds the context of the model, {context} tokens "
-            f"(max_position_embeddings in its config.json); set {key} to at most {context}"
         )
 
 

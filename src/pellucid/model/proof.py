@@ -187,20 +187,19 @@ def _check_values(name: str, packed: Tensor, alone: Tensor, num_layers: int) -> 
     scale = max(1.0, float(alone.abs().max()))
     limit = _ROUNDINGS * torch.finfo(torch.float32).eps * num_layers * scale
     difference = (packed.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().amax((1, 2))
-    for where, gap in zip(("first", "last"), difference.view(2, 2).amin(0).tolist(), strict=True):
+    gaps = difference.view(2, 2).amin(0).tolist()
+    for (where, cause), gap in zip(_OTHER_CAUSES.items(), gaps, strict=True):
         if not gap <= limit:
             raise ModelError(
                 f"{name}: packed sequences at the {where} positions within seq_len have other logprobs than "
                 f"each alone in HF's own forward, by up to {gap:.2g} nats where rounding explains "
-                f"{limit:.1g}: {_CAUSES[where]}; {NOT_YET}"
+                f"{limit:.1g}: something besides attention passes from token to token, {cause}; {NOT_YET}"
             )
 
 
-_CAUSES = {
-    "first": "something besides attention passes from token to token, its mask is not a causal one, or its "
-    "logits are not those of its last layer alone",
-    "last": "something besides attention passes from token to token, or its positions are not those that it "
-    "is given",
+_OTHER_CAUSES = {
+    "first": "its mask is not a causal one, or its logits are not those of its last layer alone",
+    "last": "or its positions are not those that it is given",
 }
 
 
@@ -230,17 +229,15 @@ def _blaming(name: str) -> Iterator[None]:
 @contextmanager
 def _float32(policy: Policy) -> Iterator[None]:
     """Context manager: converts each decoder layer, and each module outside of them, while it computes."""
-    layers = policy.layers
-    inside = {module for layer in layers for module in layer.modules()}
+    inside = {module for layer in policy.layers for module in layer.modules()}
     outside = [module for module in policy.hf.modules() if module not in inside]
-    handles = [_converted(layer, recurse=True) for layer in layers]
-    handles += [_converted(module, recurse=False) for module in outside]
+    handles = [handle for layer in policy.layers for handle in _converted(layer, recurse=True)]
+    handles += [handle for module in outside for handle in _converted(module, recurse=False)]
     try:
         yield
     finally:
-        for pair in handles:
-            for handle in pair:
-                handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _converted(module: nn.Module, *, recurse: bool) -> tuple[Any, Any]:

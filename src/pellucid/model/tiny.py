@@ -1,7 +1,7 @@
 """Makes character-level Qwen3-style models and their tokenizer, small enough to learn on one core."""
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,7 @@ def make_tiny_model(
     seed: int = 0,
 ) -> None:
     """Writes a freshly initialised model (0.9 M parameters by default) and its tokenizer into a folder."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    tokenizer = character_tokenizer()
-    shape = _shape(tokenizer, hidden_size, num_layers, num_heads, num_kv_heads, max_length)
-    _save(folder, tokenizer, seed, lambda: Qwen3ForCausalLM(Qwen3Config(**shape)))
+    _make(folder, "Qwen3", seed, (hidden_size, num_layers, num_heads, num_kv_heads, max_length))
 
 
 def make_tiny_moe_model(
@@ -68,12 +64,12 @@ def make_tiny_moe_model(
 
     Its weights are larger than usual, so that the choice of experts matters even before training.
     """
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    tokenizer = character_tokenizer()
-    shape = _shape(tokenizer, hidden_size, num_layers, num_heads, num_kv_heads, max_length)
-    config = Qwen3MoeConfig(
-        **shape,
+    _make(
+        folder,
+        "Qwen3Moe",
+        seed,
+        (hidden_size, num_layers, num_heads, num_kv_heads, max_length),
+        {"embed_tokens": 4, "mlp.gate.": 5, "mlp.experts.": 8},
         moe_intermediate_size=hidden_size,
         num_experts=num_experts,
         num_experts_per_tok=top_k,
@@ -81,41 +77,43 @@ def make_tiny_moe_model(
         mlp_only_layers=list(dense_layers),
     )
 
-    def make() -> Any:
-        model = Qwen3MoeForCausalLM(config)
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                for part, scale in (("embed_tokens", 4), ("mlp.gate.", 5), ("mlp.experts.", 8)):
-                    if part in name:
-                        weight *= scale
-        return model
 
-    _save(folder, tokenizer, seed, make)
+def _make(
+    folder: Path,
+    kind: str,
+    seed: int,
+    shape: tuple[int, int, int, int, int],
+    scales: Mapping[str, int] | None = None,
+    **options: Any,
+) -> None:
+    """`shape`: hidden size, layers, heads, key/value heads, longest sequence; `scales`: of weights, by part
+    of their names."""
+    import transformers
 
-
-def _shape(
-    tokenizer: Any, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int, max_length: int
-) -> dict[str, Any]:
-    return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": 3 * hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": hidden_size // num_heads,
-        "max_position_embeddings": max_length,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-
-
-def _save(folder: Path, tokenizer: Any, seed: int, make: Callable[[], Any]) -> None:
     quiet_transformers()
-    with torch.random.fork_rng():
+    tokenizer = character_tokenizer()
+    hidden_size, num_layers, num_heads, num_kv_heads, max_length = shape
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+    )
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        model = make()
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        for name, weight in model.named_parameters():
+            for part, scale in (scales or {}).items():
+                if part in name:
+                    weight *= scale
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
