@@ -32,14 +32,14 @@ from typing import Any
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "examples" / "reverse_text"
 PELLUCID = ("-m", "pellucid.cli")
-SFT = (*PELLUCID, "sft", "@", str(EXAMPLES / "sft.toml"), "--trainer.threads", "1")
+SFT = (*PELLUCID, "sft", "@", "TREE/examples/reverse_text/sft.toml", "--trainer.threads", "1")
 STEADY = (
     *("--max-async-level", "0", "--trainer.threads", "1", "--inference.threads", "1"),
     *("--inference.max-concurrent", "1", "--orchestrator.max-inflight-rollouts", "8"),
 )
-RL = (*PELLUCID, "rl", "@", str(EXAMPLES / "rl.toml"), *STEADY)
+AS_JSONL = ("--trainer.experimental.token-export.format", "jsonl")  # read line by line below
+RL = (*PELLUCID, "rl", "@", "TREE/examples/reverse_text/rl.toml", *STEADY, *AS_JSONL)
 SMALL = (*RL, "--orchestrator.batch-size", "32", "--max-steps", "8")
 HELD_OUT = '[{"id": "reverse-text", "name": "held-out", "interval": 4, "num_examples": 8}]'
 MAKE_EXPERTS = (

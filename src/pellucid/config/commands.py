@@ -111,11 +111,27 @@ class TrainerRunConfig(RunConfig):
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps; each trains one batch."""
 
+    export: bool = False
+    """Write every token of every step for `pellucid view` and `pellucid replay`: Parquet, about 26 bytes per
+    token, at most `trainer.experimental.token_export.max_bytes`. Where
+    `[trainer.experimental.token_export]` is set, it decides about the format."""
+
     trainer: TrainerConfig = TrainerConfig()
     """The trainer."""
 
     transport: TransportConfig = FilesystemTransportConfig()
     """How batches arrive."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_export(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("export") in (True, "true", "True"):
+            trainer = dict(_plain(data.get("trainer")) or {})
+            experimental = dict(_plain(trainer.get("experimental")) or {})
+            if experimental.get("token_export") is None:
+                experimental["token_export"] = {"format": "parquet"}
+            return {**data, "trainer": {**trainer, "experimental": experimental}}
+        return data
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

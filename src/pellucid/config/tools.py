@@ -16,8 +16,9 @@ class ViewSettings(Section):
 
     model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
 
-    path: CliPositionalArg[Path]
-    """Run folder, folder of token exports, step folder, or one export file."""
+    path: CliPositionalArg[Path | None] = None
+    """Run folder, folder of runs, folder of token exports, step folder, or one export file. Without it, the
+    runs in the current folder and in `outputs` are listed."""
 
     output: Path | None = None
     """Write one self-contained HTML page here instead of serving the viewer."""

@@ -203,6 +203,10 @@ class TokenExportConfig(Section):
     """A process beside each rank's trainer encodes and writes (about 60 MB). `false`: a thread of the trainer
     does, and training waits while it holds Python's lock."""
 
+    max_bytes: int = Field(default=20_000_000_000, ge=1)
+    """Bytes that the files of one rank may take, 20 GB by default: about 770 million tokens as Parquet, 125
+    million as JSONL. The export ends with the step that exceeds it, with one warning; training goes on."""
+
     def problems(self) -> Iterator[str]:
         if self.path is not None and self.path.suffix not in ("", f".{self.format}"):
             yield (

@@ -4,6 +4,7 @@
     outputs/demo/token_exports/         its exports             finished steps only
     outputs/demo/token_exports/step_7/  one step                read even without its STABLE marker
     any/where/rank_0.jsonl              one file, or .parquet
+    any/where/                          step folders of another trainer, which has no STABLE; files in folders
 
 Records that lie elsewhere (`trainer.experimental.token_export.path`) are found by the links of their steps.
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".parquet")
 _STEPS_KEPT_OPEN = 64
+_OWN_PARTS = ("configs", "ledger", "logs", "metrics", "rollouts")
+"""Folders of a run that hold no export; where one of them is, steps without STABLE are being written."""
 
 RecordSource = JsonlSource | ParquetSource
 
@@ -391,6 +394,8 @@ def _step_folders(path: Path) -> dict[int, Path] | None:
         for number in numbers
         if os.path.exists(f"{exports}/step_{number}/{MARKER}")  # of a long run these are thousands
     }
+    if not finished and not any((exports.parent / part).is_dir() for part in _OWN_PARTS):
+        finished = {number: exports / f"step_{number}" for number in numbers}  # another trainer's
     if not finished:
         raise DataError(
             f"{exports} has {len(numbers)} steps, none of them finished (no {MARKER} marker); "
@@ -408,6 +413,9 @@ def _step_numbers(exports: Path) -> Iterator[int]:
 
 def _rank_files(folder: Path) -> list[RankFile]:
     files = sorted(path for suffix in (*SUFFIXES, LINK) for path in folder.glob(f"*{suffix}"))
+    if not files:
+        nested = (path for suffix in SUFFIXES for path in folder.rglob(f"*{suffix}"))
+        files = sorted(path for path in nested if not {*path.relative_to(folder).parts} & {*_OWN_PARTS})
     if not files:
         present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
         raise DataError(

@@ -224,6 +224,7 @@ class TokenExporter:
         format: "ExportFormat" = "jsonl",
         columns: "ExportColumns" = "all",
         own_process: bool = False,
+        max_bytes: int | None = None,
         precision: "TrainerPrecision" = "float32",
     ) -> None:
         """`precision` is what the trainer computes in, weights and activations."""
@@ -231,6 +232,9 @@ class TokenExporter:
             require("pyarrow", 'trainer.experimental.token_export.format = "parquet"')
         self.paths = ExportPaths.at(run_dir, format, path)
         self._rank = rank
+        self._max_bytes = max_bytes
+        self._num_bytes: int | None = None
+        """Bytes of this rank's files, once they were counted."""
         self._precision = precision
         fields = [field for field in FIELDS if columns == "all" or not field.derivable]
         writer = StepWriter(self.paths, rank, fields)
@@ -269,7 +273,7 @@ class TokenExporter:
     def complete(self, step: int) -> None:
         """Ends the step: its file gets its name while training goes on."""
         self._is_completed = True
-        self._jobs.append(self._thread.submit(self._write, step, lambda: self._writer.complete(step)))
+        self._jobs.append(self._thread.submit(self._write, step, lambda: self._complete(step)))
 
     def finish(self, step: int) -> None:
         """Ends the step and waits until it is written."""
@@ -337,6 +341,23 @@ class TokenExporter:
         self._num_due += batch.num_sequences
         self._num_written += batch.num_sequences
         self._write(step, lambda: self._writer.write(step, batch))
+
+    def _complete(self, step: int) -> None:
+        """Gives the step's file its name; raises OSError where the rank's files then exceed `max_bytes`."""
+        self._writer.complete(step)
+        if self._max_bytes is None:
+            return
+        if self._num_bytes is None or self.paths.is_shared:
+            files = {path for _, rank, path in self.paths.known() if rank == self._rank}
+            self._num_bytes = sum(path.stat().st_size for path in files)
+        else:
+            written = (self.paths.file(step, self._rank), self.paths.summary(step, self._rank))
+            self._num_bytes += sum(path.stat().st_size for path in written)
+        if self._num_bytes > self._max_bytes:
+            raise OSError(
+                f"its files have {self._num_bytes:,} bytes, "
+                f"trainer.experimental.token_export.max_bytes = {self._max_bytes:,}"
+            )
 
     def _delete_from(self, step: int, is_meant: Callable[[int], bool]) -> None:
         for number, rank, path in self.paths.known():

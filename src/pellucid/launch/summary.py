@@ -1,5 +1,6 @@
 """The end of a run on one screen: how long, how much better, whether the books balance, what is where."""
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -213,4 +214,5 @@ def artefacts(output_dir: Path) -> list[Fact]:
     if steps := stable_steps(output_dir / "weights"):
         places.insert(0, ("weights", output_dir / "weights" / f"step_{steps[-1]}"))
     rang = [("alarm", alarm.line().removeprefix("ALARM ")) for alarm in read_alarms(output_dir)]
-    return rang + [(label, str(path)) for label, path in places if path.exists()]
+    found = [(label, str(path)) for label, path in places if path.exists()]
+    return [*rang, *found, ("look at it", f"pellucid view {shlex.quote(str(output_dir))}")]

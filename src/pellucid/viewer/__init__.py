@@ -1,6 +1,7 @@
 """Every token of a run, and why it did or did not train: in the browser, as a page to send, in a terminal.
 
-    access, roles, vocabulary   read: exports and run folders, who speaks, the text of ids
+    access, rollouts, runs      read: exports and run folders, saved rollouts, folders of runs
+    roles, vocabulary           who speaks, the text of ids
     rows, summary, encode       rows per record, points per step, blobs for the browser
     page, server, terminal      the three ways to show it
     source, queries             the server's answers: bytes by name, questions about a whole run
@@ -11,12 +12,21 @@ Whatever comes from a run is shown as text and never as markup. What a page leav
 
 import html
 import logging
+import os
+import shlex
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from pellucid.config.tools import ViewSettings
 from pellucid.errors import ConfigError, DataError
-from pellucid.viewer.access import Exports, Selection
+from pellucid.viewer.access import Exports, RunFolder, Selection
 from pellucid.viewer.page import PAGE_BUDGET, page_text, write_page
+from pellucid.viewer.runs import describe, find_runs, run_table
 from pellucid.viewer.source import ServedRun
 
 __all__ = ["View", "run_view"]
@@ -27,7 +37,11 @@ log = logging.getLogger(__name__)
 def run_view(settings: ViewSettings) -> None:
     if settings.output is not None:
         _require_file(settings.output)
+    if settings.path is None or (runs := _runs_below(settings.path)):
+        _show_list(settings, runs if settings.path is not None else None)
+        return
     exports = _open(settings.path, Selection(settings.step, settings.rank, settings.env_name))
+    _require_record(exports, settings.record_index)
     if settings.terminal:
         from pellucid.viewer.terminal import show
 
@@ -50,16 +64,65 @@ def run_view(settings: ViewSettings) -> None:
         rest = "" if page.is_whole else " (--all-records for the rest)"
         log.info("%s: %s%s; opens in any browser without a server", settings.output, page, rest)
     else:
-        from pellucid.viewer.server import serve
+        from pellucid.viewer.server import make_app
 
-        run = ServedRun(
-            exports,
-            tokenizer=settings.tokenizer,
-            start_record=settings.record_index,
-            max_mismatch=settings.max_mismatch,
-            trust_remote_code=settings.trust_remote_code,
+        run = _served(exports, settings)
+        threading.Thread(target=run.summarise, daemon=True).start()
+        try:
+            _serve(partial(make_app, run), settings)
+        finally:
+            run.close()
+
+
+def _show_list(settings: ViewSettings, runs: list[Path] | None) -> None:
+    """Serves or prints several runs; `runs` None: those in the current folder and in `outputs`."""
+    folder = Path.cwd() if settings.path is None else settings.path.resolve()
+    found = find_runs(folder) if runs is None else runs
+    if not found:
+        raise DataError(
+            f"there is no run in {folder} and in its outputs; name a run folder, an export or a file: "
+            "`pellucid view PATH`"
         )
-        serve(run, host=settings.host, port=settings.port, open_browser=settings.open_browser)
+    if settings.output is not None:
+        names = ", ".join(str(run) for run in found[:5])
+        raise ConfigError(f"--output writes a page of one run; {folder} has {len(found)}: {names}")
+    if settings.path is None or settings.terminal:
+        console = Console(markup=False, emoji=False)
+        console.print(run_table([describe(run, folder) for run in found]))
+        console.print(f"\npellucid view {shlex.quote(os.path.relpath(found[0]))}   opens the newest one")
+        return
+    from pellucid.viewer.server import make_list_app
+
+    def opened(run: Path) -> ServedRun:
+        return _served(Exports(run), settings, home="../")
+
+    _serve(partial(make_list_app, folder, found, opened), settings)
+
+
+def _served(exports: Exports, settings: ViewSettings, home: str = "") -> ServedRun:
+    return ServedRun(
+        exports,
+        tokenizer=settings.tokenizer,
+        start_record=settings.record_index,
+        max_mismatch=settings.max_mismatch,
+        trust_remote_code=settings.trust_remote_code,
+        home=home,
+    )
+
+
+def _serve(make: Callable[..., Any], settings: ViewSettings) -> None:
+    from pellucid.viewer.server import serve
+
+    serve(make, host=settings.host, port=settings.port, open_browser=settings.open_browser)
+
+
+def _runs_below(path: Path) -> list[Path]:
+    """Returns the runs of a folder that is neither a run, nor part of one, nor an export."""
+    folder = path.resolve()
+    if not folder.is_dir() or RunFolder.around(folder).folder is not None:
+        return []
+    is_export = any(folder.glob("step_*")) or any(folder.glob("*.jsonl")) or any(folder.glob("*.parquet"))
+    return [] if is_export else find_runs(folder)
 
 
 class View:
@@ -91,7 +154,26 @@ def _require_file(output: Path) -> None:
 
 
 def _open(path: Path, selection: Selection) -> Exports:
-    exports = Exports(path.resolve(), selection)
-    if not exports.steps():
+    """Opens a path; `rollouts`, `metrics` and other parts of a run stand for the run."""
+    path = path.resolve()
+    run = RunFolder.around(path).folder
+    is_other_part = run is not None and not path.is_relative_to(run / "token_exports") and path.is_dir()
+    exports = Exports(run if run is not None and is_other_part else path, selection)
+    if exports.steps():
+        return exports
+    if not exports.lacks_tokens():
         raise DataError(f"{path} holds no records of {selection}")
+    if selection != Selection():
+        raise DataError(
+            f"{path} has no token export, so there are no records of {selection}; leave that out, or "
+            "run with --export, which writes every token"
+        )
     return exports
+
+
+def _require_record(exports: Exports, index: int) -> None:
+    steps = exports.steps()
+    if index and not steps:
+        raise ConfigError(f"--record-index {index}: {exports.path} has no token export, so it has no records")
+    if index and index >= (number := len(exports.records(steps[-1]))):
+        raise ConfigError(f"--record-index {index}: step {steps[-1]} has {number:,} records, from 0 on")

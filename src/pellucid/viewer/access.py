@@ -23,6 +23,7 @@ from pellucid.export.parquet import ParquetSource
 from pellucid.export.summary import StepSummary
 from pellucid.ledger import State, reconcile
 from pellucid.ledger.settings import read_settings_file, settings_files
+from pellucid.viewer.rollouts import SavedRollouts
 
 __all__ = ["Exports", "Records", "RunFolder", "Selection", "StepSummary"]
 
@@ -32,8 +33,11 @@ TOKENS_AT_ONCE = 500_000
 
 ALL_FIELDS = tuple(field.name for field in FIELDS)
 
-CURVES = ("reward/", "zero_advantage_groups/", "off_policy_level/", "loss", "skipped_steps")
-"""Metrics that the views show, by how their names begin."""
+RUN_PARTS = ("configs", "ledger", "metrics", "rollouts", "token_exports")
+"""Folders by which a run folder is known."""
+
+WRITES_WITHIN_S = 120.0
+"""A run whose files are older than this is not being written."""
 
 MAX_NAME = 200
 """Characters of a metric's or an environment's name; what is longer is nobody's name."""
@@ -73,10 +77,20 @@ class Exports:
 
     def steps(self) -> list[int]:
         """The finished steps that have records to show: looking again reads folder names, and new steps."""
+        if self._export is None and self.lacks_tokens():
+            return []
         fresh = open_export(self.path, report=self.warnings.setdefault)
         if self._export is None or fresh.steps != self._steps:
             self._export, self._steps = fresh, fresh.steps
         return [step for step in self._steps if self._is_shown(step)]
+
+    def lacks_tokens(self) -> bool:
+        """Whether this is a run folder without a finished step of an export."""
+        if not is_run(self.path):
+            return False
+        others = [part for part in RUN_PARTS[:-1] if (self.path / part).is_dir()]
+        exports = self.path / RUN_PARTS[-1]
+        return not any(exports.glob("step_*/STABLE")) and (bool(others) or not any(exports.glob("step_*")))
 
     def warn(self, step: int, error: Exception) -> None:
         """Notes that a step cannot be shown."""
@@ -119,6 +133,11 @@ class Exports:
             mean_length = max(1, batch.num_tokens // max(1, batch.num_sequences))
             size = min(MOST_RECORDS, max(1, TOKENS_AT_ONCE // mean_length))
 
+    def has_masks(self, records: Records) -> bool:
+        """Whether the records say which tokens the trust region masked; the first ones tell."""
+        masks = records[:FIRST_RECORDS].batch(("is_masked",)).columns.get("is_masked")
+        return masks is not None and (masks.dtype.kind == "b" or bool(np.isfinite(masks).any()))
+
     def is_columnar(self, records: Records) -> bool:
         """Whether some columns or records can be read without the others."""
         return all(isinstance(source, ParquetSource) for source, _ in records.files())
@@ -138,6 +157,10 @@ class Exports:
             for batch in self.batches(self.records(step)):
                 total.add(batch)
         return total
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / part).is_dir() for part in RUN_PARTS)
 
 
 def trainable(batch: TokenTable) -> NDArray[np.bool_]:
@@ -161,12 +184,42 @@ class RunFolder:
     @classmethod
     def around(cls, path: Path) -> "RunFolder":
         """Returns the run that `path` is, or is part of."""
-        if (path / "token_exports").is_dir():
+        if is_run(path):
             return cls(path)
         for parent in (path, *path.parents):
-            if parent.name == "token_exports":
+            if parent.name in RUN_PARTS:
                 return cls(parent.parent)
         return cls(None)
+
+    @property
+    def kind(self) -> str:
+        """`sft` or `rl`: which command made the run."""
+        is_sft = self.folder is not None and (self.folder / "configs" / "sft.toml").exists()
+        return "sft" if is_sft else "rl"
+
+    def rollouts(self) -> SavedRollouts:
+        lengths = [
+            _section(_section(config, "trainer"), "model").get("seq_len")
+            for config in self._configs()
+            if "trainer" in config
+        ]
+        seq_len = next((length for length in reversed(lengths) if type(length) is int), None)
+        return SavedRollouts(self.folder, seq_len)
+
+    def written_at(self) -> float:
+        """Returns when one of the run's files changed last, in seconds since 1970; 0 where there are none."""
+        if self.folder is None:
+            return 0.0
+        places = [self.folder / part for part in RUN_PARTS]
+        files = [*self._files("metrics", "*"), *self._files("ledger", "*"), *self._files("logs", "*")]
+        times = [0.0]
+        for path in (*places, *files):
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(times)
+
+    def is_being_written(self, now: float) -> bool:
+        return now - self.written_at() < WRITES_WITHIN_S
 
     def state(self) -> tuple[tuple[Path, int, int], ...]:
         """Changes whenever one of the files that are read here does."""
@@ -212,14 +265,18 @@ class RunFolder:
         return losses
 
     def metrics(self) -> dict[str, list[list[float]]]:
-        """Metric -> [step, value] pairs; the last word on a step counts, as a resumed run writes it again."""
+        """Every metric -> [step, value] pairs; of a step that a resumed run wrote again, the last value.
+
+        Trainer and engine have metrics of the same name: the engine's begin with `inference/`.
+        """
         found: dict[str, dict[int, float]] = {}
         for file in self._files("metrics", "*.jsonl"):
             if file.name == alarms_path(Path()).name:
                 continue
             try:
+                source = "inference/" if file.stem == "inference" else ""
                 for _, record in read_json_lines(file, report=lambda _: None):
-                    _add_curves(record, found)
+                    _add_curves(record, found, source)
             except (DataError, OSError) as error:
                 self.problems.setdefault(str(error))
         return {name: [[step, points[step]] for step in sorted(points)] for name, points in found.items()}
@@ -274,10 +331,11 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
-def _add_curves(record: Any, found: dict[str, dict[int, float]]) -> None:
+def _add_curves(record: Any, found: dict[str, dict[int, float]], source: str) -> None:
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int:
         return
     for name, value in record.items():
-        if name.startswith(CURVES) and len(name) <= MAX_NAME and isinstance(value, int | float):
-            found.setdefault(name, {})[step] = value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in ("step", "time") and len(name) <= MAX_NAME and is_number:
+            found.setdefault(f"{source}{name}", {})[step] = value

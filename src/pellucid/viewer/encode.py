@@ -70,18 +70,25 @@ def encode_step(
         if written is None:
             summary.add(batch)
         seen = np.union1d(seen, batch["token_ids"])
-    index, point = encode_index(step, identity, summary, starts, level=level)
+    has_masks = exports.has_masks(records)
+    index, point = encode_index(step, identity, summary, starts, has_masks=has_masks, level=level)
     return EncodedStep(index, measures.encode(level=level), chunks, leads, point, seen)
 
 
 def encode_index(
-    step: int, identity: Identity, summary: StepSummary, starts: Sequence[int], *, level: int | None
+    step: int,
+    identity: Identity,
+    summary: StepSummary,
+    starts: Sequence[int],
+    *,
+    has_masks: bool,
+    level: int | None,
 ) -> tuple[bytes, dict[str, Any]]:
     """Returns the index, and the step's points."""
     blob = BlobWriter()
     words = identity.write(blob)
     blob.add("chunk_starts", np.array(starts, np.int32))
-    point = summarise(step, summary, identity.words["stop"], identity.words["env"])
+    point = summarise(step, summary, identity.words["stop"], identity.words["env"], has_masks=has_masks)
     long = np.flatnonzero(np.concatenate(identity.numbers["tokens"]) > LONG_TOKENS)
     meta = {
         "records": len(identity),

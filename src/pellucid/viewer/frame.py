@@ -48,6 +48,7 @@ class Frame:
     opening: str
     scripts: str
     closing: str
+    style: str
     policy: str
 
 
@@ -66,6 +67,7 @@ def frame() -> Frame:
         f'{opening}<script type="application/json" id="schema">{_schema()}</script>\n',
         "".join(f"<script>{script}</script>\n" for script in scripts),
         f"</body>{closing}",
+        style,
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'",
     )

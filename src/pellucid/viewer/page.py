@@ -33,8 +33,12 @@ from pellucid.viewer.access import Exports, Records, RunFolder
 from pellucid.viewer.encode import EncodedStep, encode_step
 from pellucid.viewer.frame import block, frame
 from pellucid.viewer.roles import RoleFinder
+from pellucid.viewer.rollouts import SavedRollouts
 from pellucid.viewer.summary import as_json, make_head, make_slices
 from pellucid.viewer.vocabulary import open_vocabulary
+
+ROLLOUT_BYTES = 12_000_000
+"""Saved rollouts in a page, as JSON before it is deflated; newer steps first."""
 
 KEEP_BUDGETS = 4
 """Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
@@ -193,14 +197,18 @@ class _Contents:
         )
         with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
             summaries, left_out = self._write_steps(blocks, RoleFinder(vocabulary))
+            rollouts, unsaved = _write_rollouts(blocks, run.rollouts())
+            metrics = run.metrics()
             head = make_head(
                 self.exports.path,
                 run,
                 summaries,
                 held=self.held,
-                notes=[text for text in (left_out, note, *self.exports.warnings) if text],
+                notes=[text for text in (left_out, unsaved, note, *self.exports.warnings) if text],
                 start_record=self.start_record,
                 max_mismatch=self.max_mismatch,
+                metrics=metrics,
+                rollouts=rollouts,
             )
             page = frame()
             meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
@@ -209,6 +217,7 @@ class _Contents:
             file.write(_json_block("texts", vocabulary.texts(self.token_ids.tolist())))
             file.writelines(self.ahead)
             file.write(page.scripts)
+            file.write(_json_block("metrics", metrics))
             file.write(_json_block("slices", make_slices(summaries)))
             blocks.seek(0)
             shutil.copyfileobj(blocks, file)
@@ -232,8 +241,10 @@ class _Contents:
                 self._put(file, step, made)
             elif sum(size.tokens for size in self.sizes.values()) <= KEEP_BUDGETS * budget.tokens:
                 encoded[step] = made
-        if not self.sizes:
+        if not self.sizes and not exports.lacks_tokens():
             raise DataError(f"{exports.path} has no step that can be shown; {'; '.join(exports.warnings)}")
+        if not self.sizes:
+            return summaries, None
         spread = choose_spread(self.sizes, budget or PAGE_BUDGET)
         for step in () if budget is None else sorted(spread.steps):
             if step in encoded and spread.tokens_per_step is None:
@@ -256,6 +267,28 @@ class _Contents:
         chunks = [block(f"chunk/{step}/{index}", chunk) for index, chunk in enumerate(made.chunks)]
         self.ahead = [block(f"step/{step}", made.index), *first]
         self.others = [block(f"rows/{step}", made.rows), *leads.values(), *chunks]
+
+
+def _write_rollouts(file: TextIO, saved: SavedRollouts) -> tuple[dict[str, dict[str, int]], str | None]:
+    """Writes the saved rollouts that fit; returns their numbers, and a sentence about what is left out."""
+    counts, room = saved.counts(), ROLLOUT_BYTES
+    held = {}
+    for step in sorted(map(int, counts), reverse=True):
+        data = as_json(saved.rows(step))
+        room -= len(data)
+        if room < 0 and held:
+            break
+        held[str(step)] = counts[str(step)]
+        file.write(block(f"rollouts/{step}", zlib.compress(data, 6)))
+    rest = (
+        ""
+        if len(held) == len(counts)
+        else (
+            f"This page has the saved rollouts of the last {len(held):,} of {len(counts):,} steps; "
+            "`pellucid view` without `-o` serves all of them."
+        )
+    )
+    return held, rest or None
 
 
 def _json_block(name: str, value: Any) -> str:

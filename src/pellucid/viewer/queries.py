@@ -53,6 +53,7 @@ _NUMBERS = {
 _KINDS = {
     "all": "true",
     "trained": f"mismatch_kl >= {HIGH_KL} AND NOT coalesce(is_masked, false)",
+    "untrainable": "sampled AND NOT loss_mask",
     "masked": "is_masked",
     "high": "is_masked_high",
     "low": "is_masked_low",
@@ -130,7 +131,7 @@ def _worst(question: Mapping[str, Any]) -> tuple[str, list[Any]]:
     if metric not in _METRICS or kind not in _KINDS:
         raise DataError(f"metric = {metric!r}, kind = {kind!r}: not among {[*_METRICS]} and {[*_KINDS]}")
     values: list[Any] = []
-    tests = ["loss_mask", _KINDS[kind]]
+    tests = [_KINDS[kind]] if kind == "untrainable" else ["loss_mask", _KINDS[kind]]
     for name, column, none in (("env", "env_name", ""), ("rank", "rank", -1)):
         if (wanted := question.get(name, none)) != none:
             tests.append(f"{column} = ?")

@@ -3,13 +3,17 @@
     GET  /                 the page, with the head of the run in it
     GET  /api/run          head of the run                   JSON
     GET  /api/slices       its points by rank and weights    JSON
+    GET  /api/metrics      every metric over the steps       JSON
+    GET  /api/rollouts/N   saved rollouts of a step          JSON
     GET  /api/step/N       index of a step                   blob, see `blob`
     GET  /api/rows/N       measures of its records           blob
     GET  /api/chunk/N/K    tokens of some of its records     blob
     GET  /api/lead/N/R     first tokens of a long record     blob
     POST /api/texts        [id, …] -> texts of token ids     JSON
     POST /api/query        a question about the whole run    JSON, see `queries`
-    GET  /api/pulse        {"steps": …, "last": …, "summarised": …}
+    GET  /api/pulse        {"steps": …, "summarised": …, "state": …, "writing": …}
+
+Of a folder of several runs, / lists them, and each has all of this below a number of its own: /0/, /1/, …
 
 Within this machine answers are sent as they are: deflating them takes longer than sending them. Elsewhere
 they are deflated (`Content-Encoding`).
@@ -25,8 +29,9 @@ import socket
 import threading
 import webbrowser
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -37,13 +42,14 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pellucid.errors import ConfigError, PellucidError
 from pellucid.guard import answers_to, is_foreign, is_loopback, is_secret
 from pellucid.viewer.frame import block, frame
+from pellucid.viewer.runs import describe, list_page
 from pellucid.viewer.source import ServedRun
 
 log = logging.getLogger(__name__)
@@ -77,8 +83,56 @@ def headers() -> Mapping[str, str]:
 
 def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = None) -> Starlette:
     """Makes the application. `token`: secret that a visitor must show; None: it asks for none."""
+    return _guarded(routes_of(run, is_near=is_loopback(host)), host, token)
 
-    is_near = is_loopback(host)
+
+def make_list_app(
+    folder: Path,
+    runs: Sequence[Path],
+    open_run: Callable[[Path], ServedRun],
+    *,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+) -> Starlette:
+    """Makes an application with a list of runs; each is opened by the first request for it."""
+
+    async def listed(request: Request) -> Response:
+        described = await run_in_threadpool(lambda: [describe(run, folder) for run in runs])
+        return Response(list_page(folder, described), media_type="text/html")
+
+    def opened(run: Path) -> ASGIApp:
+        @cache
+        def app() -> Starlette:
+            served = open_run(run)
+            threading.Thread(target=served.summarise, daemon=True).start()
+            return Starlette(
+                routes=routes_of(served, is_near=is_loopback(host)), exception_handlers=_FAILURES
+            )
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await (await run_in_threadpool(app))(scope, receive, send)
+
+        return answer
+
+    mounts = [Mount(f"/{number}", app=opened(run)) for number, run in enumerate(runs)]
+    return _guarded([Route("/", listed), *mounts], host, token)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(str(error), 404)
+
+
+_FAILURES: Mapping[Any, Any] = {PellucidError: _failed, OSError: _failed}
+
+
+def _guarded(routes: Sequence[BaseRoute], host: str, token: str | None) -> Starlette:
+    app = Starlette(routes=routes, exception_handlers=_FAILURES)
+    app.add_middleware(Guard, host=host, token=token)
+    return app
+
+
+def routes_of(run: ServedRun, *, is_near: bool) -> list[Route]:
+    """`is_near`: readers are on this machine, and answers are not deflated."""
 
     async def page(request: Request) -> Response:
         head = block("run", await run_in_threadpool(run.run), is_served=True)
@@ -116,26 +170,20 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
     async def pulse(request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(run.pulse))
 
-    async def failed(request: Request, error: Exception) -> Response:
-        return PlainTextResponse(str(error), 404)
-
-    app = Starlette(
-        routes=[
-            Route("/", page),
-            get("/api/run", run.run),
-            get("/api/slices", run.slices),
-            get("/api/step/{step:int}", run.step),
-            get("/api/rows/{step:int}", run.rows),
-            get("/api/chunk/{step:int}/{index:int}", run.chunk),
-            get("/api/lead/{step:int}/{record:int}", run.lead),
-            Route("/api/texts", texts, methods=["POST"]),
-            Route("/api/query", query, methods=["POST"]),
-            Route("/api/pulse", pulse),
-        ],
-        exception_handlers={PellucidError: failed, OSError: failed},
-    )
-    app.add_middleware(Guard, host=host, token=token)
-    return app
+    return [
+        Route("/", page),
+        get("/api/run", run.run),
+        get("/api/slices", run.slices),
+        get("/api/metrics", run.metrics),
+        get("/api/rollouts/{step:int}", run.rollouts),
+        get("/api/step/{step:int}", run.step),
+        get("/api/rows/{step:int}", run.rows),
+        get("/api/chunk/{step:int}/{index:int}", run.chunk),
+        get("/api/lead/{step:int}/{record:int}", run.lead),
+        Route("/api/texts", texts, methods=["POST"]),
+        Route("/api/query", query, methods=["POST"]),
+        Route("/api/pulse", pulse),
+    ]
 
 
 async def _read_json(request: Request) -> Any:
@@ -210,25 +258,28 @@ class PromptHttp(H11Protocol):
             self._patience = None
 
 
-def serve(run: ServedRun, *, host: str, port: int | None, open_browser: bool) -> None:
-    """Serves the run until interrupted."""
+def serve(
+    make: Callable[..., Starlette],
+    *,
+    host: str,
+    port: int | None,
+    open_browser: bool,
+) -> None:
+    """Serves what `make(host=…, token=…)` returns until interrupted."""
     listener = _listen(host, port)
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
     shown_host = f"[{host}]" if ":" in host else host
     address = f"http://{shown_host}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
-    summaries = threading.Thread(target=run.summarise, daemon=True)
-    summaries.start()
+    app = make(host=host, token=token)
     log.info("open %s (Ctrl-C ends it)", address)
     if open_browser:
         webbrowser.open(address)
-    app = make_app(run, host=host, token=token)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, http=PromptHttp, limit_concurrency=MAX_CONNECTIONS
     )
     try:
         uvicorn.Server(config).run(sockets=[listener])
     finally:
-        run.close()
         listener.close()
 
 

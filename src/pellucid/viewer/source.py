@@ -6,6 +6,8 @@
     rows/N            what its records' tokens add up to
     chunk/N/K         tokens of some of its records
     lead/N/R          the first tokens of a long one
+    metrics           every metric of the run over its steps
+    rollouts/N        saved rollouts of a step
     texts             texts of token ids
     query             an answer about the whole run, see `queries`
 
@@ -15,6 +17,8 @@ first. Work that reads a whole step waits for answers that show a record.
 """
 
 import threading
+import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -54,8 +58,11 @@ class ServedRun:
         start_record: int = 0,
         max_mismatch: float | None = None,
         trust_remote_code: bool = False,
+        home: str = "",
     ) -> None:
+        """`home`: address of the list that this run is part of, seen from its page."""
         self._exports = exports
+        self._home = home
         self._run = RunFolder.around(exports.path)
         self._vocabulary, self._note = open_vocabulary(
             tokenizer, self._run.model_folder(), trust_remote_code=trust_remote_code
@@ -65,6 +72,9 @@ class ServedRun:
         self._max_mismatch = max_mismatch
         self._queries = RunQueries(exports)
         self._summaries: dict[int, dict[str, Any]] = {}
+        self._rollouts = self._run.rollouts()
+        self._num_rollouts: dict[str, dict[str, int]] = {}
+        self._rollouts_stamp: object = None
         self._head: tuple[object, bytes] = (None, b"")
         self._answers = Answers(CACHE_BYTES)
         self._lock = threading.Lock()
@@ -77,7 +87,7 @@ class ServedRun:
         """Returns the head; made again only when a step, a summary or a file of the run folder is new."""
         steps = self._exports.steps()
         known = [self._summaries[step] for step in steps if step in self._summaries]
-        state = (tuple(steps), len(known), tuple(self._exports.warnings), self._run.state())
+        state = self._state(steps)
         if self._head[0] != state:
             head = make_head(
                 self._exports.path,
@@ -89,6 +99,11 @@ class ServedRun:
                 live=True,
                 start_record=self._start_record,
                 max_mismatch=self._max_mismatch,
+                metrics=self._run.metrics(),
+                rollouts=self._num_rollouts,
+                writing=self._run.is_being_written(time.time()),
+                state=state,
+                home=self._home,
             )
             self._head = state, as_json(head)
         return self._head[1]
@@ -97,10 +112,28 @@ class ServedRun:
         steps = self._exports.steps()
         return as_json(make_slices([self._summaries[step] for step in steps if step in self._summaries]))
 
-    def pulse(self) -> dict[str, int]:
+    def metrics(self) -> bytes:
+        return as_json(self._run.metrics())
+
+    def rollouts(self, step: int) -> bytes:
+        return as_json(self._rollouts.rows(step))
+
+    def pulse(self) -> dict[str, Any]:
         """Small enough to be asked for every second: has anything changed?"""
         steps = self._exports.steps()
-        return {"steps": len(steps), "last": steps[-1] if steps else -1, "summarised": len(self._summaries)}
+        return {
+            "steps": len(steps),
+            "summarised": len(self._summaries),
+            "state": self._state(steps),
+            "writing": self._run.is_being_written(time.time()),
+        }
+
+    def _state(self, steps: list[int]) -> str:
+        """Changes whenever the head does."""
+        counted = sum(sum(states.values()) for states in self._num_rollouts.values())
+        known = sum(step in self._summaries for step in steps)
+        state = (steps, known, counted, tuple(self._exports.warnings), self._run.state())
+        return f"{zlib.crc32(repr(state).encode()):08x}"
 
     def step(self, number: int) -> bytes:
         return self._answer(f"step/{number}", number, self._make_index)
@@ -140,6 +173,8 @@ class ServedRun:
             except (PellucidError, OSError) as error:
                 self._exports.warn(step, error)
                 self._summaries.setdefault(step, summarise(step, StepSummary()))
+        if (stamp := self._rollouts.state()) != self._rollouts_stamp:
+            self._num_rollouts, self._rollouts_stamp = self._rollouts.counts(), stamp
 
     def close(self) -> None:
         self._closed.set()
@@ -179,7 +214,9 @@ class ServedRun:
         self._answers.put({f"lengths/{step}": batch.lengths.astype(np.int64).tobytes()})
         starts = [first for first, _ in chunk_spans(batch.lengths)]
         summary = self._exports.summary(step)
-        index, self._summaries[step] = encode_index(step, identity, summary, starts, level=None)
+        index, self._summaries[step] = encode_index(
+            step, identity, summary, starts, has_masks=self._exports.has_masks(records), level=None
+        )
         return index
 
     def _make_rows(self, records: Records) -> bytes:

@@ -19,28 +19,37 @@ from pellucid.export.distribution import Distribution
 from pellucid.export.summary import Part, Slice
 from pellucid.viewer.access import RunFolder, StepSummary
 
+CURVES = ("reward/", "zero_advantage_groups/", "off_policy_level/", "loss", "skipped_steps")
+"""Metrics that every view may need, by how their names begin; the others are asked for."""
+
 HISTOGRAM_BINS = 48
 DEEPEST_AT_LEAST = 0.05
 """A mismatch KL that deserves the deepest colour even in a run that never reaches it."""
 
 
 def summarise(
-    step: int, summary: StepSummary, stops: Sequence[str] = (), envs: Sequence[str] = ()
+    step: int,
+    summary: StepSummary,
+    stops: Sequence[str] = (),
+    envs: Sequence[str] = (),
+    *,
+    has_masks: bool = True,
 ) -> dict[str, Any]:
-    """`stops`, `envs`: why sampling ended, and the environment, of each record.
+    """`stops`, `envs`: why sampling ended, and the environment, of each record; `has_masks`: whether the
+    records say which tokens were masked.
 
     `slices` has a point for each environment, rank and policy version and for what they have in common, where
     there are several ranks or versions; with one of each, `points` says it all.
     """
     total = summary.total()
-    points = {"all": _point(total, _truncated(stops))}
+    points = {"all": _point(total, _truncated(stops), has_masks)}
     for name in sorted({part.env_name for part in summary.parts}):
         together = Part(name, "")  # all training modes of an environment
         for part in summary.parts:
             if part.env_name == name:
                 together.merge(part)
         ends = [stop for stop, env in zip(stops, envs, strict=True) if env == name]
-        points[name] = _point(together, _truncated(ends))
+        points[name] = _point(together, _truncated(ends), has_masks)
     owners = [owner for owner, _ in total.slices]
     return {
         "step": step,
@@ -48,7 +57,7 @@ def summarise(
         "limits": _limits(total),
         "ranks": sorted({rank for rank, _ in owners}),
         "versions": sorted({version for _, version in owners if version is not None}),
-        "slices": list(_sliced(summary)),
+        "slices": list(_sliced(summary, has_masks)),
     }
 
 
@@ -92,14 +101,14 @@ def kl_domain(p95: float) -> list[float]:
     return [10.0 ** math.floor(math.log10(high) - 3), high]
 
 
-def _point(part: Part | Slice, truncated: float | None) -> dict[str, Any]:
+def _point(part: Part | Slice, truncated: float | None, has_masks: bool) -> dict[str, Any]:
     if isinstance(part, Slice):
         kl, entropy = part.kl, part.entropy.mean
     else:
         kl = part.metrics.get("mismatch_kl", Distribution())
         entropy = part.metrics.get("entropy", Distribution()).mean
     trainable = part.counts["trainable"]
-    has_masks = kl.count > 0 and trainable > 0
+    has_masks = has_masks and kl.count > 0 and trainable > 0
     return {
         "records": part.counts["sequences"],
         "tokens": part.counts["tokens"],
@@ -116,7 +125,7 @@ def _point(part: Part | Slice, truncated: float | None) -> dict[str, Any]:
     }
 
 
-def _sliced(summary: StepSummary) -> Iterator[dict[str, Any]]:
+def _sliced(summary: StepSummary, has_masks: bool) -> Iterator[dict[str, Any]]:
     """Yields a point per environment, rank and policy version; "all" or null stands for any of them."""
     parts = [(part.env_name, *owner, piece) for part in summary.parts for owner, piece in part.slices]
     if len({owner[1:3] for owner in parts}) < 2:
@@ -129,7 +138,7 @@ def _sliced(summary: StepSummary) -> Iterator[dict[str, Any]]:
         if owner[1:] != (None, None):
             cut, ended = piece.counts["cut"], piece.counts["ended"]
             names = dict(zip(("env", "rank", "version"), owner, strict=True))
-            yield names | _point(piece, cut / ended if ended else None)
+            yield names | _point(piece, cut / ended if ended else None, has_masks)
 
 
 def _truncated(stops: Sequence[str]) -> float | None:
@@ -161,8 +170,14 @@ def make_head(
     live: bool = False,
     start_record: int = 0,
     max_mismatch: float | None = None,
+    metrics: Mapping[str, Any],
+    rollouts: Mapping[str, Mapping[str, int]] | None = None,
+    writing: bool = False,
+    state: str = "",
+    home: str = "",
 ) -> dict[str, Any]:
-    """`held`: the steps whose tokens can be opened; `pending`: steps that are still being summarised."""
+    """`held`: the steps whose tokens can be opened; `pending`: steps that are still being summarised;
+    `rollouts`: saved ones, by step and outcome; `state`: changes whenever the head does."""
     alarms = [
         {
             "name": printable(alarm.name),
@@ -183,7 +198,13 @@ def make_head(
         "live": live,
         "start_record": start_record,
         "kl_limits": _kl_limits(summaries, max_mismatch),
-        "metrics": run.metrics(),
+        "metrics": {name: points for name, points in metrics.items() if name.startswith(CURVES)},
+        "kind": run.kind,
+        "in_run": run.folder is not None,
+        "rollouts": dict(rollouts or {}),
+        "writing": writing,
+        "state": state,
+        "home": home,
         "ledger": run.ledger(),
         "alarms": alarms,
         "losses": run.losses(),

@@ -44,13 +44,48 @@ def show(
     console = console or Console(markup=False, emoji=False)
     run = RunFolder.around(exports.path)
     vocabulary, note = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
-    step, records, batch, point = _newest(exports, record_index)
+    lacks_tokens = not exports.steps()
     alarms = run.alarms()
     for line in (note, *exports.warnings, *run.problems):
         if line:
             console.print(Text(printable(line), style="yellow"))
     for alarm in alarms:
         console.print(Text(alarm.line(), style="red"))
+    if lacks_tokens:
+        _print_without_tokens(console, run)
+    else:
+        _print_step(console, exports, run, vocabulary, record_index)
+    _print_ledger(console, run)
+
+
+def _print_without_tokens(console: Console, run: RunFolder) -> None:
+    """Prints the last metrics and rollouts of a run that exported no tokens."""
+    console.print(
+        Text(f"No tokens were exported: `pellucid {run.kind} … --export` writes them.", style="yellow")
+    )
+    metrics = Table(box=None, header_style="dim", pad_edge=False)
+    for title in ("metric", "step", "last"):
+        metrics.add_column(title, justify="left" if title == "metric" else "right")
+    for name, points in sorted(run.metrics().items()):
+        metrics.add_row(Text(printable(name)), str(points[-1][0]), _short(points[-1][1]))
+    console.print(metrics)
+    saved = run.rollouts()
+    rows = [row for step in list(saved.steps())[-1:] for row in saved.rows(step)]
+    table = Table(title="the last rollouts", title_justify="left", box=None, header_style="dim")
+    for title in ("step", "environment", "reward", "outcome", "reason", "reply"):
+        table.add_column(title, overflow="fold")
+    for row in rows[-RECORDS_SHOWN:]:
+        reply = row["messages"][-1][1] if row["messages"] else ""
+        words = (row["env"], _short(row["reward"]), row["outcome"], row["reason"], reply[-60:])
+        table.add_row(str(row["step"]), *(Text(_plain(word)) for word in words))
+    if rows:
+        console.print(table)
+
+
+def _print_step(
+    console: Console, exports: Exports, run: RunFolder, vocabulary: Vocabulary, record_index: int
+) -> None:
+    step, records, batch, point = _newest(exports, record_index)
     console.print(_title(f"step {step}", len(records), point))
     is_skipped = run.is_skipped(step)
     if is_skipped:
@@ -64,7 +99,6 @@ def show(
             _tokens(chosen, vocabulary, scale),
         )
         console.print(_outliers(chosen, vocabulary, is_skipped=is_skipped))
-    _print_ledger(console, run)
 
 
 def _newest(exports: Exports, record_index: int) -> tuple[int, Records, TokenTable, dict[str, Any]]:

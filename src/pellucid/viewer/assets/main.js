@@ -11,6 +11,7 @@ import { BINDINGS, Store, listenForKeys } from "./state.js";
 import { AcrossView } from "./views/across.js";
 import { GroupView } from "./views/group.js";
 import { RecordView } from "./views/record.js";
+import { RolloutsView } from "./views/rollouts.js";
 import { RunView } from "./views/run.js";
 import { occurrences, parseQuery } from "./views/search.js";
 import { StepView } from "./views/step.js";
@@ -19,9 +20,10 @@ import { WhatIfView } from "./views/what_if.js";
 import { WorstView } from "./views/worst.js";
 
 /** @type {Record<string, any>} */
-const VIEWS = { run: RunView, step: StepView, record: RecordView, group: GroupView, across: AcrossView, worst: WorstView, whatif: WhatIfView };
+const VIEWS = { run: RunView, rollouts: RolloutsView, step: StepView, record: RecordView, group: GroupView, across: AcrossView, worst: WorstView, whatif: WhatIfView };
 
 const PULSE_MS = 1500;
+const WITHOUT_TOKENS = new Set(["run", "rollouts"]);
 const OVER_TOKENS = new Set(["step", "worst", "whatif"]); // views that read all tokens of a step
 
 export class App {
@@ -60,6 +62,7 @@ export class App {
     this.run.wantsTokens = (step) => OVER_TOKENS.has(this.viewName) && (this.state.step === step || this.state.within === "run");
     document.title = `${head.name} · pellucid`;
     byId("name").textContent = head.name;
+    if (head.home) byId("brand").replaceWith(element("a", { id: "brand", href: head.home, title: "all runs of the folder" }, "pellucid"));
     this.topBar = new TopBar(this);
     this.showNotes();
     this.store.subscribe((_, changed) => this.update(changed));
@@ -72,15 +75,18 @@ export class App {
   get state() {
     const { state } = this.store;
     const steps = this.run.steps;
-    const step = state.step < 0 ? steps[steps.length - 1] : steps.includes(state.step) ? state.step : this.run.nearestStep(state.step);
+    const step = !steps.length ? state.step : state.step < 0 ? steps[steps.length - 1] : steps.includes(state.step) ? state.step : this.run.nearestStep(state.step);
     return { ...state, step, view: state.view in VIEWS ? state.view : "run" };
   }
 
   /** @param {Set<string>} changed */
   async update(changed) {
     const { state } = this;
-    if (!this.run.steps.length) {
-      this.main.replaceChildren(notice("empty", "No finished step yet", "The first one appears here as soon as it is written."));
+    if (!this.run.steps.length && !WITHOUT_TOKENS.has(state.view)) {
+      this.topBar?.update(state);
+      this.view = null;
+      const [view, label] = this.run.numRollouts() ? ["rollouts", "look at the rollouts"] : ["run", "look at the run"];
+      this.main.replaceChildren(notice("empty", "No tokens are exported", this.withoutTokens(), element("button", { type: "button", onclick: () => this.go({ view }) }, label)));
       return;
     }
     if (state.view !== this.viewName || !this.view) {
@@ -105,6 +111,26 @@ export class App {
     }
   }
 
+  /** Why no token can be shown, and what would change that. */
+  withoutTokens() {
+    const { kind, writing } = this.run.head;
+    const more = writing ? " A step of an export appears here as soon as it is written." : "";
+    return `This run has no token export, so single tokens cannot be shown. \`pellucid ${kind} @ FILE.toml --export\`, or \`export = true\` in the file, writes every token of every step.${more}`;
+  }
+
+  /** A step's tokens, or its rollouts where no tokens are exported. @param {number} step */
+  openStep(step) {
+    if (this.run.steps.length) this.go({ view: "step", step: this.run.nearestStep(step) });
+    else this.go({ view: "rollouts", outcome: "", search: "", filter: `step = ${step}` });
+  }
+
+  /** What a band of the ledger holds, over the whole run: tokens of the export, or rollouts that were saved. @param {string} state */
+  openState(state) {
+    const kind = /** @type {Record<string, string>} */ ({ masked: "masked", trained: "all", untrainable: "untrainable", skipped: "skipped" })[state];
+    if (kind && this.run.steps.length) this.go({ view: "worst", kind, within: "run" });
+    else this.go({ view: "rollouts", outcome: kind ? "sent" : state, within: "run", search: "", filter: "", rollout: "" });
+  }
+
   /** Draws the view anew. */
   again() {
     this.view = null;
@@ -122,6 +148,7 @@ export class App {
   /** @param {number} change */
   async moveRecord(change) {
     const { state } = this;
+    if (!this.run.steps.length) return;
     const index = await this.run.index(state.step);
     const order = this.order?.step === state.step ? this.order.records : null;
     const place = order ? order.indexOf(state.record) : state.record;
@@ -258,10 +285,10 @@ export class App {
       await new Promise((resolve) => { setTimeout(resolve, PULSE_MS); });
       if (document.hidden) continue;
       try {
-        const { steps, last, summarised } = await this.source.json("pulse");
-        const { held, steps: known } = this.run.head;
+        const { state, writing } = await this.source.json("pulse");
         const isBack = !isUp;
-        if (isBack || steps !== held.length || last !== (held.at(-1) ?? -1) || summarised > known.length) {
+        this.run.head.writing = writing;
+        if (isBack || state !== this.run.head.state) {
           this.run.head = await this.source.run();
           this.showNotes();
           await this.update(new Set(["head"]));

@@ -35,6 +35,12 @@ export const DEFAULTS = {
   bounds: "", // high=0.3,low=0.2
   other: -1, // the step compared with
   ids: false, // the table per token id instead of records
+  show: "", // the group of curves; empty: the overview
+  pick: "", // parts of metrics' names
+  smooth: 0, // steps that a curve is averaged over
+  log: false, // log axes of all curves
+  outcome: "", // of the saved rollouts
+  rollout: "", // the one that is open
   more: false, // histograms of all metrics
 };
 

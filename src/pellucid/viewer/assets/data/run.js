@@ -34,6 +34,12 @@ export class Run {
   /** @type {Map<number, Promise<StepTokens>>} */
   tokens = new Map();
 
+  /** @type {Map<string, Promise<any[]>>} */
+  saved = new Map();
+
+  /** @type {Map<any, Promise<Record<string, [number, number][]>>>} by the head that they belong to */
+  allMetrics = new Map();
+
   /** Points by rank and weights. @type {Map<any, Promise<Record<string, any[]>>>} by the head that they belong to */
   slices = new Map();
 
@@ -50,8 +56,24 @@ export class Run {
   /** Whether loss or gradient of a step was not finite, so that it moved no weights. @param {number} step */
   isSkipped(step) { return (this.head.metrics.skipped_steps ?? []).some((/** @type {number[]} */ [at, isSkipped]) => at === step && isSkipped === 1); }
 
+  /** How many rollouts are saved, of an outcome or of any, of a step or of all. @param {string} [outcome] @param {number} [step] */
+  numRollouts(outcome, step) {
+    return Object.entries(this.head.rollouts).filter(([own]) => step === undefined || Number(own) === step)
+      .reduce((total, [, counts]) => total + Object.entries(counts).reduce((sum, [name, number]) => sum + (outcome ? Number(name === outcome) : Number(name !== "truncated")) * number, 0), 0);
+  }
+
+  /** Every metric of the run. @returns {Promise<Record<string, [number, number][]>>} */
+  metrics() {
+    if (!this.allMetrics.has(this.head)) this.allMetrics.clear();
+    return kept(this.allMetrics, this.head, () => this.source.json("metrics"));
+  }
+
+  /** Saved rollouts of a step. @param {number} step @returns {Promise<any[]>} */
+  rollouts(step) { return kept(this.saved, `${step} ${JSON.stringify(this.head.rollouts[step])}`, () => this.source.json(`rollouts/${step}`)); }
+
   get envs() {
     const names = new Set();
+    for (const name of Object.keys(this.head.metrics)) if (/^reward\/[^/]+$/.test(name) && name !== "reward/all") names.add(name.slice(7));
     for (const { points } of this.head.steps) for (const env of Object.keys(points)) if (env !== "all") names.add(env);
     return [...names].sort();
   }

@@ -36,9 +36,10 @@ export function serialiseBrushes(brushes) {
  * @param {StepTokens} all @param {Vocabulary} vocabulary
  * @param {{env: string, rank?: number, weights?: string, filter: string, brush: string}} state
  * @param {string} [except] a brush that does not count: a histogram is not cut by its own
+ * @param {boolean} [untrainable] tokens that were sampled and are not trainable, instead of those that are
  * @returns {Selection}
  */
-export function select(all, vocabulary, { env, rank = -1, weights = "", filter, brush }, except) {
+export function select(all, vocabulary, { env, rank = -1, weights = "", filter, brush }, except, untrainable = false) {
   const { owners, index } = all;
   /** @type {Test[]} */
   const tests = [];
@@ -56,11 +57,12 @@ export function select(all, vocabulary, { env, rank = -1, weights = "", filter, 
       tests.push(testOf(parseFilter(filter), all, vocabulary));
     } catch { /* the top bar says what is wrong with it */ }
   }
+  const sampled = all.column("sampled");
   const tokens = new Uint8Array(all.length);
   const records = new Uint32Array(index.length);
   let count = 0;
   for (let i = 0; i < all.length; i += 1) {
-    if (all.isTrainable(i) && tests.every((test) => test(i))) {
+    if ((untrainable ? !all.isTrainable(i) && sampled?.[i] === 1 : all.isTrainable(i)) && tests.every((test) => test(i))) {
       tokens[i] = 1;
       records[owners[i]] += 1;
       count += 1;
@@ -78,8 +80,9 @@ function oldestVersions(all) {
 }
 
 const COLUMNS = Object.fromEntries(FIELDS.map(({ key, name }) => [key, name]));
+const ROLLOUT_WORDS = ["outcome", "reason"]; // of a saved rollout; a token has none
 const NUMBERS = ["rank", "tokens", "micro_step", "record"];
-const FIELD_NAMES = [...new Set([...METRICS.map(({ key }) => key), ...Object.keys(COLUMNS)]), "at", "text", "step", ...WORDS, ...NUMBERS];
+const FIELD_NAMES = [...new Set([...METRICS.map(({ key }) => key), ...Object.keys(COLUMNS)]), "at", "text", "step", ...WORDS, ...ROLLOUT_WORDS, ...NUMBERS];
 
 /** @type {Record<string, (a: any, b: any) => boolean>} */
 const COMPARISONS = {
@@ -132,7 +135,7 @@ export function parseFilter(text) {
     if (!is || !COMPARISONS[is]) return { field };
     const [, value] = parts.splice(0, 2);
     if (!value || value.operator) throw new Error(`${field} ${is} what?`);
-    if (WORDS.includes(field) || field === "text" || is === "~") return { field, is, value: value.text };
+    if (WORDS.includes(field) || ROLLOUT_WORDS.includes(field) || field === "text" || is === "~") return { field, is, value: value.text };
     const number = Number(value.text.replace("−", "-"));
     if (Number.isNaN(number)) throw new Error(`${field} is a number, “${value.text}” is not`);
     return { field, is, value: number };
@@ -144,17 +147,20 @@ export function parseFilter(text) {
 }
 
 /** @param {Tree} tree @param {TokenRecord | StepTokens} tokens @param {Vocabulary} vocabulary @returns {Test} */
-export function testOf(tree, tokens, vocabulary) {
+export const testOf = (tree, tokens, vocabulary) => testBy(tree, (field) => reader(field, tokens, vocabulary));
+
+/** @param {Tree} tree @param {(field: string) => (token: number) => any} readerOf @returns {Test} */
+export function testBy(tree, readerOf) {
   if ("not" in tree) {
-    const test = testOf(tree.not, tokens, vocabulary);
+    const test = testBy(tree.not, readerOf);
     return (i) => !test(i);
   }
   if ("any" in tree || "all" in tree) {
-    const tests = ("any" in tree ? tree.any : tree.all).map((part) => testOf(part, tokens, vocabulary));
+    const tests = ("any" in tree ? tree.any : tree.all).map((part) => testBy(part, readerOf));
     return "any" in tree ? (i) => tests.some((test) => test(i)) : (i) => tests.every((test) => test(i));
   }
   const { field, is, value } = tree;
-  const read = reader(field, tokens, vocabulary);
+  const read = readerOf(field);
   if (!is) return (i) => Boolean(read(i));
   const compare = COMPARISONS[is];
   return (i) => { const found = read(i); return found !== null && found !== undefined && !Number.isNaN(found) && compare(found, value); };
@@ -166,6 +172,7 @@ function reader(field, tokens, vocabulary) {
   if (field === "at") return (i) => tokens.position(i);
   if (field === "text") return (i) => vocabulary.plain(ids[i]);
   if (field === "step") return () => step;
+  if (ROLLOUT_WORDS.includes(field)) return () => null;
   if (WORDS.includes(field) || NUMBERS.includes(field)) return (i) => (field === "record" ? tokens.owner(i) : tokens.index.value(field, tokens.owner(i)));
   const metric = METRICS.find(({ key }) => key === field);
   const column = tokens.column(metric ? metric.column : COLUMNS[field]);

@@ -1,7 +1,7 @@
 // How a metric is distributed over tokens; dragging selects a range.
 
 import { canvasOf, element, label, onDrag, themeColour } from "./dom.js";
-import { count, short } from "./format.js";
+import { count, plural, short } from "./format.js";
 import { quantiles } from "./scale.js";
 
 const HEIGHT = 74;
@@ -35,12 +35,13 @@ export class Histogram {
   /** @param {import("../data/metrics.js").Metric} metric @param {(low: number, high: number) => void} onBrush @param {() => void} onClear */
   constructor(metric, onBrush, onClear) {
     this.metric = metric;
-    this.canvas = element("canvas", { "aria-hidden": "true" });
+    this.canvas = element("canvas", { tabindex: 0, role: "group", "aria-label": `${metric.label}: arrows move, Shift selects, Enter keeps the range, Delete clears it` });
     this.title = element("header", {}, element("h3", {}, metric.label), element("small", { class: "formula" }, metric.formula));
     this.clear = element("button", { type: "button", class: "quiet clear", hidden: true, title: "clear", "aria-label": `clear the range of ${metric.label}`, onclick: onClear }, "×");
     this.title.append(this.clear);
     this.note = element("small", { class: "muted" });
     this.root = element("div", { class: "card histogram" }, this.title, this.canvas, this.note);
+    this.listenForKeys(onBrush, onClear);
     let from = 0;
     onDrag(this.canvas, (share, at) => {
       const { low, high, log } = this.bins;
@@ -50,6 +51,28 @@ export class Histogram {
       if (at === "middle") this.draw(range);
       else if (Math.abs(this.position(value) - this.position(from)) < 0.01) onClear();
       else onBrush(...range);
+    });
+  }
+
+  /** @param {(low: number, high: number) => void} onBrush @param {() => void} onClear */
+  listenForKeys(onBrush, onClear) {
+    let [at, from] = [-1, -1];
+    this.canvas.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      const { counts, low, high, log } = this.bins;
+      const edge = (/** @type {number} */ bin) => { const place = low + (bin / counts.length) * (high - low); return log ? 10 ** place : place; };
+      const range = () => /** @type {[number, number]} */ ([edge(Math.min(from, at)), edge(Math.max(from, at) + 1)]);
+      const change = /** @type {Record<string, number>} */ ({ ArrowRight: 1, ArrowLeft: -1, Home: -counts.length, End: counts.length })[event.key];
+      if (change) {
+        if (event.shiftKey && from < 0) from = Math.max(0, at);
+        at = Math.min(counts.length - 1, Math.max(0, at + change));
+        if (!event.shiftKey) from = at;
+        this.draw(range());
+        this.note.textContent = `${short(edge(Math.min(from, at)), 2)} to ${short(edge(Math.max(from, at) + 1), 2)}: ${plural(counts.slice(Math.min(from, at), Math.max(from, at) + 1).reduce((/** @type {number} */ a, /** @type {number} */ b) => a + b, 0), "token")}`;
+      } else if (event.key === "Enter" && at >= 0) onBrush(...range());
+      else if (event.key === "Delete") onClear();
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
     });
   }
 
@@ -112,10 +135,29 @@ export class Scatter {
   /** @type {[number, number, number][]} left, top, token */
   points = [];
 
+  /** @type {number | undefined} the token that the keyboard reached */
+  chosen;
+
   /** @param {(token: number) => void} onChoose */
   constructor(onChoose) {
-    this.canvas = element("canvas", { role: "img", "aria-label": "scatter of two metrics" });
-    this.root = element("div", { class: "scatter" }, this.canvas);
+    this.canvas = element("canvas", { tabindex: 0, role: "group", "aria-label": "scatter of two metrics: arrows move from token to token, Enter opens one" });
+    this.mark = element("i", { class: "scatter-mark", hidden: true });
+    this.root = element("div", { class: "scatter" }, this.canvas, this.mark);
+    this.at = -1;
+    this.canvas.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      const change = /** @type {Record<string, number>} */ ({ ArrowRight: 1, ArrowLeft: -1, PageDown: 20, PageUp: -20, Home: -this.points.length, End: this.points.length })[event.key];
+      if (change && this.points.length) {
+        const order = [...this.points].sort(([a], [b]) => a - b);
+        this.at = Math.min(order.length - 1, Math.max(0, this.at + change));
+        const [left, top, token] = order[this.at];
+        this.chosen = token;
+        this.mark.hidden = false;
+        [this.mark.style.left, this.mark.style.top] = [`${left - 6}px`, `${top - 6}px`];
+      } else if (event.key === "Enter" && this.chosen !== undefined) onChoose(this.chosen);
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
     this.canvas.addEventListener("click", (/** @type {MouseEvent} */ event) => {
       const box = this.canvas.getBoundingClientRect();
       const near = this.nearest(event.clientX - box.left, event.clientY - box.top);
@@ -128,6 +170,8 @@ export class Scatter {
     const width = Math.max(160, this.root.clientWidth);
     const { context } = canvasOf(width, SCATTER_HEIGHT, this.canvas);
     this.points = [];
+    this.at = -1;
+    this.mark.hidden = true;
     if (!x.values || !y.values) { label(context, "One of the two is not recorded.", 12, 24); return; }
     const placeX = place(x, LEFT, width - 8);
     const placeY = place(y, SCATTER_HEIGHT - BOTTOM, 8);

@@ -16,7 +16,7 @@ export const STAGES = [
   { name: "trainer", does: "sent", states: ["rolled_back", "truncated", "untrainable", "skipped", "masked", "trained"] },
 ];
 
-const MEANING = /** @type {Record<string, string>} */ ({
+export const MEANING = /** @type {Record<string, string>} */ ({
   eval: "sampled for evaluation", lost: "a process died", cancelled: "sampling was cancelled", failed_rollout: "the rollout failed",
   dropped_group: "its group was dropped", stale: "too old when the batch was formed", filtered: "a filter took it out",
   zero_advantage: "its advantage is 0: no signal", rejected: "invalid", truncated: "beyond seq_len",
@@ -31,7 +31,7 @@ export function sankey(states, sampled, width, onChoose) {
   const scale = (HEIGHT - TOP - 30) / total;
   const columns = [0, 0.27, 0.54].map((share) => share * (width - 230));
   const right = width - 230;
-  const root = svg("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": spoken(states, sampled) });
+  const root = svg("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": spoken(states, sampled) });
   const present = [...STAGES].reverse().flatMap(({ states: names }, i) => [...names].reverse().filter((name) => states[name]).map((name) => ({ name, stage: 2 - i })));
   // Ends stand in the order in which they leave, spread so that no two labels collide.
   let next = TOP;
@@ -47,22 +47,25 @@ export function sankey(states, sampled, width, onChoose) {
     const gone = leaving.reduce((sum, name) => sum + states[name], 0);
     const size = remaining * scale;
     if (size > 0) {
+      const isRoomy = width > 600;
       root.append(svg("rect", { x: columns[i], y: TOP, width: BAR, height: Math.max(1, size), rx: 2, class: "flow-bar" }),
-        svg("text", { x: columns[i], y: TOP - 7, class: "flow-stage" }, `${stage.does} ${count(remaining)}`));
+        ...(isRoomy ? [svg("text", { x: columns[i], y: TOP - 7, class: "flow-stage" }, `${stage.does} ${count(remaining)}`)] : []));
     }
     let at = i === 2 ? TOP : TOP + (remaining - gone) * scale;
     if (i < 2 && remaining - gone > 0) root.append(ribbon(columns[i] + BAR, TOP, columns[i + 1], TOP, (remaining - gone) * scale, "flow-on"));
     for (const name of [...leaving].reverse()) {
       const end = /** @type {any} */ (ends.get(name));
-      root.append(ribbon(columns[i] + BAR, at, right, end.top, Math.max(1, states[name] * scale), `flow-${kind(name)}`, `${name}: ${MEANING[name]}`));
+      const band = ribbon(columns[i] + BAR, at, right, end.top, Math.max(1, states[name] * scale), `flow-link flow-${kind(name)}`, `${name}: ${MEANING[name]}`);
+      band.addEventListener("click", () => onChoose(name));
+      root.append(band);
       at += states[name] * scale;
     }
     remaining -= gone;
   });
   for (const { name, top, size } of ends.values()) {
-    const isLink = name === "masked" || name === "trained";
+    const open = (/** @type {Event} */ event) => { if (event.type === "click" || /** @type {KeyboardEvent} */ (event).key === "Enter") onChoose(name); };
     root.append(svg("rect", { x: right, y: top, width: BAR, height: size, rx: 2, class: `flow-end flow-end-${kind(name)}` }),
-      svg("text", { x: right + BAR + 8, y: top + Math.min(size, 14) / 2 + 5, class: `flow-label${isLink ? " flow-link" : ""}`, ...(isLink ? { onclick: () => onChoose(name) } : {}) },
+      svg("text", { x: right + BAR + 8, y: top + Math.min(size, 14) / 2 + 5, class: "flow-label flow-link", tabindex: 0, role: "link", "aria-label": `${name.replaceAll("_", " ")}: ${count(states[name])} tokens`, onclick: open, onkeydown: open },
         svg("tspan", { class: "flow-name" }, name.replaceAll("_", " ")), svg("tspan", { dx: 7 }, `${count(states[name])}`), svg("tspan", { dx: 7, class: "flow-share" }, percent(states[name] / total)),
         svg("title", {}, MEANING[name] ?? "")));
   }

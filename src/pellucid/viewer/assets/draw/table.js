@@ -17,10 +17,12 @@ export class VirtualTable {
     /** @type {ArrayLike<number>} */
     this.order = [];
     this.chosen = -1;
+    /** @type {Set<string>} keys of columns that say nothing here */
+    this.hidden = new Set();
     this.body = element("tbody");
     this.heads = options.columns.map((column) => this.heading(column));
     this.table = element("table", { "aria-label": options.label }, element("thead", {}, element("tr", {}, ...this.heads)), this.body);
-    this.table.style.minWidth = `${options.columns.reduce((sum, { width }) => sum + (Number.parseInt(width, 10) || AUTO_WIDTH), 0)}px`;
+    this.hide(this.hidden);
     this.root = element("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": options.label }, this.table);
     this.root.addEventListener("scroll", perFrame(() => this.draw()), { passive: true });
     this.body.addEventListener("click", (/** @type {Event} */ event) => {
@@ -29,6 +31,14 @@ export class VirtualTable {
     });
     this.body.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.key(event));
     new ResizeObserver(perFrame(() => this.draw())).observe(this.root);
+  }
+
+  /** Leaves columns out. @param {Set<string>} keys */
+  hide(keys) {
+    this.hidden = keys;
+    const { columns } = this.options;
+    columns.forEach(({ key }, i) => { this.heads[i].hidden = keys.has(key); });
+    this.table.style.minWidth = `${columns.filter(({ key }) => !keys.has(key)).reduce((sum, { width }) => sum + (Number.parseInt(width, 10) || AUTO_WIDTH), 0)}px`;
   }
 
   /** @param {TableColumn} column */
@@ -95,7 +105,7 @@ export class VirtualTable {
   row(place) {
     const row = this.order[place];
     const node = element("tr", { "data-row": row, "aria-rowindex": place + 2, "aria-current": row === this.chosen ? "true" : null, tabindex: row === this.chosen ? 0 : -1 },
-      ...this.options.columns.map((column) => element("td", { class: column.text ? "text" : "number" }, column.cell(row))));
+      ...this.options.columns.filter(({ key }) => !this.hidden.has(key)).map((column) => element("td", { class: column.text ? "text" : "number" }, column.cell(row))));
     node.style.height = `${this.rowHeight}px`;
     return node;
   }

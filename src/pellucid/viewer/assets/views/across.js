@@ -32,7 +32,7 @@ export class AcrossView {
     if (example === null) {
       refill(this.head, element("h2", {}, "Across steps"));
       for (const part of [this.charts, this.compare]) part.replaceChildren();
-      refill(this.status, notice("empty", "This record has no example id", "Without one, the same example cannot be found in other steps."));
+      refill(this.status, notice("empty", "This record has no example id", "Without one, the same example cannot be found in other steps.", element("button", { type: "button", onclick: () => this.app.go({ view: "record" }) }, "back to the record")));
       return;
     }
     if (this.key !== `${env} ${example}` || changed.has("head")) {
@@ -73,7 +73,7 @@ export class AcrossView {
     for (const [title, about, values, colour] of /** @type {[string, string, number[], string][]} */ ([["Reward", "mean of its rollouts", mean("reward"), "series-1"], ["Length", "trainable tokens, mean of its rollouts", mean("trainable"), "series-2"]])) {
       const root = element("div", { class: "strip-chart" });
       this.charts.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, title), element("small", {}, about), saveChart(title, () => this.app.fileName(`${this.key}_${title}`))), root));
-      lineChart(root, { height: 150, x: steps, lines: [{ label: title, values, colour }], points: true, sync: "across",
+      lineChart(root, { height: 150, x: steps, lines: [{ label: title, values, colour }], points: true, sync: "across", label: `${title} over steps`,
         onClick: (step) => { const one = this.found.find((other) => other.step === step); if (one) this.app.go({ step, record: one.record }); } });
     }
   }

@@ -33,7 +33,7 @@ export class GroupView {
     if (word === null) {
       refill(this.head, element("h2", {}, "Group"));
       this.look.replaceChildren();
-      refill(this.members, notice("empty", "This record belongs to no group", "The export has neither a group nor an example id."));
+      refill(this.members, notice("empty", "This record belongs to no group", "The export has neither a group nor an example id.", element("button", { type: "button", onclick: () => this.app.go({ view: "record" }) }, "back to the record")));
       return;
     }
     const numbers = index.withWords({ [name]: word, env: index.value("env", state.record) });

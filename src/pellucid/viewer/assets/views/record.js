@@ -86,8 +86,19 @@ export class RecordView {
     }
     const record = await run.record(state.step, state.record);
     if (turn !== this.turn || !await this.present(record, state, turn)) return false;
+    if (state.token < 0) this.chooseWorst();
     if (!record.index.measures) setTimeout(() => this.measure(record), STAYS_MS);
     return true;
+  }
+
+  /** Pins the token that stands out most by the colouring: what one most likely came for. */
+  chooseWorst() {
+    const { record, values } = this;
+    let worst = -1;
+    for (let i = 0; values && i < record.length; i += 1) {
+      if (record.isTrainable(i) && Number.isFinite(values[i]) && (worst < 0 || Math.abs(values[i]) > Math.abs(values[worst]))) worst = i;
+    }
+    if (worst >= 0) this.app.store.set({ token: worst });
   }
 
   /** The server reads the whole step for these numbers: only if one still looks at the record. @param {import("../data/run.js").TokenRecord} record */
@@ -194,7 +205,7 @@ export class RecordView {
       height: CHART_HEIGHT, x: places, log: this.metric.kind === "log",
       lines: [{ label: this.metric.label, values: places.map((i) => (record.isTrainable(i) ? values[i] : NaN)), colour: "line", width: 1.25 }],
       spans: trainableSpans(record),
-      points: record.length < 200, marker: () => this.app.store.state.token,
+      points: record.length < 200, label: `${this.metric.label} over the positions`, marker: () => this.app.store.state.token,
       onClick: (token) => this.app.go({ token }),
       onHover: (index) => { if (index !== null) this.hover(places[index]); },
     });
@@ -207,7 +218,7 @@ export class RecordView {
     else this.text.pin(token, { focus: document.activeElement === document.body || this.root.contains(document.activeElement), middle: isNew });
     this.chart?.redraw(false);
     if (token < 0) {
-      this.details.replaceChildren(notice("empty", "No token chosen", "Point at a token to read it, click to keep it here. Arrows move; n jumps to the next outlier."));
+      this.details.replaceChildren(notice("empty", "No token chosen", "Point at a token to read it, click to keep it here. Arrows move; n jumps to the next outlier.", element("button", { type: "button", onclick: () => this.chooseWorst() }, "the one that stands out most")));
       return;
     }
     this.details.replaceChildren(tokenDetails(this.app.run, this.record, token));

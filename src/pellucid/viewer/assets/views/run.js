@@ -1,12 +1,15 @@
 // The whole run: what rang, what happened over its steps, and where its tokens went. A click on a curve opens the step; a
 // brush looks closer, in all curves.
 
+import { OVERVIEW, groupsOf, parseRange, stripsOf } from "../data/curves.js";
 import { isSliced } from "../data/run.js";
 import { lineChart } from "../draw/chart.js";
-import { afterPaint, element, facts, notice, refill, swatch } from "../draw/dom.js";
+import { afterPaint, choice, element, facts, notice, refill, swatch, toggle } from "../draw/dom.js";
 import { compact, count, percent, plural, short } from "../draw/format.js";
 import { sankey } from "../draw/sankey.js";
 import { saveBar, saveChart } from "../draw/saving.js";
+
+/** @typedef {import("../data/curves.js").Strip} Strip */
 
 export class RunView {
   /** @type {import("../state.js").State} */
@@ -36,8 +39,10 @@ export class RunView {
       saveBar("these curves", () => app.fileName(this.shown ? `run_steps_${this.shown[0]}-${this.shown[1]}` : "run"), { columns: () => this.columns(), shown: () => this.root })));
     this.alarms = element("section", { class: "card alarms", "aria-label": "Alarms" });
     this.ledger = element("div", { class: "card ledger" });
+    this.pick = element("input", { type: "search", placeholder: "find metrics: lr time/", "aria-label": "Find metrics", onchange: () => app.go({ pick: this.pick.value }) });
+    this.chooser = element("div", { class: "look plain chooser no-picture" });
     this.strips = element("div", { class: "strips" });
-    this.root = element("section", { class: "view run-view", "aria-label": "Run" }, this.head, this.alarms, this.ledger, this.strips);
+    this.root = element("section", { class: "view run-view", "aria-label": "Run" }, this.head, this.alarms, this.ledger, this.chooser, this.strips);
     new ResizeObserver(() => this.drawLedger()).observe(this.ledger);
     this.isDragging = false;
     this.strips.addEventListener("pointerdown", () => { this.isDragging = true; });
@@ -50,10 +55,11 @@ export class RunView {
     if (this.isDragging && changed?.has("head")) return; // a new step does not take the curve from under the pointer
     const turn = (this.turn += 1);
     const { run } = this.app;
-    const points = await run.points(state);
+    const [points, metrics] = await Promise.all([run.points(state), run.metrics()]);
     if (turn !== this.turn) return;
     this.state = state;
-    const { steps, strips } = stripsOf(run.head, run.envs, state, points);
+    this.metrics = metrics;
+    const { steps, strips } = stripsOf(run.head, metrics, run.envs, state, points);
     this.steps = steps;
     this.drawn = strips;
     const asked = parseRange(state.steps);
@@ -61,7 +67,20 @@ export class RunView {
     this.drawHead(points);
     this.drawAlarms();
     this.drawLedger();
+    this.drawChooser();
     this.drawStrips();
+  }
+
+  /** Which curves, and how they are drawn. */
+  drawChooser() {
+    const { app, state } = this;
+    this.chooser.hidden = isSliced(state) || !Object.keys(this.metrics ?? {}).length;
+    if (document.activeElement !== this.pick) this.pick.value = state.pick;
+    if (this.chooser.contains(document.activeElement) && this.chooser.dataset.drawn) return; // not from under the keyboard
+    this.chooser.dataset.drawn = "1";
+    refill(this.chooser, choice("Curves", groupsOf(this.metrics ?? {}).map((title) => [title === OVERVIEW ? "" : title, title]), state.show, (show) => app.go({ show, pick: "" })), this.pick,
+      choice("smooth over", [["0", "1 step"], ...[5, 10, 30, 100].map((steps) => /** @type {[string, string]} */ ([String(steps), `${steps} steps`]))], String(state.smooth), (smooth) => app.go({ smooth: Number(smooth) })),
+      toggle("log axes", state.log, (log) => app.go({ log })));
   }
 
   /** Looks closer at some steps. @param {number} low @param {number} high */
@@ -95,11 +114,13 @@ export class RunView {
     this.range.hidden = this.steps.length < 2;
     this.allSteps.hidden = !shown;
     refill(this.about, element("h2", {}, head.name), facts([
-      ["steps", `${count(inside.length)}${inside.length < head.steps.length ? ` of ${count(head.steps.length)}` : ""}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
-      ["records", count(sum("records"))], ["tokens", `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable`],
+      ["steps", !head.steps.length ? count(this.steps.length) : `${count(inside.length)}${inside.length < head.steps.length ? ` of ${count(head.steps.length)}` : ""}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
+      ["records", inside.length ? count(sum("records")) : null], ["tokens", inside.length ? `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable` : null],
+      ["rollouts", app.run.numRollouts() ? count(app.run.numRollouts()) : null],
       ["environments", state.env || app.run.envs.join(", ")], ["loss", losses.join(", ")], ["skipped", skipped ? plural(skipped, "step") : null],
     ]),
       head.pending ? element("span", { class: "muted", role: "status" }, `reading ${plural(head.pending, "more step")} …`) : null,
+      head.held.length || !head.in_run ? null : element("span", { class: "muted" }, app.withoutTokens()),
       isSliced(state) ? element("span", { class: "muted" }, "Only what exported records say: the run's own metrics and its ledger are not kept by rank or weights.") : null);
   }
 
@@ -116,7 +137,7 @@ export class RunView {
     this.alarms.hidden = !alarms.length;
     refill(this.alarms, element("header", {}, element("h3", {}, plural(alarms.length, "alarm"))),
       element("ul", {}, ...alarms.map((/** @type {{name: string, step: number, finding: string, causes: string}} */ { name, step, finding, causes }) => element("li", {},
-        element("button", { type: "button", class: "link", title: "open the step", onclick: () => app.go({ view: "step", step: app.run.nearestStep(step) }) }, `${name} at step ${count(step)}`),
+        element("button", { type: "button", class: "link", title: "open the step", onclick: () => app.openStep(step) }, `${name} at step ${count(step)}`),
         element("span", {}, finding), element("small", {}, causes)))));
   }
 
@@ -136,23 +157,25 @@ export class RunView {
       context += account.beside.context ?? 0;
       for (const [state, tokens] of Object.entries(account.states)) states[state] = (states[state] ?? 0) + Number(tokens);
     }
-    const width = Math.max(760, this.ledger.clientWidth - 30);
+    const width = Math.max(330, this.ledger.clientWidth - 30);
     const key = `${width} ${Boolean(this.shown)} ${sampled} ${JSON.stringify(states)} ${document.documentElement.dataset.theme}`;
     if (this.drawnFor === key) return;
     this.drawnFor = key;
     refill(this.ledger, element("header", {}, element("h3", {}, `Where every sampled token went${this.shown ? ", over all steps" : ""}`),
       element("small", { class: ledger.balanced ? "good" : "bad" }, ...ledger.verdict.map((/** @type {string} */ line) => element("span", {}, `${ledger.balanced ? "✓ " : "✗ "}${line}`))),
       context ? element("small", {}, `${compact(context)} context tokens beside them`) : null, saveChart("the flow", () => this.app.fileName("ledger"))),
-    element("div", { class: "flow-frame", tabindex: 0, role: "region", "aria-label": "ledger" }, sankey(states, sampled, width, (state) => this.app.go({ view: "worst", kind: state === "masked" ? "masked" : "all" }))));
+    element("div", { class: "flow-frame", tabindex: 0, role: "region", "aria-label": "ledger" }, sankey(states, sampled, width, (state) => this.app.openState(state))));
   }
 
   drawStrips() {
+    const { app } = this;
     const focused = [...this.strips.children].findIndex((card) => card.querySelector(".strip-chart") === document.activeElement);
     for (const chart of this.charts) chart.destroy();
     this.charts = [];
     this.strips.replaceChildren();
     if (!this.drawn.length) {
-      this.strips.append(isSliced(this.state) ? notice("empty", "No such records", "No step has records of this rank and these weights.") : notice("empty", "No step has been read yet"));
+      this.strips.append(isSliced(this.state) ? notice("empty", "No such records", "No step has records of this rank and these weights.", element("button", { type: "button", onclick: () => app.go({ rank: -1, weights: "" }) }, "all ranks and weights")) : this.state.pick || this.state.show
+        ? notice("empty", "No such metrics", "No metric of the run has such a name.", element("button", { type: "button", onclick: () => app.go({ show: "", pick: "" }) }, "show the overview")) : notice("empty", "No step has been read yet", app.run.head.writing ? "The first one appears here as soon as it is written." : "The run has no metrics and no export."));
       return;
     }
     const strips = this.drawn.map((strip) => this.addStrip(strip));
@@ -181,63 +204,9 @@ export class RunView {
     tell(null);
     const chart = (/** @type {number} */ width) => lineChart(root, { height: 136, width, x: steps, lines, log, percent: isShare, sync: "run", points: steps.length < 3, range: shown, onHover: tell,
       label: `${title} over steps`,
-      onClick: (step) => app.go({ view: "step", step: app.run.nearestStep(step) }),
+      onClick: (step) => app.openStep(step),
       onBrush: (low, high) => this.show(low, high),
       onReset: shown ? () => this.showAll() : undefined });
     return { root, chart };
   }
-}
-
-// The curves of a run over its steps: which there are, and their values.
-
-/** @typedef {{label: string, name: string, values: (number | null)[], colour: string, width?: number}} StripLine
- * @typedef {{title: string, about: string, log?: boolean, percent?: boolean, lines: StripLine[]}} Strip
- * @typedef {{series(name: string): (number | null)[] | null, points(name: string): (number | null)[], envs: string[], env: string}} Context */
-
-/** @type {{title: string, about: string, log?: boolean, percent?: boolean, lines: (context: Context) => any[]}[]} */
-const STRIPS = [
-  { title: "Reward", about: "mean over rollouts", lines: ({ series, points, envs, env }) => (series(`reward/${env || "all"}`)
-    ? [{ label: env || "all", name: `reward/${env || "all"}`, values: series(`reward/${env || "all"}`), colour: "series-1", width: 2 },
-      ...(env || envs.length < 2 ? [] : envs.map((name, i) => ({ label: name, name: `reward/${name}`, values: series(`reward/${name}`), colour: `series-${(i % 5) + 2}`, width: 1 })))]
-    : [{ label: "exported records", name: "reward", values: points("reward"), colour: "series-1", width: 2 }]) },
-  { title: "Mismatch KL", about: "trainer against inference, trainable tokens", log: true, lines: ({ points }) => [
-    { label: "max", name: "kl_max", values: points("kl_max"), colour: "series-6", width: 1 }, { label: "p99", name: "kl_p99", values: points("kl_p99"), colour: "series-2", width: 1.25 },
-    { label: "mean", name: "kl_mean", values: points("kl_mean"), colour: "series-1", width: 2 }] },
-  { title: "Entropy", about: "mean, trainable tokens", lines: ({ points }) => [{ label: "entropy", name: "entropy", values: points("entropy"), colour: "series-1" }] },
-  { title: "Masked", percent: true, about: "share of trainable tokens outside the trust region", lines: ({ points }) => [
-    { label: "high", name: "masked_high", values: points("masked_high"), colour: "series-2" }, { label: "low", name: "masked_low", values: points("masked_low"), colour: "series-3" }] },
-  { title: "Cut by length", percent: true, about: "share of exported records", lines: ({ points }) => [{ label: "cut", name: "truncated", values: points("truncated"), colour: "series-1" }] },
-  { title: "Groups without signal", about: "all rewards equal: not trained", lines: ({ series }) => [{ label: "groups", name: "zero_advantage_groups", values: series("zero_advantage_groups/all"), colour: "series-5" }] },
-  { title: "Staleness", about: "steps between sampling and training", lines: ({ series, env }) => [
-    { label: "max", name: "off_policy_level_max", values: series(`off_policy_level/${env || "all"}/max`), colour: "series-6", width: 1 }, { label: "mean", name: "off_policy_level_mean", values: series(`off_policy_level/${env || "all"}/mean`), colour: "series-1" }] },
-  { title: "Loss", about: "as optimised", lines: ({ series }) => [{ label: "loss", name: "loss", values: series("loss"), colour: "series-4" }] },
-];
-
-/**
- * The strips that have something to show. Metrics of the run are not kept by rank or weights: with such a filter
- * only what the exported records say is left.
- * @param {any} head @param {string[]} envs @param {import("../data/run.js").Chosen} chosen @param {any[]} points of the head's steps
- * @returns {{steps: number[], strips: Strip[]}}
- */
-export function stripsOf(head, envs, chosen, points) {
-  const metrics = isSliced(chosen) ? {} : head.metrics;
-  const exported = head.steps.map((/** @type {any} */ summary) => summary.step);
-  const logged = Object.keys(metrics).filter((name) => name.startsWith("reward/")).flatMap((name) => metrics[name].map((/** @type {number[]} */ [step]) => step));
-  const steps = [...new Set([...exported, ...logged])].sort((a, b) => a - b);
-  const place = new Map(steps.map((step, i) => [step, i]));
-  const spread = (/** @type {[number, number | null][]} */ pairs) => {
-    const values = new Array(steps.length).fill(null);
-    for (const [step, value] of pairs) if (place.has(step)) values[/** @type {number} */ (place.get(step))] = value;
-    return values;
-  };
-  const context = { envs, env: chosen.env, series: (/** @type {string} */ name) => (metrics[name] ? spread(metrics[name]) : null),
-    points: (/** @type {string} */ name) => spread(exported.map((/** @type {number} */ step, /** @type {number} */ i) => [step, points[i]?.[name] ?? null])) };
-  const strips = STRIPS.map((strip) => ({ ...strip, lines: strip.lines(context).filter(({ values }) => values?.some((/** @type {number | null} */ value) => value !== null)) }));
-  return { steps, strips: strips.filter(({ lines }) => lines.length) };
-}
-
-/** `40:80` @param {string} text @returns {[number, number] | null} */
-export function parseRange(text) {
-  const [, low, high] = text.match(/^(-?\d+):(-?\d+)$/) ?? [];
-  return low !== undefined && Number(low) <= Number(high) ? [Number(low), Number(high)] : null;
 }

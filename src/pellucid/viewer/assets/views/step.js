@@ -133,7 +133,7 @@ export class StepView {
     this.records.root.hidden = state.ids;
     this.ids.root.hidden = !state.ids;
     if (state.ids) this.ids.show(all, chosen.tokens, state);
-    else this.records.show(all.index, records, chosen.isAll ? null : chosen.records, state);
+    else this.records.show(all.index, records, chosen.isAll ? null : chosen.records, state, all);
     this.drawScatter(state, chosen.tokens);
     this.drawPositions(state, chosen.tokens);
     this.drawEnvs(chosen);
@@ -160,9 +160,9 @@ export class StepView {
     this.positionBar.replaceChildren(element("h3", {}, "Mean per position"),
       choice("of", METRICS.map(({ key, label }) => [key, label]), state.fill, (fill) => this.app.go({ fill })), saveChart("the mean per position", () => this.fileName(`${metric.key}_per_position`)));
     this.positionRoot.replaceChildren();
-    if (!values) { this.positionRoot.append(notice("empty", `${metric.label} is not recorded`)); return; }
+    if (!values) { this.positionRoot.append(notice("empty", `${metric.label} is not recorded`, "", element("button", { type: "button", onclick: () => this.app.go({ fill: "entropy" }) }, "show the entropy"))); return; }
     const { x, means } = meanPerPosition(this.all, values, chosen);
-    lineChart(this.positionRoot, { height: 150, x, log: metric.kind === "log", lines: [{ label: metric.label, values: means, colour: "line" }], points: x.length < 40 });
+    lineChart(this.positionRoot, { height: 150, x, log: metric.kind === "log", lines: [{ label: metric.label, values: means, colour: "line" }], points: x.length < 40, label: `${metric.label} per position` });
   }
 
   /** @param {import("../data/select.js").Selection} chosen */

@@ -6,6 +6,8 @@ import { count, fixed, percent, short, signed } from "../draw/format.js";
 import { spark } from "../draw/minimap.js";
 import { VirtualTable } from "../draw/table.js";
 
+const END_TOKENS = 60; // more than a cell has room for
+
 export class RecordsTable {
   /** @param {any} app */
   constructor(app) {
@@ -17,30 +19,53 @@ export class RecordsTable {
       onChoose: (record) => app.go({ view: "record", record, token: -1 }),
       onSort: (sort, up) => app.go({ sort, up }),
       columns: [
-        { key: "record", label: "#", width: "48px", cell: (row) => String(row) },
-        { key: "hits", label: "hits", width: "50px", title: "tokens that filter and brushes select", cell: (row) => (this.hits ? count(this.hits[row]) : "–") },
-        { key: "env", label: "environment", width: "104px", text: true, cell: text("env") },
-        { key: "group", label: "group", width: "74px", text: true, cell: text("group") },
-        { key: "reward", label: "reward", width: "66px", cell: number("reward", (value) => fixed(value, 3)) },
-        { key: "advantage", label: "adv.", width: "66px", cell: number("advantage", (value) => signed(value, 3)) },
-        { key: "tokens", label: "tokens", width: "68px", cell: number("tokens", count) },
-        { key: "trainable", label: "trainable", width: "74px", cell: number("trainable", count) },
-        { key: "spark", label: "KL along it", width: "112px", sortable: false, text: true, cell: (row) => spark(this.index.spark(row)) },
-        { key: "kl_mean", label: "KL mean", width: "76px", cell: number("kl_mean", short) },
-        { key: "kl_max", label: "KL max", width: "76px", cell: number("kl_max", short) },
-        { key: "entropy", label: "entropy", width: "72px", cell: number("entropy", short) },
-        { key: "masked", label: "masked", width: "66px", title: "share of trainable tokens out of the trust region", cell: (row) => percent(maskedShare(this.index, row)) },
+        { key: "record", label: "#", width: "44px", cell: (row) => String(row) },
+        { key: "hits", label: "hits", width: "46px", title: "tokens that filter and brushes select", cell: (row) => (this.hits ? count(this.hits[row]) : "–") },
+        { key: "env", label: "environment", width: "96px", text: true, cell: text("env") },
+        { key: "group", label: "group", width: "64px", text: true, cell: text("group") },
+        { key: "prompt", label: "end of the prompt", width: "auto", text: true, sortable: false, cell: (row) => this.text(row, "prompt") },
+        { key: "reply", label: "end of the reply", width: "auto", text: true, sortable: false, cell: (row) => this.text(row, "reply") },
+        { key: "reward", label: "reward", width: "60px", cell: number("reward", (value) => fixed(value, 3)) },
+        { key: "advantage", label: "adv.", width: "68px", cell: number("advantage", (value) => signed(value, 3)) },
+        { key: "tokens", label: "tokens", width: "60px", cell: number("tokens", count) },
+        { key: "trainable", label: "trainable", width: "70px", cell: number("trainable", count) },
+        { key: "spark", label: "KL along it", width: "108px", sortable: false, text: true, cell: (row) => spark(this.index.spark(row)) },
+        { key: "kl_mean", label: "KL mean", width: "72px", cell: number("kl_mean", short) },
+        { key: "kl_max", label: "KL max", width: "70px", cell: number("kl_max", short) },
+        { key: "entropy", label: "entropy", width: "64px", cell: number("entropy", short) },
+        { key: "masked", label: "masked", width: "64px", title: "share of trainable tokens out of the trust region", cell: (row) => percent(maskedShare(this.index, row)) },
         { key: "loss", label: "loss", width: "74px", title: "sum of its token losses", cell: number("loss", (value) => signed(value, 4)) },
-        { key: "stop", label: "ended by", width: "76px", text: true, cell: text("stop") },
+        { key: "stop", label: "ended by", width: "70px", text: true, cell: text("stop") },
       ],
     });
     this.root = this.table.root;
   }
 
-  /** @param {any} index @param {number[]} records @param {Uint32Array | null} hits @param {{sort: string, up: boolean, record: number}} state */
-  show(index, records, hits, { sort, up, record }) {
+  /** The end of what a record was asked, or of what it answered; nothing before the tokens are read. @param {number} row @param {"prompt" | "reply"} part */
+  text(row, part) {
+    const { all } = this;
+    if (!all) return "…";
+    const { index, ids, starts } = all;
+    const number = index.chunkOf(row);
+    const segments = all.chunks[number].blob.meta.segments[row - index.chunkStarts[number]];
+    const reply = segments.findLast(([role]) => role === "assistant") ?? segments[segments.length - 1] ?? ["", 0, 0];
+    const [from, to] = part === "reply" ? [reply[1], reply[2]] : [0, reply[1]];
+    const { vocabulary } = this.app.run;
+    const shown = [];
+    for (let i = Math.max(from, to - END_TOKENS); i < to; i += 1) {
+      const token = starts[row] + i;
+      if (!vocabulary.isSpecial(ids[token]) && (part === "prompt" || all.isTrainable(token))) shown.push(vocabulary.show(ids, token));
+    }
+    return element("span", { class: "ending" }, element("bdi", {}, shown.join("")));
+  }
+
+  /** @param {any} index @param {number[]} records @param {Uint32Array | null} hits @param {{sort: string, up: boolean, record: number}} state
+   * @param {import("../data/run.js").StepTokens | null} [all] */
+  show(index, records, hits, { sort, up, record }, all = null) {
     this.index = index;
     this.hits = hits;
+    this.all = all;
+    this.table.hide(new Set(this.table.options.columns.map(({ key }) => key).filter((key) => key !== sort && !this.says(key, records))));
     const read = (/** @type {number} */ row) => {
       if (sort === "hits") return hits ? hits[row] : 0;
       return sort === "record" ? row : sort === "masked" ? maskedShare(index, row) : index.value(sort, row);
@@ -49,6 +74,16 @@ export class RecordsTable {
     this.table.chosen = record;
     this.table.show(order, { key: sort, up });
     this.app.order = { step: index.step, records: order };
+  }
+
+  /** Whether a column tells these records apart. @param {string} key @param {number[]} records @returns {boolean} */
+  says(key, records) {
+    if (key === "hits") return this.hits !== null;
+    if (key === "spark") return this.says("kl_max", records);
+    if (["record", "tokens", "prompt", "reply"].includes(key)) return true;
+    const read = (/** @type {number} */ row) => (key === "masked" ? maskedShare(this.index, row) : this.index.value(key, row));
+    const first = records.length ? read(records[0]) : null;
+    return records.length === 1 ? first !== null : records.some((row) => read(row) !== first);
   }
 }
 
@@ -59,7 +94,7 @@ function maskedShare(index, row) {
 }
 
 /** Rows that do not say come last, whichever way. @param {number[]} rows @param {boolean} up @param {(row: number) => any} read */
-function sorted(rows, up, read) {
+export function sorted(rows, up, read) {
   const keys = new Map(rows.map((row) => [row, read(row)]));
   return [...rows].sort((a, b) => {
     const [left, right] = [keys.get(a), keys.get(b)];

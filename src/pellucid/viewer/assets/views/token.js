@@ -47,12 +47,17 @@ function textOf(run, id) {
   return text ? `bytes ${text.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")}` : "not decoded";
 }
 
+/** What a logprob is the log of. @type {Record<string, string>} */
+const PROBABILITIES = { trainer_logprobs: "π =", inference_logprobs: "μ =" };
+
 /** @param {TokenRecord} record @param {number} token @param {import("../data/metrics.js").Field} field */
 function fact(record, token, { label, name, formula, optional, needs_sampled: needsSampled }) {
   const value = record.value(name, token);
   if (optional && (value === undefined || value === null)) return [];
   if (value === undefined) return row(label, "not recorded", formula, "absent");
-  if (needsSampled && record.value("sampled", token) === 0) return row(label, "not sampled", formula, "absent");
+  const sampled = record.value("sampled", token) ?? record.value("loss_mask", token);
+  if (needsSampled && sampled === 0) return row(label, "not sampled", formula, "absent");
+  if (typeof value === "number" && name in PROBABILITIES) return row(label, `${precise(value)} · ${PROBABILITIES[name]} ${short(Math.exp(value), 4)}`, formula);
   return value === null ? row(label, "none", formula, "absent") : row(label, precise(value), formula);
 }
 

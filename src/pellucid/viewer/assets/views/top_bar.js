@@ -8,6 +8,7 @@ import { SearchResults, parseQuery } from "./search.js";
 
 const TITLES = /** @type {[string, string, string][]} */ ([
   ["run", "Run", "the whole run over its steps, and where its tokens went"],
+  ["rollouts", "Rollouts", "every saved rollout: what became of it, and why"],
   ["step", "Step", "the records of one step (s)"],
   ["record", "Record", "one sequence, token by token (r)"],
   ["group", "Group", "all rollouts of one example (g)"],
@@ -32,12 +33,12 @@ export class TopBar {
     this.filter = element("input", { type: "search", placeholder: "filter: kl > 0.5 & adv < 0", "aria-label": "Filter", spellcheck: "false", autocomplete: "off" });
     this.fault = element("div", { class: "fault", role: "alert", hidden: true });
     this.results = new SearchResults(app);
-    this.live = element("span", { class: "live", hidden: !app.run.head.live, title: "follows the run" }, "live");
+    this.live = element("span", { class: "live", hidden: !app.run.head.writing, title: "something writes to the run; this page follows it" }, "live");
     this.search.addEventListener("change", () => this.submit("search", this.search.value));
-    this.search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => { if (event.key === "Enter") { this.submit("search", this.search.value); this.results.run(); } });
+    this.search.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => { if (event.key === "Enter") { this.submit("search", this.search.value); if (app.state.view !== "rollouts") this.results.run(); } });
     this.filter.addEventListener("change", () => this.submit("filter", this.filter.value));
     byId("tools").replaceChildren(
-      element("span", { class: "stepper" },
+      this.stepper = element("span", { class: "stepper" },
         element("button", { type: "button", "aria-label": "previous step", title: "previous step (h)", onclick: () => app.moveStep(-1) }, "‹"),
         this.stepSelect,
         element("button", { type: "button", "aria-label": "next step", title: "next step (l)", onclick: () => app.moveStep(1) }, "›")),
@@ -64,8 +65,15 @@ export class TopBar {
   /** @param {import("../state.js").State} state */
   update(state) {
     for (const [name, tab] of this.tabs) {
-      if (name === state.view) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current");
+      if (name !== state.view) tab.removeAttribute("aria-current");
+      else if (!tab.hasAttribute("aria-current")) {
+        tab.setAttribute("aria-current", "page");
+        const bar = byId("views");
+        if (bar.scrollWidth > bar.clientWidth) bar.scrollLeft = tab.offsetLeft - bar.offsetLeft - 40;
+      }
     }
+    this.stepper.hidden = !this.app.run.steps.length;
+    this.within.hidden = state.view === "rollouts";
     this.fill(this.stepSelect, this.app.run.steps.map((/** @type {number} */ step) => [String(step), `step ${step}`]), String(state.step));
     this.fill(this.envSelect, [["", "all environments"], ...this.app.run.envs.map((/** @type {string} */ env) => [env, env || "no name"])], state.env);
     this.envSelect.hidden = this.app.run.envs.length < 2;
@@ -98,6 +106,7 @@ export class TopBar {
 
   /** @param {boolean} isUp */
   connected(isUp) {
+    this.live.hidden = isUp && !this.app.run.head.writing;
     this.live.textContent = isUp ? "live" : "server gone";
     this.live.classList.toggle("gone", !isUp);
   }

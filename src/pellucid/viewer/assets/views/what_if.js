@@ -77,7 +77,7 @@ export class WhatIfView {
     const isPossible = Boolean(values && all.column("advantages"));
     for (const part of [this.controls, this.verdict, this.curve, this.changed]) part.hidden = !isPossible;
     if (!isPossible) {
-      refill(this.empty, notice("empty", "There is no trust region here", "These records have no ratios or no advantages: an sft run, or an export without them."));
+      refill(this.empty, notice("empty", "There is no trust region here", "These records have no ratios or no advantages: an sft run, or an export without them.", element("button", { type: "button", onclick: () => this.app.go({ view: "step" }) }, "look at the step")));
       return;
     }
     this.empty.replaceChildren();

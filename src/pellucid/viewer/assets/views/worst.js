@@ -67,6 +67,7 @@ export class WorstView {
   /** @param {Found} found */
   state(found) {
     if (!this.record(found)) return "…";
+    if (this.read("loss_mask", found) === 0) return "not trainable";
     if (this.app.run.isSkipped(found.step)) return "skipped";
     if (this.read("is_masked_high", found) === 1) return "masked high";
     if (this.read("is_masked_low", found) === 1) return "masked low";
@@ -100,7 +101,8 @@ export class WorstView {
     for (const [place, step] of steps.entries()) {
       const all = await run.stepTokens(step);
       if (turn !== this.turn) return;
-      const chosen = select(all, run.vocabulary, { ...state, brush: "" });
+      const chosen = select(all, run.vocabulary, { ...state, brush: "" }, undefined, state.kind === "untrainable");
+      if (state.kind === "skipped" && !run.isSkipped(step)) chosen.tokens.fill(0);
       found = [...found, ...worstTokens(all, state.kind, state.top, chosen.tokens, LIMIT)];
       cut(found, LIMIT);
       if (place === 0 || place === steps.length - 1) {
@@ -117,6 +119,7 @@ export class WorstView {
   /** Of the whole run, from the server; null where it has no answer. @param {import("../state.js").State} state
    * @returns {Promise<Found[] | null>} */
   async ask({ top, kind, env, rank, weights, filter }) {
+    if (kind === "skipped") return null; // the metrics know which steps are
     let tree = null;
     try {
       if (filter.trim()) tree = parseFilter(filter);
@@ -140,6 +143,19 @@ export class WorstView {
     }
   }
 
+  /** Nothing was found: the nearest place that has some. @param {import("../state.js").State} state */
+  nothing(state) {
+    const { app } = this;
+    const action = (/** @type {string} */ label, /** @type {any} */ changes) => element("button", { type: "button", onclick: () => app.go(changes) }, label);
+    if (state.filter || state.env || state.rank >= 0 || state.weights) return notice("empty", "No such token", "No token of this class passes the filter.", action("clear the filter", { filter: "", env: "", rank: -1, weights: "" }));
+    const rate = /** @type {Record<string, (point: any) => number>} */ ({ masked: (point) => point.masked_high + point.masked_low, high: (point) => point.masked_high, low: (point) => point.masked_low })[state.kind];
+    const near = rate && app.run.head.steps.filter((/** @type {any} */ { points }) => rate(points.all) > 0).map((/** @type {any} */ { step }) => step)
+      .sort((/** @type {number} */ a, /** @type {number} */ b) => Math.abs(a - state.step) - Math.abs(b - state.step))[0];
+    if (state.within === "run") return notice("empty", "No such token", "No exported token of the run is of this class.", action("all trainable tokens", { kind: "all" }));
+    if (near !== undefined) return notice("empty", `None in step ${state.step}`, "No token of this step is of this class.", action(`step ${near} has some`, { step: near }));
+    return notice("empty", `None in step ${state.step}`, "No token of this step is of this class.", action("look in the whole run", { within: "run" }));
+  }
+
   /** @param {import("../state.js").State} state @param {string} where */
   draw(state, where) {
     const { app } = this;
@@ -152,7 +168,7 @@ export class WorstView {
     this.table.root.hidden = !this.found.length;
     this.empty?.remove();
     if (!this.found.length) {
-      this.empty = notice("empty", "No such token", state.filter ? "No token of this class passes the filter." : "No token of this step is of this class.");
+      this.empty = this.nothing(state);
       this.root.append(this.empty);
     }
     this.table.show(Array.from({ length: this.found.length }, (_, i) => i));
@@ -167,6 +183,8 @@ export class WorstView {
 export const KINDS = {
   all: { title: "all trainable tokens", about: "furthest from 0 by the metric" },
   trained: { title: "high KL, yet trained", about: "trained although the mismatch KL is beyond the p95 of the step" },
+  untrainable: { title: "sampled, not trainable", about: "masked out by the environment, or trained in another branch" },
+  skipped: { title: "in skipped steps", about: "the loss or the gradient of the step was not finite" },
   masked: { title: "masked", about: "outside the trust region, on either side" },
   high: { title: "masked high", about: "A > 0 and the probability already rose too far" },
   low: { title: "masked low", about: "A < 0 and the probability already fell too far" },
