@@ -151,50 +151,15 @@ class TokenLine:
     about as many tokens as its samples will.
     """
 
-    __slots__ = ("_ids", "_logprobs")
+    __slots__ = ("ids", "logprobs")
 
     def __init__(self) -> None:
-        self._ids = _Growing(np.uint32)
-        self._logprobs = _Growing(np.float32)
-
-    @property
-    def num_ids(self) -> int:
-        return self._ids.size
-
-    @property
-    def num_logprobs(self) -> int:
-        return self._logprobs.size
+        self.ids = _Growing(np.uint32)
+        self.logprobs = _Growing(np.float32)
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> None:
-        self._ids.extend(_as_ids(token_ids))
-        self._logprobs.extend(np.array(logprobs, np.float32))
-
-    def ids(self, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        return self._ids.view(start, stop)
-
-    def logprobs(self, start: int, stop: int) -> NDArray[np.float32]:
-        return self._logprobs.view(start, stop)
-
-
-class BlockLine:
-    """Blocks of a conversation before its last reply; the reply is left out because it may still grow."""
-
-    __slots__ = ("_bounds", "_roles")
-
-    def __init__(self) -> None:
-        self._roles: list[str] = []
-        self._bounds = _Growing(np.int64)
-
-    def __len__(self) -> int:
-        return len(self._roles)
-
-    def extend(self, spans: Sequence[RoleSpan]) -> None:
-        self._roles += [role for role, _, _ in spans]
-        self._bounds.extend(np.array([bound for _, *bounds in spans for bound in bounds], np.int64))
-
-    def spans(self, num_blocks: int) -> list[RoleSpan]:
-        bounds = iter(self._bounds.view(0, 2 * num_blocks).tolist())
-        return list(zip(self._roles[:num_blocks], bounds, bounds, strict=True))
+        self.ids.extend(_as_ids(token_ids))
+        self.logprobs.extend(np.array(logprobs, np.float32))
 
 
 def _as_ids(values: Sequence[int]) -> NDArray[np.integer[Any]]:
@@ -236,9 +201,7 @@ class Turn:
         "_line",
         "_num_blocks",
         "_num_logprobs",
-        "_reply_role",
-        "_reply_start",
-        "_reply_stop",
+        "_reply",
         "_text",
         "finish_reason",
         "link",
@@ -273,14 +236,13 @@ class Turn:
         """Whether the completion may train; if not, its tokens are `untrainable` in the ledger."""
         last = goes_on_from if goes_on_from is not None and goes_on_from._is_end_of_line else None
         self._line: TokenLine | None = TokenLine() if last is None or last._line is None else last._line
-        self._line.extend(prompt_ids[self._line.num_ids :])
-        self._first_logprob, self._num_logprobs = self._line.num_logprobs, len(completion.logprobs)
+        self._line.extend(prompt_ids[self._line.ids.size :])
+        self._first_logprob, self._num_logprobs = self._line.logprobs.size, len(completion.logprobs)
         self._line.extend(completion.token_ids, completion.logprobs)
-        self._blocks: BlockLine = BlockLine() if last is None else last._blocks
-        # Not as a tuple: with 200 turns, tuples would take a twentieth of a rollout's memory.
-        self._reply_role: str | None = role_spans[-1][0] if role_spans else None
-        self._reply_start, self._reply_stop = role_spans[-1][1:] if role_spans else (0, 0)
-        self._blocks.extend(role_spans[len(self._blocks) : -1])
+        self._blocks: list[RoleSpan] = [] if last is None else last._blocks
+        """Blocks before the reply, which may still grow; the turns of a conversation share them."""
+        self._reply = role_spans[-1] if role_spans else None
+        self._blocks += role_spans[len(self._blocks) : -1]
         self._num_blocks = len(self._blocks)
         self._experts = _added_experts(completion.routed_experts, last)
         self._columns: Mapping[str, NDArray[Any]] = (
@@ -322,9 +284,9 @@ class Turn:
         """Views of the stored tokens; raises DataError after `forget_tokens`."""
         line = self._kept_line
         return TurnTokens(
-            line.ids(0, self.num_prompt_tokens),
-            line.ids(self.num_prompt_tokens, self.num_known),
-            line.logprobs(self._first_logprob, self._first_logprob + self._num_logprobs),
+            line.ids.view(0, self.num_prompt_tokens),
+            line.ids.view(self.num_prompt_tokens, self.num_known),
+            line.logprobs.view(self._first_logprob, self._first_logprob + self._num_logprobs),
             self._experts,
             self._columns,
         )
@@ -332,14 +294,11 @@ class Turn:
     @property
     def known_ids(self) -> NDArray[np.integer[Any]]:
         """Token ids of prompt and completion; a view."""
-        return self._kept_line.ids(0, self.num_known)
+        return self._kept_line.ids.view(0, self.num_known)
 
     @property
     def role_spans(self) -> list[RoleSpan]:
-        if self._reply_role is None:
-            return []
-        reply = (self._reply_role, self._reply_start, self._reply_stop)
-        return [*self._blocks.spans(self._num_blocks), reply]
+        return [] if self._reply is None else [*self._blocks[: self._num_blocks], self._reply]
 
     def extends(self, last: "Turn") -> bool:
         """Returns whether the prompt starts with all tokens of `last`."""
@@ -347,7 +306,7 @@ class Turn:
             return False
         if self._line is last._line:
             return True
-        own, known = self._kept_line.ids(0, last.num_known), last.known_ids
+        own, known = self._kept_line.ids.view(0, last.num_known), last.known_ids
         return bool(own[-1:] == known[-1:]) and np.array_equal(own, known)  # the end first: it differs most
 
     def forget_tokens(self) -> None:
@@ -363,7 +322,7 @@ class Turn:
 
     @property
     def _is_end_of_line(self) -> bool:
-        has_gone_on = self._line is None or self._line.num_ids > self.num_known
+        has_gone_on = self._line is None or self._line.ids.size > self.num_known
         return not has_gone_on and len(self._blocks) == self._num_blocks
 
 

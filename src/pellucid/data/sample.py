@@ -11,7 +11,7 @@ Lengths, counts and rules (`pellucid.data.rules`) are read off the bytes: a samp
 micro batch is made of it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -213,7 +213,8 @@ def gather(samples: Sequence[TrainingSample], only: Collection[str] = COLUMNS.ke
         if name not in only or (name not in names and not column.required):
             continue
         if column.stored is Axis.SEQUENCES:
-            rows[name] = CellRows(_cells(name, samples))
+            cells = [sample.values.get(name, column.fill) for sample in samples]
+            rows[name] = CellRows(np.fromiter(cells, column.array_dtype, count=len(cells)))
         elif column.encoding is Encoding.SPANS:
             rows[name] = _mask_rows(name, samples, lengths[column.stored])
         else:
@@ -221,29 +222,18 @@ def gather(samples: Sequence[TrainingSample], only: Collection[str] = COLUMNS.ke
     return rows
 
 
-def _cells(name: str, samples: Sequence[TrainingSample]) -> NDArray[Any]:
-    column = COLUMNS[name]
-    values = [sample.values.get(name, column.fill) for sample in samples]
-    return np.fromiter(values, column.array_dtype, count=len(values))
-
-
 def _mask_rows(name: str, samples: Sequence[TrainingSample], lengths: Integers) -> Rows:
     """Gives both masks of a table the same form: bits if any sample stores a mask as bits, else spans."""
     packed = [sample.arrays[name] for sample in samples]
-    if any(mask.dtype == BITS for mask in _masks(samples)):
-        bits = [_bits(mask) for mask in packed]
+    if any(sample.arrays[mask].dtype == BITS for sample in samples for mask in _MASKS):
+        bits = [
+            mask.data if mask.dtype == BITS else np.packbits(mask.array(), bitorder="little").tobytes()
+            for mask in packed
+        ]
         return BitRows(np.frombuffer(b"".join(bits), np.uint8), lengths)
     num_spans = np.array([len(mask.data) // PAIR_BYTES for mask in packed], np.int64)
     spans = np.frombuffer(b"".join([mask.data for mask in packed]), SPAN).reshape(-1, 2)
     return SpanRows(spans, num_spans, lengths)
-
-
-def _masks(samples: Sequence[TrainingSample]) -> Iterable[PackedArray]:
-    return (sample.arrays[name] for sample in samples for name in _MASKS)
-
-
-def _bits(mask: PackedArray) -> bytes:
-    return mask.data if mask.dtype == BITS else np.packbits(mask.array(), bitorder="little").tobytes()
 
 
 def _value_rows(name: str, samples: Sequence[TrainingSample], lengths: Integers) -> Rows:

@@ -315,10 +315,7 @@ class ParquetSource:
         """Returns the number of rows of these row groups; raises if footer and table disagree."""
         num_rows = sum(self._num_rows[group] for group in groups)
         if table.num_rows != num_rows:
-            raise DataError(
-                f"{self.path} is damaged: its footer tells of {num_rows:,} rows, but it has "
-                f"{table.num_rows:,}; copy it again"
-            )
+            raise self._contradiction(f"{num_rows:,} rows", f"{table.num_rows:,} that are there")
         return num_rows
 
     def names(self, row: int) -> Sequence[str]:

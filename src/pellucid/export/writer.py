@@ -239,7 +239,6 @@ class TokenExporter:
         fields = [field for field in FIELDS if columns == "all" or not field.derivable]
         writer = StepWriter(self.paths, rank, fields)
         self._writer = WriterProcess(writer) if own_process else writer
-        self._num_written = 0
         self._num_due = 0
         """Sequences of this step, whether they could be written or not."""
         self._failed = False
@@ -282,7 +281,7 @@ class TokenExporter:
         self.flush()
         self._is_completed = False
         self.num_lost += self._num_due if self._failed else 0
-        self._num_due = self._num_written = 0
+        self._num_due = 0
 
     def claim(self, *, resume: bool) -> None:
         """Keeps other runs away from the files until `close`; a run that starts afresh finds none of its own.
@@ -334,12 +333,11 @@ class TokenExporter:
             rank=self._rank,
             micro_step=micro_step,
             denominator=denominator,
-            num_written=self._num_written,
+            num_written=self._num_due,
             precision=self._precision,
         )
         self.num_skipped += num_skipped
         self._num_due += batch.num_sequences
-        self._num_written += batch.num_sequences
         self._write(step, lambda: self._writer.write(step, batch))
 
     def _complete(self, step: int) -> None:
