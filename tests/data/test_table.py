@@ -85,6 +85,39 @@ def test_a_column_of_the_wrong_length_is_refused() -> None:
         TokenTable(table.lengths, columns)
 
 
+def test_a_table_of_an_export_has_values_of_every_token_and_columns_of_other_trainers() -> None:
+    """Three sequences of 3, 0 and 2 tokens; nobody sampled the prompt of the first."""
+    table = TokenTable(
+        np.array([3, 0, 2]),
+        {
+            "token_ids": np.array([5, 6, 9, 7, 8], np.uint32),
+            "inference_logprobs": np.array([0, -1, -2, -3, -4], np.float32),
+            "entropy": np.array([1, np.nan, 2, 3, 4], np.float32),
+            "sampled": np.array([False, True, True, True, True]),
+            "mine": np.arange(5.0),
+            "note": np.array(["a", None, "c"], object),
+        },
+    )
+    assert table.dense("inference_logprobs").tolist() == table["inference_logprobs"].tolist()
+    assert table.sampled_lengths.tolist() == [2, 0, 2] and table.prompt_lengths.tolist() == [1, 0, 0]
+    assert [name for name in table.columns if not table.is_per_token(name)] == ["note"]
+    assert table.owners.tolist() == [0, 0, 0, 2, 2] and table.tokens_of(np.array([2, 0])).tolist() == [
+        3,
+        4,
+        0,
+        1,
+        2,
+    ]
+    turned = table.select([2, 0])
+    assert turned["mine"].tolist() == [3, 4, 0, 1, 2] and turned["note"].tolist() == ["c", "a"]
+    cut = turned.truncate(1)
+    assert cut["inference_logprobs"].tolist() == [-3, 0] and cut["mine"].tolist() == [3, 0]
+    assert cut["sampled"].tolist() == [True, False] and cut.get("loss_mask") is None
+    without = TokenTable(np.array([1]), {"token_ids": np.array([4], np.uint32), "mine": np.array([0.5])})
+    joined = TokenTable.concat([table, without])
+    assert list(joined.columns) == ["token_ids", "mine"] and joined.num_tokens == 6
+
+
 def inflated(table: TokenTable) -> set[str]:
     """Columns of tokens that were inflated in this table."""
     return {name for name, rows in table.columns.items() if "array" in vars(rows)} & {

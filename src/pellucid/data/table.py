@@ -205,27 +205,31 @@ class TokenTable:
 
     def _as_rows(self, name: str, values: Values | Rows) -> Rows:
         """Converts a column to rows; the only place that checks its length."""
-        num = int(values.lengths.sum()) if isinstance(values, Rows) else len(values)
-        column, axis = SCHEMA.get(name), Axis.SEQUENCES
+        num, num_tokens = _num_entries(values), self.num_tokens
+        column = SCHEMA.get(name)
         if column is not None:
             axis = column.stored
-        if axis is Axis.SAMPLED and (num == self.num_tokens or "sampled" not in self.columns):
+        else:
+            axis = Axis.TOKENS if num == num_tokens != self.num_sequences else Axis.SEQUENCES
+        if axis is Axis.SAMPLED and (num == num_tokens or "sampled" not in self.columns):
             axis = Axis.TOKENS
-        if column is None and num == self.num_tokens != self.num_sequences:
-            axis = Axis.TOKENS
-        lengths = self.lengths if axis is Axis.TOKENS else None
+        expected = num_tokens if axis is Axis.TOKENS else self.num_sequences
         if axis is Axis.SAMPLED:
-            lengths = self.sampled_lengths
-        expected = self.num_sequences if lengths is None else int(lengths.sum())
+            expected = self.num_sampled
         if num != expected:
             raise DataError(f"table column {name} has {num} entries; expected {expected} ({axis.value})")
         if isinstance(values, Rows):
             return values
-        if lengths is None:
+        if axis is Axis.SEQUENCES:
             return CellRows(values)
         if column is not None and column.encoding is Encoding.SPANS and values.dtype == np.bool_:
-            return DenseMaskRows(values, lengths)
+            return DenseMaskRows(values, self.lengths)
+        lengths = self.lengths if axis is Axis.TOKENS else self.sampled_lengths
         return FlatRows(np.ascontiguousarray(values), lengths)
+
+
+def _num_entries(values: Values | Rows) -> int:
+    return int(values.lengths.sum()) if isinstance(values, Rows) else len(values)
 
 
 def _mask(columns: Mapping[str, Rows], name: str) -> MaskRows:
@@ -235,7 +239,7 @@ def _mask(columns: Mapping[str, Rows], name: str) -> MaskRows:
 
 
 def _is_of_tokens(rows: Rows | None, num_tokens: int) -> bool:
-    return rows is not None and int(rows.lengths.sum()) == num_tokens
+    return rows is not None and _num_entries(rows) == num_tokens
 
 
 @lru_cache(maxsize=2)

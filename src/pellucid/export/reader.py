@@ -81,18 +81,21 @@ def _derive(table: TokenTable, name: str) -> Values:
 def read_columns(source: RecordSource, rows: Sequence[int], names: Sequence[str]) -> TokenTable:
     """Reads columns of some rows; derives those that are not stored, or leaves them out."""
     table = source.batch(rows, names)
-    columns: dict[str, Any] = {name: table.columns[name] for name in names if name in table}
+    columns = {name: table.columns[name] for name in names if name in table}
     derived = [
         name
         for name in names
         if name not in columns and name in FIELD_BY_NAME and FIELD_BY_NAME[name].derivable
     ]
-    if derived:
-        needed = source.batch(rows, list({other: None for name in derived for other in _sources(name)}))
-        for name in derived:
-            if set(_sources(name)) - {"training_mode"} <= needed.columns.keys():
-                columns[name] = _derive(needed, name)
-    return TokenTable(table.lengths, columns)
+    if not derived:
+        return TokenTable.of_rows(table.lengths, columns)
+    needed = source.batch(rows, list({other: None for name in derived for other in _sources(name)}))
+    added = {
+        name: _derive(needed, name)
+        for name in derived
+        if set(_sources(name)) - {"training_mode"} <= needed.columns.keys()
+    }
+    return TokenTable(table.lengths, {**columns, **added})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

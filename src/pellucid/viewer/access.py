@@ -135,7 +135,7 @@ class Exports:
 
     def has_masks(self, records: Records) -> bool:
         """Whether the records say which tokens the trust region masked; the first ones tell."""
-        masks = records[:FIRST_RECORDS].batch(("is_masked",)).columns.get("is_masked")
+        masks = records[:FIRST_RECORDS].batch(("is_masked",)).get("is_masked")
         return masks is not None and (masks.dtype.kind == "b" or bool(np.isfinite(masks).any()))
 
     def is_columnar(self, records: Records) -> bool:
