@@ -193,6 +193,17 @@ def test_rewards_that_are_not_given_are_null(tmp_path) -> None:
     assert [record["reward"] for record in record_one(tmp_path / "one", rewards=[math.nan, 1])] == [None, 1]
 
 
+def test_any_column_of_a_batch_is_taken_by_its_name(tmp_path) -> None:
+    """Policy versions and temperatures of every token, where the loop knows them."""
+    versions, temperatures = torch.tensor([[0, 0, 3, 4], [0, 5, 0, 0]]), torch.full((2, 4), 0.5)
+    first, second = record_one(tmp_path, policy_versions=versions, temperatures=temperatures)
+    assert first["policy_versions"].tolist() == [-1, -1, 3, 4] and second["policy_versions"].tolist() == [
+        -1,
+        5,
+    ]
+    assert first["temperatures"].tolist() == [1, 1, 0.5, 0.5]
+
+
 def test_flat_tensors_say_the_same(tmp_path) -> None:
     flat = {
         "token_ids": torch.tensor([5, 6, 9, 8, 5, 7]),
