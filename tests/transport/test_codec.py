@@ -16,7 +16,7 @@ from pellucid.data.rows import BitRows, SpanRows
 from pellucid.errors import PayloadError
 from pellucid.transport import Batch, Limits, decode_batch, encode_batch
 from pellucid.transport.batch import PREAMBLE, assemble
-from pellucid.transport.sections import EncodedSection, Form, Section, encode_table, squeeze
+from pellucid.transport.sections import EncodedSection, Form, SectionHead, encode_table, squeeze
 
 
 def batch(step=3) -> Batch:
@@ -398,7 +398,7 @@ def text_payload(name: str, value: bytes, num_rows: int = 2) -> bytes:
     """A batch whose sequences all have this value, which is there once, as its sender packed it."""
     table = TokenTable.from_samples([TrainingSample.from_turn([1], [2], [-1.0], env_name="a")] * num_rows)
     chunks = [np.zeros(num_rows, "<u4"), b"\x91" + value]
-    section = EncodedSection(Section(name, Form.CODES, 4 * num_rows + len(chunks[1])), chunks)
+    section = EncodedSection(SectionHead(name, Form.CODES, 4 * num_rows + len(chunks[1])), chunks)
     return assemble(Batch("run", 0, table), [squeeze(each) for each in [*encode_table(table), section]])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pellucid.transport import decode_batch
 from pellucid.transport.batch import MAX_HEADER_BYTES, PREAMBLE, VERSION
-from pellucid.transport.sections import Form, Section
+from pellucid.transport.sections import Form, SectionHead
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
 
@@ -52,7 +52,7 @@ def test_the_tables_are_those_of_the_code() -> None:
     starts = [start for start, _ in rows]
     assert [start + length for start, length in rows] == [*starts[1:], PREAMBLE.size]
     keys = re.findall(r"^\| `(\w+)` \|", header.split("\n## ")[0], re.MULTILINE)
-    assert keys == list(Section.__struct_fields__)
+    assert keys == list(SectionHead.__struct_fields__)
     forms = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", sections.split("\n## ")[0], re.MULTILINE)
     assert forms == [form.value for form in Form]
 

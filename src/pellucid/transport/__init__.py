@@ -1,6 +1,6 @@
 """Bytes between processes: batches from orchestrator to trainer, weights from trainer to engine."""
 
-from pellucid.transport.batch import UNLIMITED, Batch, decode_batch, encode_batch
+from pellucid.transport.batch import Batch, decode_batch, encode_batch
 from pellucid.transport.sections import Limits
 from pellucid.transport.spool import (
     MARKER,
@@ -20,7 +20,6 @@ from pellucid.transport.zmq_sender import open_sender
 
 __all__ = [
     "MARKER",
-    "UNLIMITED",
     "Batch",
     "BatchReceiver",
     "BatchSender",

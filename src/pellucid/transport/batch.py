@@ -28,7 +28,7 @@ from pellucid.transport.sections import (
     EncodedSection,
     Limits,
     Refusal,
-    Section,
+    SectionHead,
     SectionReader,
     StoredSection,
     encode_table,
@@ -45,7 +45,7 @@ PREAMBLE = struct.Struct("<4sIQQQ")
 SEALED_FROM = 16
 """The first byte that the checksum covers."""
 
-UNLIMITED = Limits(1 << 62, 1 << 62, 1 << 31, 1 << 31)
+_UNLIMITED = Limits(1 << 62, 1 << 62, 1 << 31, 1 << 31)
 """For bytes that this very trainer received, or made of samples that it has judged."""
 
 
@@ -56,7 +56,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_tokens: Count
     num_sampled: Count
     num_trainable: Count
-    sections: list[Section]
+    sections: list[SectionHead]
     """In the order of their bytes; each starts at the next multiple of 8."""
 
 
@@ -83,7 +83,7 @@ class Batch:
 
 def _decode_judged(payload: bytes) -> Batch:
     """Decodes a payload of the main process, which has judged it by its own limits."""
-    return decode_batch(payload, sender="the main process", limits=UNLIMITED)
+    return decode_batch(payload, sender="the main process", limits=_UNLIMITED)
 
 
 def check_size(step: int, payload: bytes, max_bytes: int) -> None:

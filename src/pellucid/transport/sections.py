@@ -77,7 +77,7 @@ _FORMS = {
 }
 
 
-class Section(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class SectionHead(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One section as the header of a payload describes it."""
 
     name: str
@@ -156,7 +156,7 @@ def declared(name: str) -> tuple[set[Form], set[str | None], int]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSection:
-    section: Section
+    section: SectionHead
     chunks: Sequence[Any]
     """The stored bytes, in order."""
 
@@ -192,7 +192,7 @@ def _encoded(
     name: str, form: Form, chunks: Sequence[Any], dtype: Any = None, dims: tuple[int, ...] = ()
 ) -> EncodedSection:
     num_bytes = sum(memoryview(chunk).nbytes for chunk in chunks)
-    return EncodedSection(Section(name, form, num_bytes, dtype, dims), chunks)
+    return EncodedSection(SectionHead(name, form, num_bytes, dtype, dims), chunks)
 
 
 def find_shared_prompts(table: TokenTable) -> Prefixes | None:
@@ -294,7 +294,7 @@ def _squeeze_plane(plane: NDArray[np.uint8], compressor: zstandard.ZstdCompresso
     return frame if len(frame) < plane.size else plane.tobytes()
 
 
-def _inflate(section: Section, stored: memoryview, position: int) -> NDArray[np.uint8]:
+def _inflate(section: SectionHead, stored: memoryview, position: int) -> NDArray[np.uint8]:
     size = section.num_bytes // section.num_planes
     values, start = np.empty((size, section.num_planes), np.uint8), 0
     for plane, num_stored in enumerate(section.planes):
@@ -323,7 +323,7 @@ def _inflate_plane(data: memoryview | bytes, size: int, position: int) -> bytes:
 class StoredSection:
     """A section and its bytes in a payload."""
 
-    section: Section
+    section: SectionHead
     offset: int
     stored: memoryview
 
