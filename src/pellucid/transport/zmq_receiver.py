@@ -315,19 +315,17 @@ class ZmqReceiver(FilesystemReceiver):
                 *(offer.step, offer.run_id, len(transfer.data), offer.num_bytes, why),
             )
             transfer.go_on(peer, now_s)
-        elif is_due and (transfer is None or self._may_replace(transfer, peer, offer)):
+        elif is_due and (transfer is None or self._may_replace(transfer, peer)):
             self._transfer = transfer = Transfer(offer, peer, self._patience, now_s)
         else:
             return
         self._ask(transfer)
 
-    def _may_replace(self, transfer: Transfer, peer: bytes, offer: Offer) -> bool:
-        """Whether who sends it has another batch for the step now, or is silent, or gone."""
-        if transfer.peer == peer:
-            return offer.step == transfer.offer.step
-        if transfer.peer is None or transfer.is_silent(time.monotonic()):
+    def _may_replace(self, transfer: Transfer, peer: bytes) -> bool:
+        """Whether who sends it offers another batch now, or is silent, or gone."""
+        if transfer.peer in (peer, None) or transfer.is_silent(time.monotonic()):
             return True
-        assert self._expected is not None
+        assert transfer.peer is not None and self._expected is not None
         # The message says nothing new: is it there to hear it?
         return not self._say(transfer.peer, Taken(self._run_id, self._expected))
 

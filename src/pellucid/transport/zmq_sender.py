@@ -207,14 +207,13 @@ class ZmqSender:
         self._due_s = 0.0
 
     def _offer(self) -> None:
-        """Offers all batches that are not stored; if all are, the oldest not taken, to learn its state."""
+        """Offers the oldest batch that is not stored, or else the oldest not taken, to learn its state."""
         with self._changed:
-            if self._failure is not None:
+            if self._failure is not None or not self._outgoing:
                 return
-            steps = self._unstored() or sorted(self._outgoing)[:1]
-            batches = [(step, self._outgoing[step]) for step in steps]
-        for step, batch in batches:
-            self._say(Offer(self._run_id, step, batch.num_bytes, batch.checksum))
+            step = min(self._unstored() or self._outgoing)
+            batch = self._outgoing[step]
+        self._say(Offer(self._run_id, step, batch.num_bytes, batch.checksum))
 
     def _read(self) -> None:
         while True:
