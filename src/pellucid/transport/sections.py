@@ -472,7 +472,7 @@ class SectionReader:
         return values
 
     def _read_runs(self, stored: StoredSection, lengths: Integers) -> RunRows:
-        dtype = np.dtype(stored.section.dtype)
+        dtype: np.dtype[Any] = np.dtype(stored.section.dtype)
         num_runs, runs = self._read_pairs(stored, RUN)
         limits = np.iinfo(dtype)
         if runs.size and not limits.min <= runs[:, 0].min() <= runs[:, 0].max() <= limits.max:

@@ -295,7 +295,9 @@ class ZmqSender:
 
     def _say(self, message: ToReceiver, part: memoryview | None = None) -> bool:
         """False if nobody is there to hear it."""
-        frames = [msgspec.msgpack.encode(message), *([] if part is None else [part])]
+        frames: list[bytes | memoryview] = [msgspec.msgpack.encode(message)]
+        if part is not None:
+            frames.append(part)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=part is None)
         except zmq.Again:
