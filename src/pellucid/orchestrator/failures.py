@@ -167,6 +167,10 @@ class Drought:
 
     last_loss: str = ""
 
+    @property
+    def num_groups(self) -> int:
+        return self.kinds.total()
+
     def add(self, verdicts: Sequence[Verdict]) -> None:
         """Adds a group of which no rollout will be sent."""
         outcomes = Counter(verdict.outcome for verdict in verdicts)
@@ -188,7 +192,7 @@ class Drought:
                 f"orchestrator.max_fruitless_groups = {max_fruitless}: as many groups in a row were lost "
                 f"whole; the last: {self.last_loss}"
             )
-        if self.kinds.total() < max_signalless:
+        if self.num_groups < max_signalless:
             return None
         [(kind, number)] = self.kinds.most_common(1)
         why = self._explain_zeros() if kind is State.ZERO_ADVANTAGE else f"the last: {self.last_loss}"
