@@ -157,7 +157,10 @@ class EngineThread:
             else:
                 answer.set_result(result)
 
-        scoring = Scoring(token_ids, temperature, partial(loop.call_soon_threadsafe, resolve))
+        def tell(result: list[float] | InferenceError) -> None:
+            loop.call_soon_threadsafe(resolve, result)
+
+        scoring = Scoring(token_ids, temperature, tell)
         with self._opening(1):
             try:
                 await self._call(lambda: self._engine.submit_scoring(scoring))

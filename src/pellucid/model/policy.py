@@ -226,7 +226,8 @@ class _LeanLayer:
         states = states + self._output(attended.reshape(len(states), -1))
         normed = self._before_mlp(states)
         gated = silu(self._gate(normed)).mul_(self._up(normed))
-        return states + self._down(gated)
+        mixed: Tensor = states + self._down(gated)
+        return mixed
 
 
 class _Norm:
