@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pellucid.ending import LAUNCHER_PIPE, Word, describe_pipe, say
+from pellucid.ending import LAUNCHER_PIPE, ProcessReport, describe_pipe, say
 from workers import (  # noqa: F401
     pytest_collection_finish,
     pytest_collection_modifyitems,
@@ -82,8 +82,8 @@ class Launcher:
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
 
-    def hear(self) -> Word:
-        return msgspec.json.decode(self._pipe.readline(), type=Word)
+    def hear(self) -> ProcessReport:
+        return msgspec.json.decode(self._pipe.readline(), type=ProcessReport)
 
     def doings(self) -> list[str]:
         """What was said until now to be done, in this order."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pellucid.ending import LAUNCHER_PIPE, SILENCE_S, Word, describe_pipe, say, say_failure, working
+from pellucid.ending import LAUNCHER_PIPE, SILENCE_S, ProcessReport, describe_pipe, say, say_failure, working
 
 
 def test_a_process_says_what_it_does_and_why_it_failed(launcher) -> None:
@@ -39,11 +39,11 @@ def test_work_beats_while_the_process_computes_and_is_told_to_be_done(launcher) 
     with working("packing", silence_s=60):
         assert launcher.hear().doing == "packing"
         hear = threading.Thread(target=lambda: beats.append(launcher.hear()))
-        beats: list[Word] = []
+        beats: list[ProcessReport] = []
         hear.start()
         while hear.is_alive():
             sum(range(1000))
-    assert [word.beat for word in beats] == [True]
+    assert [report.beat for report in beats] == [True]
     done = launcher.hear()
     while done.beat:
         done = launcher.hear()
@@ -54,7 +54,7 @@ def test_work_that_hangs_does_not_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it computes is told by a clock, here one that stands still."""
     from pellucid import ending
 
-    sent: list[Word] = []
+    sent: list[ProcessReport] = []
     looked, done = threading.Event(), threading.Event()
     times = iter([5.0, 5.0, 5.0, 7.0])
 

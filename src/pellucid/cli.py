@@ -25,7 +25,6 @@ from pellucid.config import (
     VerifyConfig,
 )
 from pellucid.config.base import Section, to_toml
-from pellucid.config.commands import PARTS
 from pellucid.config.imports import see_current_folder
 from pellucid.config.parse import parse
 from pellucid.config.tools import (
@@ -46,44 +45,24 @@ class Command:
     run: str
     """Import path of the function that is called with the config; it returns an exit code or None."""
     help: str
-    rehearse: str = ""
-    """Import path of the function that `--dry-run` calls with the config, to check more than its values."""
     reads_run: bool = False
     """Whether it reads what somebody's run left behind. It does not see modules of the current folder then,
-    one of which could pose as a library; and a file that it cannot read is no bug but the folder's fault, as
-    it is where a run is resumed."""
+    one of which could pose as a library. A file that it cannot read is an error of that folder, not a bug."""
 
 
 COMMANDS: Mapping[str, Command] = {
-    "rl": Command(
-        RLConfig,
-        "pellucid.launch.rl:run_rl",
-        "train with rl: all processes on this machine",
-        rehearse="pellucid.launch.preflight:rehearse_rl",
-    ),
-    "sft": Command(
-        SFTConfig,
-        "pellucid.launch.sft:run_sft",
-        "fine-tune on a data set",
-        rehearse="pellucid.launch.preflight:rehearse_sft",
-    ),
-    "trainer": Command(
-        TrainerRunConfig,
-        "pellucid.trainer:run_trainer",
-        "the trainer of an rl run alone",
-        rehearse="pellucid.launch.preflight:rehearse_trainer",
-    ),
+    "rl": Command(RLConfig, "pellucid.launch.rl:run_rl", "train with rl: all processes on this machine"),
+    "sft": Command(SFTConfig, "pellucid.launch.sft:run_sft", "fine-tune on a data set"),
+    "trainer": Command(TrainerRunConfig, "pellucid.trainer:run_trainer", "the trainer of an rl run alone"),
     "orchestrator": Command(
         OrchestratorRunConfig,
         "pellucid.orchestrator:run_orchestrator",
         "the orchestrator of an rl run alone",
-        rehearse="pellucid.launch.preflight:rehearse_orchestrator",
     ),
     "inference": Command(
         InferenceRunConfig,
         "pellucid.inference.server:run_inference",
         "the inference server of an rl run alone",
-        rehearse="pellucid.launch.preflight:rehearse_inference",
     ),
     "rewind": Command(
         RLConfig,
@@ -98,10 +77,7 @@ COMMANDS: Mapping[str, Command] = {
         ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser", reads_run=True
     ),
     "ledger": Command(
-        LedgerSettings,
-        "pellucid.checks.ledger:run_ledger",
-        "where every sampled token went",
-        reads_run=True,
+        LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went", reads_run=True
     ),
     "replay": Command(
         ReplaySettings,
@@ -113,13 +89,11 @@ COMMANDS: Mapping[str, Command] = {
         VerifyConfig,
         "pellucid.checks.verify:run_verify",
         "check packing, ranks, leakage, trainer against engine",
-        rehearse="pellucid.launch.preflight:rehearse_verify",
     ),
     "env": Command(
         EnvSettings,
         "pellucid.checks.try_environment:run_env",
         "try an environment alone: prompts, replies, rewards",
-        rehearse="pellucid.launch.preflight:rehearse_env",
     ),
     "keys": Command(
         KeysSettings,
@@ -197,12 +171,10 @@ def _run(name: str, command: Command, argv: Sequence[str]) -> int:
         see_current_folder()
     parsed = parse(command.config, argv, prog=f"pellucid {name}")
     if parsed.dry_run:
-        config: Section = parsed.config
-        if command.config in (RLConfig, SFTConfig, *PARTS):
-            config = cast(Section, _load("pellucid.launch.preflight:resolved")(config))
+        config = cast(Section, _load("pellucid.launch.preflight:resolved")(parsed.config))
         print(to_toml(config), end="", flush=True)
-        if command.rehearse:
-            _load(command.rehearse)(parsed.config)
+        if not command.reads_run:
+            _load("pellucid.launch.preflight:rehearse")(parsed.config)
         return 0
     _install_logging()
     try:

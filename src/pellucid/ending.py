@@ -2,12 +2,12 @@
 failed.
 
     {"at":81.2,"doing":"writing the checkpoint of step 40","at_stake":"steps 31 to 40","silence_s":600.0}
-    {"at":82.2,"beat":true}                       it got on with that
+    {"at":82.2,"beat":true}                       it makes progress
     {"at":83.0,"failed":"ledger/inference.jsonl cannot be written (No space left on device); …"}
 
-The launcher waits for a process until it is silent for longer than it said it might be. The lines go through
-a pipe, so that a full disk keeps nobody from explaining itself; its descriptor is in the environment. A
-process that was started on its own has no launcher, and tells nothing.
+The launcher waits for a process until it is silent for longer than it announced. The lines go through a pipe,
+so that a process can report even on a full disk; the descriptor is in the environment. A process that was
+started on its own has no launcher, and reports nothing.
 """
 
 import atexit
@@ -47,7 +47,7 @@ _BUSY_SHARE = 0.001
 only poll stay below a tenth of it."""
 
 
-class Word(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProcessReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line to the launcher; without `doing`, `failed` and `beat`: what it was doing is done."""
 
     at: float
@@ -63,16 +63,16 @@ class Word(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def say(doing: str, *, at_stake: str = "", silence_s: float = SILENCE_S) -> None:
-    """Tells the launcher what this process does from now on, to end. Safe in a signal handler."""
-    _send(Word(time.monotonic(), doing, at_stake, silence_s))
+    """Tells the launcher what this process does from now on in order to end. Safe in a signal handler."""
+    _send(ProcessReport(time.monotonic(), doing, at_stake, silence_s))
 
 
 def say_failure(error: BaseException) -> None:
-    """Tells the launcher that this process fails, as soon as that is known: others may fail of it, sooner."""
+    """Tells the launcher that this process fails, before others notice: they may end sooner than it does."""
     if isinstance(error, OSError) and error.errno in DiskError.REMEDIES:
         error = DiskError.of(error)
     reason = str(error) if isinstance(error, PellucidError) else f"{type(error).__name__}: {error}"
-    _send(Word(time.monotonic(), failed=reason))
+    _send(ProcessReport(time.monotonic(), failed=reason))
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def working(doing: str, *, at_stake: str = "", silence_s: float = SILENCE_S) -> 
         yield
     finally:
         done.set()
-        _send(Word(time.monotonic()))
+        _send(ProcessReport(time.monotonic()))
 
 
 def _beat_until(done: threading.Event, cpu_clock: Callable[[], float] = time.process_time) -> None:
@@ -96,7 +96,7 @@ def _beat_until(done: threading.Event, cpu_clock: Callable[[], float] = time.pro
     while not done.wait(_BEAT_EVERY_S):
         now, total = time.monotonic(), cpu_clock()
         if total - busy >= _BUSY_SHARE * (now - last):
-            _send(Word(now, beat=True))
+            _send(ProcessReport(now, beat=True))
             last, busy = now, total
 
 
@@ -109,20 +109,20 @@ def describe_pipe(fd: int) -> str:
     return f"{fd} {status.st_dev}:{status.st_ino}"
 
 
-def _send(word: Word) -> None:
-    """Never waits and never fails: the pipe does not block, and a launcher that is gone needs no word."""
+def _send(report: ProcessReport) -> None:
+    """Never waits and never fails: the pipe does not block, and a launcher that is gone needs no report."""
     if (pipe := os.environ.get(LAUNCHER_PIPE)) is not None:
         with suppress(OSError):
             fd = int(pipe.partition(" ")[0])
             if describe_pipe(fd) == pipe:
-                os.write(fd, msgspec.json.encode(word) + b"\n")
+                os.write(fd, msgspec.json.encode(report) + b"\n")
 
 
 class QuickExit:
-    """The exit of this process once everything is written and closed: soon, whatever its threads are at.
+    """Ends this process soon after everything is written and closed, whatever its threads do.
 
-    Made before anything else is imported, it is the last that Python calls at exit, and leaves out what would
-    come then: deleting every object takes a second of computing with torch, 10 s on a machine that is busy.
+    Make it before anything else is imported: Python then calls it last at exit, and it skips the rest.
+    Deleting every object takes a second of computing with torch, and 10 s on a busy machine.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ PellucidError
 ├── ConfigError        a setting, or a combination of settings, that cannot work
 │   ├── MissingPackageError   what was asked for needs a package that is not installed
 │   └── UserCodeError         an environment, advantage or filter raised; the log has its traceback
-├── DataError          a sample, table or file whose content breaks its own rules
+├── DataError          a sample, table or file whose content breaks a rule
 │   └── ColumnError    the same, with the column and the sequence
 ├── ModelError         a model or tokenizer that cannot be loaded or is not supported
 ├── TransportError     a channel that cannot be read or written
@@ -25,7 +25,7 @@ from typing import ClassVar
 
 
 def printable(text: str) -> str:
-    """The text with control characters as `\\x1b`: a name that somebody chose must not steer a terminal."""
+    """Writes control characters as `\\x1b`: a name that somebody chose must not steer a terminal."""
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -108,7 +108,7 @@ class LedgerError(PellucidError):
 
 class DiskError(PellucidError):
     exit_code = 74
-    """EX_IOERR of sysexits.h. The code tells what happened where no log can be written any more."""
+    """EX_IOERR of sysexits.h. The code tells what happened when no log can be written."""
 
     REMEDIES: ClassVar[Mapping[int, str]] = {
         errno.ENOSPC: "free some space",
@@ -116,7 +116,7 @@ class DiskError(PellucidError):
         errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
         errno.EROFS: "make it writable",
     }
-    """The OSErrors, by number, that are nobody's mistake and become this, and what to do about them."""
+    """Numbers of the OSErrors that become a DiskError, each with its remedy."""
 
     @classmethod
     def of(cls, error: OSError, *, can_resume: bool = True) -> "DiskError":

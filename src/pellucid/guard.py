@@ -1,15 +1,15 @@
 """Access rules of pellucid's HTTP servers, and the key of a run.
 
-Whatever listens on this machine is within reach of every page that a browser has open here, and of every
-user of the machine. So a server
+Every page that a browser has open on this machine can reach its servers, and so can every user of the
+machine. So a server
 
-- answers to its own names only, while it is bound to this machine: a page whose name is made to mean
+- answers to its own names only, while it is bound to this machine: a page whose name was made to resolve to
   127.0.0.1 (DNS rebinding) still sends that name as `Host`;
-- refuses what a page of another origin asks for: browsers send its `Origin`;
-- needs the run's key for whatever changes it.
+- refuses requests of pages of another origin, which browsers name in `Origin`;
+- needs the run's key for every change.
 
-The key is a random word in the file `key` of the run folder, readable by the run's user alone. Whichever
-process of the run comes first makes it, and the others read it.
+The key is a random word in the file `key` of the run folder, which only the run's user can read. The first
+process of the run makes it, and the others read it.
 """
 
 import errno
@@ -33,7 +33,7 @@ _MAX_KEY_BYTES = 4096
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it; a name other than `localhost` may be anywhere."""
+    """Whether only this machine reaches `host`; a name other than `localhost` may be anywhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -41,15 +41,15 @@ def is_loopback(host: str) -> bool:
 
 
 def answers_to(bound: str, host: str) -> bool:
-    """Whether a server that is bound to `bound` is meant by the header `Host: host`.
+    """Whether the header `Host: host` means a server that is bound to `bound`.
 
-    Beyond loopback a machine has names that it cannot know, and any is taken.
+    Beyond loopback a machine has names that it cannot know, so any name is accepted.
     """
     return not is_loopback(bound) or is_loopback(_name_in(host))
 
 
 def is_foreign(origin: str | None, host: str) -> bool:
-    """Whether a page of another site asks: the header `Origin` of a request that was sent to `host`."""
+    """Whether a page of another site sent a request to `host`, by the request's header `Origin`."""
     return origin is not None and origin not in (f"http://{host}", f"https://{host}")
 
 

@@ -1,8 +1,8 @@
 """Pools of threads and processes for work beside the event loop, and the number of cores.
 
-Threads are for what waits, or computes outside Python; processes for what computes in Python, where threads
-would take turns with the event loop. What goes to a process and back is pickled. Nobody waits for work that
-never ends, the end of the process neither.
+Threads are for code that waits or computes outside Python. Processes are for code that computes in Python,
+where threads would take turns with the event loop; arguments and results are pickled. Work that never ends
+holds up nobody, not even the exit of the process.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 Kind = Literal["threads", "processes"]
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""CPU time that this container may take (cgroup v2), as `QUOTA PERIOD` in µs or `max PERIOD`."""
+"""File with the CPU time of this container (cgroup v2), as `QUOTA PERIOD` in µs or `max PERIOD`."""
 
 
 def num_cores(quota: Path | None = None) -> int:
@@ -78,13 +78,13 @@ def _executor(kind: Kind) -> Executor:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A pool of threads that end with the process, whatever they are at; `ThreadPoolExecutor`'s are joined.
+    """A pool of threads that end with the process, whatever they do; `ThreadPoolExecutor` joins its threads.
 
-    It is one only because an event loop takes no other kind as its own: nothing of it is used.
+    It derives from that class, and uses nothing of it, because an event loop takes no other kind as its own.
     """
 
     def __init__(self, max_threads: int | None = None, name: str = "offloaded") -> None:
-        """`max_threads`: default: as many as Python's own pools have. `name`: what its threads begin with."""
+        """`max_threads`: default: as many as in Python's own pools. `name`: prefix of its threads' names."""
         super().__init__(1)
         self._name = name
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -100,7 +100,7 @@ class DaemonThreads(ThreadPoolExecutor):
                 raise RuntimeError("cannot schedule new futures after shutdown")
             self._calls.put((future, partial(fn, *args, **kwargs)))
             if self._num_idle:
-                self._num_idle -= 1  # of them, one takes this call
+                self._num_idle -= 1  # an idle thread takes this call
             elif self._num_threads < self._max_threads:
                 self._num_threads += 1
                 name = f"{self._name}_{self._num_threads}"
@@ -108,7 +108,7 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Lets the threads end once they are done; waits for none, and gives up calls that none has taken."""
+        """Lets the threads end once they are done; waits for none, and cancels calls that none has taken."""
         with self._changing:
             self._is_shut = True
         while not self._calls.empty():

@@ -26,7 +26,7 @@ def test_a_path_or_a_name() -> None:
     data = sft("--data.name", "user/chats", "--data.subset", "de").data
     assert (data.name, data.part) == ("user/chats", ("de", "train"))
     assert problem("--data.path", "d", "--data.name", "n") == (
-        "data.path = d and data.name = n are both set; a run reads one data set: keep one"
+        "data.path = d and data.name = n are both set; keep one"
     )
     assert problem("--data.split", "test") == (
         "data.path is missing; set it to a file or folder, or data.name to a hub name"
@@ -38,8 +38,8 @@ def test_a_path_or_a_name() -> None:
     [
         (
             ["--data.validation"],
-            "data.validation does not say where examples come from; set path or name, a split of the "
-            "training data, or hold examples out of it with fraction or num_examples",
+            "data.validation does not say where examples come from; set path, name or split, or hold "
+            "examples out of the training data with fraction or num_examples",
         ),
         (
             ["--data.validation.path", "v", "--data.validation.fraction", "0.1"],
@@ -53,8 +53,8 @@ def test_a_path_or_a_name() -> None:
         ),
         (
             ["--data.validation.split", "train"],
-            "data.validation reads what the run trains on (n, split train); choose another split or data "
-            "set, or hold examples out with data.validation.fraction",
+            "data.validation reads what the run trains on (n, split train); choose another split, or "
+            "hold examples out with data.validation.fraction",
         ),
         (
             ["--data.validation.fraction", "1.0"],

@@ -35,7 +35,7 @@ def test_settings_of_vllm_need_vllm() -> None:
         ({"inference": {"backend": "vllm", "record_experts": True}}, "only the embedded engine records them"),
         (
             {"orchestrator": {"teacher": TEACHER}, "temperature": 0.7},
-            "temperature = 0.7 with a teacher that is served by vLLM",
+            "temperature = 0.7 with a teacher on vLLM",
         ),
     ],
 )

@@ -275,7 +275,7 @@ def test_an_at_sign_does_not_swallow_a_flag():
         (
             ["--trainer.data.fake", "--trainer.micro-batch-max-tokens", "64"],
             "trainer.micro_batch_max_tokens = 64 has no effect on fake data, whose samples are micro batches "
-            "of their own; leave it out, and set trainer.data.fake.batch_size and trainer.model.seq_len",
+            "of their own; leave it out, and set trainer.data.fake.batch_size",
         ),
         (
             ["--trainer.pad-to-multiple-of", "48", "--trainer.micro-batch-max-tokens", "64"],
@@ -368,7 +368,7 @@ def test_fake_data_is_for_the_trainer_alone():
         == 8
     )
     env = ["--orchestrator.env", '[{"id": "reverse-text"}]']
-    remedy = "leave it out, or use `pellucid trainer`, which trains on fake data alone"
+    remedy = "leave it out, or use `pellucid trainer`"
     assert problems(RLConfig, *NAMED, *env, "--trainer.data.fake") == [
         f"trainer.data.fake is set, but rl trains on what its orchestrator sends; {remedy}"
     ]
@@ -405,7 +405,7 @@ def test_runs_that_share_a_trainer_need_adapters():
 def test_a_trainer_of_many_runs_has_no_cap_and_no_export_of_its_own(flags):
     (problem,) = problems(TrainerRunConfig, *NAMED, "--model.lora", "--trainer.many-runs", *flags)
     key = flags[0].removeprefix("--").replace("-", "_")
-    assert problem.startswith(f"{key} has no effect on a trainer with trainer.many_runs")
+    assert problem.startswith(f"{key} has no effect with trainer.many_runs")
 
 
 @pytest.mark.parametrize(("path", "format"), [("tokens.jsonl", "parquet"), ("tokens.v2", "jsonl")])

@@ -49,7 +49,7 @@ def test_settings_that_contradict_it_are_refused() -> None:
         rl_config(replay=True, teacher=TEACHER)
     with pytest.raises(ValidationError, match=r"nothing to replay on trainer\.data\.fake"):
         TrainerConfig.model_validate({"enable_router_replay": True, "data": {"fake": {}}})
-    with pytest.raises(ValidationError, match="nothing to replay in sft"):
+    with pytest.raises(ValidationError, match="sft has no engine's experts to replay"):
         SFTConfig.model_validate(
             {
                 "model": {"name": "m"},

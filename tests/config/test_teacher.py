@@ -25,7 +25,11 @@ def rl_config(teacher: Any, loss: Any = None, **own: Any) -> RLConfig:
         ({"port": 8001}, None, "has neither model nor servers"),
         ({"mode": "sft"}, None, "has neither model nor servers"),
         ({**TEACHER, "servers": ["http://t:1"]}, None, "has both model and servers"),
-        ({**TEACHER, "key_file": "k"}, None, "key_file = 'k' is for orchestrator.teacher.servers; a teacher"),
+        (
+            {**TEACHER, "key_file": "k"},
+            None,
+            "key_file = 'k' is for orchestrator.teacher.servers; `pellucid rl`",
+        ),
         ({"servers": ["t:1"]}, None, "is not the address of a server; write it as http://host:port"),
         ({"servers": ["http://t:1/v1"]}, None, "is not the address of a server"),
         ({**TEACHER, "mode": "rl"}, None, "teacher_tau = 0: the teacher would change nothing"),
@@ -50,7 +54,7 @@ def test_a_teacher_that_cannot_teach_is_refused(teacher: Any, loss: Any, reason:
         (
             {"servers": ["http://127.0.0.1:8000"]},
             "orchestrator.teacher.servers has http://127.0.0.1:8000, and so has the policy (inference.host "
-            "and inference.port): a server of the policy is given new weights",
+            "and inference.port), whose servers are given new weights; start a server for each",
         ),
         ({**TEACHER, "port": 8000}, "orchestrator.teacher.port = 8000 is the port of the policy's server"),
     ],

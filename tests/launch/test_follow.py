@@ -37,19 +37,10 @@ def test_a_torn_line_is_read_once_it_is_complete(tmp_path):
 def test_a_step_is_complete_when_every_source_has_reported_it():
     join = StepJoin(2)
 
-    join.add(1, [{"step": 0, "loss": 0.1, "time/step_s": 2.0}])
-    assert join.complete() == []
-    join.add(0, [{"step": 0, "reward/all": 0.5, "time/step_s": 9.0}, {"step": 1, "reward/all": 0.6}])
-    assert join.complete() == [{"step": 0, "reward/all": 0.5, "time/step_s": 2.0, "loss": 0.1}]
-    assert join.complete() == []
-
-
-def test_a_source_may_report_a_step_in_parts():
-    join = StepJoin(1)
-
-    join.add(0, [{"step": 3, "reward/all": 0.5}, {"step": 3, "eval/all": 0.7}])
-
-    assert join.complete() == [{"step": 3, "reward/all": 0.5, "eval/all": 0.7}]
+    assert join.add(1, [{"step": 0, "loss": 0.1, "time/step_s": 2.0}]) == []
+    orchestrator = [{"step": 0, "reward/all": 0.5, "time/step_s": 9.0}, {"step": 1, "reward/all": 0.6}]
+    assert join.add(0, orchestrator) == [{"step": 0, "reward/all": 0.5, "time/step_s": 2.0, "loss": 0.1}]
+    assert join.add(0, []) == []
 
 
 @given(st.permutations([(source, step) for source in range(2) for step in range(5)]))
@@ -57,8 +48,7 @@ def test_every_step_is_handed_out_once_in_any_order_of_arrival(arrivals):
     join = StepJoin(2)
     rows = []
     for source, step in arrivals:
-        join.add(source, [{"step": step, f"from_{source}": step}])
-        rows += join.complete()
+        rows += join.add(source, [{"step": step, f"from_{source}": step}])
 
     assert sorted(rows, key=lambda row: row["step"]) == [
         {"step": step, "from_0": step, "from_1": step} for step in range(5)

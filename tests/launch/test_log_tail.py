@@ -1,6 +1,6 @@
 """The lines of a log that say why its process ended."""
 
-from pellucid.launch.last_words import NUM_TAIL_BYTES, find_cause, read_cause
+from pellucid.launch.supervisor import NUM_TAIL_BYTES, find_cause, read_cause
 
 TRACEBACK = """\
 Traceback (most recent call last):

@@ -160,8 +160,8 @@ def test_servers_of_ones_own_are_not_for_the_launcher(tmp_path):
     with pytest.raises(ConfigError) as refused:
         check_rl(config(tmp_path, inference={"servers": ["http://a:8000"]}))
     assert str(refused.value) == (
-        "inference.servers = ['http://a:8000']: `pellucid rl` starts the policy's server itself, and nobody "
-        "would use it; leave the key out, or start the parts on their own (`pellucid inference`, `pellucid "
+        "inference.servers = ['http://a:8000']: `pellucid rl` starts the policy's server itself; leave "
+        "the key out, or start the parts on their own (`pellucid inference`, `pellucid "
         f"orchestrator`, `pellucid trainer`), which share output_dir = {tmp_path}"
     )
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import pellucid.export
 from pellucid.cli import main
-from pellucid.launch.summary import sft_summary
+from pellucid.launch.console import sft_summary
 from pellucid.metrics import read_metrics
 
 WORDS = ["abc", "xyz", "hello", "world", "lamp", "spoon", "bicycle", "ant"]

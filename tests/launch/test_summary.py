@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pellucid.data.alarms import Bell
-from pellucid.launch.summary import artefacts, curve, format_duration, progress, rl_summary, token_lines
+from pellucid.launch.console import artefacts, curve, format_duration, progress, rl_summary, token_lines
 from pellucid.ledger import Difference, Report, Stage
 
 ACCOUNT = ("demo", "reverse-text")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pellucid.ending import SILENCE_S
 from pellucid.errors import DiskError, ProcessError
-from pellucid.launch.supervisor import Child, Exit, RunEnding, decide, supervise
+from pellucid.launch.supervisor import Child, Exit, decide, supervise
 
 SLEEP = "import time; time.sleep(60)"
 READY = "print('ready', flush=True)"
@@ -83,11 +83,11 @@ CHILDREN = [Child(name, (), Path(f"{name}.log"), service=name == "server") for n
     [
         ([], None),
         ([Exit("a", 0)], None),
-        ([Exit("a", 0), Exit("b", 0)], RunEnding()),
-        ([Exit("a", 0), Exit("b", 0), Exit("server", 0)], RunEnding()),
-        ([Exit("a", 3)], RunEnding(failure=Exit("a", 3))),
-        ([Exit("a", -9), Exit("b", 1)], RunEnding(failure=Exit("a", -9))),
-        ([Exit("a", 0), Exit("server", 0)], RunEnding(failure=Exit("server", 0))),
+        ([Exit("a", 0), Exit("b", 0)], "done"),
+        ([Exit("a", 0), Exit("b", 0), Exit("server", 0)], "done"),
+        ([Exit("a", 3)], Exit("a", 3)),
+        ([Exit("a", -9), Exit("b", 1)], Exit("a", -9)),
+        ([Exit("a", 0), Exit("server", 0)], Exit("server", 0)),
     ],
 )
 def test_what_exits_mean_for_a_run(exits, outcome):
@@ -95,15 +95,15 @@ def test_what_exits_mean_for_a_run(exits, outcome):
 
 
 def test_a_signal_ends_a_run_that_has_not_failed():
-    assert decide(CHILDREN, [Exit("a", 0)], Signals.SIGINT) == RunEnding(interrupt=Signals.SIGINT)
-    assert decide(CHILDREN, [Exit("a", 1)], Signals.SIGINT) == RunEnding(failure=Exit("a", 1))
+    assert decide(CHILDREN, [Exit("a", 0)], Signals.SIGINT) == Signals.SIGINT
+    assert decide(CHILDREN, [Exit("a", 1)], Signals.SIGINT) == Exit("a", 1)
 
 
 @given(st.permutations(["server", "a", "b"]), st.tuples(*3 * [st.sampled_from([0, 0, 1, -9])]))
 def test_a_cause_once_known_never_changes(names, codes):
     exits = [Exit(name, code) for name, code in zip(names, codes, strict=True)]
     outcomes = [decide(CHILDREN, exits[:num]) for num in range(4)]
-    failures = [outcome.failure for outcome in outcomes if outcome and outcome.failure]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exit)]
 
     assert failures == failures[:1] * len(failures)
 

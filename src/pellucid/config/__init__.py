@@ -14,18 +14,6 @@ from pellucid.config.commands import (
     TrainerRunConfig,
     VerifyConfig,
 )
-from pellucid.config.inference import InferenceConfig
-from pellucid.config.loss import (
-    CispoLossConfig,
-    CustomLossConfig,
-    DppoLossConfig,
-    GspoLossConfig,
-    IcepopLossConfig,
-    LossConfig,
-    PpoClipLossConfig,
-    Reduction,
-    TisLossConfig,
-)
 from pellucid.config.orchestrator import (
     AdvantageConfig,
     CustomAdvantageConfig,
@@ -41,6 +29,7 @@ from pellucid.config.orchestrator import (
 )
 from pellucid.config.shared import (
     FilesystemTransportConfig,
+    InferenceConfig,
     ModelConfig,
     MonitorsConfig,
     PrometheusConfig,
@@ -50,11 +39,20 @@ from pellucid.config.shared import (
     ZmqTransportConfig,
 )
 from pellucid.config.trainer import (
+    CispoLossConfig,
+    CustomLossConfig,
     DataConfig,
+    DppoLossConfig,
     ExportColumns,
     ExportFormat,
+    GspoLossConfig,
+    IcepopLossConfig,
+    LossConfig,
     OptimConfig,
+    PpoClipLossConfig,
+    Reduction,
     SchedulerConfig,
+    TisLossConfig,
     TokenExportConfig,
     TrainerConfig,
     TrainerPrecision,

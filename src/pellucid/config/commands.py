@@ -1,7 +1,6 @@
 """The configuration of each command: shared keys on top, and the sections that the command reads.
 
-Shared keys fill the parts (`seq_len` fills `trainer.model.seq_len` and `inference.max_model_len`); a part
-that sets another value is a conflict and an error, never a silent choice.
+`seq_len` fills `trainer.model.seq_len` and `inference.max_model_len`; another value there is an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,36 +10,39 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pellucid.config.base import MAX_NAME, Section, is_name
-from pellucid.config.inference import InferenceConfig, base_url
-from pellucid.config.loss import DppoLossConfig
-from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig
-from pellucid.config.shared import FilesystemTransportConfig, ModelConfig, MonitorsConfig, TransportConfig
-from pellucid.config.trainer import DataConfig, TrainerConfig
+from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig, TeacherConfig
+from pellucid.config.shared import (
+    FilesystemTransportConfig,
+    InferenceConfig,
+    ModelConfig,
+    MonitorsConfig,
+    TransportConfig,
+    base_url,
+)
+from pellucid.config.trainer import DataConfig, DppoLossConfig, TrainerConfig
 from pellucid.errors import ConfigError
 
+_FILLED_BY_SEQ_LEN = ("trainer.model.seq_len", "inference.max_model_len")
 _ROLLOUTS_PER_SLOT = 4  # some of them wait for their environment, or for a slot
 
 
 class RunConfig(Section):
     """Settings that all processes of a run share."""
 
-    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Shared key -> dotted keys of the parts that it fills."""
-
     output_dir: Path = Path("outputs/run")
     """Run folder; everything a run writes is below it."""
 
     clean_output_dir: bool = False
-    """Delete the files of an earlier run in `output_dir` first. A used folder is refused without this or
-    `resume`."""
+    """Delete the files of an earlier run in `output_dir` first; without this or `resume`, a used folder is
+    refused."""
 
     resume: bool = False
     """Continue the run in `output_dir` from its newest checkpoint; in an unused folder, start a new run. Wins
     over `clean_output_dir`: nothing is deleted."""
 
     run_id: str | None = None
-    """Name of the run in ledger and exports; default: the name of `output_dir`. It has at most 200
-    characters, no `/` and nothing that cannot be printed, and begins with no dot."""
+    """Name of the run in ledger and exports; default: the name of `output_dir`. At most 200 printable
+    characters, without `/` and without a dot at its beginning."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of data order, sampling and initialisation."""
@@ -60,15 +62,13 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_parts(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        filled = dict(data)
-        for shared, parts in cls.SHARED.items():
-            if (value := filled.get(shared)) is not None:
-                for part in parts:
-                    filled = _fill(filled, part.split("."), value, shared=shared)
-        return filled
+    def _fill_from_seq_len(cls, data: Any) -> Any:
+        """Copies `seq_len` into the sections of this command; refuses another value there."""
+        if isinstance(data, Mapping) and (seq_len := data.get("seq_len")) is not None:
+            for key in _FILLED_BY_SEQ_LEN:
+                if key.partition(".")[0] in cls.model_fields:
+                    data = _fill(data, key.split("."), seq_len, key)
+        return data
 
     def problems(self) -> Iterator[str]:
         # A trainer of many runs makes a folder of this name for each run.
@@ -76,37 +76,28 @@ class RunConfig(Section):
             said = "run_id =" if self.run_id else "run_id is not set, and the name of output_dir,"
             yield (
                 f"{said} {self.run_name[:MAX_NAME]!r} cannot name the run: give run_id at most {MAX_NAME} "
-                "characters, without `/`, line breaks and whatever else cannot be printed, and without a dot "
-                "at its beginning"
+                "characters, without `/`, nothing that cannot be printed, and no dot at its beginning"
             )
 
 
-def _fill(
-    data: Mapping[str, Any], path: list[str], value: Any, *, shared: str, done: str = ""
-) -> dict[str, Any]:
-    """Returns `data` with `value` at `path`; raises ValueError if another value is there."""
-    head, rest = path[0], path[1:]
-    here = f"{done}{head}"
-    filled = dict(data)
+def _fill(section: Any, path: list[str], seq_len: Any, key: str) -> Any:
+    """Returns `section` with `seq_len` at `path`; raises ValueError if another value is there."""
+    section = _plain(section)
+    if not isinstance(section, Mapping):
+        return section
+    name, *rest = path
     if rest:
-        section = _plain(filled.get(head, {}))
-        if isinstance(section, Mapping):
-            filled[head] = _fill(section, rest, value, shared=shared, done=f"{here}.")
-        return filled
-    own = filled.get(head)
-    if own is None:
-        filled[head] = value
-    elif str(own) != str(value):
+        return {**section, name: _fill(section.get(name, {}), rest, seq_len, key)}
+    found = section.get(name)
+    if found is not None and str(found) != str(seq_len):
         raise ValueError(
-            f"{here} = {own} contradicts {shared} = {value}; set one of them, or both to the same value"
+            f"{key} = {found} contradicts seq_len = {seq_len}; set one of them, or both to the same value"
         )
-    return filled
+    return {**section, name: seq_len if found is None else found}
 
 
 class TrainerRunConfig(RunConfig):
     """`pellucid trainer`: train on batches that an orchestrator sends."""
-
-    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {"seq_len": ("trainer.model.seq_len",)}
 
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps; each trains one batch."""
@@ -145,8 +136,6 @@ class TrainerRunConfig(RunConfig):
 class OrchestratorRunConfig(RunConfig):
     """`pellucid orchestrator`: sample rollouts, score them, send batches."""
 
-    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {"seq_len": ("inference.max_model_len",)}
-
     max_steps: int = Field(default=100, ge=1)
     """Optimizer steps; each trains one batch."""
 
@@ -166,8 +155,8 @@ class OrchestratorRunConfig(RunConfig):
         """Raises ConfigError if an orchestrator on its own is not told where its servers are."""
         if self.inference.port == 0 and not self.inference.servers:
             raise ConfigError(
-                "inference.port = 0 does not say where the server is; set the port that `pellucid inference` "
-                "serves on, or start all parts with `pellucid rl`"
+                "inference.port = 0 does not say where the server is; set the port of `pellucid inference`, "
+                "or start all parts with `pellucid rl`"
             )
         teacher = self.orchestrator.teacher
         if teacher is not None and teacher.port == 0 and not teacher.servers:
@@ -179,11 +168,10 @@ class OrchestratorRunConfig(RunConfig):
     @property
     def max_inflight_rollouts(self) -> int:
         """`orchestrator.max_inflight_rollouts`, or a number that follows from the servers' slots."""
-        own = self.orchestrator
-        if own.max_inflight_rollouts is not None:
-            return own.max_inflight_rollouts
+        if self.orchestrator.max_inflight_rollouts is not None:
+            return self.orchestrator.max_inflight_rollouts
         num_slots = self.inference.max_concurrent * len(self.inference.urls)
-        return max(_ROLLOUTS_PER_SLOT * num_slots, own.rollouts_per_example)
+        return max(_ROLLOUTS_PER_SLOT * num_slots, self.orchestrator.rollouts_per_example)
 
     @property
     def max_held_requests(self) -> int:
@@ -194,9 +182,7 @@ class OrchestratorRunConfig(RunConfig):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if not self.orchestrator.env:
-            yield (
-                "orchestrator.env = [] but a run needs an environment; add [[orchestrator.env]] with an id"
-            )
+            yield "orchestrator.env = [] but a run needs an environment; add [[orchestrator.env]] with an id"
         hwm, ahead = self.transport.hwm, self.max_async_level
         if hwm <= ahead:
             yield (
@@ -208,35 +194,34 @@ class OrchestratorRunConfig(RunConfig):
                 f"orchestrator.max_off_policy_steps = {bound} is below max_async_level = {ahead}: what is "
                 "sampled that far ahead would be dropped as stale; raise the former or lower the latter"
             )
-        own, teacher = self.inference, self.orchestrator.teacher
-        if teacher is None:
-            return
-        policy = "inference.servers" if own.servers else "inference.host and inference.port"
+        if self.orchestrator.teacher is not None:
+            yield from self._teacher_problems(self.orchestrator.teacher)
+
+    def _teacher_problems(self, teacher: TeacherConfig) -> Iterator[str]:
+        inference = self.inference
+        policy = "inference.servers" if inference.servers else "inference.host and inference.port"
         for url in teacher.servers:
-            if url in own.urls:
+            if url in inference.urls:
                 yield (
-                    f"orchestrator.teacher.servers has {url}, and so has the policy ({policy}): a server of "
-                    "the policy is given new weights, which a teacher must not be; start a server for each"
+                    f"orchestrator.teacher.servers has {url}, and so has the policy ({policy}), whose "
+                    "servers are given new weights; start a server for each"
                 )
-        if teacher.port and not teacher.servers and base_url(own.host, teacher.port) in own.urls:
+        if teacher.port and not teacher.servers and base_url(inference.host, teacher.port) in inference.urls:
             yield (
                 f"orchestrator.teacher.port = {teacher.port} is the port of the policy's server ({policy}), "
                 "which is given new weights; give the teacher another one"
             )
         temperature = self.orchestrator.sampling.temperature
-        scores_by_vllm = own.backend == "vllm" and teacher.model is not None and teacher.mode != "sft"
+        scores_by_vllm = inference.backend == "vllm" and teacher.model is not None and teacher.mode != "sft"
         if scores_by_vllm and temperature != 1:
             yield (
-                f"orchestrator.sampling.temperature = {temperature} with a teacher that is served by vLLM, "
-                "which gives the logprobs of given tokens at temperature 1 only; set the temperature to 1, "
-                'or inference.backend = "embedded"'
+                f"orchestrator.sampling.temperature = {temperature} with a teacher on vLLM, which scores "
+                'tokens at temperature 1 only; set it to 1, or inference.backend = "embedded"'
             )
 
 
 class InferenceRunConfig(RunConfig):
     """`pellucid inference`: serve the model, follow its weights."""
-
-    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {"seq_len": ("inference.max_model_len",)}
 
     inference: InferenceConfig = InferenceConfig()
     """The server."""
@@ -250,18 +235,11 @@ class InferenceRunConfig(RunConfig):
 class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
     """`pellucid rl`: inference, orchestrator and trainer of one run on this machine."""
 
-    SHARED: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "seq_len": ("trainer.model.seq_len", "inference.max_model_len"),
-    }
-
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from _no_fake_data(self.trainer, "rl trains on what its orchestrator sends")
         if self.trainer.many_runs is not None:
-            yield (
-                "trainer.many_runs is for `pellucid trainer`, which runs join with trainer.join; leave it "
-                "out of a run's own configuration"
-            )
+            yield "trainer.many_runs is for `pellucid trainer`, which other runs join; leave it out"
         keep, ahead = self.trainer.keep_weights, self.max_async_level
         if keep <= ahead:
             yield (
@@ -282,32 +260,29 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
             )
         if teacher is not None and teacher.mode != "rl" and loss != DppoLossConfig():
             yield (
-                f'orchestrator.teacher.mode = "{teacher.mode}" has a loss of its own, so that '
-                "[trainer.loss], which is for rl samples, would have no effect; leave it out, or set mode = "
-                '"rl"'
+                f'orchestrator.teacher.mode = "{teacher.mode}" has a loss of its own, and [trainer.loss] '
+                'would have no effect; leave it out, or set mode = "rl"'
             )
+        replay = "trainer.enable_router_replay = true"
         if not self.trainer.enable_router_replay:
             return
         if self.inference.backend == "vllm":
             yield (
-                'trainer.enable_router_replay = true with inference.backend = "vllm": only the embedded '
-                "engine records experts; leave one of them out"
+                f'{replay} with inference.backend = "vllm": only the embedded engine records experts; leave '
+                "one of them out"
             )
         if self.inference.record_experts is False:
-            yield (
-                "inference.record_experts = false contradicts trainer.enable_router_replay = true, which "
-                "needs the record; leave out one of them"
-            )
+            yield f"inference.record_experts = false contradicts {replay}, which needs it; leave one out"
         if teacher is not None and teacher.mode == "sft":
             yield (
-                'trainer.enable_router_replay = true with orchestrator.teacher.mode = "sft": the tokens were '
-                "sent to the experts of the teacher, not of the policy; leave one of them out"
+                f'{replay} with orchestrator.teacher.mode = "sft": the tokens were sent to the experts of '
+                "the teacher, not of the policy; leave one of them out"
             )
 
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
         """Returns the settings that one process of this run reads."""
-        own = {name: _plain(getattr(self, name)) for name in kind.model_fields}
-        return kind.model_validate({**own, **changes})
+        values = {name: _plain(getattr(self, name)) for name in kind.model_fields}
+        return kind.model_validate({**values, **changes})
 
 
 class VerifyModelConfig(ModelConfig):
@@ -323,20 +298,12 @@ class VerifyOrchestratorConfig(OrchestratorConfig):
     """Environments; in TOML one `[[orchestrator.env]]` table each. By default the demo's."""
 
 
+# fmt: off
 VerifyCheck = Literal[
-    "tokenizer",
-    "columns",
-    "packing",
-    "ranks",
-    "processes",
-    "leakage",
-    "record",
-    "agreement",
-    "experts",
-    "sampling",
-    "oracle",
-    "weights",
+    "tokenizer", "columns", "packing", "ranks", "processes", "leakage", "record", "agreement", "experts",
+    "sampling", "oracle", "weights",
 ]
+# fmt: on
 
 
 class VerifyConfig(RLConfig):
@@ -373,10 +340,7 @@ class SFTConfig(TrainerRunConfig):
         yield from super().problems()
         yield from _no_fake_data(self.trainer, "sft trains on its data set")
         if self.trainer.enable_router_replay:
-            yield (
-                "trainer.enable_router_replay = true has nothing to replay in sft, whose tokens no engine "
-                "sent to experts; leave it out"
-            )
+            yield "trainer.enable_router_replay = true: sft has no engine's experts to replay; leave it out"
         for key in ("many_runs", "join"):
             if getattr(self.trainer, key) is not None:
                 yield f"trainer.{key} is for rl; sft has the model to itself: leave it out"
@@ -384,10 +348,7 @@ class SFTConfig(TrainerRunConfig):
 
 def _no_fake_data(trainer: TrainerConfig, because: str) -> Iterator[str]:
     if trainer.data.fake is not None:
-        yield (
-            f"trainer.data.fake is set, but {because}; leave it out, or use `pellucid trainer`, which trains "
-            "on fake data alone"
-        )
+        yield f"trainer.data.fake is set, but {because}; leave it out, or use `pellucid trainer`"
 
 
 def _plain(value: Any) -> Any:

@@ -75,22 +75,25 @@ class Explainer:
 
     def unknown_words(self, words: Sequence[str]) -> list[str]:
         """Explains words that the command does not take; an unknown flag and its value share a line."""
+        flags = [flag_of(key) for key in (*self.keys, "dry_run") if "[]" not in key]
         lines = []
         for previous, word in pairwise(["", *words]):
             if word.startswith("-"):
-                lines.append(self._unknown_flag(word.partition("=")[0]))
+                flag = word.partition("=")[0]
+                lines.append(f"{flag}: unknown flag; {self._remedy(flag, flags)}")
             elif not previous.startswith("-") or "=" in previous:
                 lines.append(f"{word}: unexpected argument; write @ {word} to read a file")
         return lines
 
     def invalid(self, data: Mapping[str, Any], error: ValidationError) -> list[str]:
         """Explains values that validation refused; the problem of a shared key is told once, not per part."""
-        problems = error.errors(include_url=False)
-        places = [_Place.find(self.kind, problem["loc"]) for problem in problems]
-        causes = {_cause(p) for p, place in zip(problems, places, strict=True) if place.is_set(data)}
+        found = [
+            (problem, _Place.find(self.kind, problem["loc"])) for problem in error.errors(include_url=False)
+        ]
+        causes = {_cause(problem) for problem, place in found if place.is_set(data)}
         return [
             self._line(problem, place)
-            for problem, place in zip(problems, places, strict=True)
+            for problem, place in found
             if place.is_set(data) or _cause(problem) not in causes
         ]
 
@@ -101,12 +104,9 @@ class Explainer:
             case "union_tag_invalid":
                 tags = " or ".join(repr(tag_of(section)) for section in place.sections)
                 return f"{place.key}.{TAG} = {_short(problem['input'][TAG])}: should be {tags}"
-            case "value_error" if self._names_a_key(message := str(problem["ctx"]["error"])):
-                return message
+            case "value_error" if str(problem["ctx"]["error"]).partition(" ")[0] in self.keys:
+                return str(problem["ctx"]["error"])
         return f"{place.key} = {_short(problem['input'])}: {self._rule(problem, place)}"
-
-    def _names_a_key(self, message: str) -> bool:
-        return message.partition(" ")[0] in self.keys
 
     def _rule(self, problem: ErrorDetails, place: _Place) -> str:
         match problem["type"]:
@@ -125,24 +125,16 @@ class Explainer:
         return rule[0].lower() + rule[1:]
 
     def _unknown_key(self, location: Location, place: _Place) -> str:
-        if place.key in self.keys:
-            return self._other_variant(location)
-        index = next((part for part in place.path if isinstance(part, int)), 0)
-        return (
-            f"unknown key; {self._remedy(place.key, [key.replace('[]', f'[{index}]') for key in self.keys])}"
-        )
-
-    def _other_variant(self, location: Location) -> str:
+        if place.key not in self.keys:
+            index = next((part for part in place.path if isinstance(part, int)), 0)
+            keys = [key.replace("[]", f"[{index}]") for key in self.keys]
+            return f"unknown key; {self._remedy(place.key, keys)}"
         *outer, tag, name = location
         union = _Place.find(self.kind, tuple(outer))
-        owners = " or ".join(
-            repr(tag_of(variant)) for variant in union.sections if name in variant.model_fields
+        owners = [repr(tag_of(variant)) for variant in union.sections if name in variant.model_fields]
+        return (
+            f"belongs to {union.key}.{TAG} = {' or '.join(owners)}, not {tag!r}; remove it or change the type"
         )
-        return f"belongs to {union.key}.{TAG} = {owners}, not {tag!r}; remove it or change the type"
-
-    def _unknown_flag(self, flag: str) -> str:
-        flags = [flag_of(key) for key in (*self.keys, "dry_run") if "[]" not in key]
-        return f"{flag}: unknown flag; {self._remedy(flag, flags)}"
 
     def _remedy(self, wanted: str, known: Sequence[str]) -> str:
         if _last_name(wanted).replace("-", "_") in RESHAPING:
@@ -153,8 +145,7 @@ class Explainer:
 
 def nearest(wanted: str, known: Sequence[str]) -> str | None:
     """Finds the known key most like `wanted`, preferring keys that end in the same name."""
-    name = _last_name(wanted)
-    same_name = [key for key in known if _last_name(key) == name]
+    same_name = [key for key in known if _last_name(key) == _last_name(wanted)]
     near = get_close_matches(wanted, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)
     return near[0] if near else None
 

@@ -78,8 +78,8 @@ def place_of(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return _place(error.filename, error.lineno or 1)
     frames = [frame for frame in _frames(error) if _is_foreign(frame[0])]
-    own = [frame for frame in frames if not _is_library(frame[0])]
-    return _place(*(own[-1] if own else frames[0])) if frames else None
+    of_user = [frame for frame in frames if not _is_library(frame[0])]
+    return _place(*(of_user[-1] if of_user else frames[0])) if frames else None
 
 
 def place_of_code(function: Callable[..., Any]) -> str | None:
@@ -103,7 +103,7 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
 
 
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+)', re.MULTILINE)
-_OWN_FOLDER = Path(__file__).parent.parent
+_PACKAGE = Path(__file__).parent.parent
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
@@ -115,7 +115,7 @@ def _is_foreign(file: str) -> bool:
     """Returns whether a file is neither pellucid's, nor of the standard library, nor a frozen module."""
     path = Path(file)
     is_python = path.is_relative_to(_STDLIB) and not _is_library(file)
-    return not (path.is_relative_to(_OWN_FOLDER) or is_python or file.startswith("<"))
+    return not (path.is_relative_to(_PACKAGE) or is_python or file.startswith("<"))
 
 
 def _place(file: str, line: int) -> str:

@@ -13,24 +13,17 @@ from pydantic import (
 )
 
 from pellucid.config.base import MAX_NAME, ImportPath, Section, is_name
-from pellucid.config.inference import ServerAddress
+from pellucid.config.shared import ServerAddress
 
 OWN_DISTRIBUTION = (
     "tokens are drawn from the model's own distribution, so that their logprobs are those training needs"
 )
-RESHAPING = frozenset(
-    {
-        "top_p",
-        "top_k",
-        "min_p",
-        "typical_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "min_tokens",
-    }
-)
+# fmt: off
+RESHAPING = frozenset({
+    "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "min_tokens",
+})
+# fmt: on
 """Settings of other samplers that change the distribution; they are refused with `OWN_DISTRIBUTION`."""
 
 
@@ -55,8 +48,7 @@ class EnvironmentConfig(Section):
     `package.module:Class`, or `verifiers:TASKSET`, a taskset of the verifiers library."""
 
     name: str | None = Field(default=None, min_length=1)
-    """Name in metrics, ledger and exports; default: `id`. It has no `/`, which separates the parts of a
-    metric's name, and nothing that cannot be printed."""
+    """Name in metrics, ledger and exports; default: `id`. At most 200 printable characters, without `/`."""
 
     args: dict[str, Any] = Field(default={})
     """Keyword arguments for the environment."""
@@ -72,16 +64,15 @@ class EnvironmentConfig(Section):
             raise ValueError("is reserved for metrics over all environments; choose another name")
         if value is not None and not is_name(value):
             raise ValueError(
-                f"is {value[:MAX_NAME]!r}; give at most {MAX_NAME} characters, without `/`, line breaks "
-                "and whatever else cannot be printed"
+                f"is {value[:MAX_NAME]!r}; give at most {MAX_NAME} printable characters without `/`"
             )
         return value
 
     def problems(self) -> Iterator[str]:
         if self.name is None and not is_name(self.id):
             yield (
-                f"{self.KEY}.id = {self.id[:MAX_NAME]!r} cannot be the name in metrics as well: that has no "
-                f"`/`, nothing that cannot be printed and at most {MAX_NAME} characters; set {self.KEY}.name"
+                f"{self.KEY}.id = {self.id[:MAX_NAME]!r} cannot be the name in metrics, which has at most "
+                f"{MAX_NAME} printable characters and no `/`; set {self.KEY}.name"
             )
 
 
@@ -95,26 +86,13 @@ class EnvSamplingConfig(Section):
     """Longest completion in tokens; default: `orchestrator.sampling.max_tokens`."""
 
 
+# fmt: off
 ROLLOUT_FIELDS = (
-    "step",
-    "group_id",
-    "rollout_id",
-    "sample_ids",
-    "env_name",
-    "example_id",
-    "outcome",
-    "reason",
-    "error",
-    "reward",
-    "advantage",
-    "metrics",
-    "num_tokens",
-    "num_tool_tokens",
-    "stop_reason",
-    "messages",
-    "trajectory",
-    "sampling_args",
+    "step", "group_id", "rollout_id", "sample_ids", "env_name", "example_id", "outcome", "reason", "error",
+    "reward", "advantage", "metrics", "num_tokens", "num_tool_tokens", "stop_reason", "messages",
+    "trajectory", "sampling_args",
 )
+# fmt: on
 """Fields of every saved rollout, in order; those of `state_columns` come after them."""
 
 _ALWAYS_SAVED = ("trajectory", "sampling_args")
@@ -124,12 +102,12 @@ class EnvConfig(EnvironmentConfig):
     KEY: ClassVar[str] = "orchestrator.env"
 
     weight: float = Field(default=1.0, gt=0)
-    """Share of the groups that come from this environment, relative to the others. You can change weights and
-    environments when you resume a run; they hold for the groups sampled from then on."""
+    """Share of the groups that come from this environment, relative to the others. A resumed run may change
+    it, for the groups sampled from then on."""
 
     state_columns: tuple[str, ...] = ()
-    """Fields of `Score.state` that are saved with each rollout, after `trajectory` and `sampling_args`, which
-    always are. The name of any other field of a saved rollout (`reward`, `step`, …) is refused."""
+    """Fields of `Score.state` to save with each rollout; `trajectory` and `sampling_args` always are. Names
+    of other fields of a saved rollout (`reward`, `step`, …) are refused."""
 
     sampling: EnvSamplingConfig = EnvSamplingConfig()
     """Sampling in this environment, where it differs from `[orchestrator.sampling]`."""
@@ -141,8 +119,7 @@ class EnvConfig(EnvironmentConfig):
         for column in value:
             if column in ROLLOUT_FIELDS and column not in _ALWAYS_SAVED:
                 raise ValueError(
-                    f"{column!r} is a field of every saved rollout, which the state would hide; give the "
-                    "field of Score.state another name"
+                    f"{column!r} is a field of every saved rollout; give that of Score.state another name"
                 )
         return tuple(column for column in dict.fromkeys(value) if column not in _ALWAYS_SAVED)
 
@@ -240,9 +217,9 @@ class TeacherConfig(Section):
     """A model to learn from; see docs/distill.md."""
 
     mode: Literal["opd", "sft", "rl"] = "opd"
-    """`opd`: the policy samples, and learns to agree with the teacher token by token; `sft`: the teacher
-    samples, and the policy learns its replies; `rl`: the policy learns from rewards, and the teacher's
-    logprobs ride along for `trainer.loss.teacher_tau`."""
+    """`opd`: the policy samples and learns to agree with the teacher token by token. `sft`: the policy learns
+    the teacher's replies. `rl`: rewards train, and `trainer.loss.teacher_tau` weighs the teacher's
+    logprobs."""
 
     model: str | None = Field(default=None, min_length=1)
     """The teacher, a local folder or hub name, which `pellucid rl` serves with the settings of `[inference]`.
@@ -252,26 +229,24 @@ class TeacherConfig(Section):
     """Port of that server; 0 lets `pellucid rl` pick a free one."""
 
     servers: tuple[ServerAddress, ...] = ()
-    """Instead of `model`: addresses of running servers (`http://host:port`). Each is a `pellucid inference`
-    of the teacher, with an `output_dir` of its own."""
+    """Instead of `model`: addresses of running servers (`http://host:port`), each a `pellucid inference` of
+    the teacher with an `output_dir` of its own."""
 
     key_file: Path | None = None
     """File with the key of those `servers`: `key` in their run folder. Servers beyond loopback need it, and
-    so does mode `sft`, which samples in the name of this run."""
+    so does mode `sft`."""
 
     def problems(self) -> Iterator[str]:
         if (self.model is None) == (not self.servers):
-            both = self.model is not None
+            found = "both model and servers" if self.servers else "neither model nor servers"
             yield (
-                f"orchestrator.teacher has {'both' if both else 'neither'} model {'and' if both else 'nor'} "
-                "servers; give one of them: a model that `pellucid rl` serves, or the addresses of servers "
-                "that are running"
+                f"orchestrator.teacher has {found}; give one of them: a model that `pellucid rl` serves, or "
+                "the addresses of servers that are running"
             )
         if self.key_file is not None and not self.servers:
             yield (
                 f"orchestrator.teacher.key_file = {str(self.key_file)!r} is for "
-                "orchestrator.teacher.servers; a teacher that `pellucid rl` serves has the run's own key: "
-                "leave it out"
+                "orchestrator.teacher.servers; `pellucid rl` gives its teacher the run's key: leave it out"
             )
 
 
@@ -286,30 +261,26 @@ class OrchestratorConfig(Section):
     """Rollouts per optimizer step, counted after filtering. Groups are never cut."""
 
     token_batch_size: int | None = Field(default=None, ge=1)
-    """Instead of `batch_size`: tokens per optimizer step, prompts included. Groups are never cut. The
-    orchestrator starts as many groups as fill it at the length of the latest ones, or at
-    `inference.max_model_len` a rollout until the first are back."""
+    """Instead of `batch_size`: tokens per optimizer step, prompts included. Groups are never cut; running
+    ones count with the mean length of the latest, at first with `inference.max_model_len` a rollout."""
 
     rollouts_per_example: int = Field(default=8, ge=1)
     """Rollouts in a group."""
 
     max_inflight_rollouts: int | None = Field(default=None, ge=1)
     """Rollouts running at once; default: four for each sequence that the servers decode together
-    (`inference.max_concurrent` × servers), and at least a group. Requests that the servers have no room for
-    wait in the orchestrator."""
+    (`inference.max_concurrent` × servers), and at least a group."""
 
     tasks_per_minute: float | None = Field(default=None, gt=0)
     """Rollouts started per minute at most; default: no limit."""
 
     rollout_timeout_s: float = Field(default=3600.0, gt=0)
-    """A rollout that takes longer, its scoring included, has failed, so that a hung environment cannot hold a
-    batch for ever. The scoring of a group counts into the time of the rollout that completes the group."""
+    """Seconds after which a rollout has failed, its scoring included. The scoring of a group counts into the
+    rollout that completes the group."""
 
     server_timeout_s: float = Field(default=120.0, gt=0)
-    """A server whose `/health` does not answer for this long, or that has requests and samples, prefills and
-    scores nothing for this long, is hung: it is left out, its requests go to the others, and it comes back
-    with the current weights. A server that makes progress is never hung, however long a
-    completion takes."""
+    """Seconds without an answer of `/health`, or without progress on its requests, after which a server is
+    hung: its requests go to the others until it is back with the current weights."""
 
     max_retries: int = Field(default=0, ge=0)
     """Further attempts at a failed rollout before its group goes on without it."""
@@ -318,25 +289,23 @@ class OrchestratorConfig(Section):
     """Pause before the first retry; it doubles with each further one."""
 
     max_off_policy_steps: int = Field(default=8, ge=0)
-    """A group with a token older than this many steps is dropped and counted as stale; one that is still in
-    flight is cancelled."""
+    """Steps after which a token is too old: its group is dropped and counted as stale, or cancelled in
+    flight."""
 
     pace_sampling: bool = False
-    """Drop nothing as stale: a batch waits for running groups that would be too old for the next one. Slow
-    rollouts then cost time; dropping them would bias training towards quick ones."""
+    """Drop nothing as stale: batches wait for running groups that would be too old for the next one. Slow
+    rollouts then cost time, but dropping them would bias training towards quick ones."""
 
     filter_zero_advantages: bool = True
-    """Leave out rollouts whose advantage is exactly 0: they carry no signal. Counted in the ledger. With a
-    `teacher` none is left out: there is something to learn from every token."""
+    """Leave out rollouts whose advantage is exactly 0: they carry no signal. With a `teacher` none is left
+    out."""
 
     max_fruitless_groups: int = Field(default=64, ge=1)
-    """Groups in a row that were lost whole (all rollouts failed, rejected or stale) before the run stops: a
-    broken environment must not spin."""
+    """Groups in a row that were lost whole (all rollouts failed, rejected or stale) before the run stops."""
 
     max_signalless_groups: int = Field(default=4096, ge=1)
-    """Groups in a row that gave nothing to train on, mostly for equal rewards, before the run stops: a task
-    that is solved, or too hard, must not sample for ever. The default is large because most
-    groups may be like that late in a run."""
+    """Groups in a row with nothing to train on, mostly for equal rewards, before the run stops: the task is
+    solved, or too hard. Late in a run most groups may be like that."""
 
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled."""
@@ -345,8 +314,8 @@ class OrchestratorConfig(Section):
     """How rewards become advantages, group by group."""
 
     filter: tuple[FilterConfig, ...] = ()
-    """Functions that leave rollouts out; in TOML one `[[orchestrator.filter]]` table each. The ledger counts
-    the tokens that they remove as `filtered`."""
+    """Functions that leave rollouts out, as `filtered` in the ledger; in TOML one `[[orchestrator.filter]]`
+    table each."""
 
     teacher: TeacherConfig | None = None
     """Present: the policy learns from another model, too, or from it alone."""
@@ -359,16 +328,13 @@ class OrchestratorConfig(Section):
         return self.sampling.model_copy(update=env.sampling.model_dump(exclude_none=True))
 
     def problems(self) -> Iterator[str]:
-        if (
-            self.rollouts_per_example == 1
-            and self.advantage.type not in ("none", "custom")
-            and self.drops_zero_advantages
-        ):
+        is_relative = self.advantage.type not in ("none", "custom")
+        if self.rollouts_per_example == 1 and is_relative and self.drops_zero_advantages:
             yield (
                 f"orchestrator.rollouts_per_example = 1 with orchestrator.advantage.type = "
-                f"{self.advantage.type!r} gives every rollout the advantage 0, and "
-                "orchestrator.filter_zero_advantages = true leaves those out: nothing would train; raise "
-                "rollouts_per_example, or use an advantage of your own"
+                f"{self.advantage.type!r} gives every rollout the advantage 0, which "
+                "orchestrator.filter_zero_advantages = true leaves out; raise rollouts_per_example, or use "
+                "an advantage of your own"
             )
         if self.token_batch_size is not None and "batch_size" in self.model_fields_set:
             yield (

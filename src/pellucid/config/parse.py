@@ -13,7 +13,7 @@ A command that is one part of a run takes the keys of its own section without th
 import json
 import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Generic, Literal, NoReturn, TypeVar, cast
@@ -28,7 +28,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from pellucid.config.base import Section, complete, flag_of
+from pellucid.config.base import Section, complete, flag_of, sections_in
 from pellucid.config.commands import PARTS, RLConfig, RunConfig
 from pellucid.config.explain import Explainer
 from pellucid.errors import ConfigError
@@ -109,41 +109,36 @@ def _with_section(kind: type[Section], word: str) -> str:
     section = PARTS.get(kind)
     if section is None or not word.startswith("--"):
         return word
-    own = kind.model_fields[section].annotation
-    assert isinstance(own, type) and issubclass(own, Section)
+    (settings,) = sections_in(kind.model_fields[section].annotation)
     prefix = "--no-" if word.startswith("--no-") else "--"
     key = word.removeprefix(prefix)
     name = key.partition("=")[0].partition(".")[0].replace("-", "_")
-    is_own = name in own.model_fields and name not in kind.model_fields
-    return f"{prefix}{section}.{key}" if is_own else word
+    is_of_section = name in settings.model_fields and name not in kind.model_fields
+    return f"{prefix}{section}.{key}" if is_of_section else word
 
 
 def _flag_source(kind: type[Section], words: list[str] | Literal[False], prog: str) -> _FlagSource:
-    # Fields bring their docstrings along; pydantic would search the source of every caller for more.
-    own: dict[str, Any] = {"use_attribute_docstrings": False}
-    settings = create_model(kind.__name__, __base__=(_CommandLine, kind), __cls_kwargs__=own)
-    return _FlagSource(
-        cast(type[BaseSettings], settings),
-        root_parser=_parser(kind, prog),
-        cli_parse_args=words,
-        cli_ignore_unknown_args=True,
-        cli_implicit_flags=True,
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-    )
-
-
-def _parser(kind: type[Section], prog: str) -> ArgumentParser:
-    is_run = issubclass(kind, RunConfig)
-    return _Parser(
+    parser = _Parser(
         prog=prog,
-        usage=f"{prog} [@ FILE.toml ...] [--section.key value ...]" if is_run else None,
+        usage=f"{prog} [@ FILE.toml ...] [--section.key value ...]" if issubclass(kind, RunConfig) else None,
         description=kind.__doc__,
         epilog="Files are merged in order and flags win. Lists and tables are JSON, null unsets a value,\n"
         "and a value that starts with - or @ is written --section.key=VALUE."
         + (f" Keys of {PARTS[kind]} need no section." if kind in PARTS else ""),
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+    # Fields bring their docstrings along; pydantic would search the source of every caller for more.
+    no_search: dict[str, Any] = {"use_attribute_docstrings": False}
+    settings = create_model(kind.__name__, __base__=(_CommandLine, kind), __cls_kwargs__=no_search)
+    return _FlagSource(
+        cast(type[BaseSettings], settings),
+        root_parser=parser,
+        cli_parse_args=words,
+        cli_ignore_unknown_args=True,
+        cli_implicit_flags=True,
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
     )
 
 
@@ -165,11 +160,15 @@ def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> Parsed[T]:
     flags, unknown, dry_run = _read_flags(kind, words, prog)
     explain = Explainer(kind, prog)
     problems = explain.unknown_words(unknown)
-    tables, unreadable = _read_files(paths)
+    tables, unreadable = [], []
+    for path in paths:
+        try:
+            tables.append(_without_other_parts(kind, _read_file(path)))
+        except ConfigError as error:
+            unreadable.append(str(error))
     if unreadable:
         raise ConfigError("\n".join(unreadable + problems))
-    own = [_without_other_parts(kind, table) for table in tables]
-    data = complete(kind, reduce(_merge, [*own, flags], {}))
+    data = complete(kind, reduce(_merge, [*tables, flags], {}))
     try:
         config = kind.model_validate(data)
     except ValidationError as error:
@@ -193,18 +192,6 @@ def _split_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             words.append(word)
     return paths, words
-
-
-def _read_files(paths: Iterable[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Reads the tables of all files; also returns one line for each that cannot be read."""
-    tables: list[dict[str, Any]] = []
-    problems: list[str] = []
-    for path in paths:
-        try:
-            tables.append(_read_file(path))
-        except ConfigError as error:
-            problems.append(str(error))
-    return tables, problems
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -232,8 +219,7 @@ def _without_other_parts(kind: type[Section], table: dict[str, Any]) -> dict[str
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        own = merged.get(key)
-        if isinstance(own, Mapping) and isinstance(value, Mapping):
-            value = _merge(own, value)
-        merged[key] = value
+        below = merged.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(below, value) if both else value
     return merged

@@ -45,9 +45,9 @@ class ViewSettings(Section):
     """Record to start with."""
 
     all_records: bool = False
-    """Put every record into the page of `--output`, however large it gets. Without it a page is kept to
-    1,000,000 tokens and 40,000 records: whole steps of a folder, evenly spread, or the first records of a
-    file, and it says how many. A server has all records anyway."""
+    """Put every record into the page of `--output`. By default a page holds at most 1,000,000 tokens and
+    40,000 records, and says how many: whole steps of a folder, evenly spread, or the first records of a
+    file."""
 
     max_mismatch: float | None = Field(default=None, gt=0)
     """Mismatch KL that is drawn deepest; default: the 95th percentile of trainable tokens, at least 0.05."""

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from pellucid.config.base import Section
-from pellucid.config.loss import DppoLossConfig, LossConfig
+from pellucid.config.base import ImportPath, Section
 from pellucid.errors import ConfigError
 
 DEFAULT_SPLIT = "train"
@@ -67,8 +66,8 @@ class ValidationConfig(DatasetConfig):
             yield f"{first} and {second} are both set; examples come from one place: keep one"
         if not given and not part:
             yield (
-                "data.validation does not say where examples come from; set path or name, a split of the "
-                "training data, or hold examples out of it with fraction or num_examples"
+                "data.validation does not say where examples come from; set path, name or split, or hold "
+                "examples out of the training data with fraction or num_examples"
             )
 
 
@@ -84,18 +83,14 @@ class DataConfig(DatasetConfig):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.path is not None and self.name is not None:
-            yield (
-                f"data.path = {self.path} and data.name = {self.name} are both set; a run reads one data "
-                "set: keep one"
-            )
+            yield f"data.path = {self.path} and data.name = {self.name} are both set; keep one"
         if self.path is None and self.name is None:
             yield "data.path is missing; set it to a file or folder, or data.name to a hub name"
         held = self.validation_source()
         if held is not None and (held.path, held.name, held.part) == (self.path, self.name, self.part):
             yield (
                 f"data.validation reads what the run trains on ({self.path or self.name}, split "
-                f"{self.part[1]}); choose another split or data set, or hold examples out with "
-                "data.validation.fraction"
+                f"{self.part[1]}); choose another split, or hold examples out with data.validation.fraction"
             )
 
     def validation_source(self) -> ValidationConfig | None:
@@ -109,18 +104,147 @@ class DataConfig(DatasetConfig):
         return held.model_copy(update=taken_over)
 
 
+Reduction = Literal["token", "sequence", "group"]
+
+
+class _Loss(Section):
+    reduction: Reduction = "token"
+    """Unit of the step's mean: every trainable token, sequence or group weighs the same. The mean is over the
+    whole batch, so that packing and ranks cannot change it. `gspo` has `sequence` by default."""
+
+
+class _RatioLoss(_Loss):
+    kl_tau: float = Field(default=0.0, ge=0)
+    """Weight of the squared log-ratio, over every trainable token; `dppo` has 1e-3 by default."""
+
+
+class PpoClipLossConfig(_RatioLoss):
+    """PPO's clipped surrogate: −min(r·A, clip(r)·A)."""
+
+    type: Literal["ppo_clip"]
+    """Selects PPO's clipped surrogate."""
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """With a negative advantage a token has no gradient once its ratio is below 1 − this. `gspo` has 3e-4
+    by default, of the sequence's ratio; `cispo` bounds its weights by it, and has 1 by default."""
+
+    clip_high: float = Field(default=0.2, ge=0)
+    """With a positive advantage a token has no gradient once its ratio is above 1 + this. `gspo` has 4e-4
+    by default, of the sequence's ratio; `cispo` bounds its weights by it, and has 4 by default."""
+
+
+class CispoLossConfig(_RatioLoss):
+    """CISPO: −stopgrad(clip(r))·A·log π. Every token keeps a gradient, however far off its ratio is."""
+
+    type: Literal["cispo"]
+    """Selects CISPO."""
+
+    clip_low: float = Field(default=1.0, ge=0, le=1)
+    """Importance weights are at least 1 − this; 1: no lower bound."""
+
+    clip_high: float = Field(default=4.0, ge=0)
+    """Importance weights are at most 1 + this."""
+
+
+class GspoLossConfig(_RatioLoss):
+    """GSPO: the clipped surrogate with one ratio per sequence, the geometric mean over its tokens."""
+
+    type: Literal["gspo"]
+    """Selects GSPO."""
+
+    clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """With a negative advantage a token has no gradient once its sequence's ratio is below 1 − this."""
+
+    clip_high: float = Field(default=4e-4, ge=0)
+    """With a positive advantage a token has no gradient once its sequence's ratio is above 1 + this."""
+
+    reduction: Reduction = "sequence"
+    """Unit of the step's mean: every trainable token, sequence (as published) or group weighs the same."""
+
+
+class IcepopLossConfig(_RatioLoss):
+    """IcePop: −keep·r·A; a token whose ratio is out of bounds has no gradient, whatever its advantage."""
+
+    type: Literal["icepop"]
+    """Selects IcePop."""
+
+    min_ratio: float = Field(default=0.5, ge=0, le=1)
+    """A token with a lower ratio is masked."""
+
+    max_ratio: float = Field(default=5.0, ge=1)
+    """A token with a higher ratio is masked."""
+
+
+class TisLossConfig(_RatioLoss):
+    """Truncated importance sampling: −stopgrad(min(r, cap))·A·log π."""
+
+    type: Literal["tis"]
+    """Selects truncated importance sampling."""
+
+    max_ratio: float = Field(default=2.0, gt=0)
+    """Importance weights are at most this."""
+
+
+class DppoLossConfig(_Loss):
+    """DPPO + KL: the policy gradient with a trust region on the change of probability."""
+
+    type: Literal["dppo"] = "dppo"
+    """`dppo`: DPPO + KL, the default rl loss; `ppo_clip`, `cispo`, `gspo`, `icepop`, `tis`: see
+    docs/losses.md; `custom`: a function of your own."""
+
+    dppo_mask_low: float = Field(default=0.2, ge=0)
+    """A token with advantage ≤ 0 is masked once its probability fell by more than this."""
+
+    dppo_mask_high: float = Field(default=0.2, ge=0)
+    """A token with advantage > 0 is masked once its probability rose by more than this."""
+
+    adv_tau: float = 1.0
+    """Weight of the advantage."""
+
+    teacher_tau: float = 0.0
+    """Weight of (teacher logprob − trainer logprob) where a sample has teacher logprobs."""
+
+    kl_tau: float = Field(default=1e-3, ge=0)
+    """Weight of the squared log-ratio, over every trainable token."""
+
+
+class CustomLossConfig(_Loss):
+    """A loss of your own; see docs/write-a-loss.md."""
+
+    type: Literal["custom"]
+    """Selects the custom loss."""
+
+    import_path: ImportPath
+    """`package.module:function`, called as `function(inputs, **kwargs) -> LossRecord`."""
+
+    kwargs: dict[str, Any] = Field(default={})
+    """Keyword arguments for the function."""
+
+
+# The default comes last: `--help` describes `type` as the last variant does.
+LossConfig = Annotated[
+    CustomLossConfig
+    | PpoClipLossConfig
+    | CispoLossConfig
+    | GspoLossConfig
+    | IcepopLossConfig
+    | TisLossConfig
+    | DppoLossConfig,
+    Field(discriminator="type"),
+]
+
+
 class TrainerModelConfig(Section):
     seq_len: int = Field(default=2048, ge=2)
     """Longest sample in tokens; the rest of a longer one is truncated and counted. Filled by `seq_len`."""
 
     cp: int = Field(default=1, ge=1)
-    """Processes that share the tokens of each micro batch (Ulysses context parallelism), for sequences that
-    are too long for one. Has to divide the attention heads of the model and, times `dp_replicate`, the number
-    of processes."""
+    """Processes that share the tokens of each micro batch (Ulysses context parallelism), for long sequences.
+    Has to divide the model's attention heads and, times `dp_replicate`, the number of processes."""
 
     dp_replicate: int = Field(default=1, ge=1)
-    """Copies of the model (HSDP); each is sharded over its share of the processes. 1: one copy, sharded over
-    all of them."""
+    """Copies of the model (HSDP), each sharded over its share of the processes. 1: one copy over all of
+    them."""
 
     activation_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass, and compute the rest again: less memory, about
@@ -157,12 +281,10 @@ class CkptConfig(Section):
     the steps after one are trained again instead of being sampled again."""
 
     keep_last: int = Field(default=2, ge=1)
-    """Checkpoints kept on disk; older ones are deleted. If the newest is damaged, `--resume` takes the one
-    before."""
+    """Checkpoints kept on disk; older ones are deleted. `--resume` skips a damaged one."""
 
     asynchronous: bool = False
-    """Write checkpoints in a thread while training goes on, from a copy of the state in CPU memory. Batches
-    that a checkpoint covers stay until it is complete."""
+    """Write checkpoints in a thread while training goes on, from a copy of the state in CPU memory."""
 
 
 class ProfileConfig(Section):
@@ -186,10 +308,9 @@ ExportColumns = Literal["all", "essential"]
 
 class TokenExportConfig(Section):
     path: Path | None = None
-    """One file for all steps, with the rank in its name (Parquet, which cannot be appended to: one per step,
-    with the step in its name, too), from `output_dir` if it is relative; default:
-    `token_exports/step_N/rank_R.jsonl`, or `.parquet`. It ends as `format` says, and belongs to one run;
-    `view` and `replay` find it through the run folder."""
+    """Another place for the records, from `output_dir` if relative: one file per rank, for Parquet one per
+    step, too. Ends as `format` says and belongs to one run. Default: `token_exports/step_N/rank_R.jsonl` or
+    `.parquet`."""
 
     format: ExportFormat = "jsonl"
     """`jsonl`: one JSON record per sequence and line. `parquet`: the same in columns, about a fifth of the
@@ -252,8 +373,8 @@ class TrainerConfig(Section):
     the gradient. A longer sample gets a micro batch alone."""
 
     pad_to_multiple_of: int = Field(default=1, ge=1)
-    """Micro batches are padded to a multiple of this many tokens, with a sequence that has no loss; 1: no
-    padding. Has to divide the tokens of a micro batch."""
+    """Pad micro batches to a multiple of this many tokens, by a sequence without loss. Has to divide the
+    tokens of a micro batch."""
 
     data: TrainerDataConfig = TrainerDataConfig()
     """Source of batches, if not an orchestrator."""
@@ -271,9 +392,8 @@ class TrainerConfig(Section):
     """Loss of rl samples; sft and opd samples have their own."""
 
     max_skipped_steps: int = Field(default=3, ge=1)
-    """Steps in a row that are skipped because their loss or gradient is not finite, before the run ends after
-    a checkpoint; 1: the first one ends it. A skipped step moves no weights: its tokens are `skipped` in the
-    ledger, and the next policy version has the same weights."""
+    """Steps in a row whose loss or gradient is not finite before the run ends after a checkpoint. Such a step
+    moves no weights, and its tokens are `skipped` in the ledger."""
 
     share_prompts: bool = True
     """Compute the common prompt of a group's members once; values and gradients stay the same."""
@@ -295,8 +415,8 @@ class TrainerConfig(Section):
     """Processes that `pellucid rl` starts the trainer in. On your own, start them with `torchrun`."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the trainer, divided among its processes on a machine; default: all cores that it
-    may use (affinity, CPU limit of its container) for `sft`, half of them for `rl`."""
+    """CPU threads of the trainer, divided among its processes; default: all cores that it may use, half of
+    them in `rl`."""
 
     profile: ProfileConfig | None = None
     """Present: some steps are profiled."""
@@ -333,9 +453,8 @@ class TrainerConfig(Section):
             )
         if self.data.fake is not None and cap is not None:
             yield (
-                f"trainer.micro_batch_max_tokens = {cap} has no effect on fake data, "
-                "whose samples are micro batches of their own; leave it out, and set "
-                "trainer.data.fake.batch_size and trainer.model.seq_len"
+                f"trainer.micro_batch_max_tokens = {cap} has no effect on fake data, whose samples are micro "
+                "batches of their own; leave it out, and set trainer.data.fake.batch_size"
             )
         if self.data.fake is not None and self.enable_router_replay:
             yield (
@@ -349,16 +468,13 @@ class TrainerConfig(Section):
             )
         if self.join is not None and self.num_processes > 1:
             yield (
-                f"trainer.num_processes = {self.num_processes} with trainer.join = {self.join}: the "
-                "processes are those of the trainer that is joined; leave it out"
+                f"trainer.num_processes = {self.num_processes} with trainer.join = {self.join}: the trainer "
+                "that is joined has its own processes; leave it out"
             )
-        own = {"micro_batch_max_tokens": cap, "experimental.token_export": self.experimental.token_export}
-        for key, value in own.items():
+        export = self.experimental.token_export
+        for key, value in {"micro_batch_max_tokens": cap, "experimental.token_export": export}.items():
             if self.many_runs is not None and value is not None:
-                yield (
-                    f"trainer.{key} has no effect on a trainer with trainer.many_runs: each run brings its "
-                    "own; leave it out here, and set it in the runs"
-                )
+                yield f"trainer.{key} has no effect with trainer.many_runs; set it in the runs instead"
         if self.max_tokens % self.pad_to_multiple_of:
             key = "model.seq_len" if cap is None else "micro_batch_max_tokens"
             yield (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pellucid.config import InferenceRunConfig
-from pellucid.config.inference import require_vllm
+from pellucid.config.shared import require_vllm
 from pellucid.data.tokenizer import check_vocabulary
 from pellucid.errors import ConfigError, InferenceError, ModelError, TransportError
 from pellucid.inference.client import SamplingParams

@@ -30,12 +30,13 @@ def run_render(config: RenderConfig) -> None:
 
 
 def write_files(config: RenderConfig) -> list[Path]:
-    run = _run_of(config)
-    cluster, text = config.cluster, to_toml(run)
+    run, cluster = _run_of(config), config.cluster
+    text = to_toml(run)
+    files = {"run.toml": text}
     if cluster.scheduler == "slurm":
-        files = {"run.toml": text, "run.sbatch": slurm_script(run, cluster, config.files / "run.toml")}
+        files["run.sbatch"] = slurm_script(run, cluster, config.files / "run.toml")
     else:
-        files = {"run.toml": text, "run.yaml": kubernetes_manifests(run, cluster, text)}
+        files["run.yaml"] = kubernetes_manifests(run, cluster, text)
     config.files.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         replace_file(config.files / name, content.encode())
@@ -44,16 +45,9 @@ def write_files(config: RenderConfig) -> list[Path]:
 
 def _run_of(config: RenderConfig) -> RLConfig:
     """Returns the configuration that all parts read; server addresses are passed when a part starts."""
-    cluster, trainer = config.cluster, config.trainer
+    cluster, teacher = config.cluster, config.orchestrator.teacher
     num_processes = cluster.trainer_nodes * cluster.processes_per_node
-    trainer.check_num_processes(num_processes)
-    _refuse_loopback(config, cluster)
-    values = {name: getattr(config, name) for name in RLConfig.model_fields}
-    trainer = trainer.model_copy(update={"num_processes": num_processes})
-    return RLConfig.model_construct(**{**values, "trainer": trainer})
-
-
-def _refuse_loopback(config: RenderConfig, cluster: ClusterConfig) -> None:
+    config.trainer.check_num_processes(num_processes)
     if config.inference.servers:
         raise ConfigError(
             "inference.servers is for servers that you start yourself; `pellucid render` starts "
@@ -64,11 +58,14 @@ def _refuse_loopback(config: RenderConfig, cluster: ClusterConfig) -> None:
             'transport.type = "zmq" needs the address of a machine, which only the scheduler knows; use '
             '"filesystem": the run folder is on a file system that all machines see'
         )
-    if config.orchestrator.teacher is not None and config.orchestrator.teacher.model is not None:
+    if teacher is not None and teacher.model is not None:
         raise ConfigError(
             "orchestrator.teacher.model is served by `pellucid rl` on one machine; start a server for it and "
             "give its address as orchestrator.teacher.servers"
         )
+    values = {name: getattr(config, name) for name in RLConfig.model_fields}
+    values["trainer"] = config.trainer.model_copy(update={"num_processes": num_processes})
+    return RLConfig.model_construct(**values)
 
 
 _SCRIPT = """\
@@ -148,66 +145,58 @@ Object = dict[str, Any]
 
 
 def kubernetes_manifests(run: RLConfig, cluster: ClusterConfig, config: str) -> str:
-    name = _object_name(run)
-    labels = {"app.kubernetes.io/name": "pellucid", "app.kubernetes.io/instance": name}
-    pods = _Pods(name, cluster, labels)
+    manifests = _Manifests(_object_name(run), cluster)
     objects = [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"run.toml": config}},
-        pods.headless("inference", cluster.port),
-        pods.headless("trainer", cluster.rendezvous_port),
-        pods.servers(),
-        pods.job("orchestrator", [pods.orchestrator()], num_pods=1),
-        pods.job("trainer", [pods.trainer()], num_pods=cluster.trainer_nodes),
+        manifests.named("v1", "ConfigMap", "", {"data": {"run.toml": config}}),
+        manifests.headless("inference", cluster.port),
+        manifests.headless("trainer", cluster.rendezvous_port),
+        manifests.servers(),
+        manifests.job("orchestrator", manifests.orchestrator(), num_pods=1),
+        manifests.job("trainer", manifests.trainer(), num_pods=cluster.trainer_nodes),
     ]
-    for each in objects:
-        each["metadata"] |= {"labels": labels} | (
-            {"namespace": cluster.namespace} if cluster.namespace else {}
-        )
     text: str = yaml.safe_dump_all(objects, sort_keys=False)
     return text
 
 
-class _Pods:
-    def __init__(self, name: str, cluster: ClusterConfig, labels: dict[str, str]) -> None:
+class _Manifests:
+    def __init__(self, name: str, cluster: ClusterConfig) -> None:
         self._name = name
         self._cluster = cluster
-        self._labels = labels
+        self._labels = {"app.kubernetes.io/name": "pellucid", "app.kubernetes.io/instance": name}
+
+    def named(self, version: str, kind: str, part: str, body: Object) -> Object:
+        name = f"{self._name}-{part}".removesuffix("-")
+        namespace = {"namespace": self._cluster.namespace} if self._cluster.namespace else {}
+        metadata = {"name": name, "labels": self._labels, **namespace}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}
 
     def headless(self, part: str, port: int) -> Object:
-        """Gives the pods of a part names of their own."""
-        return {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": f"{self._name}-{part}"},
-            "spec": {
-                "clusterIP": "None",
-                "publishNotReadyAddresses": True,
-                "selector": self._selector(part),
-                "ports": [{"port": port, "name": part}],
-            },
+        """Returns a service that gives each pod of a part a name."""
+        spec = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": self._selector(part),
+            "ports": [{"port": port, "name": part}],
         }
+        return self.named("v1", "Service", part, {"spec": spec})
 
     def servers(self) -> Object:
         port = self._cluster.port
-        command = (
+        container = self._container(
+            "inference",
             f"exec pellucid inference @ {_CONFIG} --resume --inference.host 0.0.0.0 --inference.port {port} "
-            '--inference.replica "${HOSTNAME##*-}"'
+            '--inference.replica "${HOSTNAME##*-}"',
         )
-        container = self._container("inference", command)
         container["ports"] = [{"containerPort": port}]
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": port}}
-        return {
-            "apiVersion": "apps/v1",
-            "kind": "StatefulSet",
-            "metadata": {"name": f"{self._name}-inference"},
-            "spec": {
-                "serviceName": f"{self._name}-inference",
-                "replicas": self._cluster.inference_nodes,
-                "podManagementPolicy": "Parallel",
-                "selector": {"matchLabels": self._selector("inference")},
-                "template": self._template("inference", [container]),
-            },
+        spec = {
+            "serviceName": f"{self._name}-inference",
+            "replicas": self._cluster.inference_nodes,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": self._selector("inference")},
+            "template": self._template("inference", container),
         }
+        return self.named("apps/v1", "StatefulSet", "inference", {"spec": spec})
 
     def orchestrator(self) -> Object:
         addresses = ", ".join(
@@ -221,29 +210,25 @@ class _Pods:
 
     def trainer(self) -> Object:
         cluster = self._cluster
-        command = (
+        return self._container(
+            "trainer",
             f'exec torchrun --nnodes {cluster.trainer_nodes} --node-rank "$JOB_COMPLETION_INDEX" '
             f"--nproc-per-node {cluster.processes_per_node} "
             f"--master-addr {self._name}-trainer-0.{self._name}-trainer "
-            f"--master-port {cluster.rendezvous_port} -m pellucid.cli trainer @ {_CONFIG} --resume"
+            f"--master-port {cluster.rendezvous_port} -m pellucid.cli trainer @ {_CONFIG} --resume",
         )
-        return self._container("trainer", command)
 
-    def job(self, part: str, containers: list[Object], *, num_pods: int) -> Object:
-        template = self._template(part, containers)
+    def job(self, part: str, container: Object, *, num_pods: int) -> Object:
+        template = self._template(part, container)
         template["spec"] |= {"restartPolicy": "OnFailure", "subdomain": f"{self._name}-{part}"}
-        return {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": f"{self._name}-{part}"},
-            "spec": {
-                "completionMode": "Indexed",
-                "completions": num_pods,
-                "parallelism": num_pods,
-                "backoffLimit": _MAX_RESTARTS * num_pods,  # one that dies takes all pods of its job along
-                "template": template,
-            },
+        spec = {
+            "completionMode": "Indexed",
+            "completions": num_pods,
+            "parallelism": num_pods,
+            "backoffLimit": _MAX_RESTARTS * num_pods,  # one that dies takes all pods of its job along
+            "template": template,
         }
+        return self.named("batch/v1", "Job", part, {"spec": spec})
 
     def _container(self, part: str, command: str) -> Object:
         container: Object = {
@@ -260,17 +245,13 @@ class _Pods:
             container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
         return container
 
-    def _template(self, part: str, containers: list[Object]) -> Object:
-        return {
-            "metadata": {"labels": {**self._labels, **self._selector(part)}},
-            "spec": {
-                "containers": containers,
-                "volumes": [
-                    {"name": "run", "persistentVolumeClaim": {"claimName": self._cluster.volume_claim}},
-                    {"name": "config", "configMap": {"name": self._name}},
-                ],
-            },
-        }
+    def _template(self, part: str, container: Object) -> Object:
+        volumes = [
+            {"name": "run", "persistentVolumeClaim": {"claimName": self._cluster.volume_claim}},
+            {"name": "config", "configMap": {"name": self._name}},
+        ]
+        labels = {**self._labels, **self._selector(part)}
+        return {"metadata": {"labels": labels}, "spec": {"containers": [container], "volumes": volumes}}
 
     def _selector(self, part: str) -> dict[str, str]:
         return {"pellucid/run": self._name, "pellucid/part": part}

@@ -1,17 +1,18 @@
 """Finds mistakes in a run before anything is made, deleted or started.
 
-`check_…` comes before a run: it takes a fraction of a second, loads no torch and runs no code of the user's;
-the processes of the run check again, with what they really load. A run that is refused leaves its output
-folder as it was. `rehearse_…` is for `--dry-run`: it imports and makes what the command would, code of the
-user's included. `resolved` is the configuration that it prints.
+`check_rl` and `check_sft` come before a run: they take a fraction of a second, load no torch and run no code
+of the user's. The processes of the run check again, with what they really load. A run that is refused leaves
+its output folder as it was. `rehearse` is for `--dry-run`: it imports and makes what the command would, code
+of the user's included. `resolved` is the configuration that it prints.
 """
 
 import os
 import socket
 import subprocess
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tokenizers import Tokenizer
 
@@ -21,6 +22,7 @@ from pellucid.config import (
     EnvConfig,
     InferenceConfig,
     InferenceRunConfig,
+    OrchestratorConfig,
     OrchestratorRunConfig,
     RLConfig,
     RunConfig,
@@ -31,9 +33,10 @@ from pellucid.config import (
     ZmqTransportConfig,
 )
 from pellucid.config.base import Section
+from pellucid.config.commands import PARTS
 from pellucid.config.imports import load_function, require_package
-from pellucid.config.inference import VLLM_REMEDY, require_vllm
-from pellucid.config.tools import EnvSettings
+from pellucid.config.shared import VLLM_REMEDY, require_vllm
+from pellucid.config.tools import EnvSettings, RenderConfig
 from pellucid.data.model_folder import check_model_folder
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
@@ -67,11 +70,8 @@ def share_cores(config: RLConfig, cores: int) -> RLConfig:
     half = max(1, cores // 2)
     inference, trainer = config.inference, config.trainer
     records = inference.record_experts or trainer.enable_router_replay
-    return _with(
-        config,
-        inference=_with(inference, threads=inference.threads or half, record_experts=records),
-        trainer=_with(trainer, threads=trainer.threads or half),
-    )
+    inference = _with(inference, threads=inference.threads or half, record_experts=records)
+    return _with(config, inference=inference, trainer=_with(trainer, threads=trainer.threads or half))
 
 
 def choose_ports(config: RLConfig) -> RLConfig:
@@ -90,17 +90,18 @@ def free_port(host: str, port: int, section: str = "inference") -> int:
     """`port` if nobody listens on it; for 0 a free one, reserved for the child that will listen on it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        number = port
         if port == 0:
             with socket.socket(family) as any_port:
                 any_port.bind((host, 0))
-                number: int = any_port.getsockname()[1]
+                number = any_port.getsockname()[1]
         with socket.socket(family) as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind((host, port or number))
+            server.bind((host, number))
             server.listen()
             if port == 0:
                 _reserve(server)
-            return port or number
+            return number
     except OSError as error:
         raise ConfigError(
             f"{section}.port = {port} cannot be used on {section}.host = {host} ({error.strerror}); "
@@ -118,104 +119,106 @@ def _reserve(server: socket.socket) -> None:
         server.accept()[0].close()
 
 
-def resolved(config: RunConfig) -> RunConfig:
+def resolved(config: Section) -> Section:
     """Returns `config` as it would run: with each default that follows from other keys, or from this machine.
 
     A port of 0 stays, since a free one is chosen only when the run starts.
     """
-    cores, name = num_cores(), config.run_name
-    config = _with(config, run_id=name)
-    if (wandb := config.monitors.wandb) is not None:
+    if type(config) not in (RLConfig, SFTConfig, *PARTS):
+        return config
+    run, cores = cast(RunConfig, config), num_cores()
+    name = run.run_name
+    run = _with(run, run_id=name)
+    if (wandb := run.monitors.wandb) is not None:
         wandb = _with(wandb, name=wandb.name or name, group=wandb.group or name)
-        config = _with(config, monitors=_with(config.monitors, wandb=wandb))
-    if isinstance(config, RLConfig):
-        config = share_cores(config, cores)
-    if isinstance(config, TrainerRunConfig):
-        trainer = _with(config.trainer, threads=config.trainer.threads or cores)
+        run = _with(run, monitors=_with(run.monitors, wandb=wandb))
+    if isinstance(run, RLConfig):
+        run = share_cores(run, cores)
+    if isinstance(run, TrainerRunConfig):
+        trainer = _with(run.trainer, threads=run.trainer.threads or cores)
         if trainer.data.fake is None and trainer.join is None:  # they refuse a cap
             trainer = _with(trainer, micro_batch_max_tokens=trainer.max_tokens)
-        config = _with(config, trainer=trainer)
-    if isinstance(config, OrchestratorRunConfig):
-        orchestrator = config.orchestrator
-        environments = tuple(
-            _with(
-                each, name=each.label, sampling=_with(each.sampling, **dict(orchestrator.sampling_of(each)))
-            )
-            for each in orchestrator.env
-        )
-        evaluations = tuple(
-            _with(each, name=each.label, max_tokens=each.max_tokens or orchestrator.sampling.max_tokens)
-            for each in orchestrator.eval
-        )
-        rollouts = config.max_inflight_rollouts
-        orchestrator = _with(orchestrator, env=environments, eval=evaluations, max_inflight_rollouts=rollouts)
-        config = _with(config, orchestrator=orchestrator)
-    if isinstance(config, InferenceRunConfig):
-        server = config.inference
+        run = _with(run, trainer=trainer)
+    if isinstance(run, OrchestratorRunConfig):
+        run = _with(run, orchestrator=_resolved_orchestrator(run))
+    if isinstance(run, InferenceRunConfig):
+        server = run.inference
         server = _with(server, threads=server.threads or cores, record_experts=bool(server.record_experts))
-        config = _with(config, inference=server)
-    if isinstance(config, SFTConfig) and (config.data.path is None or config.data.path.is_dir()):
-        config = _with(config, data=_with(config.data, split=config.data.part[1]))
-    return config
+        run = _with(run, inference=server)
+    if isinstance(run, SFTConfig) and (run.data.path is None or run.data.path.is_dir()):
+        run = _with(run, data=_with(run.data, split=run.data.part[1]))
+    return run
+
+
+def _resolved_orchestrator(run: OrchestratorRunConfig) -> OrchestratorConfig:
+    config = run.orchestrator
+    environments = []
+    for env in config.env:
+        sampling = _with(env.sampling, **dict(config.sampling_of(env)))
+        environments.append(_with(env, name=env.label, sampling=sampling))
+    evaluations = []
+    for each in config.eval:
+        max_tokens = each.max_tokens or config.sampling.max_tokens
+        evaluations.append(_with(each, name=each.label, max_tokens=max_tokens))
+    return _with(
+        config,
+        env=tuple(environments),
+        eval=tuple(evaluations),
+        max_inflight_rollouts=run.max_inflight_rollouts,
+    )
 
 
 def _with(section: S, **values: Any) -> S:
     return section.model_copy(update=values)
 
 
-def rehearse_rl(config: RLConfig) -> None:
-    """`--dry-run`: checks the run and its folder, and imports and makes what its processes would."""
-    check_rl(config)
-    choose_ports(config)
-    _look_at_folder(config)
-    _rehearse_sampling(config)
-    _rehearse_training(config)
-
-
-def rehearse_verify(config: VerifyConfig) -> None:
-    if config.model.name != config.model.DEMO:
+def rehearse(config: Section) -> None:
+    """`--dry-run`: checks the settings and the folder, and imports and makes what the command would."""
+    if isinstance(config, EnvSettings):
+        env = EnvConfig(id=config.id, args=config.args)
+        draw_example(load_environment(env, config.seed), env.label, config.start)
+        return
+    if not isinstance(config, RunConfig) or isinstance(config, RenderConfig):
+        return
+    if isinstance(config, VerifyConfig):
+        if config.model.name == config.model.DEMO:
+            return
         check_rl(_with(config, inference=_with(config.inference, servers=())))  # verify asks none
+    elif isinstance(config, RLConfig):
+        check_rl(config)
+        choose_ports(config)
+        _check_run_folder(config)
+    elif isinstance(config, SFTConfig):
+        check_sft(config)
+        _check_run_folder(config)
+    elif isinstance(config, InferenceRunConfig):
+        config.check_addresses()
+        _rehearse_serving(config)
+    elif isinstance(config, OrchestratorRunConfig):
+        config.check_addresses()
+        _check_batch_address(config.transport)
+    elif isinstance(config, TrainerRunConfig) and config.trainer.data.fake is None:
+        _check_batch_address(config.transport)
+    if isinstance(config, OrchestratorRunConfig):
         _rehearse_sampling(config)
+    if isinstance(config, TrainerRunConfig) and not isinstance(config, SFTConfig):
         _rehearse_training(config)
+    for name in ("wandb", "tensorboard"):
+        if getattr(config.monitors, name) is not None:
+            with optional_package(name):
+                import_module(name)
 
 
-def rehearse_sft(config: SFTConfig) -> None:
-    check_sft(config)
-    _look_at_folder(config)
-    _check_trackers(config)
-
-
-def rehearse_trainer(config: TrainerRunConfig) -> None:
-    if config.trainer.data.fake is None:
-        _check_port(config.transport)
-    _rehearse_training(config)
-
-
-def rehearse_orchestrator(config: OrchestratorRunConfig) -> None:
-    config.check_addresses()
-    _check_port(config.transport)
-    _rehearse_sampling(config)
-
-
-def rehearse_inference(config: InferenceRunConfig) -> None:
-    config.check_addresses()
+def _rehearse_serving(config: InferenceRunConfig) -> None:
     if config.inference.backend == "vllm":
         require_vllm()
-    if config.inference.key_file is not None:
-        read_key(config.inference.key_file, "inference.key_file")
-    _check_trackers(config)
+    _check_keys({"inference.key_file": config.inference.key_file})
     check_model_folder(config.model.name, chats=False)
-
-
-def rehearse_env(settings: EnvSettings) -> None:
-    """Makes the environment, and its first example."""
-    config = EnvConfig(id=settings.id, args=settings.args)
-    draw_example(load_environment(config, settings.seed), config.label, settings.start)
 
 
 def _rehearse_sampling(config: OrchestratorRunConfig) -> None:
     """Makes environments with their first examples, advantage and filters; this runs code of the user's."""
-    orchestrator = config.orchestrator
+    orchestrator, teacher = config.orchestrator, config.orchestrator.teacher
     for each in orchestrator.env:
         draw_example(load_environment(each, config.seed), each.label, 0)
     for evaluation in orchestrator.eval:
@@ -223,14 +226,13 @@ def _rehearse_sampling(config: OrchestratorRunConfig) -> None:
     load_advantage(orchestrator.advantage)
     for each_filter in orchestrator.filter:
         load_filter(each_filter)
-    if config.inference.key_file is not None:
-        read_key(config.inference.key_file, "inference.key_file")
-    if orchestrator.teacher is not None and orchestrator.teacher.key_file is not None:
-        read_key(orchestrator.teacher.key_file, "orchestrator.teacher.key_file")
+    teacher_key = None if teacher is None else teacher.key_file
+    _check_keys(
+        {"inference.key_file": config.inference.key_file, "orchestrator.teacher.key_file": teacher_key}
+    )
     if isinstance(config.transport, ZmqTransportConfig) and config.transport.keys is not None:
         own_keys(config.transport.keys, "orchestrator")
         trainer_key(config.transport.keys)
-    _check_trackers(config)
     check_model_folder(config.model.name, chats=True)
 
 
@@ -242,28 +244,26 @@ def _rehearse_training(config: TrainerRunConfig) -> None:
     if isinstance(config.transport, ZmqTransportConfig) and config.transport.keys is not None:
         own_keys(config.transport.keys, "trainer")
         allowed_keys(config.transport.keys)
-    _check_trackers(config)
     check_model_folder(config.model.name, chats=False, routes=config.trainer.enable_router_replay)
 
 
-def _look_at_folder(config: TrainerRunConfig) -> None:
+def _check_keys(files: Mapping[str, Path | None]) -> None:
+    for setting, path in files.items():
+        if path is not None:
+            read_key(path, setting)
+
+
+def _check_run_folder(config: TrainerRunConfig) -> None:
     """Raises ConfigError where the run could not take over its folder, or write its token export."""
     check_folder(config)
     if (exports := ExportPaths.of_run(config)) is not None:
         exports.check(resume=config.resume)
 
 
-def _check_port(transport: TransportConfig) -> None:
+def _check_batch_address(transport: TransportConfig) -> None:
     """Raises ConfigError if a part on its own is not told where batches go."""
     if isinstance(transport, ZmqTransportConfig):
         batch_address(transport)
-
-
-def _check_trackers(config: RunConfig) -> None:
-    for name in ("wandb", "tensorboard"):
-        if getattr(config.monitors, name) is not None:
-            with optional_package(name):
-                import_module(name)
 
 
 def check_rl(config: RLConfig) -> None:
@@ -271,9 +271,8 @@ def check_rl(config: RLConfig) -> None:
     if config.inference.servers:
         raise ConfigError(
             f"inference.servers = {list(config.inference.servers)}: `pellucid rl` starts the policy's server "
-            "itself, and nobody would use it; leave the key out, or start the parts on their own (`pellucid "
-            "inference`, `pellucid orchestrator`, `pellucid trainer`), which share output_dir = "
-            f"{config.output_dir}"
+            "itself; leave the key out, or start the parts on their own (`pellucid inference`, `pellucid "
+            f"orchestrator`, `pellucid trainer`), which share output_dir = {config.output_dir}"
         )
     for environment in (*orchestrator.env, *orchestrator.eval):
         check_environment(environment)
@@ -291,7 +290,7 @@ def check_rl(config: RLConfig) -> None:
 
 
 def _check_server(settings: InferenceConfig) -> None:
-    """Whether its interpreter is there, and has what it needs; what is in the packages is not looked at."""
+    """Raises ConfigError if the server's interpreter cannot be run or lacks a package; imports none."""
     if settings.python is None:
         if settings.backend == "vllm":
             require_vllm()
@@ -301,20 +300,16 @@ def _check_server(settings: InferenceConfig) -> None:
         "import importlib.util as util, sys\n"
         "print(*(name for name in sys.argv[1:] if not getattr(util.find_spec(name), 'origin', None)))"
     )
+    key = f"inference.python = {str(settings.python)!r}"
     remedy = f"; {VLLM_REMEDY}" if settings.backend == "vllm" else ""
     try:
         answer = subprocess.run([settings.python, "-c", script, *needed], capture_output=True, text=True)
     except OSError as error:
-        raise ConfigError(
-            f"inference.python = {str(settings.python)!r} cannot be run ({error.strerror}){remedy}"
-        ) from error
+        raise ConfigError(f"{key} cannot be run ({error.strerror}){remedy}") from error
     if answer.returncode:
-        raise ConfigError(f"inference.python = {str(settings.python)!r} is no Python interpreter{remedy}")
+        raise ConfigError(f"{key} is no Python interpreter{remedy}")
     if missing := answer.stdout.split():
-        raise ConfigError(
-            f"inference.python = {str(settings.python)!r} has no {' and no '.join(missing)}; install it "
-            f"there{remedy}"
-        )
+        raise ConfigError(f"{key} has no {' and no '.join(missing)}; install it there{remedy}")
 
 
 def _check_teacher(teacher: str, model: str) -> None:

@@ -9,7 +9,7 @@ watches.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from io import FileIO
@@ -40,10 +40,10 @@ from pellucid.launch.console import (
     make_console,
     number_in,
     open_view,
+    rl_summary,
 )
 from pellucid.launch.preflight import check_rl, free_port, resolve
 from pellucid.launch.run_folder import claimed, has_begun, rewind_rl, settle_export, take_over
-from pellucid.launch.summary import rl_summary
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
 from pellucid.metrics import parse_metrics
@@ -68,30 +68,25 @@ def run_rl(config: RLConfig) -> None:
 
 def write_configs(config: RLConfig) -> None:
     """Writes the configuration as resolved, whole and as each process of the run sees it."""
-    save(config, config_path(config, "rl"))
-    for name, part in parts(config).items():
+    for name, part in {"rl": config, **parts(config)}.items():
         save(part, config_path(config, name))
 
 
 def parts(config: RLConfig) -> dict[str, RunConfig]:
     """Returns the configuration of each process of the run, by its name."""
+    config = config.model_copy(update={"clean_output_dir": False})
     configs: dict[str, RunConfig] = {
-        "inference": config.part(InferenceRunConfig, clean_output_dir=False),
-        "orchestrator": config.part(OrchestratorRunConfig, clean_output_dir=False),
-        "trainer": config.part(TrainerRunConfig, clean_output_dir=False),
+        "inference": config.part(InferenceRunConfig),
+        "orchestrator": config.part(OrchestratorRunConfig),
+        "trainer": config.part(TrainerRunConfig),
     }
     teacher = config.orchestrator.teacher
     if teacher is not None and teacher.model is not None:
+        server = {"port": teacher.port, "role": "teacher", "record_experts": False}
         configs["teacher"] = config.part(
             InferenceRunConfig,
-            clean_output_dir=False,
             model={**config.model.model_dump(), "name": teacher.model},
-            inference={
-                **config.inference.model_dump(),
-                "port": teacher.port,
-                "role": "teacher",
-                "record_experts": False,
-            },
+            inference={**config.inference.model_dump(), **server},
             monitors={},  # a tracker has one page for the inference server, the policy's
         )
     return configs
@@ -102,23 +97,24 @@ def config_path(config: RLConfig, name: str) -> Path:
 
 
 def rl_children(config: RLConfig) -> list[Child]:
-    engine_env = child_env(config.inference.threads or 1)
     num_trainers = config.trainer.num_processes
-    trainer_env = child_env(max(1, (config.trainer.threads or 1) // num_trainers))
-
-    def child(part: str, env: Mapping[str, str], *, number: int = 0) -> Child:
-        name = f"{part}_{number}" if number else part
-        serves = part in ("inference", "teacher")
-        python = (config.inference.python if serves else None) or sys.executable
+    threads = {
+        "inference": config.inference.threads or 1,
+        "trainer": max(1, (config.trainer.threads or 1) // num_trainers),
+    }
+    children = []
+    for part, settings in parts(config).items():
+        serves = isinstance(settings, InferenceRunConfig)
         command = "inference" if serves else part
+        python = (config.inference.python if serves else None) or sys.executable
         argv = (str(python), "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
-        return Child(name, argv, config.output_dir / "logs" / f"{name}.log", env, service=serves)
-
-    children = [child("inference", engine_env), child("orchestrator", child_env(1))]
-    for number, place in enumerate(places(num_trainers)):
-        children.append(child("trainer", {**trainer_env, **place}, number=number))
-    teacher = config.orchestrator.teacher
-    return children if teacher is None or teacher.model is None else [*children, child("teacher", engine_env)]
+        env = dict.fromkeys(THREAD_VARIABLES, str(threads.get(command, 1)))
+        for number, place in enumerate(places(num_trainers) if part == "trainer" else [{}]):
+            name = f"{part}_{number}" if number else part
+            log_path = config.output_dir / "logs" / f"{name}.log"
+            child_env = {**env, "TOKENIZERS_PARALLELISM": "false", **place}
+            children.append(Child(name, argv, log_path, child_env, service=serves))
+    return children
 
 
 def places(num_processes: int) -> list[dict[str, str]]:
@@ -129,22 +125,14 @@ def places(num_processes: int) -> list[dict[str, str]]:
     """
     if num_processes == 1:
         return [{}]
-    port = str(free_port("127.0.0.1", 0))
-    return [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_processes),
-            "LOCAL_WORLD_SIZE": str(num_processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        for rank in range(num_processes)
-    ]
-
-
-def child_env(threads: int) -> dict[str, str]:
-    return {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "TOKENIZERS_PARALLELISM": "false"}
+    size = str(num_processes)
+    shared = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port("127.0.0.1", 0)),
+    }
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(num_processes)]
 
 
 def run_processes(config: RLConfig, children: Sequence[Child], console: Console, *, start: int = 0) -> None:
@@ -177,9 +165,9 @@ def run_processes(config: RLConfig, children: Sequence[Child], console: Console,
 def _supervise(config: RLConfig, children: Sequence[Child], console: Console, start: int) -> "StepProgress":
     log_path = config.output_dir / "logs" / "rl.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    shown = columns(config)
     with ExitStack() as stack:
         log = stack.enter_context(log_path.open("wb", buffering=0))
-        shown = columns(config)
         view = stack.enter_context(closing(open_view(shown, config.max_steps - start, console)))
         in_log = PlainView(shown, partial(_log_line, log))
         progress = StepProgress(config.output_dir / "metrics", [view, in_log], start)
@@ -188,11 +176,9 @@ def _supervise(config: RLConfig, children: Sequence[Child], console: Console, st
         try:
             supervise(children, on_tick=progress.update, say=console.out)
         except (DiskError, ProcessError) as error:
-            again = (
-                "go on with the same command and --resume"
-                if has_begun(config.output_dir)
-                else "start again with the same command"
-            )
+            again = "start again with the same command"
+            if has_begun(config.output_dir):
+                again = "go on with the same command and --resume"
             raise type(error)(f"{error}\nonce that is mended, {again}") from error
     return progress
 
@@ -228,14 +214,16 @@ class StepProgress:
         self.num_steps = 0
         self.num_packed = 0
         """Tokens that the trainer took in from `start` on."""
-
         self.rewards: list[float] = []
         self.evaluations = self._evaluated.read()
 
     def update(self) -> None:
-        for source, follower in enumerate(self._followers):
-            self._join.add(source, follower.read())
-        for record in self._join.complete():
+        records = [
+            record
+            for source, follower in enumerate(self._followers)
+            for record in self._join.add(source, follower.read())
+        ]
+        for record in records:
             self.num_steps += 1
             if (reward := number_in(record, "reward/all")) is not None:
                 self.rewards.append(reward)

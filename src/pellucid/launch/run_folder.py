@@ -1,16 +1,16 @@
 """The folder of a run: made, taken over, or refused, before the first process starts.
 
-Only the command that owns the folder (`rl`, `sft`) prepares it. A folder is never shared by two runs,
-and cleaning one deletes by name what a run writes: a file of anybody else survives.
+Only the command that owns the folder (`rl`, `sft`) prepares it. Two runs never share a folder. Cleaning one
+deletes by name what a run writes: a file of anybody else survives.
 
 The folder of a run that died, or was stopped, is brought back to one consistent point:
 
     checkpoint   the newest one that is intact; the trainer goes on with its step
     next_batch   the first batch from there on that is missing or damaged; the orchestrator goes on with it
 
-Each part takes back what is its own, here as when it is resumed alone: the trainer by `checkpoint.take_back`,
-the orchestrator by `orchestrator.snapshot`. What is left to do is what belongs to nobody alone: metrics of
-all parts, exports of steps that will be sampled anew. Interrupted itself, it can be run again.
+Each part takes back its own files, here as when it is resumed alone: the trainer by `checkpoint.take_back`,
+the orchestrator by `orchestrator.snapshot`. This module takes back what several parts share: metrics, and
+exports of steps that will be sampled anew. A rewind that is interrupted can be run again.
 """
 
 import logging
@@ -31,7 +31,6 @@ from pellucid.config import (
     OrchestratorRunConfig,
     RLConfig,
     RunConfig,
-    SFTConfig,
     TrainerRunConfig,
 )
 from pellucid.data.files import open_lock, step_folders, try_lock
@@ -54,25 +53,9 @@ LOCK = ".lock"
 _ROOM_BYTES = 1 << 16
 """Free space that the folder needs for a run to start at all."""
 
-WRITTEN_BY_A_RUN = (
-    "configs",
-    "logs",
-    "metrics",
-    "ledger",
-    "rollouts",
-    "batches",
-    "weights",
-    "checkpoints",
-    "token_exports",
-    "tensorboard",
-    "profiles",
-    "model",
-    "page.html",
-    KEY_NAME,
-)
-
 _NO_FOLDER = "output_dir = {} is not a folder; choose another path"
 _RESULTS = ("metrics", "rollouts", "batches", "weights", "token_exports", "profiles", "model", "page.html")
+WRITTEN_BY_A_RUN = ("configs", "logs", "ledger", "checkpoints", "tensorboard", KEY_NAME, *_RESULTS)
 
 
 @contextmanager
@@ -89,9 +72,8 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def prepare(config: RunConfig) -> bool:
-    """Whether the claimed `output_dir` holds a run that is to be resumed; else it is clean after this.
+    """Returns whether the claimed `output_dir` holds a run that is to be resumed; else cleans the folder.
 
-    Logs of a run that is resumed stay where they are: whoever rewinds it keeps them, see `keep_logs`.
     A start that failed before its first token is no run: what it wrote is deleted, but for its logs.
     """
     folder = config.output_dir
@@ -261,7 +243,7 @@ def take_over(
 ) -> tuple[Config, int]:
     """Returns the configuration of a run in its claimed folder, and the first step to train.
 
-    `resume` is true from here on only if the folder holds a run; it is rewound then, and its logs are kept.
+    `resume` is true from here on only if the folder holds a run, which is rewound then; its logs are kept.
     Settings that a resumed run must not have are refused before any file of the run is touched.
     """
     changes = check_folder(config)
@@ -272,40 +254,34 @@ def take_over(
     keep_logs(config.output_dir)
     console.out(str(point), highlight=False)
     for change in changes:
-        since = point.next_batch if _shapes_batches(change.key) else point.checkpoint
+        # Batches that are trained from disk were formed under the earlier settings of the orchestrator.
+        shapes_batches = change.key.startswith(("orchestrator.", "inference.", "max_async_level"))
+        since = point.next_batch if shapes_batches else point.checkpoint
         console.out(change.line(since), highlight=False)
     return config, point.checkpoint
 
 
 def _changes(config: RunConfig) -> list[Change]:
     """Finds what a resumed run sets otherwise than before, each key once, though parts of it share some."""
-    parts: dict[str, RunConfig] = {}
+    parts: dict[str, RunConfig] = {"sft": config}
+    other = "rl"
     if isinstance(config, RLConfig):
-        _refuse_run_of(config, "sft")
-        for name, kind in (("orchestrator", OrchestratorRunConfig), ("trainer", TrainerRunConfig)):
-            parts[name] = config.part(kind)
-    elif isinstance(config, SFTConfig):
-        _refuse_run_of(config, "rl")
-        parts["sft"] = config
+        other = "sft"
+        parts = {
+            "orchestrator": config.part(OrchestratorRunConfig),
+            "trainer": config.part(TrainerRunConfig),
+        }
+    if (config.output_dir / "configs" / f"{other}.toml").exists():
+        raise ConfigError(
+            f"output_dir = {config.output_dir} holds a run of `pellucid {other}`, which another command "
+            "cannot resume; choose another folder"
+        )
     changes = [change for name, part in parts.items() for change in changed_settings(part, name)]
     return list({change.key: change for change in changes}.values())
 
 
-def _refuse_run_of(config: RunConfig, command: str) -> None:
-    if config.resume and (config.output_dir / "configs" / f"{command}.toml").exists():
-        raise ConfigError(
-            f"output_dir = {config.output_dir} holds a run of `pellucid {command}`, which another command "
-            "cannot resume; choose another folder"
-        )
-
-
-def _shapes_batches(key: str) -> bool:
-    """Whether a setting matters to the batches yet to be formed, not to those that are trained from disk."""
-    return key.startswith(("orchestrator.", "inference.", "max_async_level"))
-
-
 def run_rewind(config: RLConfig) -> None:
-    """Only brings the folder back: for runs whose parts are started on their own."""
+    """Rewinds the folder and starts nothing: for runs whose parts are started on their own."""
     with claimed(config.output_dir):
         config, _ = take_over(config.model_copy(update={"resume": True}), rewind_rl, make_console())
     if not config.resume:
@@ -325,8 +301,7 @@ def rewind_rl(
 ) -> ResumePoint:
     """Brings the folder back; `changes` are the settings that are others from here on.
 
-    Each part settles its own when it is resumed, as here; but only while none is running can files that
-    several of them write or read be put right.
+    Files that several parts write or read can be put right only while none of them runs.
     """
     folder = config.output_dir
     before = _given_up(folder)
@@ -336,23 +311,16 @@ def rewind_rl(
     settle_engines(folder / "ledger")
     take_back(folder, progress)
     retract_steps(folder / "token_exports", next_batch)
-    drop_metrics(folder / "metrics" / "trainer.jsonl", checkpoint)
-    drop_metrics(folder / "metrics" / "orchestrator.jsonl", next_batch)
-    drop_metrics(folder / "metrics" / "inference.jsonl", checkpoint)
-    drop_metrics(folder / "metrics" / "eval.jsonl", checkpoint + 1)
+    first_steps = {"trainer": checkpoint, "orchestrator": next_batch, "inference": checkpoint}
+    for name, step in {**first_steps, "eval": checkpoint + 1}.items():
+        drop_metrics(folder / "metrics" / f"{name}.jsonl", step)
     given_up = _given_up(folder) - before
-    return ResumePoint(checkpoint, next_batch, given_up[State.LOST], given_up[State.ROLLED_BACK])
+    return ResumePoint(checkpoint, next_batch, given_up[State.LOST.value], given_up[State.ROLLED_BACK.value])
 
 
-def _given_up(folder: Path) -> Counter[State]:
-    """Tokens that processes that died took along, and those of discarded steps, as far as that is known."""
+def _given_up(folder: Path) -> Counter[str]:
+    """Counts the tokens that died with their process, and those of discarded steps, as far as is known."""
     try:
-        report = reconcile(folder / "ledger")
+        return sum(reconcile(folder / "ledger").states.values(), Counter[str]())
     except LedgerError:  # there are no books yet
         return Counter()
-    return Counter(
-        {
-            state: sum(states[state.value] for states in report.states.values())
-            for state in (State.LOST, State.ROLLED_BACK)
-        }
-    )

@@ -23,10 +23,10 @@ from pellucid.launch.console import (
     has_terminal,
     make_console,
     open_view,
+    sft_summary,
 )
 from pellucid.launch.preflight import check_sft, is_torchrun
 from pellucid.launch.run_folder import claimed, rewind_sft, settle_export, take_over
-from pellucid.launch.summary import sft_summary
 from pellucid.metrics import read_metrics
 
 if TYPE_CHECKING:

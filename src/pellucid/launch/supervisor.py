@@ -5,12 +5,13 @@
                       └─ SIGINT, SIGTERM, SIGHUP ───────────────────> stop all, SystemExit(128 + signal)
 
 No child outlives `supervise`. Each leads a session of its own, so that Ctrl-C in the terminal reaches the
-launcher alone, which then stops workers before services: winding down may need the server. A child is killed
-only once it is silent for too long, or at another signal; what it says of itself comes through a pipe (see
-`pellucid.ending`) and is shown. So is a child that has nothing left to do but does not exit.
+launcher alone, which then stops workers before services: winding down may need the server. A child reports
+through a pipe what it does to end (see `pellucid.ending`), and the launcher shows it. The launcher kills a
+child at another signal, or once it is silent for longer than it announced; one that has announced nothing has
+a grace period.
 
-What a child leaves behind in its process group goes with it. If the launcher itself is killed outright, Linux
-kills the children (PR_SET_PDEATHSIG); other systems have no such call, and there they are left running.
+The launcher also kills what a child leaves behind in its process group. If the launcher itself is killed,
+Linux kills the children (PR_SET_PDEATHSIG); on other systems they are left running.
 """
 
 import ctypes
@@ -19,24 +20,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from signal import Signals
 from threading import Thread
+from typing import Literal
 
 import msgspec
 
-from pellucid.ending import LAUNCHER_PIPE, SILENCE_S, Word, describe_pipe
+from pellucid.ending import LAUNCHER_PIPE, SILENCE_S, ProcessReport, describe_pipe
 from pellucid.errors import DiskError, ProcessError
-from pellucid.launch.last_words import LastWords, read_cause
 
 TICK_S = 0.25
 _READ_OUT_S = 1.0
-"""For the last words of a child that has exited; something that it started may hold its pipe open."""
+"""Seconds to read the last reports of a child that has exited; what it started may hold its pipe open."""
 
+SHOW_AFTER_S = 1.0
+"""Seconds after which a child's activity is shown; after that it is shown every `SHOW_EVERY_S`."""
+
+SHOW_SPARE_AFTER_S = 5.0
+"""The same for an activity with nothing at stake, such as the exit."""
+
+SHOW_EVERY_S = 20.0
+NUM_NAMES_SHOWN = 3
+NUM_TAIL_BYTES = 64 * 1024
+NUM_TAIL_LINES = 12
 PR_SET_PDEATHSIG = 1
 GOOD_ENDS = {0, -signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 """Exit codes of a child that was told to stop: it may end by the signal, or handle it and say so."""
@@ -74,30 +86,158 @@ class Exit:
         return f"{self.name} {killed or f'exited with code {self.code}'}{HINTS.get(self.code, '')}"
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnding:
-    """How a run ends; neither failed nor interrupted is a finished run."""
-
-    failure: Exit | None = None
-    interrupt: Signals | None = None
+Outcome = Exit | Signals | Literal["done"]
+"""How a run ends: by the exit that failed it, by a signal to the launcher, or with all steps done."""
 
 
 def decide(
     children: Sequence[Child], exits: Sequence[Exit], interrupt: Signals | None = None
-) -> RunEnding | None:
+) -> Outcome | None:
     """Decides from the exits so far, in their order, how the run ends; None: it goes on."""
     workers = {child.name for child in children if not child.service}
     for end in exits:
         if end.code != 0 or (workers and end.name not in workers):
-            return RunEnding(failure=end)
+            return end
         workers.discard(end.name)
-    if interrupt is not None:
-        return RunEnding(interrupt=interrupt)
-    return None if workers else RunEnding()
+    return interrupt or (None if workers else "done")
 
 
-_Event = Exit | Signals | tuple[str, Word]
-"""A child's exit, a signal to the launcher, or (child, its word)."""
+class ChildState:
+    """One child as its launcher knows it: the process, how it ended, and its latest report."""
+
+    def __init__(self, child: Child, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.child = child
+        self._grace_s = grace_s
+        self._clock = clock
+        self.process: subprocess.Popen[bytes] | None = None
+        self.exited_at: float | None = None
+        self.killed = ""
+        """How the launcher killed it, in words; "" if it did not."""
+
+        self.killed_spare = False
+        self.failure: ProcessReport | None = None
+        """Its report that it fails, with the time at which it first knew."""
+
+        self._report: ProcessReport | None = None
+        """Latest report of its activity; None: it has reported nothing, or is done."""
+
+        self._since = 0.0
+        """Time at which it began its activity, or the launcher stopped it."""
+
+        self._heard_at = 0.0
+        self._shown_at: float | None = None
+
+    def hear(self, report: ProcessReport) -> None:
+        self._heard_at = self._clock()
+        if report.failed:
+            # It may explain itself better later; its first report tells when it knew.
+            self.failure = msgspec.structs.replace(report, at=self.failure.at if self.failure else report.at)
+        elif not report.beat:
+            self._report = report if report.doing else None
+            self._since, self._shown_at = self._heard_at, None
+
+    def note_stop(self) -> None:
+        """Notes that the child was told to stop: from now on its silence counts."""
+        self._heard_at = self._clock()
+        if self._report is None:
+            self._since = self._heard_at
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.exited_at is None
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether all that the child had to do is done, and killing it loses nothing."""
+        return self._report is not None and not self._report.at_stake and self.failure is None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the child gave no sign of life for longer than it may."""
+        return self._clock() - self._heard_at > self._silence_s
+
+    @property
+    def _silence_s(self) -> float:
+        return self._grace_s if self._report is None else self._report.silence_s
+
+    def describe_kill(self, when: str = "") -> str:
+        """`trainer was killed after 600 s of silence while writing the checkpoint of step 40; lost …`."""
+        killed = f"{self.child.name} was killed {when or f'after {self._silence_s:g} s of silence'}"
+        if self._report is None:
+            return f"{killed}; it had not said what it was doing"
+        lost = f"lost may be {self._report.at_stake}" if self._report.at_stake else "nothing is lost"
+        return f"{killed} while {self._report.doing}; {lost}"
+
+    def due_activity(self) -> str | None:
+        """Returns the child's activity when it is due to be shown, which it is if it takes long."""
+        if self._report is None:
+            return None
+        now = self._clock()
+        wait_s = SHOW_AFTER_S if self._report.at_stake else SHOW_SPARE_AFTER_S
+        if self._shown_at is None and now - self._since >= wait_s:
+            self._shown_at = now
+            return self._report.doing
+        if self._shown_at is not None and now - self._shown_at >= SHOW_EVERY_S:
+            self._shown_at = now
+            return f"{self._report.doing} ({now - self._since:.0f} s so far)"
+        return None
+
+    def failed_at(self) -> float:
+        """Time at which the child knew that it fails, or else ended."""
+        assert self.exited_at is not None
+        return self.exited_at if self.failure is None else self.failure.at
+
+    def has_failed(self, end: Exit) -> bool:
+        """Whether a child that was told to stop had failed by itself."""
+        return self.failure is not None or (end.code > 0 and end.code not in GOOD_ENDS)
+
+    def explain(self, end: Exit) -> str:
+        """Says how the child ended, why, and where its log is; on a full disk, by the child's own report."""
+        how = self.killed or str(end)
+        if self.failure and end.code in GOOD_ENDS:
+            how = f"{end.name} failed"
+        if self.failure and (end.code == DiskError.exit_code or end.code < 0):
+            lines = f"error: {self.failure.failed}".splitlines()
+        else:
+            lines = [] if self.killed else read_cause(self.child.log_path)
+        return "\n".join([how, *(f"  {line}" for line in lines), f"log: {self.child.log_path}"])
+
+
+def due_lines(states: Iterable[ChildState]) -> list[str]:
+    """Returns `trainer, trainer_1: writing the checkpoint of step 40` for activities that are due."""
+    due: dict[str, list[str]] = {}
+    for state in sorted(states, key=lambda state: state.child.name):
+        if activity := state.due_activity():
+            due.setdefault(activity, []).append(state.child.name)
+    lines = []
+    for activity, names in due.items():
+        many = len(names) > NUM_NAMES_SHOWN
+        lines.append(f"{f'{names[0]} and {len(names) - 1} others' if many else ', '.join(names)}: {activity}")
+    return lines
+
+
+def read_cause(log_path: Path) -> list[str]:
+    with log_path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - NUM_TAIL_BYTES))
+        return find_cause(file.read().decode(errors="replace"))
+
+
+def find_cause(log: str) -> list[str]:
+    """The last `error: …` with its indented lines, else the last traceback's end, else the last lines."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    for prefix in ("error: ", "Traceback (most recent call last)"):
+        if starts := [index for index, line in enumerate(lines) if line.startswith(prefix)]:
+            lines = lines[starts[-1] :]
+            end = 1 + len(list(takewhile(lambda line: line.startswith(" "), lines[1:])))
+            if prefix == "error: ":
+                return lines[:end]
+            # The innermost frames, the exception, and the first lines after it: a message may have several.
+            return lines[max(0, end - NUM_TAIL_LINES // 2) : end + NUM_TAIL_LINES // 2]
+    return lines[-NUM_TAIL_LINES:]
+
+
+_Event = Exit | Signals | tuple[str, ProcessReport]
+"""A child's exit, a signal to the launcher, or (child, its report)."""
 
 
 def supervise(
@@ -117,39 +257,34 @@ def supervise(
         try:
             fleet.start()
             outcome = fleet.watch(on_tick)
-            fleet.say(_announce(outcome))
+            match outcome:
+                case Exit():
+                    fleet.say(f"{outcome}; stopping the others")
+                case Signals():
+                    fleet.say(f"{outcome.name}: stopping; once more to kill at once")
+                case _:
+                    fleet.say("all steps done; stopping the services")
             num_exits = len(fleet.exits)
         finally:
             fleet.stop()
-    _raise(outcome, fleet, fleet.exits[num_exits:])
-
-
-def _announce(outcome: RunEnding) -> str:
-    if outcome.failure:
-        return f"{outcome.failure}; stopping the others"
-    if outcome.interrupt:
-        return f"{outcome.interrupt.name}: stopping; once more to kill at once"
-    return "all steps done; stopping the services"
-
-
-def _raise(outcome: RunEnding, fleet: "_Fleet", late: Sequence[Exit]) -> None:
-    """Raises the error of a run that did not finish; `late` are the exits after it was stopped."""
-    if outcome.failure:
-        # Who notices a failure may be quicker to end than who failed.
-        late = [end for end in late if fleet.has_failed(end)]
-        first, *then = sorted([outcome.failure, *late], key=fleet.known_at)
-        kind = DiskError if DiskError.exit_code in {end.code for end in (first, *then)} else ProcessError
-        raise kind("\n".join([fleet.explain(first), *(f"then {fleet.explain(end)}" for end in then)]))
-    if interrupt := outcome.interrupt or fleet.interrupt:
+    late = fleet.exits[num_exits:]
+    if isinstance(outcome, Exit):
+        # A child that notices a failure may be quicker to end than the child that failed.
+        failed = [outcome, *(end for end in late if fleet.states[end.name].has_failed(end))]
+        failed.sort(key=lambda end: fleet.states[end.name].failed_at())
+        kind = DiskError if DiskError.exit_code in {end.code for end in failed} else ProcessError
+        raise kind("\nthen ".join(fleet.states[end.name].explain(end) for end in failed))
+    if interrupt := outcome if isinstance(outcome, Signals) else fleet.interrupt:
         raise SystemExit(128 + interrupt)
-    if late := [end for end in late if end.code not in GOOD_ENDS]:
-        raise ProcessError(fleet.explain(late[0]))
+    for end in late:
+        if end.code not in GOOD_ENDS:
+            raise ProcessError(fleet.states[end.name].explain(end))
 
 
 class _Fleet:
     """The running children: the one place that starts, signals and reaps them.
 
-    Exits, what children say, and the launcher's own signals arrive in one queue, in the order in which they
+    Exits, reports of children, and signals to the launcher arrive in one queue, in the order in which they
     happened.
     """
 
@@ -160,17 +295,10 @@ class _Fleet:
         say: Callable[[str], object],
         grace_s: float,
     ) -> None:
-        self._children = {child.name: child for child in children}
+        self.states = {child.name: ChildState(child, grace_s) for child in children}
+        self._children = children
         self._events = events
         self._say = say
-        self._words = LastWords(self._children, grace_s)
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._pipes: dict[str, int] = {}
-        self._ended_at: dict[str, float] = {}
-        self._killed: dict[str, str] = {}
-        """How each killed child was killed, by name."""
-        self._spared: set[str] = set()
-        """Those that were killed and had nothing left to do."""
         self.exits: list[Exit] = []
         self.interrupt: Signals | None = None
 
@@ -180,117 +308,94 @@ class _Fleet:
             self._say(line)
 
     def start(self) -> None:
+        waits = []
         try:
-            for name, child in self._children.items():
-                self._processes[name], self._pipes[name] = _start(child)
+            for name, state in self.states.items():
+                state.process, pipe = _start(state.child)
+                waits.append(Thread(target=self._await_exit, args=(name, state.process, pipe), daemon=True))
         finally:
-            # After the last fork: a child must not be forked from a process with threads.
-            for name, process in self._processes.items():
-                Thread(target=self._await_exit, args=(name, process), daemon=True).start()
+            for wait in waits:  # after the last fork: a process with threads must not fork a child
+                wait.start()
 
-    def watch(self, on_tick: Callable[[], None]) -> RunEnding:
-        while (outcome := decide(list(self._children.values()), self.exits, self.interrupt)) is None:
+    def watch(self, on_tick: Callable[[], None]) -> Outcome:
+        while (outcome := decide(self._children, self.exits, self.interrupt)) is None:
             on_tick()
             workers = self._running(services=False)
-            for name in workers:
-                if self._words.is_spare(name) and self._words.is_silent(name):
-                    self._kill(name)
+            for state in workers:
+                if state.is_spare and state.is_silent:
+                    self._kill(state)
             if self.exits:
                 self._show(workers)
-            self._receive(TICK_S)
+            self._receive()
         return outcome
 
     def stop(self) -> None:
-        """SIGTERM; SIGKILL for those that fall silent, or for all at another signal. Workers first."""
+        """Sends SIGTERM, and SIGKILL to those that fall silent, or to all at a signal; workers first."""
         self.interrupt = None
         for services in (False, True):
-            names = self._running(services=services)
-            for name in names:
-                self._signal(name, signal.SIGTERM)
-            self._words.tell_to_stop(names)
-            while names := self._running(services=services):
-                for name in names - self._killed.keys():
+            for state in self._running(services=services):
+                self._signal(state, signal.SIGTERM)
+                state.note_stop()
+            while running := self._running(services=services):
+                for state in running:
                     if self.interrupt is not None:
-                        self._kill(name, f"at the second {self.interrupt.name}")
-                    elif self._words.is_silent(name):
-                        self._kill(name)
-                self._show(names - self._killed.keys())
-                self._receive(TICK_S)
+                        self._kill(state, f"at the second {self.interrupt.name}")
+                    elif state.is_silent:
+                        self._kill(state)
+                self._show(running)
+                self._receive()
 
-    def known_at(self, end: Exit) -> float:
-        """When a child knew that it fails, or else ended."""
-        failure = self._words.failure(end.name)
-        return self._ended_at[end.name] if failure is None else failure.at
+    def _running(self, *, services: bool) -> list[ChildState]:
+        return [
+            state for state in self.states.values() if state.is_running and state.child.service is services
+        ]
 
-    def has_failed(self, end: Exit) -> bool:
-        """Whether a child that was stopped had failed by itself."""
-        return self._words.failure(end.name) is not None or (end.code > 0 and end.code not in GOOD_ENDS)
-
-    def explain(self, end: Exit) -> str:
-        """Says how a child ended, why, and where its log is; on a full disk, by the child's own report."""
-        log_path, failure = self._children[end.name].log_path, self._words.failure(end.name)
-        how = self._killed.get(end.name, str(end))
-        if failure and end.code in GOOD_ENDS:
-            how = f"{end.name} failed"
-        if failure and (end.code == DiskError.exit_code or end.code < 0):
-            causes = [f"error: {failure.failed}"]
-        else:
-            causes = [] if end.name in self._killed else read_cause(log_path)
-        lines = [line for cause in causes for line in cause.splitlines()]
-        return "\n".join([how, *(f"  {line}" for line in lines), f"log: {log_path}"])
-
-    def _running(self, *, services: bool) -> set[str]:
-        ended = {end.name for end in self.exits}
-        return {name for name in self._processes if self._children[name].service is services} - ended
-
-    def _show(self, names: Set[str]) -> None:
-        for line in self._words.lines(names):
+    def _show(self, states: Sequence[ChildState]) -> None:
+        for line in due_lines(state for state in states if not state.killed):
             self.say(line)
 
-    def _kill(self, name: str, when: str = "") -> None:
-        if name in self._killed:
-            return
-        self._killed[name] = self._words.epitaph(name, when)
-        if self._words.is_spare(name):
-            self._spared.add(name)
-        self._signal(name, signal.SIGKILL)
-        self.say(self._killed[name])
+    def _kill(self, state: ChildState, when: str = "") -> None:
+        if not state.killed:
+            state.killed, state.killed_spare = state.describe_kill(when), state.is_spare
+            self._signal(state, signal.SIGKILL)
+            self.say(state.killed)
 
-    def _signal(self, name: str, number: Signals) -> None:
-        if self._processes[name].returncode is None:
-            _signal_group(self._processes[name].pid, number)
+    def _signal(self, state: ChildState, number: Signals) -> None:
+        if state.process is not None and state.process.returncode is None:
+            _signal_group(state.process.pid, number)
 
-    def _receive(self, timeout_s: float) -> None:
+    def _receive(self) -> None:
         """Takes an event. A signal that arrives just before the wait is seen only after it: keep it short."""
         with suppress(Empty):
-            match self._events.get(timeout=timeout_s):
+            match self._events.get(timeout=TICK_S):
                 case Exit() as end:
-                    self._ended_at[end.name] = time.monotonic()
-                    self.exits.append(replace(end, code=0) if end.name in self._spared else end)
+                    state = self.states[end.name]
+                    state.exited_at = time.monotonic()
+                    self.exits.append(replace(end, code=0) if state.killed_spare else end)
                 case Signals() as interrupt:
                     self.interrupt = interrupt
-                case (name, word):
-                    self._words.hear(name, word)
+                case (name, report):
+                    self.states[name].hear(report)
 
-    def _await_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        reader = Thread(target=self._listen, args=(name,), daemon=True)
+    def _await_exit(self, name: str, process: subprocess.Popen[bytes], pipe: int) -> None:
+        reader = Thread(target=self._listen, args=(name, pipe), daemon=True)
         reader.start()
         code = process.wait()
         _signal_group(process.pid, signal.SIGKILL)
         reader.join(_READ_OUT_S)
         self._events.put(Exit(name, code))
 
-    def _listen(self, name: str) -> None:
-        with open(self._pipes[name], "rb") as pipe:
-            for line in pipe:
-                with suppress(msgspec.DecodeError):  # of somebody who writes to any descriptor it finds
-                    self._events.put((name, msgspec.json.decode(line, type=Word)))
+    def _listen(self, name: str, pipe: int) -> None:
+        with open(pipe, "rb") as lines:
+            for line in lines:
+                with suppress(msgspec.DecodeError):  # from code that writes to any descriptor it finds
+                    self._events.put((name, msgspec.json.decode(line, type=ProcessReport)))
 
 
 def _start(child: Child) -> tuple[subprocess.Popen[bytes], int]:
-    """Returns the process, and the end of the pipe from which its words are read."""
+    """Returns the process, and the end of the pipe from which its reports are read."""
     child.log_path.parent.mkdir(parents=True, exist_ok=True)
-    words, theirs = os.pipe()
+    ours, theirs = os.pipe()
     os.set_blocking(theirs, False)  # a child never waits for its launcher
     try:
         with child.log_path.open("wb") as log:
@@ -310,11 +415,11 @@ def _start(child: Child) -> tuple[subprocess.Popen[bytes], int]:
                 preexec_fn=_die_with_launcher(),
             )
     except BaseException:
-        os.close(words)
+        os.close(ours)
         raise
     finally:
         os.close(theirs)
-    return process, words
+    return process, ours
 
 
 def _die_with_launcher() -> Callable[[], None] | None:

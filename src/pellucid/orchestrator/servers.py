@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
-from pellucid.config.inference import base_url
+from pellucid.config.shared import base_url
 from pellucid.data.files import read_whole, replace_file
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import fingerprint

@@ -38,7 +38,7 @@ from pellucid.checks.verify.training_stages import (
     trained_weights,
 )
 from pellucid.config import CustomLossConfig, VerifyConfig
-from pellucid.config.loss import DppoLossConfig
+from pellucid.config.trainer import DppoLossConfig
 from pellucid.data import TokenTable
 from pellucid.trainer.batches import Stopped
 from pellucid.trainer.loop import train
