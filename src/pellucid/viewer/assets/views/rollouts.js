@@ -129,7 +129,8 @@ export class RolloutsView {
       const near = Object.keys(run.head.rollouts).map(Number).filter((step) => run.numRollouts(state.outcome, step)).sort((a, b) => Math.abs(a - state.step) - Math.abs(b - state.step))[0];
       return notice("empty", `None in step ${state.step}`, `Step ${near} is the nearest one that has some.`, action(`${count(here)} in the whole run`, { within: "run" }));
     }
-    const why = state.outcome === "in_flight" ? "They are running or wait for a batch; a rollout is saved once it is settled." : "The ledger counts such tokens, but no saved rollout has this outcome.";
+    const counted = (run.head.ledger?.accounts ?? []).reduce((/** @type {number} */ sum, /** @type {any} */ account) => sum + (account.states[state.outcome] ?? 0), 0);
+    const why = !counted ? "The ledger counts no such token." : state.outcome === "in_flight" ? "They are running or wait for a batch; a rollout is saved once it is settled." : `The ledger counts ${plural(counted, "such token")}, but no saved rollout has this outcome.`;
     return notice("empty", `No saved rollout is ${state.outcome.replaceAll("_", " ")}`, why, action(`all ${plural(all, "rollout")}`, { outcome: "" }));
   }
 

@@ -48,7 +48,7 @@ export class RecordsTable {
     const { index, ids, starts } = all;
     const number = index.chunkOf(row);
     const segments = all.chunks[number].blob.meta.segments[row - index.chunkStarts[number]];
-    const reply = segments.findLast(([role]) => role === "assistant") ?? segments[segments.length - 1] ?? ["", 0, 0];
+    const reply = segments.findLast((/** @type {[string, number, number]} */ [role]) => role === "assistant") ?? segments[segments.length - 1] ?? ["", 0, 0];
     const [from, to] = part === "reply" ? [reply[1], reply[2]] : [0, reply[1]];
     const { vocabulary } = this.app.run;
     const shown = [];
