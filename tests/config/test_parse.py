@@ -81,6 +81,17 @@ def test_a_bare_flag_enables_an_optional_section():
     assert at_path.trainer.experimental.token_export == TokenExportConfig(path=Path("x.jsonl"))
 
 
+def test_export_is_short_for_a_parquet_export():
+    own = "--trainer.experimental.token-export"
+    assert trainer().trainer.experimental.token_export is None
+    short = trainer("--export").trainer.experimental.token_export
+    assert short == trainer(f"{own}.format", "parquet").trainer.experimental.token_export
+    chosen = trainer("--export", f"{own}.format", "jsonl", f"{own}.max-bytes", "7")
+    export = chosen.trainer.experimental.token_export
+    assert (export.format, export.max_bytes) == ("jsonl", 7)
+    assert trainer(f"{own}.max-bytes", "7").trainer.experimental.token_export.format == "jsonl"
+
+
 def test_lists_and_tables_are_json():
     config = parse(
         RLConfig,

@@ -59,6 +59,8 @@ def test_an_unfinished_step_is_left_out_unless_named(tmp_path: Path) -> None:
 
 def test_a_run_without_a_finished_step_says_how_to_read_it(tmp_path: Path) -> None:
     write_step(tmp_path, 4, stable=False)
+    assert order(tmp_path) == [(4, 0, 0), (4, 0, 1)]  # another trainer's, which writes no markers
+    (tmp_path / "ledger").mkdir()
     with pytest.raises(DataError, match=r"none of them finished \(no STABLE marker\); name .*step_4"):
         list(read_records(tmp_path))
 

@@ -158,6 +158,26 @@ def test_a_full_disk_ends_the_export_with_one_warning_and_a_count(tmp_path, capl
     )
 
 
+@pytest.mark.parametrize("own_process", [False, True])
+def test_an_export_ends_where_it_would_exceed_its_bytes(tmp_path, caplog, own_process) -> None:
+    """Also one that a resumed run goes on with: what is there counts."""
+    exporter = TokenExporter(tmp_path)
+    write_steps(exporter, range(2))
+    exporter.close()
+    size = sum(path.stat().st_size for path in tmp_path.glob("token_exports/*/*"))
+    exporter = TokenExporter(tmp_path, own_process=own_process, max_bytes=round(1.6 * size))
+    write_steps(exporter, range(2, 5))
+    exporter.close()
+    steps = sorted(path.parent.name for path in tmp_path.glob("token_exports/*/STABLE"))
+    assert steps == ["step_0", "step_1", "step_2"] and exporter.num_lost == 2
+    (warning,) = caplog.records
+    assert re.match(
+        r"the token export ends with step 3: its files have [\d,]+ bytes, "
+        rf"trainer\.experimental\.token_export\.max_bytes = {round(1.6 * size):,}; training goes on",
+        warning.getMessage(),
+    )
+
+
 def test_a_folder_that_vanishes_ends_the_export(tmp_path, caplog) -> None:
     exporter = TokenExporter(tmp_path)
     table = samples()

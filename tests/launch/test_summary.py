@@ -76,6 +76,7 @@ def test_only_artefacts_that_exist_are_listed(tmp_path):
     assert artefacts(tmp_path) == [
         ("weights", str(tmp_path / "weights" / "step_9")),
         ("logs", str(tmp_path / "logs")),
+        ("look at it", f"pellucid view {tmp_path}"),
     ]
 
 

@@ -154,7 +154,7 @@ def test_steps_without_a_record_of_the_selection_are_left_out(tmp_path: Path, ma
     page = write_page(math, tmp_path / "page.html")
     assert (page.num_records, len(page.sizes)) == (1, 1)
     served = ServedRun(math)
-    assert served.pulse() == {"steps": 1, "last": 0, "summarised": 0}
+    assert (served.pulse()["steps"], served.pulse()["summarised"]) == (1, 0)
     with pytest.raises(DataError, match="there is no finished step 1"):
         served.step(1)
     for settings in ({"env_name": "math", "step": 1}, {"env_name": "mth"}, {"rank": 3}):

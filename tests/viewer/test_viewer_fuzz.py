@@ -38,6 +38,8 @@ BODIES: dict[str, Any] = {
         "filter": FILTER,
         "ids": [65, 66],
     },
+    "/api/metrics": None,
+    "/api/rollouts/0": None,
     "/api/pulse": None,
 }
 """A good body for each route: every field that it knows."""
