@@ -205,6 +205,46 @@ def made_run(
 
 
 @pytest.fixture(scope="session")
+def rollout() -> Callable[..., Record]:
+    """A saved rollout."""
+
+    def make(number: int, outcome: str, **changes: Any) -> dict[str, Any]:
+        return {
+            "step": 0,
+            "group_id": f"g{number // 2}",
+            "rollout_id": f"r{number}",
+            "env_name": "math",
+            "example_id": "e0",
+            "outcome": outcome,
+            "reason": "" if outcome == "sent" else f"because of {outcome}",
+            "error": None,
+            "reward": number / 10,
+            "advantage": 0.5,
+            "metrics": {"exact": 1.0, "name": "x"},
+            "num_tokens": 4,
+            "stop_reason": "stop",
+            "messages": [{"role": "user", "content": f"2 + {number}"}],
+            "trajectory": [
+                {"text": f"is {number}", "num_prompt_tokens": 6, "num_tokens": 4, "policy_versions": [[3, 4]]}
+            ],
+        } | changes
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def save_rollouts() -> Callable[..., None]:
+    """Writes saved rollouts of a step."""
+
+    def save(run: Path, step: int, *rollouts: Any) -> None:
+        folder = run / "rollouts" / f"step_{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train_rollouts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rollouts))
+
+    return save
+
+
+@pytest.fixture(scope="session")
 def write_export(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """One file with these records."""
 

@@ -1,6 +1,5 @@
 """`pellucid view` opens whatever a run left: with or without an export, parts of it, folders of runs."""
 
-import json
 import logging
 import os
 import shutil
@@ -22,36 +21,8 @@ from pellucid.viewer.server import make_app, make_list_app
 from pellucid.viewer.source import ServedRun
 
 
-def rollout(number: int, outcome: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "step": 0,
-        "group_id": f"g{number // 2}",
-        "rollout_id": f"r{number}",
-        "env_name": "math",
-        "example_id": "e0",
-        "outcome": outcome,
-        "reason": "" if outcome == "sent" else f"because of {outcome}",
-        "error": None,
-        "reward": number / 10,
-        "advantage": 0.5,
-        "metrics": {"exact": 1.0, "name": "x"},
-        "num_tokens": 4,
-        "stop_reason": "stop",
-        "messages": [{"role": "user", "content": f"2 + {number}"}],
-        "trajectory": [
-            {"text": f"is {number}", "num_prompt_tokens": 6, "num_tokens": 4, "policy_versions": [[3, 4]]}
-        ],
-    } | changes
-
-
-def save_rollouts(run: Path, step: int, *rollouts: Any) -> None:
-    folder = run / "rollouts" / f"step_{step}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train_rollouts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rollouts))
-
-
 @pytest.fixture
-def bare(made_run: Any, tmp_path: Path) -> Path:
+def bare(made_run: Any, rollout: Any, save_rollouts: Any, tmp_path: Path) -> Path:
     """A run without an export."""
     folder = tmp_path / "runs" / "bare"
     shutil.copytree(made_run.folder, folder)
@@ -190,7 +161,7 @@ def test_what_is_neither_run_nor_export_is_an_error(tmp_path: Path, made_run: An
     assert "48 of 48 records" in caplog.text
 
 
-def test_rollouts_of_any_shape_are_rows(tmp_path: Path) -> None:
+def test_rollouts_of_any_shape_are_rows(rollout: Any, save_rollouts: Any, tmp_path: Path) -> None:
     long = "x" * (MAX_TEXT + 5)
     odd = {"outcome": 3, "messages": [1, {"role": "user", "content": [{"text": "a"}, "b"]}], "reward": "high"}
     cut = rollout(0, "sent", messages=[{"role": "user", "content": long}], metrics=7)

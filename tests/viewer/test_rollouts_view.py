@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_opens import rollout, save_rollouts
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def dropped(made_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dropped(
+    made_run: Any, rollout: Any, save_rollouts: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A run with rollouts of many outcomes, and metrics of all kinds."""
     folder = tmp_path_factory.mktemp("dropped") / "dropped"
     shutil.copytree(made_run.folder, folder)

@@ -171,6 +171,7 @@ export class WorstView {
       this.empty = this.nothing(state);
       this.root.append(this.empty);
     }
+    this.table.hide(new Set(app.run.envs.length < 2 ? ["env"] : []));
     this.table.show(Array.from({ length: this.found.length }, (_, i) => i));
   }
 }
