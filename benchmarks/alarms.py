@@ -31,8 +31,7 @@ from pellucid.ledger import Flow
 from pellucid.orchestrator.alarms import OrchestratorAlarms, WatchedClient
 from pellucid.orchestrator.built_in import ReverseText
 from pellucid.orchestrator.verdict import Verdict
-from pellucid.trainer.alarms import ALL_UNTIL_STEP, StepWatch, TrainerAlarms
-from pellucid.trainer.update_watch import UpdateWatch
+from pellucid.trainer.alarms import ALL_UNTIL_STEP, StepWatch, TrainerAlarms, UpdateWatch
 
 CALLS: Sequence[tuple[type, str]] = (
     (StepWatch, "__init__"),

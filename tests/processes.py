@@ -43,12 +43,11 @@ from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
-from pellucid.trainer import optimizer
+from pellucid.trainer import optimizer, run_with
 from pellucid.trainer.build import build_run
-from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import accumulate
+from pellucid.trainer.many import Roster
 from pellucid.trainer.parallel import BF16, Ranks, shard_module
-from pellucid.trainer.roster import Roster
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import StepBatch
 

@@ -358,7 +358,7 @@ class TrainerSide:
             if number == killed_after_ranks:
                 raise KilledError
             if is_skipped:
-                observer.skip()
+                observer.is_skipped = True
             observer.write_ledger(journal)
         self.num_trained += 1
         return True

@@ -322,7 +322,7 @@ def another_temperature(patch: Patch) -> None:
 
 def stale_publication(patch: Patch) -> None:
     kept: dict[str, torch.Tensor] = {}
-    original = optimizer.WholeModel.write
+    original = optimizer.TrainedWeights.write
 
     def first_only(self: Any, folder: Path) -> None:
         own = dict(self.policy.named_parameters())
@@ -334,7 +334,7 @@ def stale_publication(patch: Patch) -> None:
             for name, parameter in own.items():
                 parameter.copy_(now[name])
 
-    patch.setattr(optimizer.WholeModel, "write", first_only)
+    patch.setattr(optimizer.TrainedWeights, "write", first_only)
 
 
 def rendered_again(patch: Patch) -> None:
@@ -440,7 +440,7 @@ def versions_not_exported(patch: Patch) -> None:
 
 
 def initial_model_saved(patch: Patch) -> None:
-    original = optimizer.WholeModel.save
+    original = optimizer.TrainedWeights.save
 
     def shrunk(self: Any, folder: Path) -> None:
         with torch.no_grad():
@@ -450,7 +450,7 @@ def initial_model_saved(patch: Patch) -> None:
             original(self, folder)
             weight.copy_(kept)
 
-    patch.setattr(optimizer.WholeModel, "save", shrunk)
+    patch.setattr(optimizer.TrainedWeights, "save", shrunk)
 
 
 def never_stale(patch: Patch) -> None:

@@ -26,7 +26,7 @@ from pellucid.trainer.alarms import (
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import train
-from pellucid.trainer.optimizer import Optimizer, Update
+from pellucid.trainer.optimizer import Optimizer
 from pellucid.transport import Batch, MemoryChannel, encode_batch
 
 GROUP, LENGTH = 8, 24
@@ -288,7 +288,7 @@ def test_a_layer_that_stays_as_it_is_rings_with_its_name(tiny_model, tmp_path, t
 def test_a_parameter_without_a_gradient_rings(tmp_path) -> None:
     alarms = TrainerAlarms(tmp_path, publishes=False, lr=1.0, frozen=["layers.0.weight"])
     table = versions_of([0])
-    assert alarms.judge(0, table, [AlarmSums()], Update(1.0, 1.0))["alarms/frozen"] == 1
+    assert alarms.judge(0, table, [AlarmSums()], lr=1.0)["alarms/frozen"] == 1
     assert read_alarms(tmp_path)[0].example == "layers.0.weight does not require a gradient"
 
 

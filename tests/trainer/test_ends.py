@@ -71,7 +71,7 @@ def test_a_trainer_that_fails_is_not_ended_by_a_signal_before_all_is_closed(
         close(run)
         closed.append(run)
 
-    monkeypatch.setattr("pellucid.trainer.entry.train", fail)
+    monkeypatch.setattr("pellucid.trainer.train", fail)
     monkeypatch.setattr(Run, "close", close_slowly)
     arguments = [
         *("trainer", "--model.name", str(tiny_model), "--output-dir", str(tmp_path / "run")),

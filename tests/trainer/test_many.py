@@ -22,9 +22,8 @@ from pellucid.metrics import read_metrics
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run, open_journal
 from pellucid.trainer.loop import train
-from pellucid.trainer.many import serve_runs
+from pellucid.trainer.many import Roster, RunOutcome, join_trainer, serve_runs
 from pellucid.trainer.parallel import Ranks
-from pellucid.trainer.roster import Roster, RunOutcome, join_trainer
 from pellucid.trainer.run import Run
 from pellucid.transport import Batch, FilesystemSender, MemoryChannel, encode_batch
 from pellucid.transport.spool import Spool

@@ -25,7 +25,7 @@ from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import character_tokenizer, make_tiny_model, make_tiny_moe_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
-from pellucid.trainer.entry import run_with
+from pellucid.trainer import run_with
 from pellucid.trainer.parallel import Ranks
 from pellucid.transport import Batch, FilesystemSender, encode_batch, retract_folder, stable_steps
 from processes import LOSSES, MANY, joining, mixed_batch, packings, settings, training

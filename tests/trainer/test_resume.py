@@ -26,9 +26,9 @@ from pellucid.ledger.settings import record_settings
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
 from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
+from pellucid.trainer import run_with
 from pellucid.trainer.batches import OrchestratorBatches, Stopped, StopRequest
 from pellucid.trainer.build import build_run
-from pellucid.trainer.entry import run_with
 from pellucid.trainer.loop import train
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import say_finishing

@@ -7,8 +7,7 @@ import pytest
 
 from pellucid.config import TrainerRunConfig
 from pellucid.errors import ConfigError, DataError
-from pellucid.trainer.many import read_run
-from pellucid.trainer.roster import Roster
+from pellucid.trainer.many import Roster, read_run
 
 OWN = TrainerRunConfig.model_validate({"output_dir": "x", "model": {"name": "none"}})
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pellucid.checkpoint import Progress
-from pellucid.checkpoint.files import STATE
+from pellucid.checkpoint import STATE, Progress
 from pellucid.checkpoint.state import read_state, take_state, write_state
 from pellucid.config.trainer import CkptConfig
 from pellucid.errors import DataError

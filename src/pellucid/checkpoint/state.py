@@ -8,12 +8,11 @@ JSON and safetensors here, so that reading a checkpoint cannot run code from it.
 """
 
 import math
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -43,11 +42,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from pellucid.data.files import read_whole
+from pellucid.data.files import read_whole, sync
 from pellucid.errors import DataError
 from pellucid.transport.weights import write_tensors
 
 State = dict[str, Any]
+T = TypeVar("T")
 
 
 def take_state(model: nn.Module, optimizer: Optimizer, *, copy: bool) -> State:
@@ -128,15 +128,13 @@ class _TensorWriter(FileSystemWriter):
         pieces = {f"{item.index.fqn}@{number}": item for number, item in enumerate(plan.items)}
         tensors = {name: cast(Tensor, planner.resolve_data(item)) for name, item in pieces.items()}
         write_tensors(path, tensors, lambda tensor: tensor.detach().cpu().contiguous())
-        _synchronise(path)
-        written: Future[list[WriteResult]] = Future()
-        written.set_result(
+        sync(path)
+        return _done(
             [
                 WriteResult(item.index, tensors[name].nbytes, (path.name, name))
                 for name, item in pieces.items()
             ]
         )
-        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {result.index: result.storage_data for each in results for result in each}
@@ -151,12 +149,7 @@ class _TensorWriter(FileSystemWriter):
             saved[fqn] = _SavedTensor(dtype, list(tensor.size), pieces)
         path = Path(self.path) / _INDEX
         path.write_bytes(msgspec.json.encode(saved))
-        _synchronise(path)
-
-
-def _synchronise(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        sync(path)
 
 
 class _TensorReader(FileSystemReader):
@@ -183,30 +176,24 @@ class _TensorReader(FileSystemReader):
                 raise _not_ours(folder, f"the pieces of {fqn} do not make up a tensor of size {each.size}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors = {}
+        for fqn, each in self._saved.items():
+            dtype = getattr(torch, each.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise _not_ours(self._folder, f"{fqn} is of dtype {each.dtype!r}")
+            chunks = [
+                ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+                for piece in each.pieces
+            ]
+            tensors[fqn] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(each.size), chunks)
         return Metadata(
-            {
-                fqn: TensorStorageMetadata(
-                    TensorProperties(self._dtype(fqn)),
-                    torch.Size(each.size),
-                    [
-                        ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-                        for piece in each.pieces
-                    ],
-                )
-                for fqn, each in self._saved.items()
-            },
+            tensors,
             storage_data={
                 MetadataIndex(fqn, piece.offsets): piece
                 for fqn, each in self._saved.items()
                 for piece in each.pieces
             },
         )
-
-    def _dtype(self, fqn: str) -> torch.dtype:
-        dtype = getattr(torch, self._saved[fqn].dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise _not_ours(self._folder, f"{fqn} is of dtype {self._saved[fqn].dtype!r}")
-        return dtype
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with ExitStack() as opened:
@@ -227,9 +214,13 @@ class _TensorReader(FileSystemReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(tensor)
                 planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
+
+
+def _done(value: T) -> Future[T]:
+    done: Future[T] = Future()
+    done.set_result(value)
+    return done
 
 
 def _not_ours(folder: Path, reason: str) -> DataError:
@@ -239,9 +230,7 @@ def _not_ours(folder: Path, reason: str) -> DataError:
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_copied(each) for each in value]
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return value.detach().clone()
 
 
 def _tensors(model_state: State, optimizer_state: Any) -> State:

@@ -2,13 +2,14 @@
 
 StepWatch      sums over the tokens that a rank trains
 VersionWatch   policy versions of the whole batch
-UpdateWatch    a few weights before and after a step (`update_watch.py`)
+UpdateWatch    a few weights before and after a step, against AdamW's formula
 TrainerAlarms  on the main rank: judges all of these after each step, and rings
 """
 
 import math
+import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +18,10 @@ from zlib import crc32
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from pellucid.config import OptimConfig
 from pellucid.data import TokenTable
 from pellucid.data.alarms import Bell
 from pellucid.data.rollout import NOT_OURS
@@ -27,10 +30,9 @@ from pellucid.loss import LossRecord
 from pellucid.metrics import MeanZeroTest
 from pellucid.model import TokenOutput
 from pellucid.packing import MicroBatch
-from pellucid.trainer.optimizer import Update
-from pellucid.trainer.update_watch import Look
 
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 SURPRISE, VERSIONS, UPDATE, FROZEN, STOP_TOKENS = "surprise", "versions", "update", "frozen", "stop_tokens"
 
@@ -73,6 +75,24 @@ GRADIENT_LOOKS = 8
 for a token."""
 
 
+LOOK_EVERY = 8
+"""Steps from one look to the next."""
+
+NUM_TURNS = 4
+"""Looks in which every tensor has its turn once."""
+
+NUM_ELEMENTS = 32
+"""Elements of each tensor that a look compares."""
+
+UPDATE_TOLERANCE = 1e-3
+"""Relative error that an update may have. In float32, 1 − β₂ for β₂ = 0.999 has a relative error of 6e-5."""
+
+_NUM_ROUNDINGS = 8
+"""Rounding errors that a step may add to a weight, each of float32 eps × its size."""
+
+_EPS, _TINY = float(np.finfo(np.float32).eps), float(np.finfo(np.float32).tiny)
+
+
 class AlarmSums(NamedTuple):
     """Sums that one rank takes over its part of a step."""
 
@@ -87,16 +107,6 @@ class AlarmSums(NamedTuple):
 
     untrained: str = ""
     """Id of the first rollout with an untrained stop token; "" if there is none."""
-
-    def __add__(self, other: "AlarmSums") -> "AlarmSums":  # type: ignore[override]
-        return AlarmSums(
-            self.num_tokens + other.num_tokens,
-            self.total + other.total,
-            self.squares + other.squares,
-            self.num_stops + other.num_stops,
-            self.num_untrained + other.num_untrained,
-            self.untrained or other.untrained,
-        )
 
 
 class StepWatch:
@@ -149,8 +159,9 @@ class StepWatch:
 
     def sums(self) -> AlarmSums:
         total, squares = (0.0, 0.0) if self._surprise is None else self._surprise.tolist()
-        stops = self._num_stops, self._num_untrained, self._untrained
-        return AlarmSums(self._num_tested, total, squares, *stops)
+        return AlarmSums(
+            self._num_tested, total, squares, self._num_stops, self._num_untrained, self._untrained
+        )
 
 
 def fair_rollouts(table: TokenTable) -> set[str]:
@@ -173,7 +184,7 @@ def fair_rollouts(table: TokenTable) -> set[str]:
             tested[group].append(rollout)
         elif math.isfinite(reward):
             rewards[group].add(reward)
-    differing = (group for group, own in rewards.items() if len(own) > 1)
+    differing = (group for group, distinct in rewards.items() if len(distinct) > 1)
     return {rollout for group in differing for rollout in tested[group]}
 
 
@@ -196,7 +207,11 @@ class VersionWatch:
     """Step whose batch was the first with a token of the newest version."""
 
     def fault(self, step: int, table: TokenTable) -> Fault | None:
-        versions, starts = stored_versions(table)
+        rows = table.columns["policy_versions"]
+        if isinstance(rows, RunRows):  # one entry per run of tokens of equal version
+            versions, starts = rows.runs[:, 0], rows.run_offsets
+        else:
+            versions, starts = rows.array, table.sampled_offsets
         if not versions.size:
             return None
         newest = int(versions.max())
@@ -226,13 +241,186 @@ class VersionWatch:
         return None
 
 
-def stored_versions(table: TokenTable) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Returns policy versions as they are stored, per token or per run of equal ones, and the index of the
-    first of each sequence."""
-    rows = table.columns["policy_versions"]
-    if isinstance(rows, RunRows):
-        return rows.runs[:, 0], rows.run_offsets
-    return rows.array, table.sampled_offsets
+class Look(NamedTuple):
+    """Comparison of one tensor's update in one step with AdamW's formula."""
+
+    name: str
+    has_gradient: bool = True
+    has_changed: bool = False
+    """Whether an element changed whose update by AdamW exceeds its rounding error."""
+
+    is_stuck: bool = False
+    """Whether there are such elements, and none changed."""
+
+    is_lost: bool = False
+    """Whether no element changed because every update of AdamW is lost to rounding."""
+
+    excess: float = 0.0
+    """Largest difference from AdamW's weight or moment ÷ the rounding error allowed; sound below 1."""
+
+    is_moment: bool = False
+    """Whether the largest difference is that of a first moment."""
+
+    factor: float = 1.0
+    """Median of the update of a weight ÷ AdamW's update, or of a moment ÷ AdamW's moment; 1 if sound."""
+
+
+class _Spots(NamedTuple):
+    """Elements of one tensor: `num` of them from `start` on, `stride` apart."""
+
+    name: str
+    parameter: nn.Parameter
+    num: int
+    stride: int
+    start: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        local = local_shard(tensor).contiguous()
+        return local.as_strided((self.num,), (self.stride,), local.storage_offset() + self.start)
+
+
+class Noted(NamedTuple):
+    """Elements of some tensors before a step."""
+
+    places: Sequence[_Spots]
+    values: Floats
+    """Rows of weight, unclipped gradient, first and second moment."""
+
+    num_updates: Floats
+    """Number of AdamW's updates of each tensor, this step included."""
+
+    bare: Sequence[str]
+    """Tensors without a gradient."""
+
+
+class UpdateWatch:
+    """Compares the update of a few weights with AdamW's formula, every few steps.
+
+    Before the gradients are clipped, `before` copies a few elements of some tensors: weight, gradient,
+    moments. After the step, `after` compares weights and first moments of the same elements with AdamW's
+    formula, in float64, for the gradient clipped at `max_norm` and the learning rate of the schedule:
+
+        g ← g · min(1, max_norm / norm)        m ← β₁·m + (1 − β₁)·g        v ← β₂·v + (1 − β₂)·g²
+        w ← w · (1 − lr·wd) − lr · (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
+
+    The first moments are compared, too: AdamW divides a gradient by its own size, so that one that is not
+    clipped hardly shows in the weights. Every tensor has its turn once in 32 steps, each time with other
+    elements.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], adamw: torch.optim.AdamW, optim: OptimConfig
+    ) -> None:
+        self._parameters = list(parameters.items())
+        self._adamw = adamw
+        self._optim = optim
+        self._num_steps = 0
+        self._random = random.Random(0)
+
+    def before(self) -> Noted | None:
+        """Copies elements of the tensors whose turn it is, with unclipped gradients; None in most steps."""
+        turn, rest = divmod(self._num_steps, LOOK_EVERY)
+        self._num_steps += 1
+        if rest:
+            return None
+        places: list[_Spots] = []
+        rows: tuple[list[Tensor], ...] = [], [], [], [], []
+        bare: list[str] = []
+        for name, parameter in self._parameters[turn % NUM_TURNS :: NUM_TURNS]:
+            weight = local_shard(parameter.detach())
+            if parameter.grad is None:
+                bare.append(name)
+            elif (size := weight.numel()) and weight.is_contiguous():
+                stride = max(1, size // NUM_ELEMENTS)
+                place = _Spots(
+                    name, parameter, min(size, NUM_ELEMENTS), stride, self._random.randrange(stride)
+                )
+                places.append(place)
+                gradient, nothing = place.view(parameter.grad), weight.new_zeros(place.num)
+                first, second, number = nothing, nothing, nothing[:1]
+                if state := self._adamw.state.get(parameter):
+                    first, second = place.view(state["exp_avg"]), place.view(state["exp_avg_sq"])
+                    number = state["step"].view(1)
+                for row, each in zip(
+                    rows, (place.view(weight), gradient, first, second, number), strict=True
+                ):
+                    row.append(each)
+        if not places:
+            return Noted([], np.zeros((4, 0)), np.zeros(0), bare)
+        values = _as_array([each for row in rows for each in row])
+        num_updates = values[-len(places) :] + 1
+        return Noted(places, values[: -len(places)].reshape(4, -1), num_updates, bare)
+
+    def after(self, noted: Noted | None, grad_norm: float, lr: float) -> list[Look]:
+        """Compares the same elements after a step; `grad_norm` is before clipping, `lr` is the step's."""
+        if noted is None:
+            return []
+        looks = [Look(name, has_gradient=False) for name in noted.bare]
+        if not noted.places:
+            return looks
+        optim, sizes = self._optim, [place.num for place in noted.places]
+        beta, second = optim.betas
+        weight, gradient, mean, square = noted.values
+        gradient = gradient * min(1.0, optim.max_norm / (grad_norm + 1e-6))
+        size = beta * np.abs(mean) + (1 - beta) * np.abs(gradient)
+        mean = beta * mean + (1 - beta) * gradient
+        square = second * square + (1 - second) * gradient * gradient
+        first_scale = np.repeat(lr / (1 - beta**noted.num_updates), sizes)
+        second_scale = np.repeat(1 / (1 - second**noted.num_updates), sizes)
+        scale = first_scale / (np.sqrt(square * second_scale) + self._adamw.defaults["eps"])
+        moved = -lr * optim.weight_decay * weight - scale * mean
+        rounding = _EPS * np.abs(weight)
+        found_weight, found_mean = self._found(noted)
+        found_moved = found_weight - weight
+        by_weight = np.abs(found_moved - moved)
+        by_weight /= _NUM_ROUNDINGS * rounding + UPDATE_TOLERANCE * scale * size + _TINY
+        by_mean = np.abs(found_mean - mean) / (UPDATE_TOLERANCE * size + _TINY)
+        is_due = np.abs(moved) > 2 * rounding + _TINY
+        starts = np.cumsum([0, *sizes])
+        worst = np.maximum.reduceat(np.maximum(by_weight, by_mean), starts[:-1]).tolist()
+        changed = np.logical_or.reduceat(is_due & (found_moved != 0), starts[:-1]).tolist()
+        for index, place in enumerate(noted.places):
+            look = Look(place.name, has_changed=changed[index], excess=worst[index])
+            if look.excess > 1 or not look.has_changed:
+                part = slice(starts[index], starts[index + 1])
+                is_moment = by_mean[part].max() > max(1.0, by_weight[part].max())
+                found, expected = (found_mean, mean) if is_moment else (found_moved, moved)
+                has_due = bool(is_due[part].any())
+                look = look._replace(
+                    is_stuck=has_due and not look.has_changed,
+                    is_lost=not has_due and bool(moved[part].any()) and not found_moved[part].any(),
+                    is_moment=bool(is_moment),
+                    factor=_factor(found[part], expected[part]),
+                )
+            looks.append(look)
+        return looks
+
+    def _found(self, noted: Noted) -> Floats:
+        """Reads the weights and first moments of the noted elements."""
+        weights = [place.view(place.parameter.detach()) for place in noted.places]
+        means = [
+            place.view(state["exp_avg"])
+            if (state := self._adamw.state.get(place.parameter))
+            else weight.new_zeros(place.num)
+            for place, weight in zip(noted.places, weights, strict=True)
+        ]
+        return _as_array([*weights, *means]).reshape(2, -1)
+
+
+def _factor(found: Floats, expected: Floats) -> float:
+    """Returns the median ratio over the larger half of the expected values: rounding blurs the others."""
+    large = np.abs(expected) >= max(np.median(np.abs(expected)), _TINY)
+    return float(np.median(found[large] / expected[large])) if large.any() else math.nan
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Returns this process's shard of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_array(tensors: Sequence[Tensor]) -> Floats:
+    array: Floats = torch.cat([*tensors]).double().cpu().numpy()
+    return array
 
 
 class TrainerAlarms:
@@ -243,41 +431,46 @@ class TrainerAlarms:
         self._bell = Bell(output_dir, CAUSES)
         self._surprise = MeanZeroTest(MOST_SURPRISE, SURPRISE_TOLERANCE)
         self._versions = VersionWatch(publishes=publishes)
-        self._lr = lr
-        self._frozen = frozen
+        self._lr, self._frozen = lr, frozen
         self._num_idle: Counter[str] = Counter()
         """Looks per tensor that found no gradient, or updates lost to rounding."""
         self._changed: set[str] = set()
 
     def judge(
-        self, step: int, table: TokenTable, ranks: Sequence[AlarmSums], update: Update
+        self,
+        step: int,
+        table: TokenTable,
+        ranks: Sequence[AlarmSums],
+        looks: Sequence[Look] = (),
+        *,
+        lr: float,
+        is_skipped: bool = False,
     ) -> dict[str, float]:
         """Rings the alarms that a step gives cause for, and returns the metrics of all alarms."""
-        sums, *others = ranks
-        for other in others:
-            sums += other
-        if sums.num_tokens and not update.is_skipped:
-            self._judge_surprise(step, sums)
-        if sums.num_untrained:
+        *columns, untrained = zip(*ranks, strict=True)
+        num_tokens, total, squares, num_stops, num_untrained = map(sum, columns)
+        if num_tokens and not is_skipped:
+            self._surprise.add(num_tokens, total, squares)
+            self._ring_surprise(step)
+        if num_untrained:
             self._bell.ring(
                 STOP_TOKENS,
                 step,
                 "share of rollouts that end with a stop token and train on it",
-                value=1 - sums.num_untrained / sums.num_stops,
+                value=1 - num_untrained / num_stops,
                 threshold=1.0,
-                example=f"rollout {sums.untrained!r}",
+                example=f"rollout {next(filter(None, untrained))!r}",
             )
         if self._frozen:
             self._ring_frozen(step, self._frozen[0], "does not require a gradient")
-        for look in update.looks:
-            self._judge_update(step, look, update.lr)
+        for look in looks:
+            self._judge_update(step, look, lr)
         if (fault := self._versions.fault(step, table)) is not None:
             self._bell.ring(VERSIONS, step, *fault)
         return self._bell.metrics()
 
-    def _judge_surprise(self, step: int, sums: AlarmSums) -> None:
+    def _ring_surprise(self, step: int) -> None:
         test = self._surprise
-        test.add(sums.num_tokens, sums.total, sums.squares)
         if test.rings:
             side = "likelier" if test.mean > 0 else "less likely"
             self._bell.ring(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -11,18 +12,16 @@ from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, Stage
 from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
-from pellucid.model import Adapters, Policy, load_policy
+from pellucid.model import Adapters, load_policy
 from pellucid.model.load import check_tokenizer
 from pellucid.trainer.batches import BatchSource
-from pellucid.trainer.optimizer import OneAdapter, Optimizer, Trained, WholeModel
+from pellucid.trainer.optimizer import Optimizer, TrainedWeights
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run
 from pellucid.workers import num_cores
 
 
-def load_trained(
-    config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1
-) -> tuple[Policy, list[Trained]]:
+def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -> list[TrainedWeights]:
     """Loads this process's shard of the model, and returns what each run trains of it.
 
     That is the whole model or, with LoRA, one adapter per run; several runs need LoRA.
@@ -39,11 +38,10 @@ def load_trained(
     if settings.model.activation_checkpointing:
         policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)
     ranks.shard(policy)
-    if lora is None or adapters is None:
-        return policy, [WholeModel(policy, ranks.group is not None, tokenizer)]
-    return policy, [
-        OneAdapter(adapters[slot], lora, config.model.name, tokenizer) for slot in range(num_runs)
-    ]
+    whole = TrainedWeights(policy, config.model, tokenizer, is_sharded=ranks.group is not None)
+    if adapters is None:
+        return [whole]
+    return [replace(whole, adapter=adapters[slot]) for slot in range(num_runs)]
 
 
 def build_run(
@@ -54,40 +52,46 @@ def build_run(
     ranks: Ranks | None = None,
     *,
     publishes: bool = False,
-    loaded: tuple[Policy, Trained] | None = None,
+    trained: TrainedWeights | None = None,
 ) -> Run:
     """Wires a run together. The main process logs to `sinks` and to those that the configuration asks for.
 
-    `loaded` is a model that the run shares with others, and its part of it; by default it loads its own. If
+    `trained` is an adapter of a model that the run shares with others; by default it loads its own model. If
     one process fails to open a file, all processes raise, and each closes what it has opened.
     """
     settings, ranks = config.trainer, ranks or Ranks()
-    if loaded is None:
-        policy, [trained] = load_trained(config, ranks)
-    else:
-        policy, trained = loaded
-    if isinstance(trained, OneAdapter):
+    if trained is None:
+        (trained,) = load_trained(config, ranks)
+    if trained.adapter is not None:
         trained.adapter.reset(config.seed)
     losses = ranks.alike(lambda: loss_for(settings.loss))
     with ExitStack() as opened:
-        exporter = _open_exporter(config, ranks)
-        if exporter is not None:
-            opened.callback(exporter.close)
-        own_sinks = ranks.alike(lambda: open_sinks(config, "trainer") if ranks.is_main else [])
-        for sink in own_sinks:
+        exporter: TokenExporter | None = None
+        if (export := settings.experimental.token_export) is not None:
+            options = dict(export)
+            exporting = ranks.alike(
+                lambda: TokenExporter(
+                    config.output_dir, rank=ranks.rank, precision=ranks.computes_in, **options
+                )
+            )
+            opened.callback(exporting.close)
+            # Raises ConfigError in every process if another run owns the folder.
+            ranks.share(lambda: exporting.claim(resume=config.resume))
+            exporter = exporting if ranks.keeps_books else None
+        opened_sinks = ranks.alike(lambda: open_sinks(config, "trainer") if ranks.is_main else [])
+        for sink in opened_sinks:
             opened.callback(sink.close)
         run = Run(
             config=settings,
             output_dir=config.output_dir,
             max_steps=config.max_steps,
-            policy=policy,
             trained=trained,
             losses=losses,
             optimizer=Optimizer(
                 trained.module, settings.optim, settings.scheduler, max_steps=config.max_steps
             ),
             batches=batches,
-            sinks=[*own_sinks, *sinks] if ranks.is_main else [],
+            sinks=[*opened_sinks, *sinks] if ranks.is_main else [],
             journal=journal,
             exporter=exporter,
             publishes=publishes,
@@ -95,22 +99,6 @@ def build_run(
         )
         opened.pop_all()
     return run
-
-
-def _open_exporter(config: TrainerRunConfig, ranks: Ranks) -> TokenExporter | None:
-    """Opens the token export; raises ConfigError in every process if another run owns its folder."""
-    export = config.trainer.experimental.token_export
-    if export is None:
-        return None
-    exporter = ranks.alike(
-        lambda: TokenExporter(config.output_dir, rank=ranks.rank, precision=ranks.computes_in, **dict(export))
-    )
-    try:
-        ranks.share(lambda: exporter.claim(resume=config.resume))
-    except BaseException:
-        exporter.close()
-        raise
-    return exporter if ranks.keeps_books else None
 
 
 def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:

@@ -6,26 +6,39 @@
 
 A run divides by the denominator of its own batch, so that its gradient does not depend on the other runs. An
 error of one run evicts that run alone, with the reason.
+
+Runs find the trainer, and join it, in `runs/NAME/` below its folder:
+
+    run.toml + STABLE     a run that wants to be trained, with its own configuration
+    alive                 locked by the run's process as long as it lives
+    LEAVE                 the run wants to go, after a checkpoint
+    OUTCOME               how it ended, written by the trainer: done, left, evicted or stopped, and why
+
+The run writes all but `OUTCOME`, and deletes the folder once it has read that; if the run died, the trainer
+deletes it. The trainer keeps a lock on `.serving` as long as it lives.
 """
 
 import logging
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
 from pathlib import Path
+from typing import IO, NamedTuple
 
 from pellucid.config import TrainerRunConfig
+from pellucid.config.base import to_toml
 from pellucid.data import TokenTable
-from pellucid.data.files import read_whole
+from pellucid.data.files import open_lock, read_whole, replace_file, try_lock
 from pellucid.data.model_folder import everywhere
-from pellucid.errors import ConfigError, DataError, PayloadError, PellucidError
+from pellucid.ending import DISK_SILENCE_S, say
+from pellucid.errors import ConfigError, DataError, PayloadError, PellucidError, ProcessError
 from pellucid.export.paths import ExportPaths
-from pellucid.model import Policy
 from pellucid.trainer.batches import (
-    BatchSource,
     NoBatches,
     OrchestratorBatches,
     Stopped,
@@ -35,17 +48,18 @@ from pellucid.trainer.batches import (
 from pellucid.trainer.build import build_run, load_trained, open_journal
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.observer import LogSink, StepObserver
-from pellucid.trainer.optimizer import OneAdapter
+from pellucid.trainer.optimizer import TrainedWeights
 from pellucid.trainer.parallel import Ranks
-from pellucid.trainer.roster import Roster, RunOutcome
 from pellucid.trainer.run import Run, say_finishing
 from pellucid.trainer.step import StepBatch
-from pellucid.transport import Batch, BatchReceiver
+from pellucid.transport import Batch, BatchReceiver, is_stable, publish_folder
 
 logger = logging.getLogger(__name__)
 
-
 _POLL_S = 0.01
+_JOIN_POLL_S = 0.05
+_REMIND_S = 30.0
+_MAX_OUTCOME_BYTES = 1 << 20
 
 
 def serve_runs(config: TrainerRunConfig, ranks: Ranks) -> None:
@@ -55,9 +69,8 @@ def serve_runs(config: TrainerRunConfig, ranks: Ranks) -> None:
     with ExitStack() as stack:
         if ranks.is_main:
             stack.enter_context(roster.serving())
-        policy, places = load_trained(config, ranks, num_runs=settings.max_runs)
-        adapters = [place for place in places if isinstance(place, OneAdapter)]
-        runs = ManyRuns(config, settings.stay, policy, adapters, roster, ranks, stop)
+        adapters = load_trained(config, ranks, num_runs=settings.max_runs)
+        runs = ManyRuns(config, settings.stay, adapters, roster, ranks, stop)
         logger.info("up to %d runs can join in %s", settings.max_runs, config.output_dir)
         stack.enter_context(stop.listening(runs.say_stopping))
         try:
@@ -106,15 +119,125 @@ def take_turns(waiting: Mapping[str, Sequence[int]], budget: int, *, first: int 
     return {name: count for name, count in taken.items() if count}
 
 
+class RunOutcome(Enum):
+    DONE = "done"
+    LEFT = "left"
+    EVICTED = "evicted"
+    STOPPED = "stopped"
+
+
+class Roster:
+    def __init__(self, trainer_dir: Path) -> None:
+        self._folder = trainer_dir
+        self._runs = trainer_dir / "runs"
+
+    # The trainer's side.
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Locks the folder for this trainer; raises ConfigError if another trainer holds it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open_lock(self._folder / ".serving") as lock:
+            if not try_lock(lock):
+                raise ConfigError(
+                    f"output_dir = {self._folder} is in use by a trainer that is still going on; choose "
+                    "another folder, or stop that trainer first"
+                )
+            yield
+
+    def waiting(self) -> list[str]:
+        """Names the runs that want to be trained, sorted."""
+        return [
+            name
+            for name in self._names()
+            if not (self._runs / name / "OUTCOME").exists() and not self.is_leaving(name)
+        ]
+
+    def is_leaving(self, name: str) -> bool:
+        """Returns whether the run asked to leave, or its process is gone."""
+        folder = self._runs / name
+        return (folder / "LEAVE").exists() or not _is_locked(folder / "alive")
+
+    def config_path(self, name: str) -> Path:
+        return self._runs / name / "run.toml"
+
+    def say(self, name: str, outcome: RunOutcome, reason: str = "") -> None:
+        """Writes how a run ended; deletes its folder instead if the run's process is gone."""
+        folder = self._runs / name
+        with suppress(FileNotFoundError):
+            if _is_locked(folder / "alive"):
+                replace_file(folder / "OUTCOME", f"{outcome.value}\n{reason}".encode())
+            else:
+                shutil.rmtree(folder)
+
+    def sweep(self) -> None:
+        """Deletes the folders of runs whose process has died."""
+        for name in self._names():
+            if not _is_locked(self._runs / name / "alive"):
+                shutil.rmtree(self._runs / name, ignore_errors=True)
+
+    # The run's side.
+
+    @contextmanager
+    def joined(self, name: str, config: str) -> Iterator[None]:
+        """Keeps a run on the roster inside the `with`; raises ConfigError if a living run has its name."""
+        folder = self._runs / name
+        if _is_locked(folder / "alive"):
+            raise ConfigError(
+                f"a run {name!r} is being trained by {self._folder}; choose another run_id or output_dir"
+            )
+        locks: list[IO[str]] = []
+
+        def write(partial: Path) -> None:
+            locks.append((partial / "alive").open("a"))
+            try_lock(locks[0])
+            (partial / "run.toml").write_text(config, encoding="utf-8")
+
+        publish_folder(folder, write)
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            locks[0].close()
+
+    def leave(self, name: str) -> None:
+        (self._runs / name / "LEAVE").touch()
+
+    def has_trainer(self) -> bool:
+        return _is_locked(self._folder / ".serving")
+
+    def outcome(self, name: str) -> tuple[RunOutcome, str] | None:
+        """Reads how the run ended, and why; None if the trainer has not written it yet."""
+        path = self._runs / name / "OUTCOME"
+        try:
+            outcome, _, reason = read_whole(path, _MAX_OUTCOME_BYTES).decode(errors="replace").partition("\n")
+            return RunOutcome(outcome), reason
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise DataError(f"{path} does not say what became of the run: {error}") from error
+
+    def _names(self) -> list[str]:
+        return sorted(folder.name for folder in self._runs.glob("[!.]*") if is_stable(folder))
+
+
+def _is_locked(path: Path) -> bool:
+    """Returns whether a living process holds a lock on the file; False for anything but a file."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open("r+") as file:
+            return not try_lock(file)
+    except FileNotFoundError:
+        return False
+
+
 @dataclass
 class Member:
     """One of the runs that share a model: the batch that it trains, and how much of it is trained."""
 
     name: str
     run: Run
-    adapter: OneAdapter
-    """The adapter slot of the model that this run trains."""
-
     step: int
     """Index of the step that is being trained, or whose batch is awaited."""
 
@@ -164,8 +287,7 @@ class Member:
         self._wait()
 
 
-@dataclass(frozen=True)
-class RosterChanges:
+class RosterChanges(NamedTuple):
     """Changes that the main process found before a round; every process applies them, in this order."""
 
     ended: list[tuple[str, RunOutcome, str]]
@@ -173,16 +295,12 @@ class RosterChanges:
     received: list[tuple[str, Batch]]
     is_over: bool
 
-    def __bool__(self) -> bool:
-        return bool(self.ended or self.joined or self.received or self.is_over)
-
 
 @dataclass
 class ManyRuns:
     config: TrainerRunConfig
     stay: bool
-    policy: Policy
-    free: list[OneAdapter]
+    free: list[TrainedWeights]
     """Adapter slots of the model that no run trains."""
 
     roster: Roster
@@ -239,11 +357,11 @@ class ManyRuns:
     def _await_work(self) -> RosterChanges:
         """Blocks until the roster changes or a member has samples to train."""
         with self.stop.interruptible():
-            while not (changes := self._find_changes()) and not any(
-                member.batch is not None for member in self.members.values()
-            ):
+            while True:
+                changes = self._find_changes()
+                if any(changes) or any(member.batch is not None for member in self.members.values()):
+                    return changes
                 time.sleep(_POLL_S)
-        return changes
 
     def _find_changes(self) -> RosterChanges:
         ended = [(name, RunOutcome.LEFT, "") for name in self.members if self.roster.is_leaving(name)]
@@ -282,10 +400,8 @@ class ManyRuns:
 
     def _apply(self, changes: RosterChanges) -> None:
         for name, outcome, reason in changes.ended:
-            if outcome is RunOutcome.LEFT:
-                self.leave(name, outcome, reason)
-            else:
-                self._end(name, outcome, reason)
+            end = self.leave if outcome is RunOutcome.LEFT else self._end
+            end(name, outcome, reason)
         for name, config in changes.joined:
             self._join(name, config)
         for name, batch in changes.received:
@@ -293,18 +409,16 @@ class ManyRuns:
                 self.members[name].receive(batch.table)
 
     def _join(self, name: str, config: TrainerRunConfig) -> None:
-        adapter, ranks = self.free[0], self.ranks
-        batches: BatchSource = NoBatches()
-        if ranks.is_main:
-            batches = OrchestratorBatches(self.receivers[name])
+        ranks, trained = self.ranks, self.free[0]
+        batches = OrchestratorBatches(self.receivers[name]) if ranks.is_main else NoBatches()
         try:
-            journal, loaded = open_journal(config, ranks), (self.policy, adapter)
-            run = build_run(config, batches, journal, [LogSink(name)], ranks, publishes=True, loaded=loaded)
+            journal = open_journal(config, ranks)
+            run = build_run(config, batches, journal, [LogSink(name)], ranks, publishes=True, trained=trained)
         except (PellucidError, OSError) as error:  # raised in all processes if in one
             self._end(name, RunOutcome.EVICTED, str(error))
             return
         self.free.pop(0)
-        member = self.members[name] = Member(name, run, adapter, step=0)
+        member = self.members[name] = Member(name, run, step=0)
         self.had_any = True
         with self.evicting(member, everywhere=True):
             run.begin(config)
@@ -326,35 +440,35 @@ class ManyRuns:
         if (member := self.members.pop(name, None)) is not None:
             what = f"{outcome.value} at step {member.step}"
             # Gradients of an unfinished step: the next run in this slot starts without them.
-            member.adapter.module.zero_grad(set_to_none=True)
+            member.run.trained.module.zero_grad(set_to_none=True)
             member.run.close()
-            self.free.append(member.adapter)
+            self.free.append(member.run.trained)
         if (receiver := self.receivers.pop(name, None)) is not None:
             receiver.close()
         if self.ranks.is_main:
             self.roster.say(name, outcome, reason)
-        say = logger.error if outcome is RunOutcome.EVICTED else logger.info
-        say("run %s %s%s", name, what, reason and f": {reason}")
+        level = logging.ERROR if outcome is RunOutcome.EVICTED else logging.INFO
+        logger.log(level, "run %s %s%s", name, what, reason and f": {reason}")
 
 
-def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:
+def read_run(path: Path, serving: TrainerRunConfig) -> TrainerRunConfig:
     """Reads the configuration of a run; raises ConfigError if this trainer cannot train such a run."""
     try:
         config = TrainerRunConfig.model_validate(tomllib.loads(read_whole(path).decode()))
     except (OSError, DataError, ValueError, RecursionError) as error:  # neither TOML nor settings
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
-    for key, wanted, given in (
-        ("model.name", everywhere(config.model.name), everywhere(own.model.name)),
-        ("model.lora", config.model.lora, own.model.lora),
-        (
-            "trainer.enable_router_replay",
-            config.trainer.enable_router_replay,
-            own.trainer.enable_router_replay,
-        ),
-    ):
-        if wanted != given:
-            raise ConfigError(f"{key} = {wanted}; the trainer that it joins has {given}: set the same")
-    limit = own.trainer.model.seq_len
+    wanted, given = (
+        {
+            "model.name": everywhere(each.model.name),
+            "model.lora": each.model.lora,
+            "trainer.enable_router_replay": each.trainer.enable_router_replay,
+        }
+        for each in (config, serving)
+    )
+    for key, value in wanted.items():
+        if value != given[key]:
+            raise ConfigError(f"{key} = {value}; the trainer that it joins has {given[key]}: set the same")
+    limit = serving.trainer.model.seq_len
     if (seq_len := config.trainer.model.seq_len) > limit:
         raise ConfigError(
             f"trainer.model.seq_len = {seq_len} exceeds the {limit} of the trainer that it joins; lower it, "
@@ -364,9 +478,50 @@ def read_run(path: Path, own: TrainerRunConfig) -> TrainerRunConfig:
 
 
 def _checked(batch: Batch, member: Member) -> Batch:
-    if batch.table.num_sequences == 0:
-        raise DataError(f"the batch of step {batch.step} is empty")
     if strangers := sorted(set(batch.table["run_id"].tolist()) - {member.name}):
         raise DataError(f"the batch of step {batch.step} has samples of another run: {strangers[0]!r}")
-    member.run.check(batch.table)
+    member.run.check(batch.step, batch.table)
     return batch
+
+
+def join_trainer(config: TrainerRunConfig) -> None:
+    """Has a run trained by the trainer that `trainer.join` names, and returns once it is done.
+
+    A run waits until that trainer starts. Raises ProcessError, with the reason, if the run ended earlier or
+    the trainer disappears.
+    """
+    folder = config.trainer.join
+    assert folder is not None
+    model = config.model.model_copy(update={"name": everywhere(config.model.name)})
+    absolute = {"output_dir": config.output_dir.resolve(), "run_id": config.run_name, "model": model}
+    roster, name = Roster(folder), config.run_name
+    stop, stopped = StopRequest(), None
+    was_there, reminded = False, -_REMIND_S
+    with stop.listening(), roster.joined(name, to_toml(config.model_copy(update=absolute))):
+        while (ended := roster.outcome(name)) is None:
+            try:
+                stop.check()
+            except Stopped as request:
+                if stopped is None:
+                    roster.leave(name)
+                    say(f"waiting for the trainer in {folder} to save the run", silence_s=DISK_SILENCE_S)
+                stopped = request
+            is_there = roster.has_trainer()
+            # A trainer writes the outcome before it goes.
+            if was_there and not is_there and roster.outcome(name) is None:
+                raise ProcessError(
+                    f"the trainer in {folder} is gone; start it again, then go on with --resume"
+                )
+            if not is_there and time.monotonic() - reminded > _REMIND_S:
+                reminded = time.monotonic()
+                logger.warning("no trainer serves runs in %s yet; waiting for one", folder)
+            was_there = is_there
+            if not is_there and stopped is not None:
+                break
+            time.sleep(_JOIN_POLL_S)
+    if stopped is not None:
+        raise SystemExit(128 + stopped.signal)
+    assert ended is not None
+    outcome, reason = ended
+    if outcome is not RunOutcome.DONE:
+        raise ProcessError(f"run {name} was {outcome.value} by the trainer in {folder}: {reason}")

@@ -19,7 +19,7 @@ from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import LossInputs, LossRecord
 from pellucid.metrics import Max, Mean, MetricSet, Moments, Sum
 from pellucid.model import TokenOutput
-from pellucid.trainer.alarms import StepWatch
+from pellucid.trainer.alarms import Bools, StepWatch
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,7 @@ class StepObserver:
     """
 
     def __init__(self, batch: StepBatch, exporter: TokenExporter | None) -> None:
-        self.batch = batch
-        self._denominator = batch.denominator
-        self._exporter = exporter
+        self.batch, self._exporter = batch, exporter
         owners = set(zip(batch.table["run_id"], batch.table["env_name"], strict=True))
         self._accounts: list[_Account] = sorted({*owners, *((run, _PADDING) for run, _ in owners)})
         self._numbers = {account: number for number, account in enumerate(self._accounts)}
@@ -66,31 +64,26 @@ class StepObserver:
         """Pairs of a token and one that it attends to, on this rank."""
 
         self._stats = LossStats([env for _, env in self._accounts])
-        self._watch = FiniteWatch()
+        self.finite = FiniteWatch()
         self.alarms = StepWatch(batch.table, batch.step)
         """Sums over this rank's tokens, which the alarms of the run judge."""
 
-        self._is_skipped = False
-
-    def not_finite(self) -> str | None:
-        """Describes this rank's first token whose loss is not finite; None if there is none."""
-        return self._watch.cause()
-
-    def skip(self) -> None:
-        """Books the trainable tokens of this step as skipped: they move no weights."""
-        self._is_skipped = True
+        self.is_skipped = False
+        """Whether the trainable tokens of this step are booked as skipped: they move no weights."""
 
     def add(self, micro_batch: LoadedMicroBatch, output: TokenOutput, result: LossResult) -> None:
         run, table = micro_batch.packed.kind.run_id, micro_batch.table
         numbers = [self._numbers[run, env] for env in table["env_name"]]
         account = np.repeat(np.array(numbers, np.int64), table.lengths)
-        sampled, loss_mask = micro_batch.table["sampled"], micro_batch.table["loss_mask"]
+        sampled, loss_mask = table["sampled"], table["loss_mask"]
         self._count(micro_batch, account, sampled, loss_mask)
         # In float64, so that it equals the sum of the exported losses even where they cancel out.
-        self._stats.add_loss(result.record.token_loss.detach().sum(dtype=torch.float64) / self._denominator)
+        self._stats.add_loss(
+            result.record.token_loss.detach().sum(dtype=torch.float64) / self.batch.denominator
+        )
         on_device = torch.from_numpy(account).to(output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
-        self._watch.add(micro_batch, result)
+        self.finite.add(micro_batch, result)
         self.alarms.add(micro_batch.packed, sampled, loss_mask, output, result.record)
         if output.replaced is not None:
             self._stats.add("router_replace_rate", output.replaced, result.inputs.loss_mask, on_device)
@@ -100,15 +93,11 @@ class StepObserver:
                 observed_values(output, result.record),
                 step=self.batch.step,
                 micro_step=micro_batch.index,
-                denominator=self._denominator,
+                denominator=self.batch.denominator,
             )
 
     def _count(
-        self,
-        micro_batch: LoadedMicroBatch,
-        account: NDArray[np.int64],
-        sampled: NDArray[np.bool_],
-        loss_mask: NDArray[np.bool_],
+        self, micro_batch: LoadedMicroBatch, account: NDArray[np.int64], sampled: Bools, loss_mask: Bools
     ) -> None:
         table, is_computed = micro_batch.table, micro_batch.is_computed
         self._counts.update(asdict(micro_batch.packed.counts))
@@ -140,7 +129,7 @@ class StepObserver:
         metrics = self._stats.metrics()
         metrics.add("loss", Sum(self._stats.loss()))
         num_masked = sum(self._stats.count("is_masked"))
-        num_trained = 0 if self._is_skipped else self._counts["loss_tokens"] - num_masked
+        num_trained = 0 if self.is_skipped else self._counts["loss_tokens"] - num_masked
         counts = {**self._counts, "trained_tokens": num_trained}
         for name in COUNTED:
             metrics.add(name, Sum(counts[name]))
@@ -166,8 +155,8 @@ class StepObserver:
                 int(self._books[name][number]) for name in _BOOKED
             )
             padding = packed if env == _PADDING else 0
-            skipped = trainable if self._is_skipped else 0
-            num_masked = 0 if self._is_skipped else masked[number]
+            skipped = trainable if self.is_skipped else 0
+            num_masked = 0 if self.is_skipped else masked[number]
             journal.count(run, env, Flow.RECEIVED, received)
             journal.count(run, env, State.TRUNCATED, received - sampled)
             journal.count(run, env, State.UNTRAINABLE, sampled - trainable)
@@ -185,9 +174,6 @@ def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.
     return {"trainer_logprobs": output.logprobs, "entropy": output.entropy, **record.columns()}
 
 
-_MOMENTS = ("entropy", "mismatch_kl")
-
-
 class LossStats:
     """Sums of (weight, value, value², maximum) per metric and account, on the device, read back once.
 
@@ -196,7 +182,7 @@ class LossStats:
     """
 
     def __init__(self, environments: Sequence[str]) -> None:
-        self.environments = list(environments)
+        self.environments = environments
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._loss: Tensor | None = None
@@ -221,8 +207,7 @@ class LossStats:
         """Counts per account the tokens for which a yes/no metric is true."""
         if name not in self._sums:
             return [0] * len(self.environments)
-        held: list[int] = self._sums[name][1].round().long().tolist()
-        return held
+        return [round(total) for total in self._sums[name][1].tolist()]
 
     def metrics(self) -> MetricSet:
         metrics = MetricSet()
@@ -230,12 +215,9 @@ class LossStats:
             columns = zip(self.environments, sums.T.tolist(), self._maxima[name].tolist(), strict=True)
             for env, (weight, total, squares), maximum in columns:
                 for scope in ("all", env):
-                    metrics.add(
-                        f"{name}/{scope}",
-                        Moments.of(weight, total, squares, maximum)
-                        if name in _MOMENTS
-                        else Mean(total, weight),
-                    )
+                    is_moment = name in ("entropy", "mismatch_kl")
+                    value = Moments.of(weight, total, squares, maximum) if is_moment else Mean(total, weight)
+                    metrics.add(f"{name}/{scope}", value)
         return metrics
 
 
@@ -289,25 +271,20 @@ class FiniteWatch:
 
     def cause(self) -> str | None:
         """Describes the first bad token and its numbers; None if all losses are finite."""
-        if not self._first:
-            return None
-        for found, sequences in zip(torch.stack(self._first).tolist(), self._sequences, strict=True):
-            if found[0]:
-                return _token(int(found[1]), found[2:], *sequences)
+        found = torch.stack(self._first).tolist() if self._first else []
+        for (is_bad, index, *numbers), (lengths, envs, rollouts) in zip(found, self._sequences, strict=True):
+            if is_bad:
+                row = int((lengths.cumsum() > index).argmax())
+                token = int(index) - int(lengths[:row].sum())
+                loss, trainer, inference, advantage = numbers
+                whose = (
+                    f"rollout {rollouts[row]!r}" if rollouts[row] else f"sequence {row} of its micro batch"
+                )
+                return (
+                    f"the loss of token {token} of {whose}, environment {envs[row]!r}, is {loss:g} (trainer "
+                    f"logprob {trainer:g}, inference logprob {inference:g}, advantage {advantage:g})"
+                )
         return None
-
-
-def _token(
-    index: int, numbers: Sequence[float], lengths: NDArray[Any], envs: NDArray[Any], rollouts: NDArray[Any]
-) -> str:
-    row = int((lengths.cumsum() > index).argmax())
-    token = index - int(lengths[:row].sum())
-    loss, trainer, inference, advantage = numbers
-    whose = f"rollout {rollouts[row]!r}" if rollouts[row] else f"sequence {row} of its micro batch"
-    return (
-        f"the loss of token {token} of {whose}, environment {envs[row]!r}, is {loss:g} (trainer logprob "
-        f"{trainer:g}, inference logprob {inference:g}, advantage {advantage:g})"
-    )
 
 
 class LogSink:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pellucid.config import OptimConfig, SchedulerConfig
-from pellucid.config.shared import LoraConfig
+from pellucid.config import ModelConfig, OptimConfig, SchedulerConfig
 from pellucid.errors import DataError
 from pellucid.model import Adapter, Policy
-from pellucid.trainer.update_watch import Look, UpdateWatch, local_shard
+from pellucid.trainer.alarms import Look, UpdateWatch, local_shard
 from pellucid.transport.weights import offer_weights, write_adapter, write_version, write_weights
 
 
@@ -52,9 +51,7 @@ class Optimizer:
     ) -> None:
         self._named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._parameters = list(self._named.values())
-        self._optim = optim
-        self._scheduler = scheduler
-        self._max_steps = max_steps
+        self._optim, self._scheduler, self._max_steps = optim, scheduler, max_steps
         self.num_steps = 0
         """Steps made, skipped ones included; the schedule's position."""
 
@@ -75,9 +72,9 @@ class Optimizer:
         """
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        grad_norm = float(_whole(norm))
-        own_lr = self._optim.lr * lr_factor(self.num_steps, self._scheduler, self._max_steps)
-        update = Update(grad_norm, own_lr if lr is None else lr)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        scheduled_lr = self._optim.lr * lr_factor(self.num_steps, self._scheduler, self._max_steps)
+        update = Update(grad_norm, scheduled_lr if lr is None else lr)
         if is_finite and math.isfinite(grad_norm):  # the norm over all ranks: each decides alike
             noted = self._watch.before()
             nn.utils.clip_grads_with_norm_(self._parameters, self._optim.max_norm, norm)
@@ -86,21 +83,15 @@ class Optimizer:
             self.adamw.step()
             update = replace(update, looks=self._watch.after(noted, grad_norm, update.lr))
         else:
-            update = replace(update, is_skipped=True, parameter=self._not_finite())
+            bad = (
+                name
+                for name, each in reversed(self._named.items())
+                if each.grad is not None and not bool(local_shard(each.grad).isfinite().all())
+            )
+            update = replace(update, is_skipped=True, parameter=next(bad, None))
         self.adamw.zero_grad(set_to_none=True)
         self.num_steps += 1
         return update
-
-    def _not_finite(self) -> str | None:
-        for name, parameter in reversed(self._named.items()):
-            gradient = parameter.grad
-            if gradient is not None and not bool(local_shard(gradient).isfinite().all()):
-                return name
-        return None
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def lr_factor(step: int, scheduler: SchedulerConfig, max_steps: int) -> float:
@@ -140,26 +131,37 @@ def too_many_skips(step: int, causes: Sequence[str], output_dir: Path, *, is_exp
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class TrainedWeights:
+    """The part of a model's weights that a run trains: all of them, or one adapter."""
+
     policy: Policy
-    is_sharded: bool
+    model: ModelConfig
     tokenizer: Any
+    is_sharded: bool = False
+    adapter: Adapter | None = None
 
     @property
     def module(self) -> nn.Module:
         """Module whose parameters, and no others, are optimised and saved in checkpoints."""
-        return self.policy
+        return self.policy if self.adapter is None else self.adapter
 
     def activate(self) -> None:
         """Makes the following forward passes use these weights; the whole model is always in use."""
+        if self.adapter is not None:
+            self.adapter.activate()
 
     def write(self, folder: Path) -> None:
         """Writes a policy version for engines, in the main process; if sharded, the others `offer`."""
-        write_version(self.policy.hf, folder)
+        if self.adapter is None or self.model.lora is None:
+            write_version(self.policy.hf, folder)
+        else:
+            write_adapter(self.adapter, self.model.lora, self.model.name, folder)
 
     def save(self, folder: Path) -> None:
         """Writes the result, for `AutoModelForCausalLM.from_pretrained`; the other processes `offer`."""
-        if self.is_sharded:
+        if self.adapter is not None:
+            self.write(folder)
+        elif self.is_sharded:
             whole = folder / "whole.safetensors"
             write_weights(self.policy.hf, whole)
             self.policy.hf.save_pretrained(folder, state_dict=load_file(whole))  # mapped, not read
@@ -170,35 +172,4 @@ class WholeModel:
 
     def offer(self) -> None:
         """Takes part in gathering the shards while the main process writes or saves."""
-        offer_weights(self.policy.hf)
-
-
-@dataclass(frozen=True)
-class OneAdapter:
-    adapter: Adapter
-    config: LoraConfig
-    base: str
-    """Hub name or folder of the base model."""
-
-    tokenizer: Any
-
-    @property
-    def module(self) -> nn.Module:
-        return self.adapter
-
-    def activate(self) -> None:
-        self.adapter.activate()
-
-    def write(self, folder: Path) -> None:
-        write_adapter(self.adapter, self.config, self.base, folder)
-
-    def save(self, folder: Path) -> None:
-        self.write(folder)
-        self.tokenizer.save_pretrained(folder)
-
-    def offer(self) -> None:
-        offer_weights(self.adapter)
-
-
-Trained = WholeModel | OneAdapter
-"""The part of a model's weights that a run trains."""
+        offer_weights(self.policy.hf if self.adapter is None else self.adapter)

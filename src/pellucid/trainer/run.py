@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pellucid.checkpoint import Progress, newest_intact, take_back
-from pellucid.checkpoint.files import STATE
+from pellucid.checkpoint import STATE, Progress, newest_intact, take_back
 from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
@@ -25,12 +24,12 @@ from pellucid.ledger import Journal, sum_entries
 from pellucid.ledger.settings import changed_settings, record_settings
 from pellucid.loss import LossInputs, TokenLoss
 from pellucid.metrics import Max, Sink, Stopwatch, Sum
-from pellucid.model import Layout, Policy, TokenOutput
+from pellucid.model import Layout, TokenOutput
 from pellucid.packing import pack_batch
 from pellucid.trainer.alarms import TrainerAlarms
 from pellucid.trainer.batches import BatchSource, StopRequest
 from pellucid.trainer.observer import COUNTED, StepObserver
-from pellucid.trainer.optimizer import Optimizer, Trained, Update, cause_of, too_many_skips
+from pellucid.trainer.optimizer import Optimizer, TrainedWeights, Update, cause_of, too_many_skips
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.saver import CheckpointSaver
 from pellucid.trainer.sft import Validation
@@ -56,10 +55,7 @@ class Run:
     config: TrainerConfig
     output_dir: Path
     max_steps: int
-    policy: Policy
-    trained: Trained
-    """The part of the policy's weights that this run trains: all of them, or one adapter."""
-
+    trained: TrainedWeights
     losses: dict[str, TokenLoss]
     optimizer: Optimizer
     batches: BatchSource
@@ -77,6 +73,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.start = self._num_trained = self._num_saved = 0
+        self.policy = self.trained.policy
         self.step_s = 0.0
         """Duration of the last step in seconds."""
         self._totals: Counter[str] = Counter()
@@ -119,13 +116,19 @@ class Run:
             state = self.output_dir / "checkpoints" / f"step_{progress.step}" / STATE
             read_state(self.trained.module, self.optimizer.adamw, state, self.ranks.group)
             torch.set_rng_state(torch.frombuffer(bytearray(progress.random_state), dtype=torch.uint8))
-            self._go_on_from(progress)
+            self.start = self._num_trained = self._num_saved = progress.step
+            self._totals = Counter(progress.totals)
+            self.optimizer.num_steps = progress.step
         folder = weights_folder(self.output_dir, self.start)
         if self.publishes and self.start > 0 and not self.ranks.share(lambda: is_stable(folder)):
             self.publish(self.start - 1)
         if self.exporter is not None:
             self.exporter.forget_from(self.start)
-            if self.ranks.is_main:
+            if self.ranks.is_main:  # other ranks count from 0, so that the sum is right
+                self.exporter.num_skipped, self.exporter.num_lost = (
+                    self._totals[_SKIPPED],
+                    self._totals[_LOST],
+                )
                 self.exporter.forget_ranks_from(self.ranks.num_ranks, self.start)
         logger.info("resumed at step %d", self.start)
 
@@ -135,14 +138,6 @@ class Run:
         if self.publishes:
             take_back(self.output_dir, progress)
         return progress
-
-    def _go_on_from(self, progress: Progress) -> None:
-        """Restores counters from a checkpoint; training continues at `progress.step`."""
-        self.start = self._num_trained = self._num_saved = progress.step
-        self._totals = Counter(progress.totals)
-        self.optimizer.num_steps = progress.step
-        if self.exporter is not None and self.ranks.is_main:  # other ranks start at 0: the sum is right
-            self.exporter.num_skipped, self.exporter.num_lost = self._totals[_SKIPPED], self._totals[_LOST]
 
     def steps(self) -> Iterator[int]:
         if self.validation is not None and self.start == 0:
@@ -178,13 +173,13 @@ class Run:
     def _receive(self, step: int) -> Batch:
         with self.stop.interruptible():
             batch = self.batches.next(step)
-        if batch.table.num_sequences == 0:
-            raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
-        self.check(batch.table)
+        self.check(step, batch.table)
         return batch
 
-    def check(self, table: TokenTable) -> None:
+    def check(self, step: int, table: TokenTable) -> None:
         """Raises DataError if the model cannot train on these samples."""
+        if table.num_sequences == 0:
+            raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
         check_text(table.columns)
         if self.policy.replay is not None:
             check_experts(table.columns, self.policy.replay.shape.experts)
@@ -247,16 +242,17 @@ class Run:
 
         All processes decide alike: they gather each other's bad tokens, and the norm is over all gradients.
         """
-        tokens: list[str | None] = self.ranks.gather(observer.not_finite())
+        tokens: list[str | None] = self.ranks.gather(observer.finite.cause())
         update = self.optimizer.step(is_finite=not any(tokens))
         if not update.is_skipped:
             self._skips.clear()
             return update
-        observer.skip()
+        observer.is_skipped = True
         self._skips.append(cause_of(update, tokens, self.ranks.gather_all(update.parameter)))
         if self.ranks.is_main:
-            skipped = observer.batch.step, self.output_dir, self._skips[-1]
-            logger.warning("step %d of %s is skipped: %s", *skipped)
+            logger.warning(
+                "step %d of %s is skipped: %s", observer.batch.step, self.output_dir, self._skips[-1]
+            )
         return update
 
     def publish(self, step: int) -> None:
@@ -279,12 +275,12 @@ class Run:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
                 self.exporter.finish(step)
-            own = observer.metrics()
-            own.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
+            of_rank = observer.metrics()
+            of_rank.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
             if self.exporter is not None:
-                own.add(_SKIPPED, Sum(self.exporter.num_skipped))
-                own.add(_LOST, Sum(self.exporter.num_lost))
-            ranks = self.ranks.gather((own, observer.num_pairs, observer.alarms.sums()))
+                of_rank.add(_SKIPPED, Sum(self.exporter.num_skipped))
+                of_rank.add(_LOST, Sum(self.exporter.num_lost))
+            ranks = self.ranks.gather((of_rank, observer.num_pairs, observer.alarms.sums()))
             metrics, num_pairs, alarm_sums = zip(*ranks, strict=True)
             report = observer.report(metrics)
             if self.exporter is not None:
@@ -302,7 +298,10 @@ class Run:
             self._totals[f"total/{name}"] += int(report[name])
         report |= self._totals
         if self.ranks.is_main:
-            report |= self._alarms.judge(step, observer.batch.table, alarm_sums, update)
+            table = observer.batch.table
+            report |= self._alarms.judge(
+                step, table, alarm_sums, update.looks, lr=update.lr, is_skipped=update.is_skipped
+            )
         report |= self._times(report, sum(num_pairs))
         for sink in self.sinks:
             sink.log(step, report)
@@ -313,8 +312,7 @@ class Run:
         if len(self._skips) >= self.config.max_skipped_steps:
             self.save_checkpoint()
             self.finish_checkpoint()
-            is_exported = self.exporter is not None
-            raise too_many_skips(step, self._skips, self.output_dir, is_exported=is_exported)
+            raise too_many_skips(step, self._skips, self.output_dir, is_exported=self.exporter is not None)
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint of the steps trained so far, unless it exists; releases batches it covers."""

@@ -23,6 +23,7 @@ import torch
 from pellucid.config import DataConfig, SFTConfig
 from pellucid.config.trainer import DatasetConfig, ValidationConfig
 from pellucid.data import TokenTable, TrainingMode, TrainingSample
+from pellucid.data.tokenizer import first_line
 from pellucid.errors import ConfigError, DataError
 from pellucid.model import Policy, TokenOutput
 from pellucid.trainer.sft_tokens import ExampleTokenizer
@@ -84,9 +85,15 @@ def _open_jsonl(config: DatasetConfig) -> SftRows:
     def read() -> Iterator[Row]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    yield _row(where, str(number), _parse(line, where))
+                if not line.strip():
+                    continue
+                try:
+                    record = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    raise DataError(f"{path}:{number}: not JSON: {error}") from error
+                if not isinstance(record, dict):
+                    raise DataError(f"{path}:{number}: expected an object, got {type(record).__name__}")
+                yield _row(f"{path}:{number}", str(number), record)
 
     try:
         with path.open("rb") as file:
@@ -97,16 +104,6 @@ def _open_jsonl(config: DatasetConfig) -> SftRows:
 
 def _row(where: str, example_id: str, record: Mapping[str, Any]) -> Row:
     return Row(where, example_id, {name: value for name, value in record.items() if value is not None})
-
-
-def _parse(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object, got {type(record).__name__}")
-    return record
 
 
 def _open_dataset(config: DatasetConfig) -> SftRows:
@@ -121,9 +118,8 @@ def _open_dataset(config: DatasetConfig) -> SftRows:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     path, split = config.path, config.part[1]
-    saved = ("dataset_dict.json", "state.json")
     try:
-        if path is not None and any((path / name).exists() for name in saved):
+        if path is not None and any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
             dataset = _choose_split(datasets.load_from_disk(str(path)), config)
         else:
             dataset = datasets.load_dataset(config.name or str(path), config.subset, split=split)
@@ -167,7 +163,7 @@ def _reason(error: Exception) -> str:
     """Returns the first line of the root error; the errors around it only say that loading failed."""
     while isinstance(error.__cause__, Exception) and type(error).__module__.startswith("datasets"):
         error = error.__cause__
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return first_line(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +174,8 @@ class SFTData:
 
     def validation_tables(self) -> list[TokenTable]:
         """Splits the validation samples into tables of at most 1,024, each packed on its own."""
-        starts = range(0, len(self.validation), _PACKED_TOGETHER)
-        return [
-            TokenTable.from_samples(self.validation[start : start + _PACKED_TOGETHER]) for start in starts
-        ]
+        starts, size = range(0, len(self.validation), _PACKED_TOGETHER), _PACKED_TOGETHER
+        return [TokenTable.from_samples(self.validation[start : start + size]) for start in starts]
 
 
 def load_data(config: SFTConfig, tokenizer: Any, track: Track = lambda rows, title: rows) -> SFTData:
@@ -193,11 +187,11 @@ def load_data(config: SFTConfig, tokenizer: Any, track: Track = lambda rows, tit
     settings, seq_len = config.data, config.trainer.model.seq_len
     source = settings.validation_source()
     rows, validation_rows = open_rows(settings), open_rows(source) if source else None
-    data = SFTData(read(rows, settings.KEY), [])
+    samples = read(rows, DataConfig.KEY)
     if validation_rows is not None:
-        data = SFTData(data.train, read(validation_rows, ValidationConfig.KEY))
-    elif settings.validation is not None:
-        data = hold_out(data.train, settings.validation)
+        data = SFTData(samples, read(validation_rows, ValidationConfig.KEY))
+    else:
+        data = SFTData(samples, []) if settings.validation is None else hold_out(samples, settings.validation)
     for key, samples in ((DataConfig.KEY, data.train), (ValidationConfig.KEY, data.validation)):
         if samples and DataSize.of(samples, seq_len).num_trainable == 0:
             raise DataError(
@@ -241,10 +235,8 @@ def hold_out(samples: Sequence[TrainingSample], config: ValidationConfig) -> SFT
             "lower it"
         )
     held = set(np.random.default_rng(_HOLD_OUT_SEED).permutation(total)[:count].tolist())
-    return SFTData(
-        [sample for index, sample in enumerate(samples) if index not in held],
-        [sample for index, sample in enumerate(samples) if index in held],
-    )
+    kept = [sample for index, sample in enumerate(samples) if index not in held]
+    return SFTData(kept, [sample for index, sample in enumerate(samples) if index in held])
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +289,7 @@ class Validation:
     interval: int
     max_steps: int
     gather: Callable[[float], list[float]]
-    initial_loss: float | None = None
+    initial_loss: float = 0.0
 
     def begin(self) -> None:
         """Measures the weights that training starts from."""
@@ -305,12 +297,9 @@ class Validation:
 
     def report(self, step: int) -> dict[str, float]:
         """Measures after a step if validation is due, and returns its metrics; else returns none."""
-        num_trained = step + 1
-        due = num_trained % self.interval == 0 or num_trained == self.max_steps
-        report = self.measure() if due else {}
-        if step == 0 and self.initial_loss is not None:
-            report["validation/initial_loss"] = self.initial_loss
-        return report
+        is_due = (step + 1) % self.interval == 0 or step + 1 == self.max_steps
+        initial = {"validation/initial_loss": self.initial_loss} if step == 0 else {}
+        return (self.measure() if is_due else {}) | initial
 
     def measure(self) -> dict[str, float]:
         total, num_tokens = torch.zeros((), dtype=torch.float64), 0

@@ -180,13 +180,7 @@ def _num_active(model: Any, config: Any) -> float:
     return total
 
 
-_PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
+_PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Dense bfloat16 operations per second, by a part of the device's name; the first match counts."""
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call
 
-from pellucid.checkpoint.files import STATE
+from pellucid.checkpoint import STATE
 from pellucid.checkpoint.state import read_model
 from pellucid.config import TrainerPrecision
 from pellucid.config.shared import ModelConfig

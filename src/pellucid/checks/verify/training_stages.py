@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pellucid.export
-from pellucid.checkpoint.files import STATE
+from pellucid.checkpoint import STATE
 from pellucid.checkpoint.state import read_model
 from pellucid.checks.finding import EPS, Differences
 from pellucid.checks.oracle.conversation import Conversation, off_policy_levels
