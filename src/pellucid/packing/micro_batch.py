@@ -142,9 +142,9 @@ def _common_prompts(table: TokenTable, lengths: Ints, groups: Ints) -> Ints:
     Each member keeps at least one token of its own. Plans use the estimate; the model shares the prefix
     that sequences really have in common.
     """
-    own = np.minimum(table.prompt_lengths, lengths - 1)
+    prompts = np.minimum(table.prompt_lengths, lengths - 1)
     shortest = np.full(int(groups.max(initial=-1)) + 2, np.iinfo(np.int64).max)
-    np.minimum.at(shortest, groups, own)
+    np.minimum.at(shortest, groups, prompts)
     is_shared = (groups >= 0) & (np.bincount(groups + 1)[groups + 1] > 1)
     return np.where(is_shared, shortest[groups], 0)
 

@@ -44,14 +44,14 @@ class Cost:
     def of(self, lengths: Ints) -> Ints:
         return lengths * (self.parity + lengths)
 
-    def behind(self, prompts: Ints, own: Ints, *, masked: NDArray[np.bool_]) -> Ints:
+    def behind(self, prompts: Ints, unshared: Ints, *, masked: NDArray[np.bool_]) -> Ints:
         """Computes the cost of a member's own tokens behind a shared prompt, without that of the prompt.
 
         `masked` is as in `data/shared_prompts.py`. An unmasked member attends causally to prompt and own
         tokens together. That computes half of a square, so pairs under a mask count twice.
         """
-        whole = prompts + own
-        cost: Ints = own * self.parity + np.where(masked, 2 * own * whole, whole**2)
+        whole = prompts + unshared
+        cost: Ints = unshared * self.parity + np.where(masked, 2 * unshared * whole, whole**2)
         return cost
 
 
@@ -132,9 +132,9 @@ def plan(sequences: Sequences, *, max_tokens: int, num_ranks: int, cost: Cost) -
     kinds, first_seen = np.unique(sequences.kinds, return_index=True)
     steps = []
     for kind in kinds[np.argsort(first_seen)].tolist():
-        own = np.flatnonzero(sequences.kinds == kind)
-        chosen = _pack_kind(sequences.select(own), max_tokens, num_ranks, cost)
-        bins = Bins(own[chosen.units], chosen.bounds).lists()
+        indices = np.flatnonzero(sequences.kinds == kind)
+        chosen = _pack_kind(sequences.select(indices), max_tokens, num_ranks, cost)
+        bins = Bins(indices[chosen.units], chosen.bounds).lists()
         _split_for_empty(bins, costs, num_ranks)
         steps += [
             MicroStep(kind, bins[start : start + num_ranks]) for start in range(0, len(bins), num_ranks)
@@ -170,10 +170,10 @@ def _ways(sequences: Sequences, max_tokens: int) -> Iterator[Bins]:
 
 def _costs_of(pieces: Bins, sequences: Sequences, cost: Cost) -> Ints:
     """Computes the cost of each piece; members that share a prompt compute it once per piece."""
-    prompts, own = sequences.prompts, sequences.lengths - sequences.prompts
-    shares = takes_part(prompts, own)
-    masked = shares & is_masked(prompts, own)
-    saved = np.where(shares, cost.of(sequences.lengths) - cost.behind(prompts, own, masked=masked), 0)
+    prompts, unshared = sequences.prompts, sequences.lengths - sequences.prompts
+    shares = takes_part(prompts, unshared)
+    masked = shares & is_masked(prompts, unshared)
+    saved = np.where(shares, cost.of(sequences.lengths) - cost.behind(prompts, unshared, masked=masked), 0)
     first = pieces.units[pieces.bounds[:-1]]
     num_sharing, num_whole = (pieces.sums(chosen.astype(np.int64)) for chosen in (shares, shares & ~masked))
     once = np.where(num_whole > 0, prompts[first] * cost.parity, cost.of(prompts[first]))

@@ -144,8 +144,8 @@ class StepObserver:
             kl, entropy = report.get(f"mismatch_kl/{scope}/mean"), report.get(f"entropy/{scope}/mean")
             if kl is not None and entropy:
                 report[f"kl_ent_ratio/{scope}"] = kl / entropy
-        own = ranks[self.batch.rank].report()
-        return report | {f"local/{name}": own[name] for name in (*COUNTED, "max_micro_batch_tokens")}
+        local = ranks[self.batch.rank].report()
+        return report | {f"local/{name}": local[name] for name in (*COUNTED, "max_micro_batch_tokens")}
 
     def write_ledger(self, journal: Journal) -> None:
         """Books this rank's tokens in the ledger; `received` counts sampled tokens before truncation."""
