@@ -74,7 +74,6 @@ GRADIENT_LOOKS = 8
 """Looks at a tensor that has never had a gradient before the alarm rings: 256 steps, since an expert may wait
 for a token."""
 
-
 LOOK_EVERY = 8
 """Steps from one look to the next."""
 
@@ -331,19 +330,16 @@ class UpdateWatch:
             if parameter.grad is None:
                 bare.append(name)
             elif (size := weight.numel()) and weight.is_contiguous():
-                stride = max(1, size // NUM_ELEMENTS)
-                place = _Spots(
-                    name, parameter, min(size, NUM_ELEMENTS), stride, self._random.randrange(stride)
-                )
+                num, stride = min(size, NUM_ELEMENTS), max(1, size // NUM_ELEMENTS)
+                place = _Spots(name, parameter, num, stride, self._random.randrange(stride))
                 places.append(place)
                 gradient, nothing = place.view(parameter.grad), weight.new_zeros(place.num)
                 first, second, number = nothing, nothing, nothing[:1]
                 if state := self._adamw.state.get(parameter):
                     first, second = place.view(state["exp_avg"]), place.view(state["exp_avg_sq"])
                     number = state["step"].view(1)
-                for row, each in zip(
-                    rows, (place.view(weight), gradient, first, second, number), strict=True
-                ):
+                taken = place.view(weight), gradient, first, second, number
+                for row, each in zip(rows, taken, strict=True):
                     row.append(each)
         if not places:
             return Noted([], np.zeros((4, 0)), np.zeros(0), bare)
@@ -419,7 +415,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def _as_array(tensors: Sequence[Tensor]) -> Floats:
-    array: Floats = torch.cat([*tensors]).double().cpu().numpy()
+    array: Floats = torch.cat(list(tensors)).double().cpu().numpy()
     return array
 
 
@@ -447,19 +443,18 @@ class TrainerAlarms:
         is_skipped: bool = False,
     ) -> dict[str, float]:
         """Rings the alarms that a step gives cause for, and returns the metrics of all alarms."""
-        *columns, untrained = zip(*ranks, strict=True)
-        num_tokens, total, squares, num_stops, num_untrained = map(sum, columns)
-        if num_tokens and not is_skipped:
+        if (num_tokens := sum(each.num_tokens for each in ranks)) and not is_skipped:
+            total, squares = sum(each.total for each in ranks), sum(each.squares for each in ranks)
             self._surprise.add(num_tokens, total, squares)
             self._ring_surprise(step)
-        if num_untrained:
+        if num_untrained := sum(each.num_untrained for each in ranks):
             self._bell.ring(
                 STOP_TOKENS,
                 step,
                 "share of rollouts that end with a stop token and train on it",
-                value=1 - num_untrained / num_stops,
+                value=1 - num_untrained / sum(each.num_stops for each in ranks),
                 threshold=1.0,
-                example=f"rollout {next(filter(None, untrained))!r}",
+                example=f"rollout {next(each.untrained for each in ranks if each.untrained)!r}",
             )
         if self._frozen:
             self._ring_frozen(step, self._frozen[0], "does not require a gradient")
