@@ -176,7 +176,7 @@ class _TensorReader(FileSystemReader):
                 raise _not_ours(folder, f"the pieces of {fqn} do not make up a tensor of size {each.size}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for fqn, each in self._saved.items():
             dtype = getattr(torch, each.dtype, None)
             if not isinstance(dtype, torch.dtype):
