@@ -76,8 +76,8 @@ class RepeatedBatch:
     def __init__(self, table: TokenTable) -> None:
         self._payload = encode_batch(Batch("bench", 0, table))
 
-    def next(self, step: int) -> TokenTable:
-        return decode_batch(self._payload, sender="bench").table
+    def next(self, step: int) -> Batch:
+        return decode_batch(self._payload, sender="bench")
 
     def release_before(self, step: int) -> None:
         """It is needed again."""

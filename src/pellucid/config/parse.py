@@ -220,6 +220,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(below, value) if both else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = _merge(below, value)
+        merged[key] = value
     return merged

@@ -66,7 +66,7 @@ class State(StrEnum):
     meaning: str
     """Why the tokens in this state are there, for a person."""
 
-    def __new__(cls, value: str, meaning: str) -> "State":
+    def __new__(cls, value: str, meaning: str = "") -> "State":
         state = str.__new__(cls, value)
         state._value_, state.meaning = value, meaning
         return state

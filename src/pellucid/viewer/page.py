@@ -272,7 +272,7 @@ class _Contents:
 def _write_rollouts(file: TextIO, saved: SavedRollouts) -> tuple[dict[str, dict[str, int]], str | None]:
     """Writes the saved rollouts that fit; returns their numbers, and a sentence about what is left out."""
     counts, room = saved.counts(), ROLLOUT_BYTES
-    held = {}
+    held: dict[str, dict[str, int]] = {}
     for step in sorted(map(int, counts), reverse=True):
         data = as_json(saved.rows(step))
         room -= len(data)
@@ -280,15 +280,12 @@ def _write_rollouts(file: TextIO, saved: SavedRollouts) -> tuple[dict[str, dict[
             break
         held[str(step)] = counts[str(step)]
         file.write(block(f"rollouts/{step}", zlib.compress(data, 6)))
-    rest = (
-        ""
-        if len(held) == len(counts)
-        else (
-            f"This page has the saved rollouts of the last {len(held):,} of {len(counts):,} steps; "
-            "`pellucid view` without `-o` serves all of them."
-        )
+    if len(held) == len(counts):
+        return held, None
+    return held, (
+        f"This page has the saved rollouts of the last {len(held):,} of {len(counts):,} steps; "
+        "`pellucid view` without `-o` serves all of them."
     )
-    return held, rest or None
 
 
 def _json_block(name: str, value: Any) -> str:

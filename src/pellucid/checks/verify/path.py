@@ -39,10 +39,10 @@ from pellucid.checks.verify.training_stages import (
 )
 from pellucid.config import CustomLossConfig, VerifyConfig
 from pellucid.config.trainer import DppoLossConfig
-from pellucid.data import TokenTable
 from pellucid.trainer.batches import Stopped
 from pellucid.trainer.loop import train
 from pellucid.trainer.run import Run
+from pellucid.transport import Batch
 from pellucid.transport.weights import weights_folder
 
 CHECKPOINT_INTERVAL = 3
@@ -176,7 +176,7 @@ class _OracleBeside:
         assert parameter.grad is not None
         self._gradients[name] = parameter.grad.clone()
 
-    def next(self, step: int) -> TokenTable:
+    def next(self, step: int) -> Batch:
         if step == self._stop_at:
             raise Stopped(signal.SIGTERM)
         expected, loss, seq_len = self._expected, self._run.config.loss, self._run.config.model.seq_len
@@ -188,7 +188,7 @@ class _OracleBeside:
         conversations = expected.conversations(step, seq_len)
         self._step = TrainedStep(step, sequences, conversations, expected.rollouts, found, self._bounds)
         self._gradients = {name: torch.zeros_like(value) for name, value in weights.items()}
-        return expected.table(step)
+        return Batch("", step, expected.table(step))
 
     def release_before(self, step: int) -> None:
         """They stay."""
