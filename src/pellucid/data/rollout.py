@@ -162,6 +162,27 @@ class TokenLine:
         self.logprobs.extend(np.array(logprobs, np.float32))
 
 
+class BlockLine:
+    """Blocks of a conversation before its last reply; the reply is left out because it may still grow.
+
+    Not a list of tuples: with 200 turns, those would take a third of a rollout's memory.
+    """
+
+    __slots__ = ("bounds", "roles")
+
+    def __init__(self) -> None:
+        self.roles: list[str] = []
+        self.bounds = _Growing(np.int64)
+
+    def extend(self, spans: Sequence[RoleSpan]) -> None:
+        self.roles += [role for role, _, _ in spans]
+        self.bounds.extend(np.array([bound for _, *bounds in spans for bound in bounds], np.int64))
+
+    def spans(self, num_blocks: int) -> list[RoleSpan]:
+        bounds = iter(self.bounds.view(0, 2 * num_blocks).tolist())
+        return list(zip(self.roles[:num_blocks], bounds, bounds, strict=True))
+
+
 def _as_ids(values: Sequence[int]) -> NDArray[np.integer[Any]]:
     """Converts to uint32; keeps ids that do not fit, so that the sample is rejected and still counted."""
     try:
@@ -201,7 +222,9 @@ class Turn:
         "_line",
         "_num_blocks",
         "_num_logprobs",
-        "_reply",
+        "_reply_role",
+        "_reply_start",
+        "_reply_stop",
         "_text",
         "finish_reason",
         "link",
@@ -239,11 +262,12 @@ class Turn:
         self._line.extend(prompt_ids[self._line.ids.size :])
         self._first_logprob, self._num_logprobs = self._line.logprobs.size, len(completion.logprobs)
         self._line.extend(completion.token_ids, completion.logprobs)
-        self._blocks: list[RoleSpan] = [] if last is None else last._blocks
-        """Blocks before the reply, which may still grow; the turns of a conversation share them."""
-        self._reply = role_spans[-1] if role_spans else None
-        self._blocks += role_spans[len(self._blocks) : -1]
-        self._num_blocks = len(self._blocks)
+        self._blocks: BlockLine = BlockLine() if last is None else last._blocks
+        # Not as a tuple, for the same reason as the blocks.
+        self._reply_role: str | None = role_spans[-1][0] if role_spans else None
+        self._reply_start, self._reply_stop = role_spans[-1][1:] if role_spans else (0, 0)
+        self._blocks.extend(role_spans[len(self._blocks.roles) : -1])
+        self._num_blocks = len(self._blocks.roles)
         self._experts = _added_experts(completion.routed_experts, last)
         self._columns: Mapping[str, NDArray[Any]] = (
             {name: np.array(values) for name, values in completion.columns.items()}
@@ -298,7 +322,10 @@ class Turn:
 
     @property
     def role_spans(self) -> list[RoleSpan]:
-        return [] if self._reply is None else [*self._blocks[: self._num_blocks], self._reply]
+        if self._reply_role is None:
+            return []
+        reply = (self._reply_role, self._reply_start, self._reply_stop)
+        return [*self._blocks.spans(self._num_blocks), reply]
 
     def extends(self, last: "Turn") -> bool:
         """Returns whether the prompt starts with all tokens of `last`."""
@@ -323,7 +350,7 @@ class Turn:
     @property
     def _is_end_of_line(self) -> bool:
         has_gone_on = self._line is None or self._line.ids.size > self.num_known
-        return not has_gone_on and len(self._blocks) == self._num_blocks
+        return not has_gone_on and len(self._blocks.roles) == self._num_blocks
 
 
 def _added_experts(recorded: PackedArray | None, last: Turn | None) -> RecordedExperts | None:
