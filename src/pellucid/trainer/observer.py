@@ -140,7 +140,7 @@ class StepObserver:
     def report(self, ranks: Sequence[MetricSet]) -> dict[str, float]:
         """Combines the metrics of all ranks, and adds the counts of this rank as `local/…`."""
         report = MetricSet.combined(ranks).report()
-        for scope in ("all", *{env for _, env in self._accounts}):
+        for scope in ("all", *dict.fromkeys(env for _, env in self._accounts)):
             kl, entropy = report.get(f"mismatch_kl/{scope}/mean"), report.get(f"entropy/{scope}/mean")
             if kl is not None and entropy:
                 report[f"kl_ent_ratio/{scope}"] = kl / entropy
