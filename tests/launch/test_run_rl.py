@@ -251,10 +251,10 @@ def test_a_run_ends_with_its_steps_and_a_balanced_ledger(tmp_path):
 
     text = out.getvalue()
     assert text.startswith(f"{tmp_path.name}: 3 steps; logs in {tmp_path / 'logs'}\n")
-    assert "steps     3" in text
-    assert "reward    0.0000 (first 1) → 0.5000 (last 1)" in text
+    assert "steps       3" in text
+    assert "reward      0.0000 (first 1) → 0.5000 (last 1)" in text
     assert "balanced: every one of the 30 sampled tokens is accounted for" in text
-    assert "eval      held-out avg@1 0.0000 (version 0) → 0.7500 (version 3)" in text
+    assert "eval        held-out avg@1 0.0000 (version 0) → 0.7500 (version 3)" in text
     assert "through the trainer, prompts included, over the whole run" in text
     lines = (tmp_path / "logs" / "rl.log").read_text().splitlines()
     _, *rows = [line for line in lines if not line.startswith("eval")]
