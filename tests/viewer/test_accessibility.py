@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 AXE = Path(__file__).parent / "vendor" / "axe.min.js"
-VIEWS = ("run", "step", "record", "group", "across", "worst", "whatif")
+VIEWS = ("run", "rollouts", "step", "record", "group", "across", "worst", "whatif")
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1300), ("dark", 1300), ("light", 400)])
@@ -37,12 +37,11 @@ def test_nothing_serious_in_any_view(browser: Any, study: str, theme: str, width
 
 
 def test_tokens_are_reached_and_spoken_by_keyboard_alone(visit: Any, study: str) -> None:
-    page = visit(f"{study}#record?step=0&record=0", ".token")
+    page = visit(f"{study}#record?step=0&record=0&token=0", ".token.pinned")
     assert page.locator('.token[tabindex="0"]').count() == 1
     page.locator('.token[tabindex="0"]').focus()
     page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("document.activeElement.dataset.i === '1'")
+    page.wait_for_function("() => document.activeElement.dataset.i === '1'")
     assert page.locator("#spoken").inner_text().startswith("Token 1 of ")
     page.keyboard.press("t")
     page.wait_for_selector(".token-table table")

@@ -123,6 +123,7 @@ def test_keys_move_through_tokens_records_steps_and_looks(visit: Any, study: str
 
     assert after("j")["record"] == 3 and after("k")["record"] == 2
     assert after("l")["step"] == 2 and after("h")["step"] == 1
+    assert after("Escape")["token"] == -1  # a record opens with the token that stands out
     assert after("ArrowRight")["token"] == 0 and after("ArrowRight")["token"] == 1
     assert after("Escape")["token"] == -1
     record = made_run.steps[1][2]

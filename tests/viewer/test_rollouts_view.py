@@ -48,17 +48,17 @@ def test_a_band_of_the_flow_opens_what_it_holds(
 ) -> None:
     page = visit(address if kind == "page" else served(dropped), ".flow-link")
     page.wait_for_function("() => $main.app.run.numRollouts() === 7")
-    page.get_by_role("link", name="zero advantage: 80 tokens").click()
+    page.get_by_role("link", name="zero advantage 80 8 %").click()
     page.wait_for_selector(".rollouts-view tr[data-row]")
     assert page.locator(".rollouts-view tr[data-row]").count() == 4
     details = page.locator(".rollouts-view .details").inner_text()
     assert "because of zero_advantage" in details and "2 + 2" in details and "version 3" in details
     page.go_back()
-    page.get_by_role("link", name="masked: 50 tokens").press("Enter")
+    page.get_by_role("link", name="masked 50 5 %").press("Enter")
     page.wait_for_selector(".worst-view tr[data-row]")
     assert page.evaluate("() => [$main.app.state.kind, $main.app.state.within]") == ["masked", "run"]
     page.go_back()
-    page.get_by_role("link", name="cancelled: 20 tokens").click()
+    page.get_by_role("link", name="cancelled 20 2 %").click()
     page.wait_for_selector(".notice:has-text('No saved rollout is cancelled')")
     assert "The ledger counts 20 such tokens" in page.locator(".notice").inner_text()
     page.get_by_role("button", name="all 7 rollouts").click()

@@ -39,7 +39,7 @@ BODIES: dict[str, Any] = {
         "ids": [65, 66],
     },
     "/api/metrics": None,
-    "/api/rollouts/0": None,
+    "/api/rollouts/{step:int}": None,
     "/api/pulse": None,
 }
 """A good body for each route: every field that it knows."""

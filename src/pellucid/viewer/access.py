@@ -133,11 +133,6 @@ class Exports:
             mean_length = max(1, batch.num_tokens // max(1, batch.num_sequences))
             size = min(MOST_RECORDS, max(1, TOKENS_AT_ONCE // mean_length))
 
-    def has_masks(self, records: Records) -> bool:
-        """Whether the records say which tokens the trust region masked; the first ones tell."""
-        masks = records[:FIRST_RECORDS].batch(("is_masked",)).get("is_masked")
-        return masks is not None and (masks.dtype.kind == "b" or bool(np.isfinite(masks).any()))
-
     def is_columnar(self, records: Records) -> bool:
         """Whether some columns or records can be read without the others."""
         return all(isinstance(source, ParquetSource) for source, _ in records.files())
@@ -157,6 +152,14 @@ class Exports:
             for batch in self.batches(self.records(step)):
                 total.add(batch)
         return total
+
+
+def has_masks(batch: TokenTable) -> bool:
+    """Whether the records say which tokens the trust region masked."""
+    masks = batch.columns.get("is_masked")
+    if masks is None or masks.dtype.kind != "O":
+        return masks is not None and bool((masks == masks).any())
+    return any(value is not None for value in masks)
 
 
 def is_run(folder: Path) -> bool:

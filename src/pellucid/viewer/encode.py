@@ -17,7 +17,7 @@ from pellucid.data import TokenTable
 from pellucid.data.schema import TOKEN_FIELDS
 from pellucid.errors import DataError
 from pellucid.export.reader import RATIOS
-from pellucid.viewer.access import Exports, Records, StepSummary
+from pellucid.viewer.access import Exports, Records, StepSummary, has_masks
 from pellucid.viewer.blob import BlobWriter
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import Identity, Measures
@@ -58,7 +58,9 @@ def encode_step(
     is_whole = len(records) == len(exports.records(step))
     written = exports.written_summary(step) if is_whole else None
     summary = written or StepSummary()
+    masks_known = False
     for batch in exports.batches(records):
+        masks_known = masks_known or has_masks(batch)
         for first, last in chunk_spans(batch.lengths):
             starts.append(len(identity) + first)
             chunk = batch.select(np.arange(first, last))
@@ -70,8 +72,7 @@ def encode_step(
         if written is None:
             summary.add(batch)
         seen = np.union1d(seen, batch["token_ids"])
-    has_masks = exports.has_masks(records)
-    index, point = encode_index(step, identity, summary, starts, has_masks=has_masks, level=level)
+    index, point = encode_index(step, identity, summary, starts, masks_known=masks_known, level=level)
     return EncodedStep(index, measures.encode(level=level), chunks, leads, point, seen)
 
 
@@ -81,14 +82,14 @@ def encode_index(
     summary: StepSummary,
     starts: Sequence[int],
     *,
-    has_masks: bool,
+    masks_known: bool,
     level: int | None,
 ) -> tuple[bytes, dict[str, Any]]:
     """Returns the index, and the step's points."""
     blob = BlobWriter()
     words = identity.write(blob)
     blob.add("chunk_starts", np.array(starts, np.int32))
-    point = summarise(step, summary, identity.words["stop"], identity.words["env"], has_masks=has_masks)
+    point = summarise(step, summary, identity.words["stop"], identity.words["env"], has_masks=masks_known)
     long = np.flatnonzero(np.concatenate(identity.numbers["tokens"]) > LONG_TOKENS)
     meta = {
         "records": len(identity),

@@ -27,7 +27,15 @@ from typing import Any
 import numpy as np
 
 from pellucid.errors import DataError, PellucidError
-from pellucid.viewer.access import ALL_FIELDS, Exports, Records, RunFolder, StepSummary
+from pellucid.viewer.access import (
+    ALL_FIELDS,
+    FIRST_RECORDS,
+    Exports,
+    Records,
+    RunFolder,
+    StepSummary,
+    has_masks,
+)
 from pellucid.viewer.encode import (
     LONG_TOKENS,
     chunk_spans,
@@ -214,8 +222,9 @@ class ServedRun:
         self._answers.put({f"lengths/{step}": batch.lengths.astype(np.int64).tobytes()})
         starts = [first for first, _ in chunk_spans(batch.lengths)]
         summary = self._exports.summary(step)
+        masks_known = has_masks(records[:FIRST_RECORDS].batch(("is_masked",)))
         index, self._summaries[step] = encode_index(
-            step, identity, summary, starts, has_masks=self._exports.has_masks(records), level=None
+            step, identity, summary, starts, masks_known=masks_known, level=None
         )
         return index
 

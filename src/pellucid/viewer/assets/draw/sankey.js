@@ -65,8 +65,8 @@ export function sankey(states, sampled, width, onChoose) {
   for (const { name, top, size } of ends.values()) {
     const open = (/** @type {Event} */ event) => { if (event.type === "click" || /** @type {KeyboardEvent} */ (event).key === "Enter") onChoose(name); };
     root.append(svg("rect", { x: right, y: top, width: BAR, height: size, rx: 2, class: `flow-end flow-end-${kind(name)}` }),
-      svg("text", { x: right + BAR + 8, y: top + Math.min(size, 14) / 2 + 5, class: "flow-label flow-link", tabindex: 0, role: "link", "aria-label": `${name.replaceAll("_", " ")}: ${count(states[name])} tokens`, onclick: open, onkeydown: open },
-        svg("tspan", { class: "flow-name" }, name.replaceAll("_", " ")), svg("tspan", { dx: 7 }, `${count(states[name])}`), svg("tspan", { dx: 7, class: "flow-share" }, percent(states[name] / total)),
+      svg("text", { x: right + BAR + 8, y: top + Math.min(size, 14) / 2 + 5, class: "flow-label flow-link", tabindex: 0, role: "link", "aria-label": `${name.replaceAll("_", " ")} ${count(states[name])} ${percent(states[name] / total)}`, onclick: open, onkeydown: open },
+        svg("tspan", { class: "flow-name" }, name.replaceAll("_", " ")), svg("tspan", { dx: 3 }, ` ${count(states[name])}`), svg("tspan", { dx: 3, class: "flow-share" }, ` ${percent(states[name] / total)}`),
         svg("title", {}, MEANING[name] ?? "")));
   }
   const height = Math.max(HEIGHT, next + 6);
