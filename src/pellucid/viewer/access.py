@@ -156,7 +156,7 @@ class Exports:
 
 def has_masks(batch: TokenTable) -> bool:
     """Whether the records say which tokens the trust region masked."""
-    masks = batch.columns.get("is_masked")
+    masks = batch.get("is_masked")
     if masks is None or masks.dtype.kind != "O":
         return masks is not None and bool((masks == masks).any())
     return any(value is not None for value in masks)
