@@ -93,7 +93,8 @@ export class RecordView {
 
   /** Pins the token that stands out most by the colouring: what one most likely came for. */
   chooseWorst() {
-    const { record, values } = this;
+    const { record } = this;
+    const values = this.values ?? valuesOf(record, metricOf("surprise"));
     let worst = -1;
     for (let i = 0; values && i < record.length; i += 1) {
       if (record.isTrainable(i) && Number.isFinite(values[i]) && (worst < 0 || Math.abs(values[i]) > Math.abs(values[worst]))) worst = i;

@@ -97,7 +97,7 @@ export class StepView {
     const at = (/** @type {string} */ name) => metrics[name]?.find((/** @type {number[]} */ [step]) => step === index.step)?.[1];
     this.head.replaceChildren(element("div", { class: "about" }, element("h2", {}, `Step ${index.step}`),
       facts([["records", count(point.records)], ["tokens", `${count(point.tokens)}, ${count(point.trainable)} trainable`],
-      ["reward", `${short(at("reward/all") ?? point.reward, 4)}${at("reward/all") === undefined ? "" : " over all rollouts"}`],
+      ["reward", (at("reward/all") ?? point.reward) === null ? null : `${short(at("reward/all") ?? point.reward, 4)}${at("reward/all") === undefined ? "" : " over all rollouts"}`],
       ["mismatch KL", point.kl_mean === null ? null : `mean ${short(point.kl_mean)}, p99 ${short(point.kl_p99, 2)}, max ${short(point.kl_max)}`],
       ["entropy", point.entropy === null ? null : short(point.entropy)],
       ["masked", point.masked_high === null ? null : `${percent(point.masked_high)} high, ${percent(point.masked_low)} low`],

@@ -36,7 +36,7 @@ export class WhatIfView {
   constructor(app) {
     this.app = app;
     this.controls = element("div", { class: "card controls" });
-    this.verdict = element("div", { class: "card verdict" });
+    this.verdict = element("div", { class: "card verdict", tabindex: 0, role: "region", "aria-label": "Recorded, and with these bounds" });
     this.curveRoot = element("div");
     this.curve = element("div", { class: "card" }, element("header", {}, element("h3", {}, "Masked, by bound"), element("small", {}, "each bound on its own, the others as set"),
       saveChart("the curve", () => app.fileName(`step_${app.state.step}_masked_by_bound`))), this.curveRoot);

@@ -54,7 +54,7 @@ export class WorstView {
     const columns = async () => joined(await Promise.all(this.found.map(async ({ step, record, token }) => tokenRow(await app.run.record(step, record), token, app.run.vocabulary))));
     this.root = element("section", { class: "view worst-view", "aria-label": "Worst tokens" }, element("header", { class: "step-head" }, element("h2", {}, "Worst tokens"),
       element("span", { class: "view-tools" }, saveBar("these tokens", fileName, { columns, shown: () => this.root }))), this.bar, this.note,
-      element("div", { class: "card table-card" }, this.table.root));
+      this.card = element("div", { class: "card table-card" }, this.table.root));
     this.turn = 0;
   }
 
@@ -151,6 +151,7 @@ export class WorstView {
     const rate = /** @type {Record<string, (point: any) => number>} */ ({ masked: (point) => point.masked_high + point.masked_low, high: (point) => point.masked_high, low: (point) => point.masked_low })[state.kind];
     const near = rate && app.run.head.steps.filter((/** @type {any} */ { points }) => rate(points.all) > 0).map((/** @type {any} */ { step }) => step)
       .sort((/** @type {number} */ a, /** @type {number} */ b) => Math.abs(a - state.step) - Math.abs(b - state.step))[0];
+    if (state.kind === "all" && state.top !== "surprise") return notice("empty", `${metricOf(state.top).label} is not recorded`, "An sft run has no ratios, and other trainers may not write all columns.", action("by surprise", { top: "surprise" }));
     if (state.within === "run") return notice("empty", "No such token", "No exported token of the run is of this class.", action("all trainable tokens", { kind: "all" }));
     if (near !== undefined) return notice("empty", `None in step ${state.step}`, "No token of this step is of this class.", action(`step ${near} has some`, { step: near }));
     return notice("empty", `None in step ${state.step}`, "No token of this step is of this class.", action("look in the whole run", { within: "run" }));
@@ -165,7 +166,7 @@ export class WorstView {
       choice("in", [["step", "this step"], ["run", "the run"]], state.within === "run" ? "run" : "step", (within) => app.go({ within })),
       legend(this.scale, state.within === "run" ? "run" : "step"));
     this.note.textContent = `${KINDS[state.kind]?.about ?? ""} · ${plural(this.found.length, "token")}${this.found.length === LIMIT ? " (the first)" : ""} · ${where}`;
-    this.table.root.hidden = !this.found.length;
+    this.card.hidden = !this.found.length;
     this.empty?.remove();
     if (!this.found.length) {
       this.empty = this.nothing(state);
