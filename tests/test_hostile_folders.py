@@ -605,15 +605,9 @@ ERRORS: dict[str, dict[str, str]] = {
     },
     "export: no steps": {
         "replay": "holds no .jsonl or .parquet token export; expected rank_R.js",
-        "page": "holds no .jsonl or .parquet token export; expected rank_R.js",
-        "terminal": "holds no .jsonl or .parquet token export; expected rank_R.js",
-        "server": "holds no .jsonl or .parquet token export; expected rank_R.js",
     },
     "export: a file for the folder": {
         "replay": "holds no .jsonl or .parquet token export; expected rank_R.js",
-        "page": "holds no .jsonl or .parquet token export; expected rank_R.js",
-        "terminal": "holds no .jsonl or .parquet token export; expected rank_R.js",
-        "server": "holds no .jsonl or .parquet token export; expected rank_R.js",
     },
     "export: a link that leads nowhere": {
         "replay": "says that the records are in",

@@ -95,7 +95,7 @@ def test_the_run_shows_its_curves_and_where_its_tokens_went(visit: Any, study: s
     titles = page.locator(".strip h3").all_inner_texts()
     assert titles == ["Reward", "Mismatch KL", "Entropy", "Masked", "Cut by length"]
     labels = page.locator(".flow-label").evaluate_all(
-        "nodes => nodes.map((n) => [...n.querySelectorAll('tspan')].map((t) => t.textContent).join(' '))"
+        "nodes => nodes.map((n) => [...n.querySelectorAll('tspan')].map((t) => t.textContent).join(''))"
     )
     assert labels == ["trained 850 85.0 %", "masked 50 5 %", "zero advantage 80 8 %", "cancelled 20 2 %"]
     assert "balanced: every one of the 1,000 sampled tokens" in page.locator(".ledger").inner_text()

@@ -41,12 +41,13 @@ class SavedRollouts:
         self._counted: dict[int, tuple[object, Counter[str]]] = {}
 
     def steps(self) -> dict[int, list[Path]]:
-        """Returns the files of every step that has some."""
+        """Returns the files of every step that has some; links that lead out of the run are not followed."""
         if self._folder is None:
             return {}
+        home = self._folder.parent.resolve()
         folders = sorted(step_folders(self._folder).items())
         files = {step: [folder / name for name in _FILES] for step, folder in folders}
-        found = {step: [path for path in paths if path.is_file()] for step, paths in files.items()}
+        found = {step: [path for path in paths if _is_within(path, home)] for step, paths in files.items()}
         return {step: paths for step, paths in found.items() if paths}
 
     def state(self) -> tuple[object, ...]:
@@ -104,6 +105,12 @@ class SavedRollouts:
             if isinstance(record.get("metrics"), dict)
             else {},
         }
+
+
+def _is_within(path: Path, home: Path) -> bool:
+    with suppress(OSError, RuntimeError):  # a link in a circle
+        return path.is_file() and path.resolve().is_relative_to(home)
+    return False
 
 
 def _states(row: Mapping[str, Any]) -> Iterator[str]:
