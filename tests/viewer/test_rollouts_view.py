@@ -111,6 +111,12 @@ def test_opening_a_record_selects_its_worst_token(visit: Any, address: str, made
     assert "π =" in details and "μ =" in details
     page.keyboard.press("Escape")
     page.wait_for_selector(".details .notice")
+    page.evaluate("() => $main.app.go({ token: 0, table: true })")  # a token of the prompt
+    page.wait_for_selector(".token-table tr[data-row='0']")
+    cells = page.locator(".token-table tr[data-row='0'] td").all_inner_texts()
+    heads = page.locator(".token-table th:visible").all_inner_texts()
+    assert cells[heads.index("Mismatch KL")] == "" and cells[heads.index("Entropy")] != ""
+    assert "not sampled" in page.locator(".details").inner_text()
 
 
 def test_every_metric_is_shown_in_groups_smoothed_and_on_log_axes(visit: Any, address: str) -> None:

@@ -37,7 +37,7 @@ from pellucid.viewer.rollouts import SavedRollouts
 from pellucid.viewer.summary import as_json, make_head, make_slices
 from pellucid.viewer.vocabulary import open_vocabulary
 
-ROLLOUT_BYTES = 12_000_000
+ROLLOUT_BYTES = 6_000_000
 """Saved rollouts in a page, as JSON before it is deflated; newer steps first."""
 
 KEEP_BUDGETS = 4

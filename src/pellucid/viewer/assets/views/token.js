@@ -47,6 +47,9 @@ function textOf(run, id) {
   return text ? `bytes ${text.map((byte) => byte.toString(16).padStart(2, "0")).join(" ")}` : "not decoded";
 }
 
+/** What was not sampled has no logprob of the engine, and so no ratio and no KL. @param {TokenRecord} record @param {number} token */
+const isSampled = (record, token) => (record.value("sampled", token) ?? record.value("loss_mask", token)) !== 0;
+
 /** What a logprob is the log of. @type {Record<string, string>} */
 const PROBABILITIES = { trainer_logprobs: "π =", inference_logprobs: "μ =" };
 
@@ -55,8 +58,7 @@ function fact(record, token, { label, name, formula, optional, needs_sampled: ne
   const value = record.value(name, token);
   if (optional && (value === undefined || value === null)) return [];
   if (value === undefined) return row(label, "not recorded", formula, "absent");
-  const sampled = record.value("sampled", token) ?? record.value("loss_mask", token);
-  if (needsSampled && sampled === 0) return row(label, "not sampled", formula, "absent");
+  if (needsSampled && !isSampled(record, token)) return row(label, "not sampled", formula, "absent");
   if (typeof value === "number" && name in PROBABILITIES) return row(label, `${precise(value)} · ${PROBABILITIES[name]} ${short(Math.exp(value), 4)}`, formula);
   return value === null ? row(label, "none", formula, "absent") : row(label, precise(value), formula);
 }
@@ -196,7 +198,7 @@ export class TokenTable {
         { key: "state", label: "state", width: "110px", text: true, cell: (row) => explained(app.run, this.record, row).state },
         ...METRICS.map((metric, i) => ({
           key: metric.key, label: metric.label, width: "92px", title: metric.about,
-          cell: (/** @type {number} */ row) => short(this.values[i]?.[row]),
+          cell: (/** @type {number} */ row) => (fieldOf(metric.column).needs_sampled && !isSampled(this.record, row) ? "" : short(this.values[i]?.[row])),
         })),
       ],
     });
@@ -210,6 +212,7 @@ export class TokenTable {
     this.ids = record.ids;
     this.values = METRICS.map((metric) => valuesOf(record, metric));
     this.table.chosen = token;
+    this.table.hide(new Set(METRICS.filter((_, i) => !this.values[i]).map(({ key }) => key)));
     this.table.show(Array.from({ length: record.length }, (_, i) => i));
   }
 
