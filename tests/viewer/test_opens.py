@@ -114,6 +114,8 @@ def test_a_folder_of_runs_is_listed_and_each_opens(bare: Path, made_run: Any, ca
     assert "no export" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--output writes a page of one run; .* has 2: "):
         view(folder, output=folder / "page.html")
+    with pytest.raises(ConfigError, match="--step, --rank, .* are of one run; name it: "):
+        view(folder, step=1)
 
 
 def test_without_a_path_it_lists_the_runs_here_and_in_outputs(

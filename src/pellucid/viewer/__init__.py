@@ -83,6 +83,10 @@ def _show_list(settings: ViewSettings, runs: list[Path] | None) -> None:
             f"there is no run in {folder} and in its outputs; name a run folder, an export or a file: "
             "`pellucid view PATH`"
         )
+    if (settings.step, settings.rank, settings.env_name, settings.record_index) != (None, None, None, 0):
+        raise ConfigError(
+            f"--step, --rank, --env-name and --record-index are of one run; name it: {found[0]}"
+        )
     if settings.output is not None:
         names = ", ".join(str(run) for run in found[:5])
         raise ConfigError(f"--output writes a page of one run; {folder} has {len(found)}: {names}")
