@@ -314,7 +314,7 @@ class TokenExportConfig(Section):
 
     format: ExportFormat = "jsonl"
     """`jsonl`: one JSON record per sequence and line. `parquet`: the same in columns, about a fifth of the
-    size and read much faster; needs `pip install 'pellucid[export]'`."""
+    size and read much faster."""
 
     columns: ExportColumns = "all"
     """`essential` leaves out columns that follow from others (ratios, mismatch KL, positions, rewards per
