@@ -500,8 +500,13 @@ def planted(fault: str) -> AbstractContextManager:
         set_factor = FSDPModule.set_gradient_divide_factor
         return patch.object(FSDPModule, "set_gradient_divide_factor", averaged)
     if fault == "an update of one process":
+        gather = DTensor.full_tensor
+
+        def half_of_the_norm(tensor: DTensor) -> torch.Tensor:
+            return gather(tensor) if tensor.ndim else gather(tensor) / 2
+
         stack = ExitStack()
-        stack.enter_context(patch.object(optimizer, "_whole", lambda norm: norm.full_tensor() / 2))
+        stack.enter_context(patch.object(DTensor, "full_tensor", half_of_the_norm))
         if dist.get_rank() > 0:
             stack.enter_context(patch.object(torch.optim.AdamW, "step", lambda self: None))
         return stack

@@ -54,6 +54,8 @@ class Engine(SlottedEngine[CacheRow]):
         self._hidden = lean_forward(policy)
         self._recorder = ExpertRecorder(policy.hf) if record_experts else None
         self._cache = KVCache(policy, num_slots, max_length)
+        self._latest_prompt: tuple[Sequence[int], bytes] = ([], b"")
+        """The prompt admitted last, as it came and as bytes."""
 
     def update_weights(self, version: int, folder: Path) -> None:
         self._weights.load(folder)
@@ -103,12 +105,18 @@ class Engine(SlottedEngine[CacheRow]):
         while self._waiting and len(self._running) < self.num_slots and budget > 0:
             request = next(iter(self._waiting))
             row = self._cache.add(len(request.prompt_ids))
-            request.prompt = np.asarray(request.prompt_ids, np.int64).tobytes()
+            request.prompt = self._as_bytes(request.prompt_ids)
             self._start(request, row)
             if request.prompt not in admitted and request.prompt not in donors:
                 budget -= row.length
             admitted.setdefault(request.prompt, []).append(row)
         return admitted
+
+    def _as_bytes(self, prompt_ids: Sequence[int]) -> bytes:
+        """Returns the ids as int64 bytes; the members of a group share one list, which is converted once."""
+        if prompt_ids is not self._latest_prompt[0]:
+            self._latest_prompt = (prompt_ids, np.asarray(prompt_ids, np.int64).tobytes())
+        return self._latest_prompt[1]
 
     def _donors(self) -> dict[bytes, CacheRow]:
         """Returns rows whose prompt was computed under the current weights, by prompt."""
