@@ -13,7 +13,9 @@ from pellucid.model import load_policy
 from pellucid.trainer import train_on_dataset
 from pellucid.trainer.batches import DatasetBatches
 from pellucid.trainer.build import build_run
+from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.sft import SFTData, Validation, load_data
+from pellucid.transport import Batch
 from tolerance import near_logprobs
 
 TRAIN = ["abc", "xyz", "hello", "world", "lamp"]
@@ -89,6 +91,21 @@ def test_it_is_the_mean_over_all_tokens_of_the_set(tiny_model, tmp_path) -> None
     assert records[-1]["validation/tokens"] == num_tokens
     assert records[-1]["validation/perplexity"] == pytest.approx(math.exp(records[-1]["validation/loss"]))
     assert abs(after - before) > 0.01
+
+
+def test_the_main_process_shares_it_table_by_table(tiny_model, tmp_path, monkeypatch) -> None:
+    shared = []
+
+    class Recorded(Ranks):
+        def share(self, make):
+            shared.append(make())
+            return shared[-1]
+
+    monkeypatch.setattr("pellucid.trainer.sft._PACKED_TOGETHER", 2)
+    config = sft(tiny_model, tmp_path / "run", validation={}, max_steps=1)
+    train_on_dataset(config, load_data(config, load_tokenizer(str(tiny_model))), [], Recorded())
+    sizes = [each.table.num_sequences for each in shared if isinstance(each, Batch)]
+    assert sizes == [2, 2, 3], "two tables of held-out examples, then the batch of step 0"
 
 
 @pytest.mark.parametrize("cap", [32, 2])

@@ -6,6 +6,7 @@ train it.
 
 import logging
 from contextlib import ExitStack, closing
+from functools import partial
 
 from pellucid.config import SFTConfig, TrainerRunConfig
 from pellucid.data.tokenizer import load_tokenizer
@@ -77,8 +78,10 @@ def train_on_dataset(
     batches = DatasetBatches(data.train, config.data.batch_size, config.seed) if data else NoBatches()
     run = build_run(config, batches, None, sinks, ranks)
     if config.data.validation is not None:
-        tables = data.validation_tables() if data else []
-        shared = run.ranks.share(lambda: [Batch("", 0, table) for table in tables])
+        batches_of_main = [Batch("", 0, table) for table in data.validation_tables()] if data else []
+        indices = range(run.ranks.share(lambda: len(batches_of_main)))
+        # One message per table: a validation set may be large.
+        shared = (run.ranks.share(partial(batches_of_main.__getitem__, index)) for index in indices)
         run.validation = Validation(
             run.policy,
             run.forward,
