@@ -16,7 +16,7 @@ from pellucid.ledger import (
     read_journal,
     reconcile,
 )
-from pellucid.ledger.journal import end_of_mark
+from pellucid.ledger.journal import _summed_up, end_of_mark
 
 RUN, ENV = "run", "env"
 
@@ -245,3 +245,18 @@ def test_totals_name_the_last_step_that_they_hold(tmp_path) -> None:
     journal.count(RUN, ENV, State.TRAINED, 1)
     journal.flush(6)
     assert journal.totals() == [LedgerEntry(Stage.TRAINER, 6, RUN, ENV, {"trained": 21})]
+
+
+def test_summing_up_takes_no_more_memory_for_more_steps(tmp_path) -> None:
+    path = tmp_path / "orchestrator.jsonl"
+    journal = Journal(path, Stage.ORCHESTRATOR)
+    for step in range(3_000):
+        journal.count(RUN, ENV, Flow.SENT, 4)
+        journal.flush(step)
+    tracemalloc.start()
+    try:
+        num_lines = sum(1 for _ in _summed_up(path, Stage.ORCHESTRATOR, 0))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_lines == 3_000 + 1 and peak_bytes < 500_000

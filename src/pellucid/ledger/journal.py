@@ -121,6 +121,7 @@ NOBODY = "nobody"
 """Process name in a journal that a resume has settled, until a process opens it again."""
 
 _TAIL_BYTES = 1 << 16
+_OPEN_STEPS = 64
 
 Tokens = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]
 """A number of tokens that a run could have; sums of them fit into what JSON's readers take."""
@@ -141,6 +142,10 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     mark: int = 0
     """Number of the orchestrator's snapshot that knows what is above."""
+
+
+_Key = tuple[str, str, str]
+"""(run, environment, link)."""
 
 
 class Journal:
@@ -170,8 +175,7 @@ class Journal:
         self.process = process or new_process()
         self._path = path
         self._stage = stage
-        self._pending: dict[tuple[str, str, str], Counter[str]] = {}
-        """Counts by run, environment and link."""
+        self._pending: dict[_Key, Counter[str]] = {}
         self._sum_up_bytes = sum_up_bytes
         self._sum_up_at = sum_up_bytes
         last = mend(path)
@@ -311,7 +315,8 @@ def _summed_up(path: Path, stage: Stage, mark: int) -> Iterator[bytes]:
     """Yields the journal with the same sums in fewer lines; from `mark` on, if any, the lines as they are."""
     entries, opened = read_journal(path), ""
     unchanged: list[LedgerEntry] = []
-    sums: dict[tuple[int, str, str, str], Counter[str]] = {}
+    open_steps: dict[int, dict[_Key, Counter[str]]] = {}
+    """The latest ones: memory is bounded, and steps of evaluations and of batches alternate."""
     for entry in entries:
         opened = entry.opened or opened
         if mark and entry.mark >= mark:
@@ -319,12 +324,21 @@ def _summed_up(path: Path, stage: Stage, mark: int) -> Iterator[bytes]:
             break
         if entry.counts:
             step = entry.step if stage is not Stage.INFERENCE else 0  # an engine knows of no steps
-            sums.setdefault((step, entry.run, entry.env, entry.link), Counter()).update(entry.counts)
-    for (step, run, env, link), counts in sums.items():
-        yield _encode(LedgerEntry(stage, step, run, env, dict(counts), link=link))
+            counts = open_steps.setdefault(step, {})
+            counts.setdefault((entry.run, entry.env, entry.link), Counter()).update(entry.counts)
+            if len(open_steps) > _OPEN_STEPS:
+                first = next(iter(open_steps))
+                yield from _step_lines(stage, first, open_steps.pop(first))
+    for step, counts in open_steps.items():
+        yield from _step_lines(stage, step, counts)
     if opened:
         yield _encode(LedgerEntry(stage, opened=opened))
     yield from map(_encode, chain(unchanged, entries))
+
+
+def _step_lines(stage: Stage, step: int, counts: dict[_Key, Counter[str]]) -> Iterator[bytes]:
+    for (run, env, link), tokens in counts.items():
+        yield _encode(LedgerEntry(stage, step, run, env, dict(tokens), link=link))
 
 
 def settle_trainer(ledger_dir: Path, checkpoint: int, known: Sequence[LedgerEntry] | None) -> None:
