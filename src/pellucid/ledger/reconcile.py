@@ -227,9 +227,9 @@ class _Books:
     def __init__(self) -> None:
         self.totals: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
         self.unsettled: dict[Stage, Counter[int]] = {Stage.ORCHESTRATOR: Counter(), Stage.TRAINER: Counter()}
-        """Tokens by step that the stage took in and neither settled nor handed on."""
+        """Tokens by step that the stage took in and neither settled nor handed on; never 0."""
         self.on_the_way: Counter[int] = Counter()
-        """Tokens by step that were sent to the trainer, minus those that it received."""
+        """Tokens by step that were sent to the trainer, minus those that it received; never 0."""
 
 
 def _book(entry: LedgerEntry, books: Mapping[Account, _Books], report: Report) -> None:
@@ -241,11 +241,16 @@ def _book(entry: LedgerEntry, books: Mapping[Account, _Books], report: Report) -
     if stage is not Stage.INFERENCE:
         states = report.steps.setdefault(step, Counter())
         states.update({what: tokens for what, tokens in entry.counts.items() if what in _STATES})
-        account.unsettled[stage][step] += unsettled(stage, entry.counts)
+        _change(account.unsettled[stage], step, unsettled(stage, entry.counts))
         if stage is Stage.ORCHESTRATOR:
-            account.on_the_way[step] += entry.counts.get(Flow.SENT.value, 0)
+            _change(account.on_the_way, step, entry.counts.get(Flow.SENT.value, 0))
         else:
-            account.on_the_way[step] -= entry.counts.get(Flow.RECEIVED.value, 0)
+            _change(account.on_the_way, step, -entry.counts.get(Flow.RECEIVED.value, 0))
+
+
+def _change(tokens: dict[int, int], step: int, by: int) -> None:
+    if by and (changed := tokens.pop(step, 0) + by):
+        tokens[step] = changed
 
 
 def unsettled(stage: Stage, counts: Mapping[str, int]) -> int:
