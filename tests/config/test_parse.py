@@ -1,5 +1,6 @@
 """Files and flags become one config; every problem becomes one line."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from pellucid.config.tools import LedgerSettings, ViewSettings
 from pellucid.errors import ConfigError
 
 NAMED = ["--model.name", "m"]
+ROOT = Path(__file__).parents[2]
 
 
 def trainer(*argv: str) -> TrainerRunConfig:
@@ -90,6 +92,11 @@ def test_export_is_short_for_a_parquet_export():
     export = chosen.trainer.experimental.token_export
     assert (export.format, export.max_bytes) == ("jsonl", 7)
     assert trainer(f"{own}.max-bytes", "7").trainer.experimental.token_export.format == "jsonl"
+
+
+def test_what_export_needs_is_installed_with_pellucid():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(dependency.startswith("pyarrow") for dependency in project["dependencies"])
 
 
 def test_lists_and_tables_are_json():

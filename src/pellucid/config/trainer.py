@@ -326,7 +326,7 @@ class TokenExportConfig(Section):
 
     max_bytes: int = Field(default=20_000_000_000, ge=1)
     """Bytes that the files of one rank may take, 20 GB by default: about 770 million tokens as Parquet, 125
-    million as JSONL. The export ends with the step that exceeds it, with one warning; training goes on."""
+    million as JSONL. The export ends at the step that would exceed it, with one warning; training goes on."""
 
     def problems(self) -> Iterator[str]:
         if self.path is not None and self.path.suffix not in ("", f".{self.format}"):
