@@ -60,7 +60,10 @@ def test_a_run_has_a_name_that_can_be_shown_and_be_a_folder(flag, name):
     if flag == "--output-dir" and ("/" in name or name == ".."):
         return  # the name of a folder that it leads to
     [problem] = trainer_problems(flag, name)
-    assert f"{name[:200]!r} cannot name the run: give run_id at most 200 characters, without `/`" in problem
+    assert (
+        f"{name[:200]!r} cannot name the run: give run_id at most 200 printable characters, without `/`"
+        in problem
+    )
     assert trainer(flag, "r" * 200).run_name == "r" * 200
 
 
@@ -92,6 +95,22 @@ def test_export_is_short_for_a_parquet_export():
     export = chosen.trainer.experimental.token_export
     assert (export.format, export.max_bytes) == ("jsonl", 7)
     assert trainer(f"{own}.max-bytes", "7").trainer.experimental.token_export.format == "jsonl"
+
+
+@pytest.mark.parametrize("value", ["true", "1", '"yes"', '"on"'])
+def test_export_is_on_for_every_value_that_is_true(value, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(f"export = {value}")
+    config = trainer("@", str(path))
+    assert config.export and config.trainer.experimental.token_export is not None
+
+
+@pytest.mark.parametrize("key", ["trainer", "trainer.experimental"])
+def test_export_leaves_a_section_that_is_no_table_to_validation(key, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(f"export = true\n{key} = 3")
+    (problem,) = trainer_problems("@", str(path))
+    assert problem.startswith(f"{key} = 3: should be a table")
 
 
 def test_what_export_needs_is_installed_with_pellucid():

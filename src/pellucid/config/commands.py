@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from pellucid.config.base import MAX_NAME, Section, is_name
 from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig, TeacherConfig
@@ -76,7 +76,7 @@ class RunConfig(Section):
             said = "run_id =" if self.run_id else "run_id is not set, and the name of output_dir,"
             yield (
                 f"{said} {self.run_name[:MAX_NAME]!r} cannot name the run: give run_id at most {MAX_NAME} "
-                "characters, without `/`, nothing that cannot be printed, and no dot at its beginning"
+                "printable characters, without `/` and without a dot at its beginning"
             )
 
 
@@ -116,13 +116,15 @@ class TrainerRunConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_export(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("export") in (True, "true", "True"):
-            trainer = dict(_plain(data.get("trainer")) or {})
-            experimental = dict(_plain(trainer.get("experimental")) or {})
-            if experimental.get("token_export") is None:
-                experimental["token_export"] = {"format": "parquet"}
-            return {**data, "trainer": {**trainer, "experimental": experimental}}
-        return data
+        """Sets a Parquet export if `export` is true and `[trainer.experimental.token_export]` is not set."""
+        if not isinstance(data, Mapping) or not _is_true(data.get("export")):
+            return data
+        trainer = _plain(data.get("trainer", {}))
+        experimental = _plain(trainer.get("experimental", {})) if isinstance(trainer, Mapping) else None
+        if not isinstance(experimental, Mapping) or experimental.get("token_export") is not None:
+            return data
+        experimental = {**experimental, "token_export": {"format": "parquet"}}
+        return {**data, "trainer": {**trainer, "experimental": experimental}}
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -239,7 +241,7 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         yield from super().problems()
         yield from _no_fake_data(self.trainer, "rl trains on what its orchestrator sends")
         if self.trainer.many_runs is not None:
-            yield "trainer.many_runs is for `pellucid trainer`, which other runs join; leave it out"
+            yield "trainer.many_runs is for `pellucid trainer`, which runs join by trainer.join; leave it out"
         keep, ahead = self.trainer.keep_weights, self.max_async_level
         if keep <= ahead:
             yield (
@@ -349,6 +351,14 @@ class SFTConfig(TrainerRunConfig):
 def _no_fake_data(trainer: TrainerConfig, because: str) -> Iterator[str]:
     if trainer.data.fake is not None:
         yield f"trainer.data.fake is set, but {because}; leave it out, or use `pellucid trainer`"
+
+
+def _is_true(value: Any) -> bool:
+    """Returns whether validation reads `value` as true; a value that it refuses is not."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        return False
 
 
 def _plain(value: Any) -> Any:
