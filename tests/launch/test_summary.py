@@ -78,6 +78,7 @@ def test_only_artefacts_that_exist_are_listed(tmp_path):
         ("logs", str(tmp_path / "logs")),
         ("look at it", f"pellucid view {tmp_path}"),
     ]
+    assert artefacts(tmp_path / "nowhere") == []
 
 
 def test_the_panel_says_what_changed():
@@ -89,13 +90,13 @@ def test_the_panel_says_what_changed():
     Console(file=out, width=120).print(panel)
 
     text = out.getvalue()
-    assert "duration    2 min 45 s" in text
-    assert "steps       100" in text
-    assert "reward      0.5000 (first 10) → 1.0000 (last 10)" in text
-    assert "tokens      900 trained, 100 wasted (10.0%: sampled, not trained)" in text
-    assert "            1,650 computed, 1,650 saved by sharing prompts" in text
-    assert "tokens/s    20 through the trainer, prompts included, over the whole run" in text
-    assert "ledger      balanced: every one of the 1,000 sampled tokens" in text
+    assert "duration  2 min 45 s" in text
+    assert "steps     100" in text
+    assert "reward    0.5000 (first 10) → 1.0000 (last 10)" in text
+    assert "tokens    900 trained, 100 wasted (10.0%: sampled, not trained)" in text
+    assert "          1,650 computed, 1,650 saved by sharing prompts" in text
+    assert "tokens/s  20 through the trainer, prompts included, over the whole run" in text
+    assert "ledger    balanced: every one of the 1,000 sampled tokens" in text
     assert max(map(len, text.splitlines())) == 100
 
 
@@ -110,8 +111,8 @@ def test_the_first_and_the_last_average_of_each_evaluation():
     panel = rl_summary("demo", 1.0, 1200, [], report(), nowhere, 100, evaluations=records)
     Console(file=out, width=100).print(panel)
 
-    assert "eval        a avg@8 0.3941 (version 0) → 0.9300 (version 1,200)" in out.getvalue()
-    assert "eval        b avg@1 0.2500 (version 1,200)" in out.getvalue()
+    assert "eval      a avg@8 0.3941 (version 0) → 0.9300 (version 1,200)" in out.getvalue()
+    assert "eval      b avg@1 0.2500 (version 1,200)" in out.getvalue()
 
 
 def test_only_what_was_sampled_to_train_on_can_be_wasted():
@@ -133,8 +134,8 @@ def test_a_resumed_run_tells_its_own_time_and_speed():
     panel = rl_summary("demo", 20.0, 62, [], report(), Path("/no"), 100, num_packed=1000, is_resumed=True)
     Console(file=out, width=100).print(panel)
 
-    assert "duration    20.0 s since the resume" in out.getvalue()
-    assert "tokens/s    50 through the trainer, prompts included, since the resume" in out.getvalue()
+    assert "duration  20.0 s since the resume" in out.getvalue()
+    assert "tokens/s  50 through the trainer, prompts included, since the resume" in out.getvalue()
 
 
 def test_padding_is_told():

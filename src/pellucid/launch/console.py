@@ -494,7 +494,7 @@ def evaluated(records: Sequence[Record]) -> list[Fact]:
 
 
 def artefacts(output_dir: Path) -> list[Fact]:
-    """Returns the alarms that rang, and the paths of what a run left behind for its user."""
+    """Returns the alarms that rang, the paths of what a run left behind, and the command that shows it."""
     places = [
         ("model", output_dir / "model"),
         ("token exports", output_dir / "token_exports"),
@@ -505,4 +505,6 @@ def artefacts(output_dir: Path) -> list[Fact]:
         places.insert(0, ("weights", output_dir / "weights" / f"step_{steps[-1]}"))
     rang = [("alarm", alarm.line().removeprefix("ALARM ")) for alarm in read_alarms(output_dir)]
     found = [(label, str(path)) for label, path in places if path.exists()]
-    return [*rang, *found, ("look at it", f"pellucid view {shlex.quote(str(output_dir))}")]
+    if output_dir.exists():
+        found.append(("look at it", f"pellucid view {shlex.quote(str(output_dir))}"))
+    return rang + found
