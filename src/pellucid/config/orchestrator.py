@@ -103,7 +103,7 @@ class EnvConfig(EnvironmentConfig):
 
     weight: float = Field(default=1.0, gt=0)
     """Share of the groups that come from this environment, relative to the others. A resumed run may change
-    it, for the groups sampled from then on."""
+    weights and environments, for the groups sampled from then on."""
 
     state_columns: tuple[str, ...] = ()
     """Fields of `Score.state` to save with each rollout; `trajectory` and `sampling_args` always are. Names
