@@ -53,8 +53,8 @@ def test_a_path_or_a_name() -> None:
         ),
         (
             ["--data.validation.split", "train"],
-            "data.validation reads what the run trains on (n, split train); choose another split, or "
-            "hold examples out with data.validation.fraction",
+            "data.validation reads what the run trains on (n, split train); choose another split or data "
+            "set, or hold examples out with data.validation.fraction",
         ),
         (
             ["--data.validation.fraction", "1.0"],

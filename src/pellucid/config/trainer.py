@@ -90,7 +90,8 @@ class DataConfig(DatasetConfig):
         if held is not None and (held.path, held.name, held.part) == (self.path, self.name, self.part):
             yield (
                 f"data.validation reads what the run trains on ({self.path or self.name}, split "
-                f"{self.part[1]}); choose another split, or hold examples out with data.validation.fraction"
+                f"{self.part[1]}); choose another split or data set, or hold examples out with "
+                "data.validation.fraction"
             )
 
     def validation_source(self) -> ValidationConfig | None:
