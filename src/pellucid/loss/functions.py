@@ -66,8 +66,8 @@ def _clipped(inputs: LossInputs, log_ratio: Tensor, config: PpoClipLossConfig | 
     too_high = inputs.loss_mask & (advantages > 0) & (ratio > 1 + config.clip_high)
     too_low = inputs.loss_mask & (advantages < 0) & (ratio < 1 - config.clip_low)
     kept = inputs.loss_mask & ~(too_high | too_low)
-    of_token = inputs.log_ratio(kept)
-    moving = torch.where(kept, log_ratio, 0.0) + of_token - of_token.detach()
+    token_log_ratio = inputs.log_ratio(kept)
+    moving = torch.where(kept, log_ratio, 0.0) + token_log_ratio - token_log_ratio.detach()
     bound = torch.where(too_high, 1 + config.clip_high, 1 - config.clip_low)
     surrogate = torch.where(kept, moving.exp(), bound) * advantages
     return _record(inputs, surrogate, config.kl_tau, too_high, too_low)

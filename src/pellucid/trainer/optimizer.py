@@ -138,7 +138,10 @@ class TrainedWeights:
     model: ModelConfig
     tokenizer: Any
     is_sharded: bool = False
+    """Whether each process has a shard of every weight."""
+
     adapter: Adapter | None = None
+    """The adapter that the run trains; None if it trains all weights."""
 
     @property
     def module(self) -> nn.Module:

@@ -275,12 +275,12 @@ class Run:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
                 self.exporter.finish(step)
-            of_rank = observer.metrics()
-            of_rank.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
+            rank_metrics = observer.metrics()
+            rank_metrics.add("memory/peak_gib", Max(peak_memory_gib(self.policy.device)))
             if self.exporter is not None:
-                of_rank.add(_SKIPPED, Sum(self.exporter.num_skipped))
-                of_rank.add(_LOST, Sum(self.exporter.num_lost))
-            ranks = self.ranks.gather((of_rank, observer.num_pairs, observer.alarms.sums()))
+                rank_metrics.add(_SKIPPED, Sum(self.exporter.num_skipped))
+                rank_metrics.add(_LOST, Sum(self.exporter.num_lost))
+            ranks = self.ranks.gather((rank_metrics, observer.num_pairs, observer.alarms.sums()))
             metrics, num_pairs, alarm_sums = zip(*ranks, strict=True)
             report = observer.report(metrics)
             if self.exporter is not None:

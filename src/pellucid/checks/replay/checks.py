@@ -322,10 +322,8 @@ class Checks:
             is_known = np.isfinite(recorded)
             if is_known.any():  # else another trainer without entropy
                 # Another trainer may not have computed those of prompts.
-                expected, name = (
-                    np.where(is_known | step["loss_mask"], values, np.nan),
-                    token_name(step),
-                )
+                expected = np.where(is_known | step["loss_mask"], values, np.nan)
+                name = token_name(step)
                 self._compare("weights", column, recorded, expected, name, tolerance=bounds, unit=unit)
         return {column: each.values for column, each in predicted.items()}
 
