@@ -292,6 +292,20 @@ def test_a_parameter_without_a_gradient_rings(tmp_path) -> None:
     assert read_alarms(tmp_path)[0].example == "layers.0.weight does not require a gradient"
 
 
+def test_alarms_judge_the_tokens_of_all_ranks(tmp_path) -> None:
+    alarms = TrainerAlarms(tmp_path, publishes=False, lr=1.0, frozen=[])
+    ranks = [
+        AlarmSums(num_tokens=6_000, total=3_000.0, squares=6_000.0, num_stops=3),
+        AlarmSums(
+            num_tokens=2_000, total=1_000.0, squares=2_000.0, num_stops=1, num_untrained=1, untrained="r7"
+        ),
+    ]
+    alarms.judge(0, versions_of([0]), ranks, lr=1.0)
+    found = {alarm.name: alarm for alarm in read_alarms(tmp_path)}
+    assert (found["stop_tokens"].value, found["stop_tokens"].example) == (0.75, "rollout 'r7'")
+    assert (found["surprise"].value, found["surprise"].example) == (0.5, "8,000 tokens")
+
+
 def test_updates_that_round_to_nothing_ring_but_not_in_a_warm_up() -> None:
     """A weight of 1,000 in bfloat16 has steps of 4: AdamW moves it by lr."""
     model = torch.nn.Linear(64, 1, bias=False).to(torch.bfloat16)
