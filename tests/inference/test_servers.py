@@ -49,6 +49,7 @@ def test_a_server_takes_the_key_that_the_run_shows() -> None:
                     f"shows; start it with the run's output_dir, or set {expected.key_setting} to the file "
                     "`key` in the folder that it was started with"
                 )
+    assert "was started with another key" in refusal(POLICY, access="none", vocabulary="xyz")
 
 
 def test_a_policy_server_was_started_with_the_model_of_the_run() -> None:

@@ -293,17 +293,18 @@ class Expected:
     def check(self, url: str, health: Health) -> None:
         """Raises ConfigError with both values and the remedy if the server at `url` is not the run's."""
         who = f"the {self.role} {health.model!r} at {url}"
+        if health.access not in ("all", self.access):
+            raise ConfigError(
+                f"{who} was started with another key than this run shows; start it with the run's "
+                f"output_dir, or set {self.key_setting} to the file `key` in the folder that it was started "
+                "with"
+            )
         if health.vocabulary != self.vocabulary:
             raise ConfigError(other_vocabulary(who, f"model.name = {self.model!r}"))
         if reason := self._mismatch(health):
             raise ConfigError(f"{who} {reason}")
 
     def _mismatch(self, health: Health) -> str:
-        if health.access not in ("all", self.access):
-            return (
-                "was started with another key than this run shows; start it with the run's output_dir, or "
-                f"set {self.key_setting} to the file `key` in the folder that it was started with"
-            )
         if health.max_model_len < self.max_model_len:
             return (
                 f"takes {health.max_model_len} tokens, less than inference.max_model_len = "
