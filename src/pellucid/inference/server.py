@@ -431,10 +431,10 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: None if thread.stopped else sys.exit(128 + number))
     _EndingServer(web_config(server.app())).run(sockets=[listener])
-    for failure in failures:
-        if isinstance(failure, OSError):
-            raise failure  # the CLI explains a full disk
-        raise InferenceError(f"the engine failed: {name_error(failure)}") from failure
+    if failures:
+        if isinstance(failures[0], OSError):
+            raise failures[0]  # the CLI explains a full disk
+        raise InferenceError(f"the engine failed: {name_error(failures[0])}") from failures[0]
 
 
 class _EndingServer(uvicorn.Server):
