@@ -12,7 +12,14 @@ import pytest
 
 from pellucid.data import Completion
 from pellucid.errors import ConfigError, InferenceError
-from pellucid.inference.client import Account, Expected, Health, SamplingParams, UnreachableError
+from pellucid.inference.client import (
+    Account,
+    BusyError,
+    Expected,
+    Health,
+    SamplingParams,
+    UnreachableError,
+)
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
 
@@ -145,6 +152,28 @@ def test_a_dead_server_is_left_out_and_comes_back_with_the_current_weights(caplo
     asyncio.run(main())
     assert "inference server s0 is left out: " in caplog.text
     assert "inference server s0 is back" in caplog.text
+
+
+def test_a_server_that_says_it_is_full_gets_nobody_else_before_its_time() -> None:
+    class Full(Server):
+        async def generate(self, prompt_ids, params, account, request_id) -> Completion:
+            self.asked.append(group_of(request_id))
+            raise BusyError("full", 60.0)
+
+    async def main() -> None:
+        server = Full()
+        server.max_concurrent = 1
+        pool = await ready(server)
+        asking = [asyncio.create_task(ask(pool, f"g{n}-r0")) for n in range(6)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert server.asked == ["g0"]
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await pool.close()
+
+    asyncio.run(main())
 
 
 def test_without_any_server_the_reason_names_them_all() -> None:
