@@ -284,6 +284,22 @@ def test_hostile_payloads_with_a_right_checksum_are_refused(payload, message) ->
         decode_batch(payload, sender="somebody")
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        said(PAYLOAD, None, **{"key\n\x1b[2J": 1}),
+        said(PAYLOAD, None, **{"key\n" * 9_000: 1}),
+        said(PAYLOAD, "token_ids", name="\x1b\n" * 9_000),
+        said(PAYLOAD, "token_ids", form="\U0001f600" * 9_000),
+        said(PAYLOAD, "token_ids", dims=[1] * 9_000),
+    ],
+)
+def test_a_reason_that_quotes_the_payload_is_one_short_printable_line(payload) -> None:
+    with pytest.raises(PayloadError) as error:
+        decode_batch(payload, sender="somebody")
+    assert error.value.reason.isprintable() and len(error.value.reason) <= 800
+
+
 SHARED = encode_batch(
     Batch("run", 0, TokenTable.from_samples([member([1, 2, 3], [9]), member([1, 2, 3], [8])]))
 )

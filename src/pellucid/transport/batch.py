@@ -38,6 +38,8 @@ from pellucid.transport.sections import (
 MAGIC = b"PLCD"
 VERSION = 3
 MAX_HEADER_BYTES = 1 << 16
+_MAX_REASON = 800
+"""Characters of a refusal's reason: it quotes the payload, and has to fit into one message to its sender."""
 
 PREAMBLE = struct.Struct("<4sIQQQ")
 """Magic, version, checksum of everything behind it, bytes of the payload, bytes of the header."""
@@ -145,7 +147,13 @@ def decode_batch(payload: bytes | memoryview, *, sender: str, limits: Limits | N
     try:
         return _decode(memoryview(payload).cast("B"), limits or Limits())
     except Refusal as refusal:
-        raise PayloadError(sender, refusal.position, refusal.reason) from None
+        raise PayloadError(sender, refusal.position, _printable(refusal.reason)) from None
+
+
+def _printable(reason: str) -> str:
+    """Escapes what would end or colour a line of the log, and cuts a reason that is too long."""
+    escaped = "".join(each if each.isprintable() else repr(each)[1:-1] for each in reason[: _MAX_REASON + 1])
+    return escaped if len(escaped) <= _MAX_REASON else f"{escaped[: _MAX_REASON - 1]}…"
 
 
 def _decode(payload: memoryview, limits: Limits) -> Batch:
