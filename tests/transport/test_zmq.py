@@ -168,7 +168,7 @@ def test_a_full_spool_takes_only_what_the_trainer_waits_for(inbox) -> None:
         ([encode(Offer("run", 0, 100_001, 1))], "an offer of 100001 bytes; at most 100000 are taken"),
         ([encode(Offer("run", 0, 1 << 60, 1))], "at most 100000 are taken"),
         ([encode(Offer("run", 0, -1, 1))], "an offer of -1 bytes"),
-        ([encode(Offer("run", 0, 100, 1, 99))], "protocol 99; this pellucid speaks 2"),
+        ([encode(Offer("run", 0, 100, 1, 99))], "protocol 99; this pellucid speaks 3"),
     ],
 )
 def test_whatever_a_stranger_says_is_refused_and_counted(inbox, frames, reason, caplog) -> None:

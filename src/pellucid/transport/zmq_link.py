@@ -41,7 +41,7 @@ from pellucid.config.tools import KeysSettings
 from pellucid.data.files import read_whole
 from pellucid.errors import ConfigError, DataError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 4096
 
 _PARTS = ("trainer", "orchestrator")
