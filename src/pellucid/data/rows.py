@@ -227,7 +227,8 @@ class DenseMaskRows(SpanRows):
         self.array = mask
         self.lengths = lengths
 
-    def _count(self) -> Integers:
+    @cached_property
+    def counts(self) -> Integers:
         return sum_rows(self.array, offsets_of(self.lengths))
 
     def select(self, rows: Integers, lengths: Integers | None = None) -> "DenseMaskRows":
