@@ -43,7 +43,7 @@ from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
-from pellucid.trainer import optimizer, run_with
+from pellucid.trainer import run_with
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.many import Roster

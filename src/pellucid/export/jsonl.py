@@ -317,5 +317,5 @@ def _from_token_objects(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _preview(value: Any) -> str:
-    text = orjson.dumps(value).decode()
+    text = orjson.dumps(value[:60] if isinstance(value, str | list) else value).decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
