@@ -196,7 +196,7 @@ class JsonlSource:
             for name, values in columns.items():
                 parts[name].append(values)
         whole = {
-            name: np.concatenate(values)
+            name: values[0] if len(values) == 1 else np.concatenate(values)
             for name, values in parts.items()
             if values and len(values) == len(rows) and (name in FIELD_BY_NAME or _is_alike(values))
         }

@@ -80,9 +80,13 @@ def micro_batch_columns(
     }
     if "advantages" in table:
         added["advantage"] = np.full(table.num_sequences, np.nan, np.float32)
-    due = TokenTable(table.lengths, {**table.columns, **added}).select(np.flatnonzero(is_due))
-    columns = {field.name: due.dense(field.name) if field.per_token else due[field.name] for field in FIELDS}
-    return TokenTable(due.lengths, columns), num_skipped
+    columns = {
+        field.name: added[field.name]
+        if field.name in added
+        else (table.dense(field.name) if field.per_token else table[field.name])
+        for field in FIELDS
+    }
+    return TokenTable(table.lengths, columns).select(np.flatnonzero(is_due)), num_skipped
 
 
 class StepWriter:
