@@ -124,6 +124,26 @@ def test_a_chunk_that_got_lost_is_asked_for_again(tmp_path, caplog) -> None:
     assert f"goes on at byte 0 of {len(data)}, since nothing of it has come for 0.3 s" in caplog.text
 
 
+def test_a_sender_that_only_offers_keeps_nobody_out(tmp_path) -> None:
+    data = payload()
+    with (
+        closing(open_inbox(tmp_path, patience=Patience(dead_after_s=0.3))) as inbox,
+        stranger(inbox.address) as idle,
+        stranger(inbox.address) as peer,
+    ):
+        inbox.expect(0)
+        never_sent = encode(Offer("run", 0, 500, 1))
+        idle.send(never_sent)
+        assert isinstance(answer(idle), Want)
+        time.sleep(0.4)
+        idle.send(never_sent)
+        assert isinstance(answer(idle), Want), "asked for again"
+        peer.send(encode(Offer("run", 0, len(data), checksum_of(data))))
+        assert answer(peer) == wanted(data)
+        peer.send_multipart(chunk_of(data))
+        assert answer(peer) == Stored("run", 0)
+
+
 def test_another_batch_of_the_same_step_replaces_the_first(inbox, tmp_path) -> None:
     """A resumed orchestrator may have sampled anew."""
     inbox.expect(0)

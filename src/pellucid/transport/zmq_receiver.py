@@ -75,6 +75,9 @@ class Transfer:
     def __init__(self, offer: Offer, peer: bytes, patience: Patience, now_s: float) -> None:
         self.offer = offer
         self.data = bytearray()
+        self.has_stalled = False
+        """Whether nothing came for too long, and nothing has come since: it was only asked for again."""
+
         self._patience = patience
         self._asked: deque[tuple[int, int, float]] = deque()
         """Start, bytes and time of each chunk that was asked for."""
@@ -107,7 +110,7 @@ class Transfer:
             return False
         took_s = now_s - self._asked.popleft()[2]
         self.data += chunk
-        self._heard_s = now_s
+        self._heard_s, self.has_stalled = now_s, False
         if took_s < self._patience.dead_after_s / 80:
             self._chunk_bytes = min(2 * self._chunk_bytes, self._patience.max_chunk_bytes)
         elif took_s > self._patience.dead_after_s / 10:
@@ -308,6 +311,7 @@ class ZmqReceiver(FilesystemReceiver):
                 why = "over a new connection"
             elif transfer.is_silent(now_s):
                 why = f"since nothing of it has come for {self._patience.dead_after_s:g} s"
+                transfer.has_stalled = True
             else:
                 return
             logger.warning(
@@ -323,7 +327,8 @@ class ZmqReceiver(FilesystemReceiver):
 
     def _may_replace(self, transfer: Transfer, peer: bytes) -> bool:
         """Whether who sends it offers another batch now, or is silent, or gone."""
-        if transfer.peer in (peer, None) or transfer.is_silent(time.monotonic()):
+        is_silent = transfer.has_stalled or transfer.is_silent(time.monotonic())
+        if is_silent or transfer.peer in (peer, None):
             return True
         assert transfer.peer is not None and self._expected is not None
         # The message says nothing new: is it there to hear it?
