@@ -228,7 +228,7 @@ class DenseMaskRows(SpanRows):
         self.lengths = lengths
 
     @cached_property
-    def counts(self) -> Integers:
+    def counts(self) -> Integers:  # type: ignore[override]
         return sum_rows(self.array, offsets_of(self.lengths))
 
     def select(self, rows: Integers, lengths: Integers | None = None) -> "DenseMaskRows":
