@@ -31,7 +31,7 @@ from pellucid.data.alarms import read_alarms
 from pellucid.data.files import read_lines, step_folders
 from pellucid.errors import DataError, LedgerError
 from pellucid.launch.console import WIDTH, make_console
-from pellucid.ledger import BESIDE, HANDS_ON, MEANING, TAKES_IN, Flow, Report, Stage, State, reconcile
+from pellucid.ledger import BESIDE, HANDS_ON, TAKES_IN, Flow, Report, Stage, State, reconcile
 from pellucid.metrics import read_metrics
 from pellucid.orchestrator.failures import BiasFinding, DropAudit
 from pellucid.orchestrator.records import FILE
@@ -101,7 +101,7 @@ def _print_flow(report: Report, console: Console) -> None:
             ends.append((State.IN_FLIGHT, in_flight))
         for number, (state, tokens) in enumerate(ends, start=1):
             branch = "└─ " if following is None and number == len(ends) else "├─ "
-            lines.append((f"{indent}{branch}{state.value}", tokens, MEANING[state]))
+            lines.append((f"{indent}{branch}{state.value}", tokens, state.meaning))
         if following is not None:
             lines.append((f"{indent}└─ {_NEXT[stage]}", received, ""))
     width, digits = max(len(label) for label, _, _ in lines), len(f"{max(line[1] for line in lines):,}")
@@ -317,7 +317,7 @@ class Story:
         if rollout.error:
             yield f"  error      {rollout.error}"
         for state, tokens in self.states.items():
-            yield f"  tokens     {tokens:,} {state}: {MEANING[State(state)]}"
+            yield f"  tokens     {tokens:,} {state}: {State(state).meaning}"
         if self.unknown:
             yield f"  tokens     {self.unknown}"
 

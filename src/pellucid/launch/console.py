@@ -35,7 +35,7 @@ from rich.text import Text
 from pellucid.data.alarms import Alarm, alarms_path, as_alarm, read_alarms
 from pellucid.data.files import read_lines
 from pellucid.errors import printable
-from pellucid.ledger import MEANING, Flow, State
+from pellucid.ledger import Flow, State
 from pellucid.ledger import Report as LedgerReport
 from pellucid.metrics.evaluation import average_in, evaluations_in
 from pellucid.transport.spool import stable_steps
@@ -407,7 +407,7 @@ def token_lines(ledger: LedgerReport) -> list[Fact]:
     facts = [("tokens", f"{trained:,} trained, {wasted:,} wasted ({share:.1%}: sampled, not trained)")]
     for state, number in states.most_common():
         if number:
-            facts.append(("", f"  {number:,} {state}: {MEANING[State(state)]}"))
+            facts.append(("", f"  {number:,} {state}: {State(state).meaning}"))
     computed, saved, padding = (beside[flow.value] for flow in (Flow.COMPUTED, Flow.SAVED, Flow.PADDING))
     facts.append(("", f"{computed:,} computed, {saved:,} saved by sharing prompts"))
     if padding:

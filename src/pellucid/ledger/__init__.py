@@ -3,7 +3,6 @@
 from pellucid.ledger.journal import (
     BESIDE,
     HANDS_ON,
-    MEANING,
     TAKES_IN,
     Flow,
     Journal,
@@ -21,7 +20,6 @@ from pellucid.ledger.reconcile import Difference, Report, link_of, reconcile
 __all__ = [
     "BESIDE",
     "HANDS_ON",
-    "MEANING",
     "TAKES_IN",
     "Difference",
     "Flow",

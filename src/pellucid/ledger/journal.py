@@ -89,9 +89,6 @@ class State(StrEnum):
     IN_FLIGHT = "in_flight", "running, waiting, or on the way"
 
 
-MEANING = {state: state.meaning for state in State}
-
-
 class Flow(StrEnum):
     """Tokens that a stage takes in, hands on or computes; never a final state."""
 
