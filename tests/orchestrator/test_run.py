@@ -918,8 +918,10 @@ def test_a_resumed_run_trains_what_was_ready_and_attempts_again_what_was_open(tm
     async def interrupt() -> None:
         orchestrator = Orchestrator(config, {"guess": Guess(seed=1)}, TOKENIZER, client, MemoryChannel())
         running = asyncio.create_task(orchestrator.run())
-        while delays or client.sampled.total() - client.delivered.total() < 7:
+        while delays or client.delivered.total() < 3 or client.sampled.total() - client.delivered.total() < 7:
             await asyncio.sleep(0.01)
+        for _ in range(100):  # turns of the event loop, in which what was delivered becomes ready
+            await asyncio.sleep(0)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
