@@ -79,6 +79,9 @@ class RepeatedBatch:
     def next(self, step: int) -> Batch:
         return decode_batch(self._payload, sender="bench")
 
+    def is_there(self, step: int) -> bool:
+        return True
+
     def release_before(self, step: int) -> None:
         """It is needed again."""
 

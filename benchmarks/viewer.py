@@ -7,6 +7,10 @@ The baseline of each line is its budget: a ratio of at most 1 is within it.
     write   64 records of 4,096 tokens: writing the page, in a process of its own
     server  100 steps of 1,003,520 tokens, a Parquet file of 23 MB for each, with the summaries, metrics and
             ledger that training leaves; `pellucid view` in a process of its own, once it has read those
+    list    200 runs of 400 steps in one folder: `pellucid view` lists them, as soon as it answers for the
+            first time, and again
+    time    the spans of 1,000 steps (16,000), as a page: from the click on Timeline until it is drawn, and
+            drawing it once more, as every zoom does
 
 "First content" is when the first frame with tokens (for the run: charts) has been drawn, from the start of
 the navigation; "complete" is when all lines are laid out and overview, chart and numbers are there, too.
@@ -30,10 +34,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.result import Result
-from benchmarks.viewer_inputs import make_batch, write_file, write_run
+from benchmarks.viewer_inputs import make_batch, write_file, write_run, write_spans, write_sweep
 from pellucid.errors import ConfigError
 
 NUM_SERVED_STEPS = 100
+NUM_LISTED_RUNS = 200
 OPENINGS = 5
 SWITCHES = 12
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -86,6 +91,8 @@ def run() -> list[Result]:
                 *_long(folder, browser),
                 *_write(folder),
                 *_server(folder, browser),
+                *_list(folder, browser),
+                *_timeline(folder, browser),
             ]
     finally:
         shutil.rmtree(folder)
@@ -145,7 +152,7 @@ def _write(folder: Path) -> list[Result]:
 def _server(folder: Path, browser: Any, num_steps: int = NUM_SERVED_STEPS) -> list[Result]:
     write_run(folder / "run", make_batch(245, 4096), num_steps)
     with _serve(folder / "run") as (address, peak_bytes):
-        run_view = min(_open_run(browser, address) for _ in range(OPENINGS))
+        run_view = min(_open_first(browser, address, ".strip canvas") for _ in range(OPENINGS))
         tab = browser.new_page()
         tab.goto(address)
         tab.wait_for_selector(".strip canvas")
@@ -161,6 +168,33 @@ def _server(folder: Path, browser: Any, num_steps: int = NUM_SERVED_STEPS) -> li
         _within("100M tokens, server: a step's histograms", min(steps), 200, "ms"),
         _within("100M tokens, server: the run, page and all", run_view, 300, "ms"),
         _within("100M tokens, server: its memory", memory / 1e6, 1000, "MB"),
+    ]
+
+
+def _list(folder: Path, browser: Any) -> list[Result]:
+    write_sweep(folder / "sweep", NUM_LISTED_RUNS, 400)
+    with _serve(folder / "sweep") as (address, _):
+        first, *others = [_open_first(browser, address, "tr[data-row]") for _ in range(OPENINGS)]
+    return [
+        _within("200 runs, server: the list at first", first, 300, "ms"),
+        _within("200 runs, server: the list", min(others), 300, "ms"),
+    ]
+
+
+def _timeline(folder: Path, browser: Any) -> list[Result]:
+    write_spans(folder / "timed", num_steps=1000)
+    page = _make_page(folder, "timed", ending="")
+    shown, drawn = [], []
+    for _ in range(OPENINGS):
+        tab = browser.new_page(viewport={"width": 1440, "height": 900})
+        tab.goto(page.as_uri())
+        tab.wait_for_selector(".strip canvas")
+        shown.append(float(tab.evaluate(GO, [{"view": "timeline"}, "Timeline", ".gantt-legend span"])))
+        drawn.append(float(tab.evaluate("$main.app.view.draw(), $main.app.view.drawnIn")))
+        tab.close()
+    return [
+        _within("1,000 steps: the time line", min(shown), 300, "ms"),
+        _within("1,000 steps: drawing it again", min(drawn), 50, "ms"),
     ]
 
 
@@ -193,20 +227,21 @@ def _open(browser: Any, address: str) -> _Opened:
     return _Opened(first, complete, num_nodes)
 
 
-def _open_run(browser: Any, address: str) -> float:
+def _open_first(browser: Any, address: str, selector: str) -> float:
+    """Milliseconds from navigation to the first frame that has such an element."""
     tab = browser.new_page()
-    tab.add_init_script(FIRST_CONTENT % ".strip canvas")
+    tab.add_init_script(FIRST_CONTENT % selector)
     tab.goto(address, wait_until="commit")
     first: float = tab.evaluate("firstContent")
     tab.close()
     return first
 
 
-def _make_page(folder: Path, name: str) -> Path:
+def _make_page(folder: Path, name: str, ending: str = ".jsonl") -> Path:
     from pellucid.viewer.access import Exports
     from pellucid.viewer.page import write_page
 
-    write_page(Exports(folder / f"{name}.jsonl"), folder / f"{name}.html")
+    write_page(Exports(folder / f"{name}{ending}"), folder / f"{name}.html")
     return folder / f"{name}.html"
 
 
@@ -240,7 +275,7 @@ def _serve(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address = f"http://127.0.0.1:{port}/"
-        while (pulse := _pulse(address)) is None or pulse["summarised"] < pulse["steps"]:
+        while (pulse := _pulse(address)) is None or pulse.get("summarised", 0) < pulse.get("steps", 0):
             if server.poll() is not None:
                 raise ConfigError(
                     f"benchmark viewer: {' '.join(command)} ended with status {server.returncode}"
@@ -252,10 +287,10 @@ def _serve(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
         server.wait()
 
 
-def _pulse(address: str) -> dict[str, int] | None:
+def _pulse(address: str) -> dict[str, Any] | None:
     try:
         with urllib.request.urlopen(f"{address}api/pulse") as answer:
-            pulse: dict[str, int] = json.load(answer)
+            pulse: dict[str, Any] = json.load(answer)
             return pulse
     except OSError:  # it does not listen yet
         return None

@@ -111,6 +111,33 @@ def write_run(folder: Path, batch: TokenTable, num_steps: int) -> None:
     _write_ledger(folder / "ledger", num_steps, int(batch["sampled"].sum()))
 
 
+def write_sweep(folder: Path, num_runs: int, num_steps: int) -> None:
+    """Finished runs without exports, as a sweep over learning rates and seeds leaves them.
+
+    Lines of metrics are as long as those of a real run, and rewards rise.
+    """
+    filler = {f"metric/{number}/all/mean": 0.123456789 for number in range(70)}
+    for number in range(num_runs):
+        run = folder / f"lr-{number % 5}-seed-{number}"
+        optim = f"[trainer.optim]\nlr = {3e-4 * (1 + number % 5)}\n"
+        others = "".join(f"[section_{each}]\nkey = 1\n" for each in range(60))
+        (run / "configs" / "step_0").mkdir(parents=True)
+        for path in ("rl.toml", "step_0/trainer.toml", "step_0/orchestrator.toml"):
+            (run / "configs" / path).write_text(f"max_steps = {num_steps}\nseed = {number}\n{optim}{others}")
+        (run / "logs").mkdir()
+        (run / "logs" / "OUTCOME").write_text("finished")
+        trained = [
+            {"step": step, "time": 1e9 + step, "loss": -0.01, "total/trained_tokens": 900 * step, **filler}
+            for step in range(num_steps)
+        ]
+        sampled = [
+            {"step": step, "time": 1e9 + step, "reward/all": step / num_steps, **filler}
+            for step in range(num_steps)
+        ]
+        _write_lines(run / "metrics" / "trainer.jsonl", trained)
+        _write_lines(run / "metrics" / "orchestrator.jsonl", sampled)
+
+
 def _write_metrics(folder: Path, num_steps: int) -> None:
     names = ["reward/all", "reward/math", "reward/code", "zero_advantage_groups/all", "loss", "grad_norm"]
     names += ["off_policy_level/all/mean", "off_policy_level/all/max"]
@@ -141,3 +168,47 @@ def _write_ledger(folder: Path, num_steps: int, num_sampled: int) -> None:
 def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+def write_spans(folder: Path, num_steps: int) -> None:
+    """Writes the spans and metrics of a run whose trainer waits for sampling in every step: 16 a step."""
+    lines: dict[str, list[dict[str, Any]]] = {"trainer": [], "orchestrator": [], "inference": []}
+    now = 1_760_000_000.0
+
+    def add(process: str, name: str, start: float, end: float, step: int, **more: float) -> None:
+        lines[process].append({"name": name, "start": now + start, "end": now + end, "step": step, **more})
+
+    for process in lines:
+        lines[process].append({"name": "start", "start": now, "end": now, "load": 64})
+    for step in range(num_steps):
+        for name, start, end in (
+            ("wait", 0.0, 2.0),
+            ("pack", 2.0, 2.01),
+            ("compute", 2.01, 3.5),
+            ("optimizer", 3.5, 3.6),
+            ("publish", 3.6, 3.7),
+            ("observe", 3.7, 3.75),
+        ):
+            add("trainer", name, start, end, step)
+        for name, start, end in (
+            ("wait_weights", 0.0, 0.1),
+            ("sample", 0.1, 1.8),
+            ("environment", 1.8, 1.9),
+            ("send", 1.9, 2.0),
+            ("sample", 1.9, 3.75),
+            ("update", 3.7, 3.85),
+        ):
+            add("orchestrator", name, start, end, step + (start > 1.8), load=32.0)
+        add("inference", "load", 0.0, 0.1, step)
+        for start in (0.1, 1.2, 2.4):
+            add("inference", "decode", start, start + 1.1, step, load=64.0 - 20 * start)
+        now += 3.75
+    for process, spans in lines.items():
+        path = folder / "spans" / f"{process}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(orjson.dumps(span) + b"\n" for span in spans))
+    (folder / "metrics").mkdir()
+    metrics = [{"step": step, "time": now, "loss": 1 / (step + 1)} for step in range(num_steps)]
+    (folder / "metrics" / "trainer.jsonl").write_bytes(
+        b"".join(orjson.dumps(each) + b"\n" for each in metrics)
+    )

@@ -7,7 +7,7 @@ and only what a command has beyond them is listed here.
 """
 
 import re
-from argparse import Action
+from argparse import SUPPRESS, Action
 from collections.abc import Iterator
 
 from pellucid.cli import COMMANDS, Command
@@ -56,6 +56,8 @@ def _command(name: str, command: Command) -> Iterator[str]:
         usage = "[@ FILE.toml ...] [--section.key value ...]"
     else:
         usage = " ".join([*(_argument(a) for a in actions if not a.option_strings), "[FLAG ...]"])
+        if "others" in command.config.model_fields:
+            usage = usage.replace("[PATH]", "[PATH ...]")
     yield f"    pellucid {name} {usage}"
     yield ""
     yield f"{command.help[0].upper()}{command.help[1:]}."
@@ -76,7 +78,8 @@ def _actions(kind: type[Section]) -> list[Action]:
     """Arguments and flags; not those that all commands have, nor whole sections as JSON."""
     parser = parser_of(kind, prog="pellucid")
     common = {"help", "dry_run", "unknown"}
-    return [a for a in parser._actions if a.dest not in common and a.metavar != "JSON"]
+    hidden = {"JSON", SUPPRESS}
+    return [a for a in parser._actions if a.dest not in common and not hidden & {a.metavar, a.help}]
 
 
 _DOCUMENTED = {action.dest for kind in (RLConfig, SFTConfig) for action in _actions(kind)}

@@ -34,6 +34,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Summaries that the viewer keeps are those of the tests, not of whoever runs them."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 GOLDEN = Path(__file__).parent / "golden"
 
 # How fast a machine is says nothing about what it runs. In CI the same examples are tried every time, so that

@@ -116,8 +116,11 @@ def values(folder: Path) -> Iterator[tuple[str, str, Any]]:
             for number, line in enumerate(file.read_text().splitlines()):
                 record = json.loads(line)
                 place = f"step {record['step']}{where}{number if where else ''}"
+                for turn in record.get("trajectory", ()):
+                    for clocked in ("start_s", "wait_s"):
+                        turn.pop(clocked, None)
                 for key, value in record.items():
-                    if kind != "metrics" or not is_clocked(key):
+                    if kind == "token_exports" or not is_clocked(key):
                         yield f"{name} {key}", place, value
     for key, value in json.loads((folder / "ledger.json").read_text()).items():
         yield f"ledger {key}", "at the end", value

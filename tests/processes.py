@@ -5,6 +5,7 @@
 Starting them costs seconds, so that one start does all jobs of a number of processes.
 """
 
+import gc
 import json
 import os
 import socket
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
@@ -41,7 +44,6 @@ from pellucid.errors import DataError
 from pellucid.integrations import TokenRecorder
 from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
-from pellucid.model.head import MAX_LOGITS, predict
 from pellucid.model.load import default_device
 from pellucid.trainer import run_with
 from pellucid.trainer.build import build_run
@@ -209,6 +211,28 @@ def metric_difference(found: dict[str, float], expected: dict[str, float]) -> fl
     return max(abs(found[name] - expected[name]) / max(abs(expected[name]), 1.0) for name in names)
 
 
+def held_bytes() -> int:
+    """Bytes of the storages of all tensors that Python holds, each once."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        # Not `isinstance`, which asks lazy modules for a class that they would have to import.
+        if issubclass(type(each), torch.Tensor) and type(each) is not DTensor:
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def most_allocated(profile: torch.profiler.profile) -> int:
+    """Most bytes that were allocated at a time, beyond those at the start, by the allocator's own events."""
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    total = most = 0
+    for each in sorted(events, key=lambda each: each.start_ns()):
+        total += each.nbytes()
+        most = max(most, total)
+    return most
+
+
 class Jobs:
     def __init__(self, folder: Path) -> None:
         dist.init_process_group("gloo")
@@ -229,7 +253,7 @@ class Jobs:
         return build_run(config, None, None, [], None if alone else self.ranks(config.trainer))
 
     def parity(
-        self, mesh: dict, model: str, thorough: bool, max_logits: int = MAX_LOGITS
+        self, mesh: dict, model: str, thorough: bool, max_logits: int | None = None
     ) -> dict[str, list[float]]:
         """Differences of (gradient, metrics) from one process, by packing."""
         weights = self.folder / "models" / model
@@ -239,9 +263,8 @@ class Jobs:
             together.config = TrainerConfig.model_validate({"model": {"seq_len": SEQ_LEN, **mesh}, **own})
             together.losses = loss_for(together.config.loss)
             expected, expected_report = self.alone(weights, batch, own.get("loss", {"type": "dppo"}))
-            predict.__kwdefaults__["max_logits"] = max_logits
+            together.policy.max_logits = max_logits
             got, report = gradients(together, BATCHES[batch])
-            predict.__kwdefaults__["max_logits"] = MAX_LOGITS
             found[name] = [difference(expected, got), metric_difference(report, expected_report)]
         return found
 
@@ -258,6 +281,32 @@ class Jobs:
             run.losses = loss_for(run.config.loss)
             self.known[key] = gradients(run, BATCHES[batch])
         return self.known[key]
+
+    def memory(self, mesh: dict, tokens: int) -> list[int]:
+        """Bytes of tensors in each process at the fullest moment of a step of two full micro batches.
+
+        The lesser of two steps: gloo's threads free the buffers of a collective when they come to it, so that
+        now and then some are still there while the next ones are.
+        """
+        num_processes = dist.get_world_size()
+        folder = self.folder / "scratch" / f"memory_{dist.get_rank()}"
+        config = settings(self.folder / "models" / "wide", folder, model=mesh)
+        seq_len = {"trainer": config.trainer.model_dump() | {"model": {**mesh, "seq_len": tokens}}}
+        config = TrainerRunConfig.model_validate(config.model_dump() | seq_len | {"seq_len": tokens})
+        ranks = None if num_processes == 1 else self.ranks(config.trainer)
+        run = build_run(config, None, None, [], ranks)
+        num_samples = 2 * num_processes // config.trainer.model.cp
+        table = TokenTable.from_samples(
+            [sample(index, prompt=1, completion=tokens - 1) for index in range(num_samples)]
+        )
+        run.update(accumulate(run, run.pack(0, table)))  # makes the optimizer's moments
+        peaks = []
+        for step in (1, 2) if ranks else (1,):
+            before = held_bytes()
+            with torch.profiler.profile(profile_memory=True) as profile:
+                run.update(accumulate(run, run.pack(step, table)))
+            peaks.append(before + most_allocated(profile))
+        return [min(peaks)] if ranks is None else ranks.gather_all(min(peaks))
 
     def replay(self, mesh: dict) -> dict[str, list[float]]:
         """Differences of (gradient, metrics) from one process with replayed experts, by batch and cap."""
@@ -283,6 +332,40 @@ class Jobs:
         assert {gradient.dtype for gradient in found.values()} == {torch.float32}
         expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
         return ranks.gather(difference(expected, found))
+
+    def loading(self, mesh: dict, model: str) -> list:
+        """How often each process reads weights, and the largest difference of all from those in the files.
+
+        Other processes make a model without weights: their shards are those of the main one.
+        """
+        weights = self.folder / "models" / model
+        load = AutoModelForCausalLM.from_pretrained
+        with patch.object(AutoModelForCausalLM, "from_pretrained", wraps=load) as read:
+            run = self.build(weights, model=mesh)
+        found = {**dict(run.policy.hf.named_parameters()), **dict(run.policy.hf.named_buffers())}
+        whole = {
+            name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()
+        }
+        alone = load(weights, dtype=torch.float32)
+        expected = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
+        assert whole.keys() == expected.keys()
+        worst = max(float((whole[name] - each).abs().max()) for name, each in expected.items())
+        return run.ranks.gather_all([read.call_count, worst])
+
+    def reductions(self, mesh: dict) -> list:
+        """Difference of gradients that are reduced once per step from those of one process, and from those
+        reduced per micro batch; and how often each reduces, in micro batches of its own number."""
+        expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
+        found, counts = [], []
+        for when in ("step", "micro_batch"):
+            run = self.build(
+                self.tied, model={**mesh, "reduce_gradients": when}, micro_batch_max_tokens=SEQ_LEN // 4
+            )
+            with patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce) as reduced:
+                got, report = gradients(run, BATCHES["mixed"])
+            found.append(got)
+            counts.append([reduced.call_count, report["local/micro_batches"]])
+        return [difference(expected, found[0]), difference(found[1], found[0]), counts]
 
     def clipping(self, mesh: dict) -> list[list[float]]:
         """(norm, learning rate) of each process and of one alone, after a step with clipping."""
@@ -340,6 +423,12 @@ class Jobs:
                 write(Path(folder) / name)
             else:
                 run.trained.offer()
+        if run.ranks.is_main:
+            write = run.trained.take(torch.bfloat16)
+            (Path(folder) / "taken").mkdir(parents=True)
+            write(Path(folder) / "taken")
+        else:
+            run.trained.offer(torch.bfloat16)
 
     def golden(self, path: str) -> list[list[float]]:
         """The gradient of each case, with a denominator of all ranks and FSDP's sum."""
@@ -440,8 +529,8 @@ class Jobs:
             run_with(shared, self.ranks(shared.trainer))
 
     def refuse(self, folder: str, mesh: dict) -> dict[str, list[str]]:
-        """What became of three runs in one trainer: the main process cannot open the metrics of the first,
-        nor go on under the name of the second; the third is trained."""
+        """What became of four runs in one trainer: the main process cannot open the metrics of the first,
+        publish weights of the second, nor go on under the name of the third; the fourth is trained."""
         place, mesh = Path(folder), {"model": mesh, "experimental": {}}
         shared = adapter_settings(self.tied, place, many_runs={"stay": False, "max_runs": 1}, **mesh)
         roster = Roster(shared.output_dir)
@@ -451,9 +540,11 @@ class Jobs:
                 prometheus = PrometheusConfig(trainer_port=taken.getsockname()[1])
                 changes = {
                     "busy": {"monitors": MonitorsConfig(prometheus=prometheus)},
+                    "full": {},
                     "renamed": {"resume": True},
                     "one": {},
                 }
+                (place / "full" / "weights").touch()  # where a folder has to be
                 for name, change in changes.items():
                     config = joining(self.tied, place, name).model_copy(update=change)
                     if config.resume:
@@ -463,7 +554,7 @@ class Jobs:
                         )
                     stack.enter_context(roster.joined(name, to_toml(config)))
             run_with(shared, self.ranks(shared.trainer))
-            found = {name: roster.outcome(name) for name in ("busy", "renamed", "one")}
+            found = {name: roster.outcome(name) for name in ("busy", "full", "renamed", "one")}
         return {name: [told[0].value, told[1]] for name, told in found.items() if told is not None}
 
 
@@ -551,5 +642,5 @@ def fork(folder: Path, place: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    numbers = [fork(Path(sys.argv[1]), place) for place in places(int(sys.argv[2]))]
+    numbers = [fork(Path(sys.argv[1]), place) for place in places(int(sys.argv[2]), always=True)]
     sys.exit(any(os.waitpid(number, 0)[1] for number in numbers))

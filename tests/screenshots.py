@@ -1,28 +1,45 @@
 """Takes the pictures of the viewer that README and docs show, from a run of `make demo`.
 
     PYTHONPATH=. python tests/screenshots.py outputs/reverse_text/rl docs/images
+    PYTHONPATH=. python tests/screenshots.py --agent docs/images        the conversation alone; needs no run
 
 Which steps and records the pictures show is part of the story that docs/viewer.md tells: of a run of its own,
-change both.
+change both. The conversation is recorded here, by a session as in any run, from scripted replies.
 """
 
 import argparse
+import asyncio
+import json
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from browser import chromium
+from pellucid.data import Example, Turn
+from pellucid.inference.fake import FakeInferenceClient
+from pellucid.ledger import Flow
+from pellucid.model.tiny import character_tokenizer
+from pellucid.orchestrator import Environment, Score, Session
+from pellucid.orchestrator.chat import ChatTemplate
+from pellucid.orchestrator.group import GroupRun
+from pellucid.orchestrator.records import RolloutLog
+from pellucid.orchestrator.session import Sampler
+from pellucid.orchestrator.verdict import Verdict
 from pellucid.viewer.access import Exports
 from pellucid.viewer.server import make_app
 from pellucid.viewer.source import ServedRun
 
-SIZE = {"width": 1360, "height": 800}
+SIZE = {"width": 1440, "height": 800}
 SHOTS = (
     ("viewer", "light", "#run", ".strip canvas"),
     ("viewer-closer", "light", "#run?steps=205:265", ".strip:nth-child(8) canvas"),
+    ("viewer-timeline", "light", "#timeline", ".gantt-legend span"),
     ("viewer-step", "light", "#step?step=228", ".histogram canvas"),
     ("viewer-ids", "light", "#step?step=228&ids=1&sort=kl", '[aria-label="Tokens by id"] tbody tr[data-row]'),
     ("viewer-worst", "light", "#worst?step=228&kind=masked", "tbody tr[data-row]"),
@@ -38,24 +55,117 @@ SHOTS = (
 )
 
 
+CONVERSATION = (
+    "viewer-conversation",
+    "light",
+    "#rollouts?rollout=7%2Fg54-r2&talk=1",
+    ".talk-view h2",
+)
+CALL = {
+    "name": "forecast",
+    "arguments": {"city": "Oslo", "days": 3, "units": "metric", "fields": ["low", "wind"]},
+}
+FOUND = {
+    "city": "Oslo",
+    "days": [
+        {"day": "Tue", "low": -4, "wind": 3},
+        {"day": "Wed", "low": -9, "wind": 7},
+        {"day": "Thu", "low": -6, "wind": 2},
+    ],
+}
+REPLIES = (
+    f"<think>They want a night, so the forecast first.</think><tool_call>{json.dumps(CALL)}</tool_call>",
+    "Wednesday is the coldest, with -9 degrees and wind.",
+    "Wednesday night: -9 degrees, and wind of 7 m/s.",
+)
+
+
+class Forecast(Environment):
+    """A call, an answer, and another one after the history was cut."""
+
+    def example(self, index: int) -> Example:
+        system = {
+            "role": "system",
+            "content": "You plan trips. Look things up before you answer.",
+        }
+        user = {"role": "user", "content": "Which of the next three nights in Oslo is the coldest?"}
+        return Example(str(index), [system, user])
+
+    async def rollout(self, example: Example, session: Session) -> Score:
+        messages = list(example.messages)
+        called = await session.sample(messages, as_message=self.read)
+        await asyncio.sleep(0.35)
+        answer = {"role": "tool", "tool_call_id": "call_0", "name": "forecast", "content": json.dumps(FOUND)}
+        await session.sample([*messages, self.read(called), answer])
+        asked = {
+            "role": "user",
+            "content": "Which of the next three nights in Oslo is the coldest, and how windy is it?",
+        }
+        await session.sample([messages[0], asked])
+        await asyncio.sleep(0.1)
+        metrics = {"right": 1.0, "brief": 0.8, "cited": 0.0, "tool_calls": 1.0}
+        return Score(1.4, metrics, weights={"right": 1.0, "brief": 0.5, "cited": 0.25})
+
+    @staticmethod
+    def read(turn: Turn) -> dict[str, Any]:
+        call = {"id": "call_0", "type": "function", "function": CALL}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def record_agent(run: Path) -> None:
+    """Saves one rollout of `Forecast` as step 7 of a run."""
+    tokenizer = character_tokenizer()
+    replies = (tokenizer.encode(reply, add_special_tokens=False) for reply in REPLIES)
+    client = FakeInferenceClient(
+        lambda prompt_ids, generator: [*next(replies), tokenizer.eos_token_id], delay_s=lambda generator: 0.6
+    )
+    client.policy_version = 6
+    environment = Forecast(seed=0)
+    sampler = Sampler(client, ChatTemplate(tokenizer), "run", 0, 1.0, 400, 4000)
+    group = GroupRun("g54", "trips", environment, environment.example(54), 1, sampler, 60.0)
+    rollout = group.open_rollout("g54-r2")
+    asyncio.run(group.attempt(rollout))
+    RolloutLog(run, {}).append(7, [[Verdict(rollout, Flow.SENT, "", 0.45)]])
+    tokenizer.save_pretrained(run / "model")
+    (run / "configs").mkdir()
+    (run / "configs" / "rl.toml").write_text(f'[model]\nname = "{run / "model"}"\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("output", type=Path)
+    parser.add_argument("--agent", action="store_true", help="takes the picture of the conversation only")
     parser.add_argument("--record", type=int, default=83, help="record of the step that the pictures show")
     parser.add_argument("--token", type=int, default=33)
     arguments = parser.parse_args()
-    run = ServedRun(Exports(arguments.run.resolve()))
+    with tempfile.TemporaryDirectory() as place:
+        record_agent(Path(place, "trips"))
+        take_all(arguments, Path(place, "trips"))
+
+
+def take_all(arguments: argparse.Namespace, agent: Path) -> None:
+    with chromium() as browser:
+        shots = [(agent, CONVERSATION)]
+        if not arguments.agent:
+            shots += [(arguments.run.resolve(), shot) for shot in SHOTS]
+        for run, (name, theme, where, ready) in shots:
+            where = where.replace("RECORD", str(arguments.record)).replace("TOKEN", str(arguments.token))
+            with served(run) as address:
+                take(browser, address + where, arguments.output / f"{name}.png", theme, ready)
+
+
+@contextmanager
+def served(path: Path) -> Iterator[str]:
+    """The address of a viewer that has read all of a run."""
+    run = ServedRun(Exports(path))
     server = uvicorn.Server(uvicorn.Config(make_app(run), port=0, log_level="error"))
     for work in (server.run, run.summarise):
         threading.Thread(target=work, daemon=True).start()
     while not server.started or run.pulse()["summarised"] < run.pulse()["steps"]:
         time.sleep(0.1)
-    address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    with chromium() as browser:
-        for name, theme, place, ready in SHOTS:
-            place = place.replace("RECORD", str(arguments.record)).replace("TOKEN", str(arguments.token))
-            take(browser, address + place, arguments.output / f"{name}.png", theme, ready)
+    time.sleep(0.3)  # saved rollouts are counted
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
     run.close()
     server.should_exit = True
 

@@ -1,12 +1,15 @@
 """`pellucid rl` as a user starts it: three processes, a few steps, and what they leave behind."""
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +17,11 @@ import museum
 import warm
 from pellucid.cli import main
 from pellucid.data.alarms import CHANCE, read_alarms
+from pellucid.data.tokenizer import load_tokenizer
 from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
+from pellucid.viewer.access import RunFolder
+from pellucid.viewer.timeline import verdict
 from tolerance import logprob_bound, mismatch_kl_bound, near, partial_sum
 from warm import processes_of
 
@@ -220,6 +226,32 @@ def test_evaluations_are_of_one_version_and_apart_in_the_ledger(finished) -> Non
     assert re.search(r"eval +held-out avg@4 \S+ \(version 0\) → \S+ \(version 4\)", output)
 
 
+def test_every_process_records_what_it_did_and_the_path_leaves_no_hole(finished) -> None:
+    folder, _ = finished
+    timeline = RunFolder(folder).timeline()
+    assert timeline is not None and not timeline.is_approximate
+    lanes = ["trainer", "batches", "orchestrator", "engine", "evaluations", "versions", "weights"]
+    assert list(timeline.lanes) == lanes
+    trainer = timeline.lanes["trainer"]
+    for name in ("wait", "pack", "compute", "optimizer", "publish", "observe"):
+        assert [span.step for span in trainer.spans if span.name == name] == list(range(STEPS)), name
+    assert [span.step for span in timeline.lanes["batches"].spans] == list(range(STEPS))
+    for record in read_metrics(folder / "metrics" / "trainer.jsonl"):
+        spent = sum(
+            span.duration_s
+            for span in trainer.spans
+            if span.name == "compute" and span.step == record["step"]
+        )
+        assert abs(spent - record["time/compute_s"]) <= 4 * math.ulp(trainer.spans[0].end)
+    (life,) = trainer.lives
+    assert timeline.path[0].start == life[0]
+    assert timeline.path[-1].end == max(life[1], timeline.lanes["evaluations"].spans[-1].end)
+    for before, after in pairwise(timeline.path):
+        assert before.end == after.start
+    assert {segment.lane for segment in timeline.path} >= {"trainer", "engine"}
+    assert verdict(timeline) is not None
+
+
 def test_it_says_where_the_token_export_goes(finished) -> None:
     folder, output = finished
     assert f"token exports go to {folder / 'token_exports'}" in output.splitlines()
@@ -253,3 +285,73 @@ def test_a_killed_process_stops_the_run_and_is_named(tiny_model, tmp_path, victi
     assert process.returncode == 1
     assert re.search(rf"error: {victim} .*SIGKILL", errors)
     assert processes_of(folder) == {}
+
+
+AGENT = """
+[orchestrator]
+batch_size = 8
+rollouts_per_example = 4
+max_retries = 1
+sampling.max_tokens = 12
+env = [{ id = "seeker:Seeker", name = "seeker" }]
+eval = [{ id = "seeker:Seeker", name = "held-out", num_examples = 1 }]
+"""
+
+
+def test_conversations_of_agents_lead_to_their_tokens_also_in_a_resumed_run(tiny_model, tmp_path) -> None:
+    folder, file = tmp_path / "agent", tmp_path / "rl.toml"
+    file.write_text(AGENT)
+    flags = ["--model.name", str(tiny_model), "--output-dir", str(folder), "--seed", "1"]
+    flags += ["--trainer.experimental.token-export.format", "jsonl", "--trainer.ckpt.interval", "1"]
+    found = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    for more in (["--max-steps", "2"], ["--max-steps", "4", "--resume"]):
+        result = warm.run(["rl", "@", str(file), *flags, *more], env={**os.environ, "PYTHONPATH": found})
+        assert result.returncode == 0, result.stdout + result.stderr
+    tokenizer = load_tokenizer(str(tiny_model))
+    num_turns, num_retried = 0, 0
+    for step in range(4):
+        exported = {record["sample_id"]: record for record in records(folder, step)}
+        lines = (folder / "rollouts" / f"step_{step}" / "train_rollouts.jsonl").read_text().splitlines()
+        saved = {record["rollout_id"]: record for record in map(json.loads, lines)}
+        for rollout_id, rollout in saved.items():
+            if rollout["outcome"] == "failed_rollout":
+                assert "the search has ended" in rollout["error"] and len(rollout["trajectory"]) == 2
+                num_retried += f"{rollout_id}~1" in saved
+                continue
+            weighed = sum(rollout["metrics"][name] * weight for name, weight in rollout["weights"].items())
+            assert rollout["reward"] == pytest.approx(weighed, rel=1e-6)
+            assert [turn.get("keeps") for turn in rollout["trajectory"]] == [None, None, 2, 0]
+            sample = 0
+            for turn in rollout["trajectory"]:
+                sample = turn.get("sample", sample)
+                if rollout["outcome"] != "sent" or not turn.get("trainable", True):
+                    continue
+                tokens = exported[f"{rollout_id}-{sample}"]["token_ids"]
+                start, stop = turn["num_prompt_tokens"], turn["num_prompt_tokens"] + turn["num_tokens"]
+                assert tokenizer.decode(tokens[start:stop], skip_special_tokens=True) == turn["text"]
+                assert (tokens[stop - 1] == tokenizer.eos_token_id) == (turn["finish_reason"] == "stop")
+                num_turns += 1
+    assert num_turns >= 3 * 8 * 3 and num_retried > 0
+    evaluated = (folder / "rollouts" / "step_4" / "eval_rollouts.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["trajectory"]) for line in evaluated] == [4]
+
+
+def test_the_gpus_of_a_machine_are_divided_between_the_processes(tiny_model, tmp_path) -> None:
+    """A driver that lists four GPUs, and a torch that has none: everything computes on the CPU."""
+    driver = tmp_path / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text('#!/bin/sh\nfor n in 0 1 2 3; do echo "GPU $n: made up (UUID: GPU-$n)"; done\n')
+    driver.chmod(0o755)
+    folder = tmp_path / "demo"
+    environment = {"PATH": f"{driver.parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "3,1,0,2"}
+    result = warm.run(command(tiny_model, folder, "--gpus.trainer", "2"), env=os.environ | environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    placed = ["trainer: GPU 3, 1", "inference: GPU 0", "inference_1: GPU 2"]
+    assert result.stdout.splitlines()[:3] == placed
+    report = reconcile(folder / "ledger")
+    sampled = sum(report.sampled.values())
+    assert report.verdict() == [f"balanced: every one of the {sampled:,} sampled tokens is accounted for"]
+    journals = {path.name for path in (folder / "ledger").glob("*.jsonl")}
+    assert journals >= {"inference.jsonl", "inference_1.jsonl", "trainer.jsonl", "trainer_1.jsonl"}
+    for name in ("inference", "inference_1"):
+        assert list(read_metrics(folder / "metrics" / f"{name}.jsonl"))

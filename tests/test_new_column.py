@@ -27,7 +27,8 @@ from pellucid.orchestrator.verdict import build_samples
 from pellucid.transport import Batch, decode_batch, encode_batch
 from pellucid.viewer.frame import frame
 
-tokens, logprobs, gaps = draw(torch.tensor([[9.0, 0.0], [0.0, 0.5]]), [1.0, 1.0], [0.99999, 0.1])
+drawn = draw(torch.tensor([[9.0, 0.0], [0.0, 0.5]]), [1.0, 1.0], [0.99999, 0.1])
+tokens, logprobs, gaps = (each.tolist() for each in drawn)
 assert tokens == [1, 0]
 torch.testing.assert_close(torch.tensor(gaps), torch.tensor([9.0, 0.5]))
 completion = Completion(tokens, logprobs, [(0, 2)], "stop", columns={"top_logprob_gap": gaps})

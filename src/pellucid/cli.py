@@ -28,11 +28,14 @@ from pellucid.config.base import Section, to_toml
 from pellucid.config.imports import see_current_folder
 from pellucid.config.parse import parse
 from pellucid.config.tools import (
+    DoctorSettings,
     EnvSettings,
     KeysSettings,
     LedgerSettings,
+    PlanConfig,
     RenderConfig,
     ReplaySettings,
+    TraceSettings,
     ViewSettings,
 )
 from pellucid.ending import QuickExit, say_failure
@@ -73,8 +76,17 @@ COMMANDS: Mapping[str, Command] = {
     "render": Command(
         RenderConfig, "pellucid.launch.cluster:run_render", "write the files that start a run on a cluster"
     ),
+    "plan": Command(
+        PlanConfig, "pellucid.launch.plan:run_plan", "what a run takes on GPUs that need not be here"
+    ),
     "view": Command(
         ViewSettings, "pellucid.viewer:run_view", "see every token of a run in the browser", reads_run=True
+    ),
+    "trace": Command(
+        TraceSettings,
+        "pellucid.viewer.trace:run_trace",
+        "write who worked and who waited, for Perfetto",
+        reads_run=True,
     ),
     "ledger": Command(
         LedgerSettings, "pellucid.checks.ledger:run_ledger", "where every sampled token went", reads_run=True
@@ -94,6 +106,11 @@ COMMANDS: Mapping[str, Command] = {
         EnvSettings,
         "pellucid.checks.try_environment:run_env",
         "try an environment alone: prompts, replies, rewards",
+    ),
+    "doctor": Command(
+        DoctorSettings,
+        "pellucid.checks.doctor:run_doctor",
+        "collect what there is to know about this machine",
     ),
     "keys": Command(
         KeysSettings,
@@ -172,7 +189,10 @@ def _run(name: str, command: Command, argv: Sequence[str]) -> int:
     parsed = parse(command.config, argv, prog=f"pellucid {name}")
     if parsed.dry_run:
         config = cast(Section, _load("pellucid.launch.preflight:resolved")(parsed.config))
-        print(to_toml(config), end="", flush=True)
+        print(to_toml(config), end="")
+        for remark in cast(Sequence[str], _load("pellucid.launch.preflight:remarks")(parsed.config)):
+            print(f"# {remark}")
+        sys.stdout.flush()
         if not command.reads_run:
             _load("pellucid.launch.preflight:rehearse")(parsed.config)
         return 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from pellucid.checks import verify
 from pellucid.checks.verify import agreement, gradients, path, subject
@@ -48,7 +49,8 @@ def failures(config, check) -> dict[str, str]:
 def test_a_sound_trainer_passes_every_check(config) -> None:
     findings = verify.verify(config)
     assert [finding.what for finding in findings if not finding.passed] == []
-    assert [finding.check for finding in findings if not finding.is_held] == ["experts", "processes"]
+    not_held = [finding.check for finding in findings if not finding.is_held]
+    assert not_held == ["precision", "experts", "processes"]
     assert {finding.check for finding in findings if finding.is_held} == {
         "tokenizer",
         "columns",
@@ -62,6 +64,34 @@ def test_a_sound_trainer_passes_every_check(config) -> None:
         "drift",
         "weights",
     }
+
+
+def in_bfloat16(config):
+    return subject.updated(config, trainer={"model": {"precision": "bfloat16"}})
+
+
+def test_the_precision_that_trains_is_held_to_float32(config) -> None:
+    with subject.opened(in_bfloat16(config)) as opened:
+        findings = list(agreement.check_precision(opened))
+        assert opened.run.policy.compute_dtype is None
+    assert [finding.what for finding in findings if not finding.passed] == []
+    gaps = [finding.value for finding in findings if "gradient" in finding.what]
+    assert len(gaps) == 3
+    assert min(gaps) > 1e-4, "nothing was rounded to bfloat16"
+
+
+def test_a_fault_of_bfloat16_alone(config, monkeypatch) -> None:
+    """A scale of attention that is off where flash attention would compute it."""
+    attend = attention.SharedAttention.attend
+
+    def scaled(plan, layer, query, key, value, scale):
+        is_half = query.dtype == torch.bfloat16
+        return attend(plan, layer, query, key, value, scale * 8 if is_half else scale)
+
+    monkeypatch.setattr(attention.SharedAttention, "attend", scaled)
+    assert failures(in_bfloat16(config), gradients.check_packing) == {}
+    found = failures(in_bfloat16(config), agreement.check_precision)
+    assert "by more than rounding explains" in found["precision"]
 
 
 def test_a_denominator_per_rank(config, monkeypatch) -> None:

@@ -322,19 +322,20 @@ def another_temperature(patch: Patch) -> None:
 
 def stale_publication(patch: Patch) -> None:
     kept: dict[str, torch.Tensor] = {}
-    original = optimizer.TrainedWeights.write
+    original = optimizer.TrainedWeights.take
 
-    def first_only(self: Any, folder: Path) -> None:
+    def first_only(self: Any, dtype: torch.dtype | None = None) -> Any:
         own = dict(self.policy.named_parameters())
         now = {name: parameter.detach().clone() for name, parameter in own.items()}
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(kept.setdefault(name, now[name]))
-            original(self, folder)
+            write = original(self, dtype)
             for name, parameter in own.items():
                 parameter.copy_(now[name])
+        return write
 
-    patch.setattr(optimizer.TrainedWeights, "write", first_only)
+    patch.setattr(optimizer.TrainedWeights, "take", first_only)
 
 
 def rendered_again(patch: Patch) -> None:
@@ -638,7 +639,7 @@ def test_an_engine_that_draws_from_its_top_tokens(opened: subject.Subject, monke
         tokens, _ = draw(logits.masked_fill(logits < eighth, -1e9), temperatures, randoms)
         positive = torch.tensor([temperature or 1.0 for temperature in temperatures])
         logprobs = (logits / positive[:, None]).log_softmax(-1)
-        return tokens, logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
     monkeypatch.setattr(engine, "draw", top)
     [finding, greedy, finish_reasons] = agreement.check_sampling(opened)

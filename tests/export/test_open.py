@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 
@@ -316,3 +317,70 @@ def test_a_damaged_line_of_a_step_is_named_as_the_file_counts_it(tmp_path) -> No
     path.write_bytes(before + step + b"{}\n")
     with pytest.raises(DataError, match=re.escape(f"{path}:4 is not JSON")):
         JsonlSource(path, pytest.fail, (len(before), len(before + step)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "entropy"),
+        ({"env_name": 'a "entropy":[9,9], {b'}, "entropy"),  # a brace: the line is parsed whole
+        ({"env_name": 'a "entropy":[9,9], b'}, "entropy"),
+        ({"stop_reason": '"entropy":[9,9]'}, "entropy"),
+        ({"stop_reason": "a, b]"}, "stop_reason"),
+        ({"reward": 0.125}, "reward"),
+        ({"reward": None}, "reward"),
+        ({"role_spans": [["user", 0, 1], ["assistant", 1, 2]]}, "role_spans"),
+        ({"other": {"entropy": [9.0, 9.0]}}, "entropy"),
+        ({"entropy": None}, "entropy"),
+        ({"extra": [3.0, 4.0]}, "extra"),
+    ],
+)
+def test_some_columns_of_many_lines_are_those_of_each_line(tmp_path, changes, name) -> None:
+    """Many lines are cut, one is parsed whole."""
+    record = {
+        "schema_version": 1,
+        "step": 0,
+        "rank": 0,
+        "env_name": "math",
+        "token_ids": [5, 9],
+        "entropy": [0.5, None],
+        "stop_reason": "stop",
+        "reward": 1,
+    } | changes
+    lines = [orjson.dumps(record | {"export_sequence_idx": row}) for row in range(8)]
+    lines += [json.dumps(record | {"export_sequence_idx": row}).encode() for row in range(8, 10)]
+    lines += [lines[0][:-1] + b',"entropy":[7.0,8.0]}']  # the last one of two counts
+    path = tmp_path / "rank_0.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    source = JsonlSource(path, pytest.fail)
+    whole = source.batch(range(11), [name])
+    each = TokenTable.concat([source.batch([row], [name]) for row in range(11)])
+    assert whole.lengths.tolist() == [2] * 11 and (name in whole) == (name in each)
+    if name in whole:
+        assert whole[name].dtype == each[name].dtype
+        np.testing.assert_array_equal(whole[name], each[name])
+    if name == "entropy" and changes.get("entropy", 0) is not None:
+        np.testing.assert_array_equal(whole["entropy"], [0.5, np.nan] * 10 + [7.0, 8.0])
+
+
+def test_lines_are_parsed_some_at_a_time(tmp_path, monkeypatch) -> None:
+    records = [
+        {
+            "step": 0,
+            "export_sequence_idx": row,
+            "token_ids": [row] * 3,
+            "entropy": [0.5, None, row],
+            "odd": odd,
+        }
+        for row, odd in enumerate([[1.0, 2.0, 3.0]] * 6 + ["x"] * 6)
+    ]
+    path = tmp_path / "rank_0.jsonl"
+    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    names = ["token_ids", "entropy", "odd"]
+    whole = JsonlSource(path, pytest.fail).batch(range(12), names)
+    monkeypatch.setattr("pellucid.export.jsonl._BLOCK_BYTES", 200)
+    parts = JsonlSource(path, pytest.fail).batch(range(12), names)
+    assert set(whole.columns) == set(parts.columns) == {"token_ids", "entropy"}  # odd is of tokens or not
+    for name in whole.columns:
+        np.testing.assert_array_equal(whole[name], parts[name])
+    assert parts["token_ids"].tolist() == [row for row in range(12) for _ in range(3)]

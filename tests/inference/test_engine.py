@@ -287,10 +287,14 @@ def test_a_full_queue_refuses(policy) -> None:
         engine.submit(request([5], []))
 
 
+def drawn(logits, temperatures, uniforms) -> list[list[float]]:
+    return [each.tolist() for each in draw(logits, temperatures, uniforms)]
+
+
 def test_draw_follows_the_distribution() -> None:
     """Inverse CDF on (0.1, 0.2, 0.7): evenly spread uniforms give the exact shares."""
     logits = torch.tensor([[0.1, 0.2, 0.7]]).log().repeat(1000, 1)
-    tokens, logprobs = draw(logits, [1.0] * 1000, [(i + 0.5) / 1000 for i in range(1000)])
+    tokens, logprobs = drawn(logits, [1.0] * 1000, [(i + 0.5) / 1000 for i in range(1000)])
     assert Counter(tokens) == {0: 100, 1: 200, 2: 700}
     assert logprobs[0] == pytest.approx(torch.tensor(0.1).log().item())
 
@@ -300,7 +304,7 @@ def test_draw_follows_the_distribution_of_a_large_vocabulary() -> None:
     logits = torch.full((1, 50_000), -torch.inf)
     logits[0, 7] = math.log(0.5)
     logits[0, -500:] = math.log(0.001)
-    tokens, logprobs = draw(logits.expand(1000, -1), [1.0] * 1000, [(i + 0.5) / 1000 for i in range(1000)])
+    tokens, logprobs = drawn(logits.expand(1000, -1), [1.0] * 1000, [(i + 0.5) / 1000 for i in range(1000)])
     assert Counter(tokens) == {7: 500} | {token: 1 for token in range(49_500, 50_000)}
     exact = torch.log_softmax(logits.double(), -1)[0]
     assert logprobs[0] == near(exact[7], terms=501, scale=-math.log(0.001))
@@ -314,7 +318,7 @@ def test_draw_is_the_inverse_of_the_distribution_function(vocab_size, temperatur
     torch.manual_seed(seed)
     logits = 4 * torch.randn(8, vocab_size)
     uniforms = [random.Random(seed + row).random() for row in range(8)]
-    tokens, logprobs = draw(logits, [temperature] * 8, uniforms)
+    tokens, logprobs = drawn(logits, [temperature] * 8, uniforms)
     expected = torch.log_softmax(logits.double() / temperature, -1)
     ends = expected.exp().cumsum(-1)
     for row, (token, uniform) in enumerate(zip(tokens, uniforms, strict=True)):
@@ -330,12 +334,12 @@ def test_draw_is_the_inverse_of_the_distribution_function(vocab_size, temperatur
 def test_draw_never_takes_an_impossible_token(vocab_size) -> None:
     logits = torch.full((4, vocab_size), -torch.inf)
     logits[:, 1] = 0.0
-    assert draw(logits, [1.0] * 4, [0.0, 0.5, 0.999999999999, 1 - 2**-53])[0] == [1] * 4
+    assert drawn(logits, [1.0] * 4, [0.0, 0.5, 0.999999999999, 1 - 2**-53])[0] == [1] * 4
 
 
 def test_temperature_zero_is_greedy_beside_others_that_are_not() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]]).repeat(2, 1)
-    tokens, logprobs = draw(logits, [0.0, 1.0], [0.999, 0.999])
+    tokens, logprobs = drawn(logits, [0.0, 1.0], [0.999, 0.999])
     assert tokens == [1, 2]
     assert logprobs == pytest.approx(torch.log_softmax(logits[0], -1)[1:].tolist())
 

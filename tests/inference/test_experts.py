@@ -39,7 +39,7 @@ def forward(policy, token_ids):
     ids = torch.tensor(token_ids)
     with torch.no_grad():
         output = policy(ids, torch.arange(len(ids)), torch.ones(len(ids)), packed_layout([len(ids)]))
-    return recorder.last(), output.logprobs
+    return recorder.last().numpy(), output.logprobs
 
 
 def agreement(policy, prompts, finished) -> float:

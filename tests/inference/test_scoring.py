@@ -3,7 +3,6 @@
 import asyncio
 import math
 import random
-from functools import partial
 
 import aiohttp
 import httpx
@@ -20,7 +19,6 @@ from pellucid.inference.slots import QueueFullError, Request, Scoring, run_to_en
 from pellucid.ledger import read_journal
 from pellucid.metrics import read_metrics
 from pellucid.model import load_policy, packed_layout
-from pellucid.model import policy as policy_module
 from tolerance import near_logprobs
 
 ENV = Account("run", "env")
@@ -58,8 +56,7 @@ def submitted(engine, all_ids, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_are_the_trainers(policy, temperature, monkeypatch) -> None:
     """Of ragged sequences, one of a single token among them, with logits in chunks of 7 tokens."""
-    in_chunks = partial(policy_module.predict, max_logits=7 * policy.vocab_size)
-    monkeypatch.setattr(policy_module, "predict", in_chunks)
+    monkeypatch.setattr(policy, "max_logits", 7 * policy.vocab_size)
     engine = Engine(policy, num_slots=2, max_length=64)
     asked = [[9], *sequences(12)]
     answers = submitted(engine, asked, temperature)

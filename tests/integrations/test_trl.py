@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 import pellucid.export
 from pellucid.cli import main
 from pellucid.errors import ConfigError
+from pellucid.export.dumps import find_dump
 from pellucid.integrations.trl import ExportingGRPOTrainer, ExportsTokens, translate
 from tolerance import near, partial_sum
 
@@ -210,3 +211,19 @@ def test_which_loss_settings_amount_to(settings, loss, why) -> None:
         assert found.loss is None
     else:
         assert found.loss is not None and loss.items() <= found.loss.model_dump().items()
+
+
+def test_the_viewer_reads_what_trl_logs(tiny_model, tmp_path) -> None:
+    trainer, _ = train(tiny_model, tmp_path, GRPOTrainer, log_completions=True, max_steps=2)
+    dump = find_dump(tmp_path / "trl")
+    assert dump is not None and dump.title == "TRL's completions log" and list(dump.steps()) == [1, 2]
+    for step in (1, 2):
+        found = list(dump.rollouts(step))
+        assert len(found) == 8 and len({one["group_id"] for one in found}) == 2
+        for one in found:
+            prompt, reply = one["messages"]
+            assert prompt["role"] == "user" and prompt["content"] in WORDS and reply["role"] == "assistant"
+            assert one["metrics"]["letters"] == pytest.approx(sum(map(ord, reply["content"])) % 11 / 10)
+            assert set(one["metrics"]) == {"letters", "unlike_the_prompt"}
+    last = trainer._logs["advantages"]
+    assert [one["advantage"] for one in dump.rollouts(2)] == pytest.approx(list(last))

@@ -27,10 +27,10 @@ def config(folder: Path, scheduler: str, **changes) -> RenderConfig:
         "cluster": {
             "scheduler": scheduler,
             "trainer_nodes": 2,
-            "processes_per_node": 8,
             "inference_nodes": 3,
             "gpus_per_node": 8,
         },
+        "inference": {"backend": "vllm", "vllm": {"tensor_parallel_size": 8}},
         "files": folder,
     }
     return RenderConfig.model_validate({**values, **changes})
@@ -40,10 +40,11 @@ STANDINS = {
     "scontrol": "printf '%s\\n' t0 t1 i0 i1 i2",
     # Drops its own options, and says where the rest is run.
     "srun": 'while [[ $1 == --* ]]; do host=${1#--nodelist=}; shift; done; HOST=$host exec "$@"',
-    "pellucid": 'echo "$HOST pellucid $*" >> "$CALLS"; [[ $1 != inference ]] || exec sleep 60',
+    "pellucid": 'echo "$HOST${CUDA_VISIBLE_DEVICES+ GPU $CUDA_VISIBLE_DEVICES} pellucid $*" >> "$CALLS"; '
+    "[[ $1 != inference ]] || exec sleep 60",
     # Ends once all servers were started: they are killed then.
     "torchrun": 'echo "$HOST torchrun $*" >> "$CALLS"; '
-    'until [[ $(grep -c " pellucid inference" "$CALLS") == 3 ]]; do sleep 0.05; done; '
+    'until [[ $(grep -c " pellucid inference" "$CALLS") == $SERVERS ]]; do sleep 0.05; done; '
     '[[ $HOST != "$FAILS" ]]',
 }
 
@@ -61,6 +62,7 @@ def submit(script: Path, folder: Path, **environment: str) -> tuple[int, set[str
             "SLURM_JOB_NODELIST": "t[0-1],i[0-2]",
             "CALLS": str(calls),
             "FAILS": "nobody",
+            "SERVERS": "3",
             "HOST": "here",
             **environment,
         },
@@ -174,3 +176,52 @@ def test_what_is_written_is_the_run(tmp_path) -> None:
 def test_what_cannot_be_started_is_refused(tmp_path, changes, message) -> None:
     with pytest.raises(ConfigError, match=message):
         write_files(config(tmp_path, "kubernetes", **changes))
+
+
+def test_a_machine_with_more_gpus_than_a_server_needs_has_several_servers(tmp_path) -> None:
+    inference = {"backend": "vllm", "vllm": {"tensor_parallel_size": 4}}
+    toml, script = write_files(config(tmp_path / "files", "slurm", inference=inference))
+    code, calls = submit(script, tmp_path / "bin", SERVERS="6")
+    assert code == 0
+    at = f"@ {toml}"
+    assert {call for call in calls if " inference " in call} == {
+        f"i{number // 2} GPU {'4,5,6,7' if number % 2 else '0,1,2,3'} pellucid inference {at} "
+        f"--inference.host i{number // 2} --inference.port {8000 + number % 2} --inference.replica {number}"
+        for number in range(6)
+    }
+    addresses = ", ".join(f'"http://i{number // 2}:{8000 + number % 2}"' for number in range(6))
+    assert f"t0 pellucid orchestrator {at} --inference.servers [{addresses}]" in calls
+
+
+def test_pods_have_a_server_each_with_its_gpus(tmp_path) -> None:
+    inference = {"backend": "vllm", "vllm": {"tensor_parallel_size": 4}}
+    _, manifest = write_files(config(tmp_path / "files", "kubernetes", inference=inference))
+    found = objects(manifest)
+    servers = found["StatefulSet", "demo-inference"]["spec"]
+    assert servers["replicas"] == 6
+    (container,) = servers["template"]["spec"]["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    (container,) = found["Job", "demo-trainer"]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert "--nproc-per-node 8 " in container["command"][2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": {"trainer": 6}}, "gpus.trainer = 6 divides the GPUs of one machine"),
+        (
+            {"inference": {"backend": "vllm", "vllm": {"tensor_parallel_size": 16}}},
+            "inference.vllm.tensor_parallel_size = 16 exceeds cluster.gpus_per_node = 8",
+        ),
+    ],
+)
+def test_gpus_that_no_machine_has_are_refused(tmp_path, changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write_files(config(tmp_path, "slurm", **changes))
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path) -> None:
+    cluster = {"scheduler": "slurm", "processes_per_node": 16, "gpus_per_node": 8}
+    with pytest.raises(ValueError, match="cluster.processes_per_node = 16 exceeds cluster.gpus_per_node = 8"):
+        config(tmp_path, "slurm", cluster=cluster)

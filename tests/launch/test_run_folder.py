@@ -1,13 +1,15 @@
 """A run gets a folder of its own, and cleaning one deletes nothing that a run did not write."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pellucid.config import InferenceRunConfig
-from pellucid.errors import ConfigError
-from pellucid.launch.run_folder import LOCK, WRITTEN_BY_A_RUN, claimed, prepare
+from pellucid.data.files import OUTCOME
+from pellucid.errors import ConfigError, ProcessError
+from pellucid.launch.run_folder import LOCK, WRITTEN_BY_A_RUN, claimed, noting_outcome, prepare
 from pellucid.ledger import Flow, Journal, Stage
 
 
@@ -43,6 +45,36 @@ def test_a_folder_in_use_is_refused_until_its_run_is_over(tmp_path):
         )
     with claimed(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, "finished"),
+        (ProcessError("trainer failed: \ud83d"), "failed\ntrainer failed: \\ud83d"),
+        (SystemExit(130), "interrupted"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_a_run_writes_down_how_it_ended(tmp_path, error, expected):
+    path = tmp_path / OUTCOME
+    with suppress(BaseException), noting_outcome(tmp_path):
+        assert path.read_text() == ""
+        if error is not None:
+            raise error
+    assert path.read_text() == expected
+    with noting_outcome(tmp_path):  # resumed
+        assert path.read_text() == ""
+
+
+def test_an_outcome_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "OUTCOME").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").symlink_to(tmp_path / "mine")
+    with noting_outcome(tmp_path / "run"):
+        pass
+    assert (tmp_path / "mine" / "OUTCOME").read_text() == "mine"
 
 
 def test_resuming_takes_a_used_folder_over_and_deletes_nothing(tmp_path):

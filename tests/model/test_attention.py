@@ -14,7 +14,8 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout, shared_layout
-from pellucid.model.attention import _CALL_PAIRS, ATTENTION, Family, SharedAttention
+from pellucid.model.attention import _CALL_PAIRS, ATTENTION, SharedAttention
+from pellucid.model.segments import Family
 from pellucid.model.tiny import make_tiny_model
 from tolerance import gradient_chain, near, near_logprobs
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from pellucid.checks.rehearsal import rehearsing
 from pellucid.model import head
-from pellucid.model.head import entropy_of, predict
-from tolerance import near
+from pellucid.model.head import MAX_LOGITS, entropy_of, max_logits_on, predict
+from tolerance import eps, near
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 50
 
@@ -80,3 +81,63 @@ def test_blocks_of_any_size_give_the_same(monkeypatch) -> None:
     for others in results[1:]:
         for ours, theirs in zip(results[0], others, strict=True):
             assert ours == near(theirs, terms=WIDTH + 2 * VOCABULARY + TOKENS)
+
+
+def test_a_gpu_takes_chunks_by_its_memory() -> None:
+    assert max_logits_on(torch.device("cpu")) == MAX_LOGITS
+    for memory in (24 * 10**9, 80 * 10**9):
+        with rehearsing(holds_values=False, total_memory=memory) as rehearsal:
+            assert 8 * max_logits_on(rehearsal.device) == memory // 16
+
+
+def test_a_large_head_takes_few_launches_and_the_memory_it_may() -> None:
+    """Llama 3 8B with 32,768 tokens on 80 GB: 7 chunks; before, there were 253."""
+    num_tokens, width, vocabulary = 1 << 15, 4096, 128_256
+    with rehearsing(holds_values=False) as rehearsal:
+
+        def made(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device=rehearsal.device)
+
+        hidden, weight = made(num_tokens, width).requires_grad_(), made(vocabulary, width).requires_grad_()
+        ids, read = (made(num_tokens, dtype=torch.int64) for _ in range(2))
+        temperatures = made(num_tokens, dtype=torch.float32)
+        before = rehearsal.num_bytes
+        with rehearsal.phase("forward"):
+            logprobs = predict(hidden, weight, None, ids, temperatures, read).logprobs
+        with rehearsal.phase("backward"):
+            logprobs.sum().backward()
+        assert rehearsal.count("sync") == 0
+        assert rehearsal.count("launch") <= 200, rehearsal.table("launch")
+        products = [event for event in rehearsal.events["launch"].elements() if event.operation == "mm"]
+        assert len(products) == 7 * (1 + 3)  # logits; logits again, and both gradients
+        limit = 80 * 10**9 // 16
+        assert rehearsal.peak_bytes["forward"] - before <= limit + 10**6
+        # Backward, the weight's gradient exists twice, in float32; and states that are read, with theirs.
+        gradients = 2 * 4 * vocabulary * width + 3 * 2 * num_tokens * width
+        assert rehearsal.peak_bytes["backward"] - before <= limit + gradients + 10**6
+
+
+@pytest.mark.parametrize("num_chunks", [2, 64])
+def test_the_gradient_adds_up_in_float32(num_chunks) -> None:
+    """In bfloat16, logits are rounded, their gradients, and the result; not once more for every chunk."""
+    torch.manual_seed(0)
+    num_tokens, width, vocabulary = 512, 16, 64
+    hidden, weight = torch.randn(num_tokens, width).bfloat16(), torch.randn(vocabulary, width).bfloat16()
+    ids, read = torch.randint(0, vocabulary, (num_tokens,)), torch.arange(num_tokens)
+    temperatures, upstream = torch.ones(num_tokens), torch.rand(num_tokens) + 0.5
+    exact = weight.double().requires_grad_()
+    logprobs = (hidden.double() @ exact.T).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    (expected,) = torch.autograd.grad((logprobs * upstream).sum(), exact)
+    max_logits = num_tokens * vocabulary // num_chunks
+    found = {}
+    with rehearsing() as rehearsal:
+        for device in ("cpu", rehearsal.device):
+            moved = [each.detach().to(device) for each in (hidden, weight, ids, temperatures, read, upstream)]
+            moved[1].requires_grad_()
+            output = predict(moved[0], moved[1], None, *moved[2:5], max_logits=max_logits)
+            (output.logprobs * moved[5]).sum().backward()
+            found[str(device)] = moved[1].grad.cpu().double()
+    for gradient in found.values():
+        error = (gradient - expected).norm() / expected.norm()
+        print(num_chunks, float(error))
+        assert error <= eps(torch.bfloat16) / 2, num_chunks

@@ -34,7 +34,7 @@ def recorded(tiny_moe, tokens):
     recorder = ExpertRecorder(policy.hf)
     with torch.no_grad():
         output = policy(*tokens, packed_layout(LENGTHS))
-    return torch.from_numpy(recorder.last()), output
+    return recorder.last(), output
 
 
 def replaying(folder):
@@ -224,7 +224,7 @@ def test_every_router_that_is_known_is_what_it_is_taken_for(family) -> None:
     recorder = ExpertRecorder(hf)
     ids = torch.arange(12)[None]
     expected = hf(input_ids=ids).logits
-    experts = torch.from_numpy(recorder.last())
+    experts = recorder.last()
     assert experts.shape == (12, 2, 2)
     with ExpertReplay(hf).of(experts) as replayed:
         assert torch.equal(hf(input_ids=ids).logits, expected)

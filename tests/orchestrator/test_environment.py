@@ -294,7 +294,23 @@ WRITTEN = r"\(tests/orchestrator/test_environment.py:\d+\)"
         (Score(1.0, {"exact": "yes"}), r"metrics\['exact'\] = 'yes' \(str\); return a number"),
         (
             Score(1.0, [1.0]),
-            r"Score\(.*\) \(Score\); return a Score whose metrics and state are dicts by name",
+            r"Score\(.*\) \(Score\); return a Score whose metrics, state and weights are dicts by name",
+        ),
+        (
+            Score(1.0, weights=[1.0]),
+            r"Score\(.*\) \(Score\); return a Score whose metrics, state and weights are dicts by name",
+        ),
+        (
+            Score(1.0, {"exact": 1}, weights={"exact": "half"}),
+            r"weights\['exact'\] = 'half' \(str\); return a finite number",
+        ),
+        (
+            Score(1.0, {"exact": 1}, weights={"exact": float("inf")}),
+            r"weights\['exact'\] = inf \(float\); return a finite number",
+        ),
+        (
+            Score(1.0, {"exact": 1}, weights={"brief": 0.5}),
+            r"weights\['brief'\] = 0\.5 \(float\); return its value in metrics\['brief'\], too",
         ),
         ("x" * 200, r"'x{78}… \(str\); return a Score, such as Score\(1\.0\)"),
     ],

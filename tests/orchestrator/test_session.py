@@ -501,7 +501,8 @@ def test_a_rollout_of_200_turns_holds_what_its_tokens_take() -> None:
     """Texts are left aside; `test_samples` has the same for turns that no session made."""
     num_turns, num_sampled = 200, 100
     rollout = converse(num_turns, num_sampled)
-    held = size_in_process(rollout.turns) - sum(sys.getsizeof(turn.text) for turn in rollout.turns)
+    texts = sum(sys.getsizeof(turn.text) + len(turn.trace.messages) for turn in rollout.turns)
+    held = size_in_process(rollout.turns) - texts
     num_tokens = rollout.turns[-1].num_known
     tokens_bytes = 4 * num_tokens + 4 * num_turns * num_sampled + 2 * num_tokens // 8  # ids, logprobs, masks
     assert num_tokens == 33_599

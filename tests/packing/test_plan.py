@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.model.attention import Family, SharedAttention
+from pellucid.model.attention import SharedAttention
+from pellucid.model.segments import Family
 from pellucid.packing import Cost, Sequences, plan
 from pellucid.packing.plan import Bins, _costs_of
 

@@ -131,7 +131,7 @@ def top_8(logits, temperatures, uniforms):
     eighth = logits.topk(8).values[:, -1:]
     tokens, _ = draw(logits.masked_fill(logits < eighth, -math.inf), temperatures, uniforms)
     logprobs = torch.log_softmax(logits / torch.tensor(temperatures)[:, None], -1)
-    return tokens, logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
 def test_top_k_sampling_with_the_logprobs_of_all_tokens_rings(tiny_model, tmp_path, monkeypatch) -> None:

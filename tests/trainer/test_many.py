@@ -16,6 +16,7 @@ from pellucid.checks.verify.gradients import difference
 from pellucid.config import TrainerRunConfig
 from pellucid.config.base import to_toml
 from pellucid.data import TokenTable, TrainingSample
+from pellucid.data.spans import START, read_spans
 from pellucid.errors import ConfigError, ProcessError
 from pellucid.ledger import read_journal, sum_entries
 from pellucid.metrics import read_metrics
@@ -371,6 +372,9 @@ def test_a_run_comes_and_goes_and_comes_back(tiny_model, tmp_path) -> None:
         assert difference(expected, weights(config.output_dir, config.max_steps)) <= adapter_bound(
             tiny_model, NUM_TOKENS
         )
+    spans = read_spans(leaves.output_dir / "spans" / "trainer.jsonl")
+    resumed = max(index for index, span in enumerate(spans) if span.name == START)
+    assert next(span.step for span in spans[resumed:] if span.name == "wait") == 1
 
 
 def test_a_run_whose_process_died_makes_room(tiny_model, tmp_path) -> None:

@@ -133,6 +133,12 @@ def two(folder) -> dict:
         "cp2, experts": ["replay", {"cp": 2, "activation_checkpointing": True}],
         "dp2, bf16": ["precision", {}],
         "cp2, bf16": ["precision", {"cp": 2}],
+        "tied, loading": ["loading", {}, "tied"],
+        "untied, loading": ["loading", {"dp_replicate": 2}, "untied"],
+        "biased router, loading": ["loading", {}, "biased router"],
+        "dp2, reductions": ["reductions", {}],
+        "cp2, reductions": ["reductions", {"cp": 2}],
+        "hsdp2, reductions": ["reductions", {"dp_replicate": 2}],
         "dp2, norms": ["clipping", {}],
         "cp2, norms": ["clipping", {"cp": 2}],
         "hsdp2, norms": ["clipping", {"dp_replicate": 2}],
@@ -146,7 +152,7 @@ def two(folder) -> dict:
         "cp2, adapter": ["adapter", {"cp": 2}],
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
         "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
-        "refused": ["refuse", str(send_for_many(folder / "runs" / "refused")), {}],
+        "refused": ["refuse", str(send_for_many(folder / "runs" / "refused", "full")), {}],
         "verify dp2": ["verify", {}],
         "verify cp2": ["verify", {"cp": 2}],
         "verify, a denominator per rank": ["verify", {}, "a denominator per rank"],
@@ -159,8 +165,8 @@ def two(folder) -> dict:
     return start(folder, 2, jobs)
 
 
-def send_for_many(folder: Path) -> Path:
-    for name in MANY:
+def send_for_many(folder: Path, *more: str) -> Path:
+    for name in (*MANY, *more):
         for step in range(2):
             table = mixed_batch(first=step + len(name), run=name)
             FilesystemSender(folder / name).send(step, encode_batch(Batch(name, step, table)))
@@ -290,6 +296,25 @@ def test_persistent_buffers_are_published_and_saved(folder, two) -> None:
     assert largest_difference(published, {name: initial[name] for name in published}) == 0
     saved = AutoModelForCausalLM.from_pretrained(folder / "runs" / "buffers" / "saved").state_dict()
     assert largest_difference(saved, initial) == 0
+    taken = load_file(folder / "runs" / "buffers" / "taken" / "model.safetensors")
+    assert taken.keys() == published.keys()
+    for name, weight in taken.items():
+        assert torch.equal(weight, initial[name] if name == bias else initial[name].bfloat16())
+
+
+@pytest.mark.parametrize("model", ["tied", "untied", "biased router"])
+def test_one_process_reads_the_weights_and_all_have_them(two, model) -> None:
+    assert two[f"{model}, loading"] == [[1, 0.0], [0, 0.0]]
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "cp2", "hsdp2"])
+def test_gradients_that_are_reduced_once_per_step_are_those_of_every_micro_batch(two, allowed, mesh) -> None:
+    from_one, from_each, counts = two[f"{mesh}, reductions"]
+    assert from_one <= allowed.gradient
+    assert from_each <= allowed.gradient
+    (once, num_micro_batches), (often, num_again) = counts
+    assert num_micro_batches == num_again > 1
+    assert often == once * num_micro_batches
 
 
 def test_runs_that_share_processes_end_with_the_adapters_they_would_have_alone(
@@ -323,7 +348,8 @@ def test_a_run_that_the_main_process_refuses_is_refused_by_all(two) -> None:
     """The processes stay in step: the next run gets the place, and is trained to its end."""
     outcomes = two["refused"]
     assert outcomes["one"] == ["done", ""]
-    assert outcomes["busy"][0] == outcomes["renamed"][0] == "evicted"
+    assert outcomes["busy"][0] == outcomes["full"][0] == outcomes["renamed"][0] == "evicted"
+    assert "weights" in outcomes["full"][1]
     assert "monitors.prometheus.trainer_port" in outcomes["busy"][1]
     assert "resume with run_id = 'former'" in outcomes["renamed"][1]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pellucid.config import TrainerRunConfig
+from pellucid.config.trainer import TrainerModelConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import PayloadError
 from pellucid.ledger import Flow, Journal, Stage, read_journal, reconcile
@@ -247,3 +248,26 @@ def test_the_main_process_hands_on_the_bytes_that_it_received() -> None:
     copy = pickle.loads(pickle.dumps(received))
     assert (copy.run_id, copy.step, copy.payload) == ("run", 3, payload)
     assert copy.table["token_ids"].tolist() == table["token_ids"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_weights", "has_mesh", "expected"),
+    [
+        ("auto", 1 << 10, True, True),
+        ("auto", 1 << 40, True, False),  # 4 TiB of gradients
+        ("step", 1 << 40, True, True),
+        ("micro_batch", 1 << 10, True, False),
+        ("step", 1 << 10, False, False),
+    ],
+)
+def test_gradients_are_reduced_once_per_step_where_they_fit(wanted, num_weights, has_mesh, expected) -> None:
+    trained = torch.nn.Linear(num_weights >> 5, 1 << 5, bias=False, device="meta")
+    ranks = Ranks(model_mesh=object() if has_mesh else None)
+    assert ranks.reduces_once(TrainerModelConfig(reduce_gradients=wanted), trained) == expected
+
+
+def test_processes_agree_on_when_gradients_are_reduced(monkeypatch) -> None:
+    """One that has too little memory for whole gradients would wait for the others in every micro batch."""
+    monkeypatch.setattr(Ranks, "gather_all", lambda ranks, fits: [fits, False])
+    trained = torch.nn.Linear(4, 4)
+    assert not Ranks(model_mesh=object()).reduces_once(TrainerModelConfig(), trained)

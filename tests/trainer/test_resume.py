@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,14 +171,17 @@ def test_a_resumed_trainer_equals_an_uninterrupted_one(
 
 
 class FillAt:
-    """From a step on, no file may grow beyond so many bytes, as on a disk that is full."""
+    """From a step on, once its weights are out, no file may grow beyond so many bytes: the disk is full."""
 
-    def __init__(self, step: int, num_bytes: int) -> None:
+    def __init__(self, folder: Path, step: int, num_bytes: int) -> None:
+        self._folder = folder
         self._step = step
         self._num_bytes = num_bytes
 
     def log(self, step, values) -> None:
         if step == self._step:
+            while step + 1 not in stable_steps(self._folder / "weights"):
+                time.sleep(0.01)
             limit_files(self._num_bytes)
 
     def close(self) -> None:
@@ -190,7 +194,12 @@ def limit_files(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "num_bytes", "refused"), [(3, 0, "weights/step_5"), (4, 150_000, "checkpoints/step_6")]
+    ("step", "num_bytes", "refused"),
+    [
+        (3, 0, "ledger/trainer.jsonl"),
+        (3, 60_000, "weights/step_5"),
+        (4, 150_000, "checkpoints/step_6"),
+    ],
 )
 def test_a_disk_that_fills_up_ends_a_run_that_goes_on_later(
     tiny_model, samples, uninterrupted, tmp_path, step, num_bytes, refused
@@ -198,7 +207,7 @@ def test_a_disk_that_fills_up_ends_a_run_that_goes_on_later(
     send(tmp_path, samples)
     with pytest.raises(OSError) as full:
         try:
-            run(settings(tiny_model, tmp_path), FillAt(step, num_bytes))
+            run(settings(tiny_model, tmp_path), FillAt(tmp_path, step, num_bytes))
         finally:
             limit_files(resource.RLIM_INFINITY)
     assert (full.value.errno, full.value.filename) == (errno.EFBIG, str(tmp_path / refused))
@@ -480,12 +489,13 @@ class SameAsPublished:
 
     def __init__(self, folder) -> None:
         self._folder = folder
-        self.policy = None
+        self.run = None
         self.steps: list[int] = []
 
     def log(self, step, values) -> None:
+        self.run.finish_publishing()
         published = load_file(weights_folder(self._folder, step + 1) / "model.safetensors")
-        own = self.policy.hf.state_dict()
+        own = self.run.policy.hf.state_dict()
         assert all(torch.equal(tensor, own[name]) for name, tensor in published.items())
         self.steps.append(step)
 
@@ -514,7 +524,7 @@ def test_versions_beyond_the_checkpoint_are_withdrawn_and_made_again(
     own = own.model_copy(update={"resume": True})
     journal = Journal(tmp_path / "ledger" / "trainer.jsonl", Stage.TRAINER, resume=True)
     built = build_run(own, OrchestratorBatches(FilesystemReceiver(tmp_path)), journal, [same], publishes=True)
-    same.policy = built.policy
+    same.run = built
     built.restore()
     assert max(stable_steps(tmp_path / "weights"), default=0) == checkpoint
     train(built)

@@ -17,7 +17,12 @@ from pellucid.checkpoint.state import read_state, take_state, write_state
 from pellucid.config.trainer import CkptConfig
 from pellucid.errors import DataError
 from pellucid.trainer.parallel import Ranks
-from pellucid.trainer.saver import CheckpointSaver
+from pellucid.trainer.saver import (
+    CheckpointSaver,
+    generators_of,
+    restore_random_state,
+    take_random_state,
+)
 from pellucid.transport import stable_steps
 
 
@@ -204,3 +209,37 @@ def test_an_index_that_is_wrong_is_refused(tmp_path, change, message) -> None:
     change_index(state, change)
     with pytest.raises(DataError, match=message):
         read_state(*trained(), state)
+
+
+def test_every_process_goes_on_with_its_own_random_numbers() -> None:
+    """A GPU's generator is a `torch.Generator` as any other; here a second one of the CPU stands for it."""
+    processes = [[torch.Generator().manual_seed(10 * rank + device) for device in (0, 1)] for rank in (0, 1)]
+    states = [take_random_state(generators) for generators in processes]
+    saved = Progress(1, {}, states[0][0], [], states)
+    drawn = [[torch.rand(3, generator=each).tolist() for each in own] for own in processes]
+    assert len({number for own in drawn for numbers in own for number in numbers}) == 12
+    for rank in (0, 1):
+        fresh = [torch.Generator(), torch.Generator()]
+        restore_random_state(fresh, saved, rank)
+        assert [torch.rand(3, generator=each).tolist() for each in fresh] == drawn[rank]
+
+
+def test_a_process_that_was_not_there_takes_the_state_of_the_first() -> None:
+    first, other = torch.Generator().manual_seed(3), torch.Generator()
+    states = [take_random_state([first])]
+    restore_random_state([other], Progress(1, {}, states[0][0], [], states), 5)
+    assert other.get_state().equal(first.get_state())
+    older = torch.Generator()  # a checkpoint that knows the main process alone
+    restore_random_state([older, torch.Generator()], Progress(1, {}, states[0][0], []), 1)
+    assert older.get_state().equal(first.get_state())
+
+
+def test_a_cpu_has_the_generator_that_torch_draws_from() -> None:
+    before = torch.get_rng_state()
+    try:
+        (generator,) = generators_of(torch.device("cpu"))
+        torch.manual_seed(7)
+        expected = torch.Generator().manual_seed(7).get_state()
+        assert generator.get_state().equal(expected)
+    finally:
+        torch.set_rng_state(before)

@@ -18,6 +18,7 @@ from pellucid.viewer.page import write_page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
+AXE = Path(__file__).parent / "vendor" / "axe.min.js"
 
 Record = dict[str, Any]
 
@@ -280,8 +281,11 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def visit(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens an address; an error in the page, or a refusal of its policy, fails the test."""
+def visit(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
+    """Opens an address; an error in the page, or a refusal of its policy, fails the test.
+
+    It needs `served` so that pages close before their server does: a live page asks it again and again.
+    """
     problems: list[str] = []
     contexts = []
 
@@ -303,20 +307,44 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     assert problems == []
 
 
+@pytest.fixture(scope="session")
+def violations() -> Callable[[Any], list[Any]]:
+    """What axe finds serious in a page, whose context has to bypass its policy."""
+
+    def find(page: Any) -> list[Any]:
+        if not page.evaluate("() => 'axe' in window"):
+            page.evaluate(AXE.read_text(encoding="utf-8"))
+        result = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+        return [
+            (violation["id"], [node["target"] for node in violation["nodes"]][:3])
+            for violation in result["violations"]
+            if violation["impact"] in ("serious", "critical")
+        ]
+
+    return find
+
+
 @contextmanager
 def serving() -> Iterator[Callable[[Path], str]]:
-    """The address of a viewer that follows a folder."""
+    """The address of a viewer that follows a folder: one run, or several in it."""
     import uvicorn
 
-    from pellucid.viewer.server import make_app
+    from pellucid.viewer.runs import RunList
+    from pellucid.viewer.server import make_app, make_list_app
     from pellucid.viewer.source import ServedRun
 
-    running: list[tuple[Any, ServedRun, threading.Thread]] = []
+    running: list[tuple[Any, ServedRun | None, threading.Thread]] = []
+
+    def opened(path: Path) -> ServedRun:
+        return ServedRun(access.Exports(path), home="../")
 
     def serve(path: Path) -> str:
-        run = ServedRun(access.Exports(path))
-        server = uvicorn.Server(uvicorn.Config(make_app(run), port=0, log_level="error"))
-        threads = [threading.Thread(target=work, daemon=True) for work in (server.run, run.summarise)]
+        is_list = path.is_dir() and not access.is_run(path)
+        run = ServedRun(access.Exports(path)) if not is_list else None
+        app = make_list_app(RunList([path]), opened) if run is None else make_app(run)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        works = [server.run] if run is None else [server.run, run.summarise]
+        threads = [threading.Thread(target=work, daemon=True) for work in works]
         for thread in threads:
             thread.start()
         while not server.started:
@@ -326,7 +354,8 @@ def serving() -> Iterator[Callable[[Path], str]]:
 
     yield serve
     for server, run, thread in running:
-        run.close()
+        if run is not None:
+            run.close()
         server.should_exit = True
         thread.join(5)
 

@@ -1,35 +1,29 @@
 """axe finds nothing serious in any view, in either theme, in a narrow window."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
-AXE = Path(__file__).parent / "vendor" / "axe.min.js"
-VIEWS = ("run", "rollouts", "step", "record", "group", "across", "worst", "whatif")
+VIEWS = ("run", "timeline", "rollouts", "step", "record", "group", "across", "worst", "whatif")
 
 
 @pytest.mark.parametrize(("theme", "width"), [("light", 1300), ("dark", 1300), ("light", 400)])
-def test_nothing_serious_in_any_view(browser: Any, study: str, theme: str, width: int) -> None:
+def test_nothing_serious_in_any_view(
+    browser: Any, violations: Any, study: str, theme: str, width: int
+) -> None:
     context = browser.new_context(
         viewport={"width": width, "height": 850}, color_scheme=theme, bypass_csp=True, reduced_motion="reduce"
     )
     page = context.new_page()
     page.goto(f"{study}#record?step=1&record=4&token=30")
     page.wait_for_selector(".token.pinned")
-    page.evaluate(AXE.read_text(encoding="utf-8"))
     for view in VIEWS:
         page.evaluate(f"() => $main.app.go({{view: '{view}'}})")
         page.wait_for_selector(f"[data-view='{view}'] .view")
         page.wait_for_timeout(150)
-        result = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
-        found = [
-            (violation["id"], [node["target"] for node in violation["nodes"]][:3])
-            for violation in result["violations"]
-            if violation["impact"] in ("serious", "critical")
-        ]
+        found = violations(page)
         assert found == [], f"{view}: {found}"
         overflow = page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
         assert overflow <= 0, f"{view} is wider than its window"

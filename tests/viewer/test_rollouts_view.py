@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from pellucid.viewer import rollouts
+
 pytestmark = pytest.mark.slow
 
 
@@ -215,3 +217,23 @@ def test_masks_that_are_not_recorded_are_not_0_percent(
     page.evaluate("() => $main.app.go({ view: 'step' })")
     page.wait_for_selector(".step-view .facts")
     assert "masked" not in page.locator(".step-view .facts").inner_text()
+
+
+def test_counting_looks_at_each_step_a_fixed_number_of_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_steps = 30
+    for step in range(num_steps):
+        folder = tmp_path / "rollouts" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "train_rollouts.jsonl").write_text('{"rollout_id": "r", "outcome": "sent"}\n')
+    looked: list[Path] = []
+
+    def files_of(folder: Path) -> list[Path]:
+        looked.append(folder)
+        return [folder / "train_rollouts.jsonl"]
+
+    monkeypatch.setattr(rollouts, "_files_of", files_of)
+    counts = rollouts.SavedRollouts(tmp_path).counts()
+    assert counts == {str(step): {"sent": 1} for step in range(num_steps)}
+    assert len(looked) == 2 * num_steps

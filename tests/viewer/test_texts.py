@@ -117,7 +117,7 @@ def test_the_terminal_shows_records_outliers_and_ledger(made_run: Any, hostile: 
     text = output.getvalue()
     assert "step 2  16 records" in text and "record 1 of 16" in text
     assert "the·answer·is·5,·step·2<|im_end|>" in text.replace("\n", "")
-    assert "trained         850  85.0%" in text and "every one of the 1,000 sampled tokens" in text
+    assert re.search(r"trained +850 +85\.0 %", text) and "every one of the 1,000 sampled tokens" in text
     record = made_run.steps[2][1]
     kl = max(value for value, mask in zip(record["mismatch_kl"], record["loss_mask"], strict=True) if mask)
     assert f"{np.float32(kl):.3g}" in text.partition("outliers")[2]

@@ -39,7 +39,9 @@ BODIES: dict[str, Any] = {
         "ids": [65, 66],
     },
     "/api/metrics": None,
+    "/api/timeline": None,
     "/api/rollouts/{step:int}": None,
+    "/api/rollout/{step:int}/{number:int}": None,
     "/api/pulse": None,
 }
 """A good body for each route: every field that it knows."""

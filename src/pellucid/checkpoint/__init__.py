@@ -41,10 +41,13 @@ class Progress(msgspec.Struct, frozen=True):
     """Running totals of the metrics."""
 
     random_state: bytes
-    """State of torch's random generator on the CPU."""
+    """State of torch's random generator on the CPU, in the main process."""
 
     ledger: list[LedgerEntry]
     """Ledger of the trainer so far, one entry per run and environment."""
+
+    random_states: list[list[bytes]] = []
+    """States of the generators of each process: on the CPU, then on its GPU if it has one."""
 
     files: dict[str, FileSum] = {}
     """Size and checksum by file name; filled in when the checkpoint is written."""

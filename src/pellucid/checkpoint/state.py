@@ -54,7 +54,8 @@ def take_state(model: nn.Module, optimizer: Optimizer, *, copy: bool) -> State:
     """Returns what a checkpoint saves; a copy in CPU memory lets training go on while it is written."""
     options = StateDictOptions(cpu_offload=True) if copy else None
     state = _tensors(*get_state_dict(model, optimizer, options=options))
-    return cast(State, _copied(state)) if copy else state
+    is_shared = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return cast(State, _copied(state, is_shared=is_shared)) if copy else state
 
 
 def write_state(state: State, folder: Path, group: ProcessGroup | None = None) -> None:
@@ -127,7 +128,7 @@ class _TensorWriter(FileSystemWriter):
         path = Path(self.path) / f"{plan.storage_data.prefix}0.safetensors"
         pieces = {f"{item.index.fqn}@{number}": item for number, item in enumerate(plan.items)}
         tensors = {name: cast(Tensor, planner.resolve_data(item)) for name, item in pieces.items()}
-        write_tensors(path, tensors, lambda tensor: tensor.detach().cpu().contiguous())
+        write_tensors(path, tensors, (tensor.detach().cpu().contiguous() for tensor in tensors.values()))
         sync(path)
         return _done(
             [
@@ -227,10 +228,11 @@ def _not_ours(folder: Path, reason: str) -> DataError:
     return DataError(f"{folder} is not a checkpoint that this version wrote: {reason}")
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, *, is_shared: bool) -> Any:
+    """Copies what shares memory with the state: all of it on a CPU, and single numbers wherever they are."""
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return value.detach().clone()
+        return {key: _copied(each, is_shared=is_shared) for key, each in value.items()}
+    return value.detach().clone() if is_shared or value.dim() == 0 else value.detach()
 
 
 def _tensors(model_state: State, optimizer_state: Any) -> State:

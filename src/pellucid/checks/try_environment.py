@@ -270,7 +270,9 @@ def rollout_panel(rollout: Rollout, tokenizer: Any) -> RenderableType:
         text.rstrip()
         table.add_row(role, text)
     for name, value in rollout.metrics.items():
-        table.add_row("metric", f"{name} {value:g}")
+        weight = rollout.weights.get(name)
+        part = "" if weight is None else f" × {weight:g}"
+        table.add_row("metric" if weight is None else "reward", f"{name} {value:g}{part}")
     if rollout.error is not None:
         table.add_row("failed", Text(rollout.error, style="red"))
     name = f"example {rollout.example.example_id} · {rollout.rollout_id}"
@@ -302,6 +304,7 @@ def _as_dict(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
         ],
         "reward": None if _has_failed(rollout) else rollout.reward,
         "metrics": rollout.metrics,
+        "weights": rollout.weights,
         "error": rollout.error,
         "traceback": rollout.traceback,
     }

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from pellucid.config.base import MAX_NAME, Section, is_name
+from pellucid.config.gpus import GpusConfig
 from pellucid.config.orchestrator import EnvConfig, OrchestratorConfig, TeacherConfig
 from pellucid.config.shared import (
     FilesystemTransportConfig,
@@ -237,9 +238,13 @@ class InferenceRunConfig(RunConfig):
 class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
     """`pellucid rl`: inference, orchestrator and trainer of one run on this machine."""
 
+    gpus: GpusConfig = GpusConfig()
+    """GPUs of this machine, and who has how many of them."""
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from _no_fake_data(self.trainer, "rl trains on what its orchestrator sends")
+        yield from self._gpu_problems()
         if self.trainer.many_runs is not None:
             yield "trainer.many_runs is for `pellucid trainer`, which runs join by trainer.join; leave it out"
         keep, ahead = self.trainer.keep_weights, self.max_async_level
@@ -281,6 +286,34 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
                 "the teacher, not of the policy; leave one of them out"
             )
 
+    @property
+    def serves_teacher(self) -> bool:
+        """Whether `pellucid rl` starts a server for a teacher."""
+        return self.orchestrator.teacher is not None and self.orchestrator.teacher.model is not None
+
+    def _gpu_problems(self) -> Iterator[str]:
+        gpus, num_processes, size = self.gpus, self.trainer.num_processes, self.inference.gpus_per_server
+        if gpus.trainer is not None and num_processes not in (1, gpus.trainer):
+            yield (
+                f"gpus.trainer = {gpus.trainer} contradicts trainer.num_processes = {num_processes}: the "
+                "trainer has a process on each of its GPUs; leave one of them out"
+            )
+        if gpus.inference is not None and gpus.inference % size:
+            yield (
+                f"gpus.inference = {gpus.inference} is no multiple of "
+                f"inference.vllm.tensor_parallel_size = {size}, the GPUs of one server; change one of them"
+            )
+        if gpus.teacher is not None and not self.serves_teacher:
+            yield (
+                f"gpus.teacher = {gpus.teacher}, but there is no orchestrator.teacher.model to serve; leave "
+                "it out"
+            )
+        if gpus.teacher is not None and gpus.teacher != size:
+            yield (
+                f"gpus.teacher = {gpus.teacher}, but the teacher has one server, on "
+                f"inference.vllm.tensor_parallel_size = {size} GPU(s); set it to {size} or leave it out"
+            )
+
     def part(self, kind: type[RunConfig], **changes: Any) -> RunConfig:
         """Returns the settings that one process of this run reads."""
         values = {name: _plain(getattr(self, name)) for name in kind.model_fields}
@@ -302,8 +335,8 @@ class VerifyOrchestratorConfig(OrchestratorConfig):
 
 # fmt: off
 VerifyCheck = Literal[
-    "tokenizer", "columns", "packing", "ranks", "processes", "leakage", "record", "agreement", "experts",
-    "sampling", "oracle", "weights",
+    "tokenizer", "columns", "packing", "ranks", "processes", "leakage", "record", "agreement",
+    "precision", "experts", "sampling", "oracle", "weights",
 ]
 # fmt: on
 
@@ -319,6 +352,11 @@ class VerifyConfig(RLConfig):
 
     only: VerifyCheck | None = None
     """Make this check alone; by default all of them."""
+
+    rehearse: bool = False
+    """Instead of the checks, train one micro batch of the model's shape on a pretend GPU, and print for each
+    phase how often the host would wait for the device, launches, copies and memory. Needs no GPU and loads no
+    weights."""
 
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object per line instead of a table."""

@@ -88,12 +88,15 @@ class EnvSamplingConfig(Section):
 
 # fmt: off
 ROLLOUT_FIELDS = (
-    "step", "group_id", "rollout_id", "sample_ids", "env_name", "example_id", "outcome", "reason", "error",
-    "reward", "advantage", "metrics", "num_tokens", "num_tool_tokens", "stop_reason", "messages",
+    "schema", "step", "group_id", "rollout_id", "sample_ids", "env_name", "example_id", "outcome", "reason",
+    "error", "reward", "advantage", "metrics", "num_tokens", "num_tool_tokens", "stop_reason", "messages",
     "trajectory", "sampling_args",
 )
 # fmt: on
-"""Fields of every saved rollout, in order; those of `state_columns` come after them."""
+"""Fields of every saved rollout, in order; `OPTIONAL_ROLLOUT_FIELDS` and `state_columns` come after them."""
+
+OPTIONAL_ROLLOUT_FIELDS = ("weights", "time_s")
+"""Fields that a saved rollout has where they say something."""
 
 _ALWAYS_SAVED = ("trajectory", "sampling_args")
 
@@ -117,9 +120,9 @@ class EnvConfig(EnvironmentConfig):
     def _columns_are_free(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         """Refuses taken names; drops duplicates and columns that are always saved."""
         for column in value:
-            if column in ROLLOUT_FIELDS and column not in _ALWAYS_SAVED:
+            if column in (*ROLLOUT_FIELDS, *OPTIONAL_ROLLOUT_FIELDS) and column not in _ALWAYS_SAVED:
                 raise ValueError(
-                    f"{column!r} is a field of every saved rollout; give that of Score.state another name"
+                    f"{column!r} is a field of saved rollouts; give that of Score.state another name"
                 )
         return tuple(column for column in dict.fromkeys(value) if column not in _ALWAYS_SAVED)
 

@@ -158,6 +158,9 @@ def parse(kind: type[T], argv: Sequence[str], *, prog: str) -> Parsed[T]:
     """Reads the config from `argv` (without program and command); `prog` names the command in messages."""
     paths, words = _split_files(argv)
     flags, unknown, dry_run = _read_flags(kind, words, prog)
+    if "others" in kind.model_fields:  # a tool that takes any number of paths; a flag may stand between them
+        flags["others"] = [word for word in unknown if not word.startswith("-")]
+        unknown = [word for word in unknown if word.startswith("-")]
     explain = Explainer(kind, prog)
     problems = explain.unknown_words(unknown)
     tables, unreadable = [], []

@@ -144,6 +144,11 @@ class InferenceConfig(Section):
             )
 
     @property
+    def gpus_per_server(self) -> int:
+        """GPUs that one server needs where there are some."""
+        return self.vllm.tensor_parallel_size if self.backend == "vllm" else 1
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """Addresses of the policy's servers, as the orchestrator calls them."""
         return self.servers or (base_url(self.host, self.port),)

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
-from pydantic_settings import CliPositionalArg, SettingsConfigDict
+from pydantic_settings import CliPositionalArg, CliSuppress, SettingsConfigDict
 
 from pellucid.config.base import Section
-from pellucid.config.commands import RLConfig
+from pellucid.config.commands import RLConfig, VerifyOrchestratorConfig
+from pellucid.config.gpus import KNOWN_GPUS, GpuModel
 
 
 class ViewSettings(Section):
@@ -17,14 +18,19 @@ class ViewSettings(Section):
     model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
 
     path: CliPositionalArg[Path | None] = None
-    """Run folder, folder of runs, folder of token exports, step folder, or one export file. Without it, the
-    runs in the current folder and in `outputs` are listed."""
+    """Run folder, folder of runs, folder of token exports, step folder, or one export file. Several run
+    folders, or folders of runs, are listed together and can be laid over each other. Without any, the runs
+    in the current folder and in `outputs` are listed."""
+
+    others: CliSuppress[tuple[Path, ...]] = ()
+    """The paths after the first."""
 
     output: Path | None = None
     """Write one self-contained HTML page here instead of serving the viewer."""
 
     terminal: bool = False
-    """Show records, outliers and the ledger in the terminal."""
+    """Show records, outliers and the ledger in the terminal; of several runs a table, and the settings that
+    differ."""
 
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer that turns ids into text; default: the one the run used."""
@@ -60,6 +66,19 @@ class ViewSettings(Section):
 
     open_browser: bool = False
     """Open the viewer in this machine's browser."""
+
+
+class TraceSettings(Section):
+    """`pellucid trace`: write what every process of a run did as a trace for Perfetto or Chrome."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
+
+    run: CliPositionalArg[Path]
+    """Run folder."""
+
+    output: Path = Path("trace.json")
+    """File to write, in Chrome's trace-event format; compressed if the name ends in `.gz`. An earlier one is
+    replaced."""
 
 
 class LedgerSettings(Section):
@@ -192,17 +211,18 @@ class ClusterConfig(Section):
     trainer_nodes: int = Field(default=1, ge=1)
     """Machines of the trainer; the orchestrator runs on the first."""
 
-    processes_per_node: int = Field(default=1, ge=1)
-    """Processes of the trainer on each of them; one per GPU."""
+    processes_per_node: int | None = Field(default=None, ge=1)
+    """Processes of the trainer on each of them; default: `gpus_per_node`, one per GPU, and 1 without GPUs."""
 
     inference_nodes: int = Field(default=1, ge=1)
-    """Machines with an inference server each."""
+    """Machines with inference servers: one on every `inference.vllm.tensor_parallel_size` of their GPUs (on
+    each GPU with the embedded engine), or one each without GPUs."""
 
     gpus_per_node: int = Field(default=0, ge=0)
     """GPUs to ask for on every machine."""
 
     port: int = Field(default=8000, ge=1, le=65535)
-    """Port of the inference servers."""
+    """Port of the first inference server of a machine; the next ones have the next ports."""
 
     rendezvous_port: int = Field(default=29500, ge=1, le=65535)
     """Port at which the processes of the trainer find each other."""
@@ -223,6 +243,22 @@ class ClusterConfig(Section):
     """Kubernetes: the claim of a volume that all pods can write to. It is mounted at `/pellucid`, where all
     relative paths begin: model, data and run folder."""
 
+    @property
+    def num_processes(self) -> int:
+        """Processes of the trainer on one machine."""
+        return self.processes_per_node or max(1, self.gpus_per_node)
+
+    def servers_per_node(self, gpus_per_server: int) -> int:
+        return max(1, self.gpus_per_node // gpus_per_server)
+
+    def problems(self) -> Iterator[str]:
+        if self.gpus_per_node and self.num_processes > self.gpus_per_node:
+            yield (
+                f"cluster.processes_per_node = {self.processes_per_node} exceeds cluster.gpus_per_node = "
+                f"{self.gpus_per_node}: each process of the trainer needs a GPU of its own; lower it, or "
+                "leave it out"
+            )
+
 
 class RenderConfig(RLConfig):
     """`pellucid render`: write the files that start a run on many machines; nothing is started."""
@@ -232,6 +268,121 @@ class RenderConfig(RLConfig):
 
     files: Path = Path("cluster")
     """Folder that the files are written to; earlier ones of the same name are replaced."""
+
+
+class AssumeConfig(Section):
+    """Assumptions of `pellucid plan` about machines; pellucid has measured none of them."""
+
+    mfu: float = Field(default=0.4, gt=0, le=1)
+    """Share of a GPU's dense bfloat16 operations that training reaches: `throughput/mfu` of a run, and with
+    activation checkpointing, whose repeated operations the metric does not count, a third more."""
+
+    prefill_mfu: float = Field(default=0.5, gt=0, le=1)
+    """The same share for a server that computes prompts, or many tokens at a time."""
+
+    decode_bandwidth: float = Field(default=0.6, gt=0, le=1)
+    """Share of its memory's bandwidth that a server reaches while it decodes."""
+
+    decode_overhead_s: float = Field(default=0.004, ge=0)
+    """Seconds of each step of decoding beside reading and computing: scheduling, sampling, logprobs."""
+
+    link_efficiency: float = Field(default=0.75, gt=0, le=1)
+    """Share of a link's bandwidth that collectives reach, inside a machine and between machines."""
+
+    network_gb_s: float = Field(default=50.0, gt=0)
+    """Bandwidth between machines per GPU, in 10⁹ bytes per second and direction; 50 is InfiniBand NDR, 400
+    Gbit/s."""
+
+    gpus_per_node: int = Field(default=8, ge=1)
+    """GPUs of one machine."""
+
+    storage_gb_s: float = Field(default=2.0, gt=0)
+    """Rate at which one machine writes or reads the shared file system, in 10⁹ bytes per second."""
+
+    reserve_gb: float = Field(default=6.0, ge=0)
+    """Memory of a trainer's GPU that no tensor gets, in 10⁹ bytes: CUDA, NCCL, fragments."""
+
+    engine_gb: float = Field(default=4.0, ge=0)
+    """Memory of a server's GPU beside weights, keys and values, in 10⁹ bytes: activations, CUDA graphs."""
+
+    kept_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the sampled rollouts that train; the others have no advantage, fail or are stale."""
+
+
+class PlanConfig(RLConfig):
+    """`pellucid plan`: what a run takes on GPUs that need not be here, and how long its steps take."""
+
+    orchestrator: VerifyOrchestratorConfig = VerifyOrchestratorConfig()
+    """Its sizes give the workload: `batch_size`, `rollouts_per_example`, `sampling.max_tokens`."""
+
+    gpu: str = "h100"
+    """Kind of GPU: a100-40, a100-80, h100, h100-pcie, h200, b200, l40s, l4 or rtx4090. Any other kind needs
+    the four figures below."""
+
+    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    """Memory of a GPU in 10⁹ bytes; default: that of `gpu`."""
+
+    gpu_tflops: float | None = Field(default=None, gt=0)
+    """Dense bfloat16 operations per second of a GPU, in 10¹²; default: those of `gpu`."""
+
+    gpu_memory_gb_s: float | None = Field(default=None, gt=0)
+    """Bandwidth of a GPU's memory in 10⁹ bytes per second; default: that of `gpu`."""
+
+    gpu_link_gb_s: float | None = Field(default=None, gt=0)
+    """Bandwidth between GPUs of a machine per direction, in 10⁹ bytes per second; default: that of `gpu`."""
+
+    prompt_tokens: int = Field(default=512, ge=1)
+    """Mean length of a prompt."""
+
+    completion_tokens: int | None = Field(default=None, ge=1)
+    """Mean length of a completion; default: half of `orchestrator.sampling.max_tokens`."""
+
+    trace: bool = True
+    """Take the trainer's memory from torch's own tracker, in a step without data, where that works; otherwise
+    from formulas."""
+
+    assume: AssumeConfig = AssumeConfig()
+    """Assumptions about machines."""
+
+    as_json: bool = Field(default=False, alias="json")
+    """Print one JSON object instead of tables."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        figures = ("gpu_memory_gb", "gpu_tflops", "gpu_memory_gb_s", "gpu_link_gb_s")
+        missing = [name for name in figures if getattr(self, name) is None]
+        if self.gpu not in KNOWN_GPUS and missing:
+            yield (
+                f"gpu = {self.gpu!r} is not known; choose one of {', '.join(KNOWN_GPUS)}, or give "
+                f"{', '.join(missing)}, too"
+            )
+
+    @property
+    def gpu_model(self) -> GpuModel:
+        """The GPU with its figures."""
+        known = KNOWN_GPUS.get(self.gpu) or GpuModel(self.gpu, 0, 0, 0, 0)
+        return GpuModel(
+            known.device_name,
+            self.gpu_memory_gb or known.memory_gb,
+            self.gpu_tflops or known.tflops,
+            self.gpu_memory_gb_s or known.memory_gb_s,
+            self.gpu_link_gb_s or known.link_gb_s,
+        )
+
+
+class DoctorSettings(Section):
+    """`pellucid doctor`: one file about this machine to send along with a question; nothing private."""
+
+    model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
+
+    output: Path = Path("pellucid-doctor.json")
+    """File to write; an earlier one is replaced."""
+
+    verify: bool = True
+    """Run `pellucid verify` on its own tiny model, too."""
+
+    timeout_s: float = Field(default=75.0, gt=0)
+    """Seconds after which `verify` is ended and recorded as too slow; the other parts take about 20."""
 
 
 class RecordedConfig(Section):

@@ -9,6 +9,9 @@ from pydantic import Field
 from pellucid.config.base import ImportPath, Section
 from pellucid.errors import ConfigError
 
+_GRADIENT_SHARE = 0.1
+"""Share of the device's memory that whole gradients may take before they are reduced per micro batch."""
+
 DEFAULT_SPLIT = "train"
 
 
@@ -247,9 +250,26 @@ class TrainerModelConfig(Section):
     """Copies of the model (HSDP), each sharded over its share of the processes. 1: one copy over all of
     them."""
 
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of weights and activations while they are computed with: `auto` is bfloat16 on a GPU and float32
+    on a CPU. Weights, their gradients and the optimizer's state stay in float32. There is no float16, whose
+    gradients underflow, and no fp8; matrix products in float32 are never rounded to TF32."""
+
+    reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
+    """When processes add up their gradients: `step` once, after the last micro batch, which sends less and
+    keeps the gradient of all trained weights in float32 in every process; `micro_batch` after each, which
+    keeps that of a shard. `auto`: `step` where it takes at most a tenth of the device's memory. A trainer of
+    many runs does it after each."""
+
     activation_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass, and compute the rest again: less memory, about
     a third more time. Values and gradients stay the same."""
+
+    def reduces_once(self, num_trained: int, memory_bytes: float) -> bool:
+        """Returns whether processes with so much memory each add up their gradients once per step."""
+        if self.reduce_gradients != "auto":
+            return self.reduce_gradients == "step"
+        return 4 * num_trained <= _GRADIENT_SHARE * memory_bytes
 
 
 class OptimConfig(Section):
@@ -412,8 +432,16 @@ class TrainerConfig(Section):
     keep_weights: int = Field(default=4, ge=2)
     """Published weight versions kept on disk; older ones are deleted."""
 
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of published weights. `auto` is that which the trainer computes in, so that engines get the very
+    numbers; bfloat16 takes half the bytes of float32. Adapters, and `model/`, the result, stay in float32."""
+
     num_processes: int = Field(default=1, ge=1)
     """Processes that `pellucid rl` starts the trainer in. On your own, start them with `torchrun`."""
+
+    collective_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds after which the trainer's processes give up a collective (NCCL, gloo) that does not end, since
+    one of them hangs or a link is down. Waiting for batches does not count."""
 
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the trainer, divided among its processes; default: all cores that it may use, half of

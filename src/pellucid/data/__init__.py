@@ -9,6 +9,7 @@ from pellucid.data.rollout import (
     RoleSpan,
     Rollout,
     Turn,
+    TurnTrace,
     join_columns,
     join_experts,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "TrainingMode",
     "TrainingSample",
     "Turn",
+    "TurnTrace",
     "join_columns",
     "join_experts",
     "read_list_payload",

@@ -19,6 +19,10 @@ from pellucid.errors import DataError, DiskError
 
 _PART_BYTES = 1 << 24
 
+OUTCOME = "logs/OUTCOME"
+"""File of a run folder that says how the run ended: `finished`, `interrupted`, or `failed` and why. Empty
+while the run goes on, or if its launcher was killed."""
+
 MAX_WHOLE_BYTES = 1 << 28
 """Largest file that is read whole; settings, indices and links are smaller by orders of magnitude."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from pellucid.data.packed import PackedArray
-from pellucid.data.plain import clip_middle, encodable
+from pellucid.data.plain import clip_middle, encodable, to_json
 from pellucid.data.schema import COLUMNS, TrainingMode
 from pellucid.errors import DataError
 
@@ -191,6 +191,57 @@ def _as_ids(values: Sequence[int]) -> NDArray[np.integer[Any]]:
         return np.array(values, np.int64)
 
 
+class TurnTrace(msgspec.Struct, array_like=True):
+    """A turn's place in its conversation and in time.
+
+    The conversation of a turn is the first `keeps` messages of the conversation of turn `after`, then the
+    messages that it adds, then its reply:
+
+        turn 0   system user            reply     after = -1, adds nothing to the example's messages
+        turn 1   system user reply tool reply     after = 0, adds the tool's message
+        turn 2   system user summary    reply     after = 1, keeps = 2: history was rewritten
+    """
+
+    after: int = -1
+    """Number of the turn whose conversation this one starts with; -1: the messages of the example."""
+
+    keeps: int | None = None
+    """Number of messages kept of that conversation; None: all."""
+
+    messages: bytes = b""
+    """Added messages as a JSON list, deflated if it is long; empty: none. See `set_messages`."""
+
+    tool_calls: bytes = b""
+    """Calls that the environment found in the reply, as a JSON list; empty: none. See `set_tool_calls`."""
+
+    start_s: float = 0.0
+    """Seconds from the start of the attempt to the request."""
+
+    wait_s: float = 0.0
+    """Seconds from the request to its answer."""
+
+    def set_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        text = to_json(messages) if messages else b""
+        self.messages = text if len(text) < _LONG_TEXT else zlib.compress(text, level=1)
+
+    def set_tool_calls(self, calls: object) -> None:
+        """Takes calls in OpenAI's form and keeps their `id`, `name`, `arguments`; others stay as they are."""
+        kept = [_brief_call(call) for call in calls] if isinstance(calls, (list, tuple)) else []
+        self.tool_calls = to_json(kept) if kept else b""
+
+    @property
+    def messages_json(self) -> bytes:
+        is_json = self.messages[:1] in (b"", b"[")
+        return self.messages if is_json else zlib.decompress(self.messages)
+
+
+def _brief_call(call: object) -> object:
+    match call:
+        case {"id": key, "function": {"name": name, "arguments": arguments}}:
+            return {"id": key, "name": name, "arguments": arguments}
+    return call
+
+
 class TurnTokens(NamedTuple):
     prompt_ids: NDArray[np.integer[Any]]
     token_ids: NDArray[np.integer[Any]]
@@ -226,11 +277,13 @@ class Turn:
         "_reply_start",
         "_reply_stop",
         "_text",
+        "_trace",
         "finish_reason",
         "link",
         "num_prompt_tokens",
         "num_tokens",
         "policy_versions",
+        "sample",
         "trainable",
     )
 
@@ -242,6 +295,7 @@ class Turn:
         role_spans: Sequence[RoleSpan] = (),
         trainable: bool = True,
         goes_on_from: "Turn | None" = None,
+        trace: TurnTrace | None = None,
     ) -> None:
         """Takes `role_spans` as (role, start, stop) of each block of prompt and completion, in tokens.
 
@@ -257,6 +311,10 @@ class Turn:
         self.link = completion.link
         self.trainable = trainable
         """Whether the completion may train; if not, its tokens are `untrainable` in the ledger."""
+        self.trace = TurnTrace() if trace is None else trace
+        self.sample: int | None = None
+        """Number of the sample that holds its tokens, from `num_prompt_tokens` on; None if it has no tokens,
+        or `Rollout.number_samples` was not called."""
         last = goes_on_from if goes_on_from is not None and goes_on_from._is_end_of_line else None
         self._line: TokenLine | None = TokenLine() if last is None or last._line is None else last._line
         self._line.extend(prompt_ids[self._line.ids.size :])
@@ -265,7 +323,8 @@ class Turn:
         self._blocks: BlockLine = BlockLine() if last is None else last._blocks
         # Not as a tuple, for the same reason as the blocks.
         self._reply_role: str | None = role_spans[-1][0] if role_spans else None
-        self._reply_start, self._reply_stop = role_spans[-1][1:] if role_spans else (0, 0)
+        self._reply_start, reply_stop = role_spans[-1][1:] if role_spans else (0, 0)
+        self._reply_stop = None if reply_stop == self.num_known else reply_stop
         self._blocks.extend(role_spans[len(self._blocks.roles) : -1])
         self._num_blocks = len(self._blocks.roles)
         self._experts = _added_experts(completion.routed_experts, last)
@@ -286,9 +345,14 @@ class Turn:
         finish_reason: str,
         link: str = "",
         role_spans: Sequence[RoleSpan] = (),
+        trainable: bool = True,
+        trace: TurnTrace | None = None,
+        sample: int | None = None,
     ) -> "Turn":
         """Makes a turn as `forget_tokens` leaves it: with counts and text, without tokens."""
-        turn = cls([], Completion([], [], policy_versions, finish_reason, link=link), text, role_spans)
+        completion = Completion([], [], policy_versions, finish_reason, link=link)
+        turn = cls([], completion, text, role_spans, trainable, trace=trace)
+        turn.sample = sample
         turn.num_prompt_tokens = num_prompt_tokens
         turn.num_tokens = num_tokens
         turn.forget_tokens()
@@ -297,6 +361,16 @@ class Turn:
     @property
     def text(self) -> str:
         return self._text if isinstance(self._text, str) else zlib.decompress(self._text).decode()
+
+    @property
+    def trace(self) -> TurnTrace:
+        """Its place in the conversation and in time; a copy, which may be changed and set."""
+        return msgspec.msgpack.decode(self._trace, type=TurnTrace)
+
+    @trace.setter
+    def trace(self, trace: TurnTrace) -> None:
+        # Encoded: as an object, it would take as much memory as thirty tokens.
+        self._trace = msgspec.msgpack.encode(trace)
 
     @property
     def num_known(self) -> int:
@@ -324,7 +398,8 @@ class Turn:
     def role_spans(self) -> list[RoleSpan]:
         if self._reply_role is None:
             return []
-        reply = (self._reply_role, self._reply_start, self._reply_stop)
+        reply_stop = self.num_known if self._reply_stop is None else self._reply_stop
+        reply = (self._reply_role, self._reply_start, reply_stop)
         return [*self._blocks.spans(self._num_blocks), reply]
 
     def extends(self, last: "Turn") -> bool:
@@ -387,6 +462,12 @@ class Rollout:
     turns: list[Turn] = field(default_factory=list)
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the metrics that are parts of the reward, by name."""
+
+    time_s: float = 0.0
+    """Seconds from the start of the attempt to its score or failure."""
+
     error: str | None = None
     """`Type: message (file:line)` of the failure; the line is one of the environment's code."""
 
@@ -420,6 +501,22 @@ class Rollout:
         """Oldest policy version of its tokens; None if the policy sampled none."""
         versions = (version for turn in self.turns for version, _ in turn.policy_versions)
         return min((version for version in versions if version != NOT_OURS), default=None)
+
+    def branches(self) -> list[list[Turn]]:
+        """Returns the turns of each sample; a turn joins the sample with all of whose tokens it starts."""
+        branches: list[list[Turn]] = []
+        for turn in (turn for turn in self.turns if turn.num_tokens):
+            branch = next((branch for branch in reversed(branches) if turn.extends(branch[-1])), None)
+            if branch is None:
+                branches.append(branch := [])
+            branch.append(turn)
+        return branches
+
+    def number_samples(self) -> None:
+        """Notes the sample of each turn, which cannot be found any more once the tokens are forgotten."""
+        for number, turns in enumerate(self.branches()):
+            for turn in turns:
+                turn.sample = number
 
     def forget_tokens(self) -> None:
         """Frees the tokens, which are in the samples by now; ids, counts and texts stay."""

@@ -1,9 +1,13 @@
-"""A token table as tensors, one value per token, for forward and loss.
+"""A token table as tensors, one value per token, for forward and loss; and copies that keep no GPU waiting.
+
+A host that waits for a GPU gives it nothing to do meanwhile. So copies to it go through pinned memory and are
+not waited for (`to_device`), numbers come back together (`read_together`), and values of every token are
+waited for by the thread that needs them (`HostCopy`).
 
 No other module of this package imports torch: only the trainer needs it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +33,53 @@ class TokenTensors:
         return self.columns.get(name)
 
 
+def read_together(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
+    """Reads tensors of one device in one copy: the host waits for the device once."""
+    if not tensors:
+        return []
+    if tensors[0].device.type == "cpu":
+        return [tensor.detach().numpy() for tensor in tensors]
+    whole = torch.cat([tensor.detach().flatten().view(torch.uint8) for tensor in tensors]).cpu()
+    parts = whole.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+    return [
+        # A part may begin at any byte, and a tensor of wider numbers may not: so it is copied.
+        part.clone().view(tensor.dtype).view(tensor.shape).numpy()
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+class HostCopy:
+    """Copies of tensors in pinned host memory, started when this is made.
+
+    Only `wait` waits for the device, in whichever thread calls it; tensors on the CPU are not copied.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._copies = {
+            name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()
+        }
+        devices = {tensor.device for tensor in tensors.values()}
+        self._events = [
+            torch.get_device_module(device).current_stream(device).record_event()
+            for device in devices
+            if device.type != "cpu"
+        ]
+
+    def wait(self) -> dict[str, Tensor]:
+        for event in self._events:
+            event.synchronize()
+        return self._copies
+
+
 def to_tensors(table: TokenTable, device: torch.device) -> TokenTensors:
     """Converts the columns that forward or loss read; the others serve the books, which read the table."""
     columns = {
-        name: _tensor(_dense(table, name), device)
+        name: _dense(table, name)
         for name, column in COLUMNS.items()
         if column.read_by and (name in table or column.stand_in is not None)
     }
-    return TokenTensors(table.lengths.tolist(), _tensor(table.positions(), device), columns)
+    *values, positions = to_device([*columns.values(), table.positions()], device)
+    return TokenTensors(table.lengths.tolist(), positions, dict(zip(columns, values, strict=True)))
 
 
 def _dense(table: TokenTable, name: str) -> NDArray[Any]:
@@ -45,8 +88,21 @@ def _dense(table: TokenTable, name: str) -> NDArray[Any]:
     return dense.view(np.int32) if dense.dtype == np.uint32 else dense
 
 
-def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    if not array.flags.writeable:
-        array = array.copy()
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+_ALIGNMENT = 16
+"""Bytes at whose multiples the arrays of a copy start; a multiple of every item's size."""
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copies arrays to a device, by one copy that the host does not wait for; a CPU shares their memory."""
+    tensors = [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
+    if device.type == "cpu":
+        return tensors
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, tensor in zip(packed.split(sizes), tensors, strict=True):
+        part[: tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+    moved = packed.to(device, non_blocking=True).split(sizes)
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(moved, tensors, strict=True)
+    ]

@@ -10,9 +10,10 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
@@ -21,6 +22,7 @@ from pellucid.data.files import read_lines
 from pellucid.data.schema import FIELD_BY_NAME, FIELDS, TOKEN_FIELDS, Column
 from pellucid.data.table import TokenTable, Values
 from pellucid.errors import DataError
+from pellucid.export.foreign import token_records
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,12 @@ _HEAD_BYTES = 4096
 
 _JSON_STARTS = (b"", *(bytes([byte]) for byte in b'{["-0123456789tfn'))
 _KEPT_LINES = 4
+_BLOCK_BYTES = 1 << 22
+"""Bytes of lines that are parsed at a time."""
+
+_FEW_FIELDS = 12
+"""Up to so many fields, cutting them out of a line is faster than parsing it."""
+
 _BLOCK = 1 << 20
 _TORN = object()
 
@@ -108,8 +116,9 @@ class JsonlSource:
         self.path = path
         self._span = span
         self._report = report
-        self._spans: list[tuple[int, int, int]] = []
-        """Line number, counted from the span's start, and first and last byte of each record."""
+        self._spans: list[tuple[int, int, int, int]] = []
+        """Line number, counted from the span's start, first and last byte of each record's line, and which of
+        the line's records it is: a trace of another system has one for each branch."""
 
         self.keys: list[tuple[int, ...]] = []
         """(step, rank, index) of each row."""
@@ -124,30 +133,37 @@ class JsonlSource:
             end, number = min(end, len(text)), 1
             while start < end:
                 # Before its end is searched for: what is no record may be very long.
-                if text[start : start + _HEAD_BYTES].lstrip()[:1] not in _JSON_STARTS:
+                if text[start] not in b"{\n" and (
+                    text[start : start + _HEAD_BYTES].lstrip()[:1] not in _JSON_STARTS
+                ):
                     raise DataError(f"{self._place(number)} is not JSON: a record begins with a brace")
                 stop = text.find(b"\n", start, end) + 1 or end
-                if text[start : start + 1] != b"\n" and (key := self._key(text, number, start, stop)):
-                    self._spans.append((number, start, stop))
-                    self.keys.append(key)
+                if text[start : start + 1] != b"\n":
+                    for part, key in enumerate(self._keys(text, number, start, stop)):
+                        self._spans.append((number, start, stop, part))
+                        self.keys.append(key)
                 start, number = stop, number + 1
 
-    def _key(self, text: mmap.mmap, number: int, start: int, stop: int) -> tuple[int, ...] | None:
-        """From the head of the record, if it has one; None for a line without a record."""
+    def _keys(self, text: mmap.mmap, number: int, start: int, stop: int) -> list[tuple[int, ...]]:
+        """From the head of the record, if it has one; none for a line without a record."""
         cut = text.find(b'"token_ids"', start, min(stop, start + _HEAD_BYTES))
         if cut > 0 and text[stop - 1 : stop] == b"\n":
             with suppress(orjson.JSONDecodeError):  # then the whole line tells
                 head = orjson.loads(text[start:cut].rstrip(b", \t") + b"}")
-                if all(isinstance(head.get(name), int) for name in KEY):
-                    return key_of(head)
+                key = tuple(map(head.get, KEY))
+                if all(isinstance(number, int) for number in key):
+                    return [key]
         line = text[start:stop]
         if not line.strip():
-            return None
+            return []
         value = _parse(line, lambda: self._place(number), self._report)
         if value is _TORN:
-            return None
+            return []
         with self._located(number):
-            return key_of(as_record(value))
+            keys = [key_of(record) for record in _as_records(value)]
+        if isinstance(value, dict) and not {"token_ids", "tokens"} & value.keys():  # a trace has no index
+            keys = [(step, rank, len(self.keys) + part) for part, (step, rank, _) in enumerate(keys)]
+        return keys
 
     @contextmanager
     def _located(self, number: int) -> Iterator[None]:
@@ -166,13 +182,18 @@ class JsonlSource:
         return f"{self.path}:{number}"
 
     def _read(self, row: int) -> dict[str, Any]:
-        number, start, stop = self._spans[row]
         with self.path.open("rb") as file:
-            file.seek(start)
-            line = file.read(stop - start)
-        value = _parse(line, lambda: self._place(number), self._report)
+            return self._parse_row(file, row)
+
+    def _parse_row(self, file: BinaryIO, row: int, wanted: frozenset[str] | None = None) -> dict[str, Any]:
+        number, start, stop, part = self._spans[row]
+        file.seek(start)
+        line = file.read(stop - start)
+        value = _cut(line, wanted) if wanted is not None and len(wanted) <= _FEW_FIELDS else None
+        if value is None:
+            value = _parse(line, lambda: self._place(number), self._report)
         with self._located(number):
-            return as_record(value)
+            return _as_records(value, wanted)[part]
 
     def names(self, row: int) -> Sequence[str]:
         """Returns the columns that a record has. A null is the value of a sequence's field (no reward, say),
@@ -184,23 +205,62 @@ class JsonlSource:
         ]
 
     def batch(self, rows: Sequence[int], names: Sequence[str]) -> TokenTable:
-        """Returns these columns of these rows; a column that one of the rows lacks is left out."""
-        lengths: list[int] = []
-        parts: dict[str, list[Values]] = {name: [] for name in names}
+        """Returns these columns of these rows; a column that one of the rows lacks is left out.
+
+        Lists of numbers take ten times the memory of arrays, so that only some lines are parsed at a time.
+        """
+        tables = [self._block(block, names) for block in self._blocks(rows)]
+        for name in names:
+            if len({table.is_per_token(name) for table in tables if name in table}) > 1:  # an unknown column
+                tables[0] = TokenTable.of_rows(
+                    tables[0].lengths, {key: own for key, own in tables[0].columns.items() if key != name}
+                )
+        return TokenTable.concat(tables)
+
+    def _blocks(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        block: list[int] = []
+        num_bytes = 0
+        for row in rows:
+            _, start, stop, _ = self._spans[row]
+            if block and num_bytes + stop - start > _BLOCK_BYTES:
+                yield block
+                block, num_bytes = [], 0
+            block.append(row)
+            num_bytes += stop - start
+        if block:
+            yield block
+
+    def _block(self, rows: Sequence[int], names: Sequence[str]) -> TokenTable:
+        records = self._records(rows, names)
+        lengths = np.array([len(record["token_ids"]) for record in records], np.int64)
+        columns: dict[str, Values] = {}
+        for name in names:
+            members = [record for record in records if _has(record, name)]
+            try:
+                values = _column(members, name)
+                check_values({name: values})
+            except DataError:
+                self._find_fault(rows, name)
+                raise
+            if len(members) == len(records) and (name in FIELD_BY_NAME or _is_alike(members, name)):
+                columns[name] = values
+        return TokenTable(lengths, columns)
+
+    def _records(self, rows: Sequence[int], names: Sequence[str]) -> list[dict[str, Any]]:
+        """Parses these rows. Of many, the file is opened once and only these columns are checked."""
+        if len(rows) <= _KEPT_LINES:
+            return [self._record(row) for row in rows]
+        wanted = frozenset(names)
+        with self.path.open("rb") as file:
+            return [self._parse_row(file, row, wanted) for row in rows]
+
+    def _find_fault(self, rows: Sequence[int], name: str) -> None:
+        """Raises the error of the first row whose values of a column are wrong."""
         for row in rows:
             record = self._record(row)
-            lengths.append(len(record["token_ids"]))
-            with self._located(self._spans[row][0]):
-                columns = {name: column_of(record, name) for name in names if _has(record, name)}
-                check_values(columns)
-            for name, values in columns.items():
-                parts[name].append(values)
-        whole = {
-            name: values[0] if len(values) == 1 else np.concatenate(values)
-            for name, values in parts.items()
-            if values and len(values) == len(rows) and (name in FIELD_BY_NAME or _is_alike(values))
-        }
-        return TokenTable(np.array(lengths, np.int64), whole)
+            if _has(record, name):
+                with self._located(self._spans[row][0]):
+                    check_values({name: _column([record], name)})
 
 
 def _has(record: Mapping[str, Any], name: str) -> bool:
@@ -208,24 +268,37 @@ def _has(record: Mapping[str, Any], name: str) -> bool:
     return record.get(name) is not None if is_needed else name in record
 
 
-def _is_alike(parts: Sequence[Values]) -> bool:
+def _is_alike(records: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether an unknown column is of tokens in all records, or of sequences in all."""
-    return len({part.dtype for part in parts}) == 1
+    return len({_is_per_token(record, name) for record in records}) < 2
 
 
-def column_of(record: Mapping[str, Any], name: str) -> Values:
-    """Returns a field of a record as an array: null is NaN, and a mask with nulls is float32.
+def _is_per_token(record: Mapping[str, Any], name: str) -> bool:
+    """Whether a field is a column of tokens: an unknown one is if it is a list as long as `token_ids`."""
+    field, value = FIELD_BY_NAME.get(name), record[name]
+    if field is not None:
+        return field.per_token
+    return isinstance(value, list) and len(value) == len(record["token_ids"])
 
-    A list of an unknown field is a column of tokens if it is as long as `token_ids`.
-    """
-    value, field = record[name], FIELD_BY_NAME.get(name)
-    is_list = isinstance(value, list) and len(value) == len(record["token_ids"])
-    if field.per_token if field is not None else is_list:
-        return _token_values(name, value, np.dtype(np.float64 if field is None else field.dtype))
-    if field is not None and field.is_number and (value is None or isinstance(value, int | float)):
-        return np.array([np.nan], np.float32) if value is None else np.array([value], field.dtype)
-    column = np.empty(1, object)
-    column[0] = value
+
+def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:
+    """Returns a field of all these records as one array: null is NaN, and a mask with nulls is float32."""
+    field = FIELD_BY_NAME.get(name)
+    values = [record[name] for record in records]
+    if records and _is_per_token(records[0], name) and (field is not None or _is_alike(records, name)):
+        joined = list(chain.from_iterable(values))
+        return _token_values(name, joined, np.dtype(np.float64 if field is None else field.dtype))
+    kinds = set(map(type, values))
+    if field is not None and field.is_number and kinds <= {int, float, bool, NoneType}:
+        known = [] if kinds == {NoneType} else [field.dtype]
+        null = [np.float32] if NoneType in kinds else []
+        try:
+            return np.array(values, np.result_type(*known, *null))
+        except OverflowError as error:
+            raise DataError(f"{name} is too large: {error}") from error
+    column = np.empty(len(values), object)
+    for row, value in enumerate(values):  # at once, numpy would take lists for a second dimension
+        column[row] = value
     return column
 
 
@@ -241,28 +314,69 @@ def _token_values(name: str, values: list[Any], dtype: np.dtype[Any]) -> Values:
         raise DataError(f"{name} is not a list of numbers: {error}") from error
 
 
-def as_record(value: Any) -> dict[str, Any]:
-    """Returns the record with its columns as lists."""
+def _cut(line: bytes, wanted: frozenset[str]) -> dict[str, Any] | None:
+    """Parses some fields of a record and leaves out the others, which takes a third of the time of all; None
+    for a line that is not as pellucid writes it: flat, without blanks, each name once.
+
+    In a flat object what looks like a name with its colon is one: within a text its quotes would be escaped.
+    """
+    start = line.find(b'"token_ids":[', 0, _HEAD_BYTES)
+    if start < 1 or line.count(b"{") != 1 or not line.endswith(b"}\n"):
+        return None
+    try:
+        record: dict[str, Any] = orjson.loads(line[: start - 1] + b"}")
+        for name in {"token_ids", "schema_version", *wanted}:
+            key = b'"%s":' % name.encode()
+            at = line.find(key, start)
+            if at < 0:
+                continue
+            if name in record or line.find(key, at + 1) >= 0:
+                return None
+            at += len(key)
+            is_list = line[at : at + 1] == b"["
+            stop = line.find(b"]", at) + 1 if is_list else _end_of_number(line, at)
+            record[name] = orjson.loads(line[at:stop])
+    except orjson.JSONDecodeError:  # a list of lists, a text: then the whole line tells
+        return None
+    return record
+
+
+def _end_of_number(line: bytes, start: int) -> int:
+    comma = line.find(b",", start)
+    return len(line) - 2 if comma < 0 else comma
+
+
+def _as_records(value: Any, wanted: frozenset[str] | None = None) -> list[dict[str, Any]]:
+    """Returns the records of a line: one, or the branches of another system's trace."""
+    is_record = isinstance(value, dict) and "token_ids" in value
+    branches = None if is_record else token_records(value)
+    return [as_record(one, wanted) for one in ([value] if branches is None else branches)]
+
+
+def as_record(value: Any, wanted: frozenset[str] | None = None) -> dict[str, Any]:
+    """Returns the record with its columns as lists; checks them, or only those that are `wanted`."""
     if not isinstance(value, dict):
         raise DataError(f"expected one JSON object per line, got {type(value).__name__}")
     record: dict[str, Any] = value if "token_ids" in value else _from_token_objects(value)
     ids = record["token_ids"]
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise DataError(f"expected token_ids to be a list of integers, got {_preview(ids)}")
-    for name in (field.name for field in TOKEN_FIELDS):
+    for name in _TOKEN_NAMES if wanted is None else _TOKEN_NAMES & wanted:
         column = record.get(name)
         if column is not None and (not isinstance(column, list) or len(column) != len(ids)):
             got = f"{len(column)} entries" if isinstance(column, list) else type(column).__name__
             raise DataError(f"expected {name} to be a list of {len(ids)} entries, one per token, got {got}")
-    key_of(record)
+    if wanted is None:
+        key_of(record)
     if isinstance(version := record.get("schema_version"), int):
         _check_version(version)
-    for name, rule in _RULES.items():
-        if not isinstance(record.get(name), rule):
+    for name in _RULES.keys() if wanted is None else _RULES.keys() & wanted:
+        if not isinstance(record.get(name), rule := _RULES[name]):
             raise DataError(f"expected {name} to be {_KINDS[rule]} or null, got {_preview(record[name])}")
     return record
 
 
+_TOKEN_NAMES = {field.name: None for field in TOKEN_FIELDS}.keys()
 _NUMBER, _TEXT, _ID = (int, float, type(None)), (str, type(None)), (int, float, str, type(None))
 _KINDS = {_NUMBER: "a number", _TEXT: "text", _ID: "text, a number"}
 _RULES = {

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from pellucid.config import ExportFormat, TrainerRunConfig
 
 FOLDER = "token_exports"
+RUN_PARTS = ("configs", "ledger", "metrics", "rollouts")
+"""Folders by which a run folder is known, besides `FOLDER`; none of them holds an export."""
+
 MARKER = "STABLE"
 LINK = ".link.json"
 _UNKNOWN = "an unknown one"

@@ -31,15 +31,13 @@ from pellucid.data.table import TokenTable, Values
 from pellucid.errors import DataError
 from pellucid.export.jsonl import JsonlSource
 from pellucid.export.parquet import ParquetSource, require, to_arrow
-from pellucid.export.paths import FOLDER, LINK, MARKER, RankFile
+from pellucid.export.paths import FOLDER, LINK, MARKER, RUN_PARTS, RankFile
 from pellucid.export.summary import NEEDED, StepSummary
 
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".parquet")
 _STEPS_KEPT_OPEN = 64
-_OWN_PARTS = ("configs", "ledger", "logs", "metrics", "rollouts")
-"""Folders of a run that hold no export; where one of them is, steps without STABLE are being written."""
 
 RecordSource = JsonlSource | ParquetSource
 
@@ -397,7 +395,7 @@ def _step_folders(path: Path) -> dict[int, Path] | None:
         for number in numbers
         if os.path.exists(f"{exports}/step_{number}/{MARKER}")  # of a long run these are thousands
     }
-    if not finished and not any((exports.parent / part).is_dir() for part in _OWN_PARTS):
+    if not finished and not any((exports.parent / part).is_dir() for part in RUN_PARTS):
         finished = {number: exports / f"step_{number}" for number in numbers}  # another trainer's
     if not finished:
         raise DataError(
@@ -418,7 +416,7 @@ def _rank_files(folder: Path) -> list[RankFile]:
     files = sorted(path for suffix in (*SUFFIXES, LINK) for path in folder.glob(f"*{suffix}"))
     if not files:
         nested = (path for suffix in SUFFIXES for path in folder.rglob(f"*{suffix}"))
-        files = sorted(path for path in nested if not {*path.relative_to(folder).parts} & {*_OWN_PARTS})
+        files = sorted(path for path in nested if not {*path.relative_to(folder).parts} & {*RUN_PARTS})
     if not files:
         present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
         raise DataError(

@@ -171,16 +171,21 @@ class Part:
             self._slices.setdefault(owner, Slice()).add(batch, rows, tokens)
 
     def merge(self, other: "Part") -> None:
+        self.merge_numbers(other)
+        self.positions.merge(other.positions)
+        for name in other.metrics:
+            self._keep_worst(name, other.worst[name])
+
+    def merge_numbers(self, other: "Part") -> None:
+        """Merges everything but the means by position and the worst tokens, which take as long again."""
         for name, count in other.counts.items():
             self.counts[name] += count
         self.reward.merge(other.reward)
         self.length.merge(other.length)
-        self.positions.merge(other.positions)
         for owner, part in other._slices.items():
             self._slices.setdefault(owner, Slice()).merge(part)
         for name, distribution in other.metrics.items():
             self.metrics.setdefault(name, Distribution()).merge(distribution)
-            self._keep_worst(name, other.worst[name])
 
     def _keep_worst(self, name: str, tokens: Iterable[dict[str, Any]]) -> None:
         """Merges `tokens`, worst first, into those kept so far."""

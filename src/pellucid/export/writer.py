@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the process that writes needs neither, and starts in half t
     from torch import Tensor
 
     from pellucid.config import ExportColumns, ExportFormat, TrainerPrecision
+    from pellucid.data.tensors import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -266,11 +267,12 @@ class TokenExporter:
         denominator: int,
     ) -> None:
         """Adds a micro batch; `observed` are the per-token values of forward and loss, None where absent."""
+        from pellucid.data.tensors import HostCopy
+
+        # First: the copy is under way while the micro batch before it is written.
+        copy = HostCopy({name: values for name, values in observed.items() if values is not None})
         self.flush()
-        on_cpu = {
-            name: None if values is None else values.detach().cpu() for name, values in observed.items()
-        }
-        held: list[tuple[TokenTable, Mapping[str, Tensor | None]]] = [(table, on_cpu)]
+        held = [(table, dict.fromkeys(observed), copy)]
         self._jobs.append(self._thread.submit(self._export, held, step, micro_step, denominator))
 
     def complete(self, step: int) -> None:
@@ -325,14 +327,16 @@ class TokenExporter:
 
     def _export(
         self,
-        held: "list[tuple[TokenTable, Mapping[str, Tensor | None]]]",
+        held: "list[tuple[TokenTable, dict[str, None], HostCopy]]",
         step: int,
         micro_step: int,
         denominator: int,
     ) -> None:
         """Exports the micro batch in `held`, and drops the reference to it before the job counts as done."""
+        table, absent, copy = held.pop()
         batch, num_skipped = micro_batch_columns(
-            *held.pop(),
+            table,
+            {**absent, **copy.wait()},
             step=step,
             rank=self._rank,
             micro_step=micro_step,
@@ -340,6 +344,7 @@ class TokenExporter:
             num_written=self._num_due,
             precision=self._precision,
         )
+        del table, copy
         self.num_skipped += num_skipped
         self._num_due += batch.num_sequences
         self._write(step, lambda: self._writer.write(step, batch))

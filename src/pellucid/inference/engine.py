@@ -5,6 +5,7 @@
 
 Invariants, besides those of `slots.py`:
 - Equal prompts are computed once, as long as one of their requests still runs under the same weights.
+- The host waits for a GPU once per step, for the tokens and what belongs to them, and once if it scores.
 - Prompts and scorings of a step are bounded by `MAX_PREFILL_TOKENS`, so neither holds up running sequences
   for long. Each step scores at least one sequence, however many prompts there are.
 - A weight swap happens between two steps. Running sequences keep their cache and go on under the new
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data import PackedArray
+from pellucid.data.tensors import read_together, to_device
 from pellucid.inference.kv_cache import CacheRow, KVCache, Prompt, StepAttention
 from pellucid.inference.slots import Request, Scoring, SlottedEngine
 from pellucid.model import ExpertRecorder, Policy, lean_forward, packed_layout, token_logprobs
@@ -73,16 +75,21 @@ class Engine(SlottedEngine[CacheRow]):
         rows = self._cache.arrange()
         if not rows:
             return
-        hidden = self._forward(self._share(admitted, donors), rows)
+        prompts = self._share(admitted, donors)
+        hidden = self._forward(prompts, rows)
         requests = [self._running[row] for row in rows]
-        tokens, logprobs = draw(
+        drawn = draw(
             self._policy.logits(hidden),
             [request.params.temperature for request in requests],
             [request.generator.random() for request in requests],
         )
+        recorded = [] if self._recorder is None else [self._recorder.last()]
+        tokens, logprobs, *experts = read_together([*drawn, *recorded])
+        for each in experts:
+            self._keep_experts(each, prompts, rows)
         for row in rows:
             row.length += 1
-        self._take(requests, tokens, logprobs)
+        self._take(requests, tokens.tolist(), logprobs.tolist())
 
     def _score(self, budget: int) -> None:
         """Scores sequences in order of arrival: at least one, and more while they fit into the budget."""
@@ -157,11 +164,8 @@ class Engine(SlottedEngine[CacheRow]):
         token_ids = np.concatenate([*(prompt.token_ids for prompt in prompts), last_tokens])
         positions = np.concatenate([*(np.arange(len(p.token_ids)) for p in prompts), last_positions])
         plan = StepAttention(prompts, self._cache.shelves, device)
-        hidden = self._hidden(
-            torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device), plan
-        )
-        if self._recorder is not None:
-            self._keep_experts(self._recorder.last(), prompts, rows)
+        ids, places = to_device([token_ids, positions], device)
+        hidden = self._hidden(ids, places, plan)
         return hidden[-len(rows) :]
 
     def _keep_experts(
@@ -196,18 +200,17 @@ class Engine(SlottedEngine[CacheRow]):
 _BLOCK = 256
 
 
-def draw(
-    logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
-) -> tuple[list[int], list[float]]:
+def draw(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> tuple[Tensor, ...]:
     """Draws a token per row, with its logprob; temperature 0: the likeliest, logprob at temperature 1."""
-    device = logits.device
-    scales = torch.tensor([temperature or 1.0 for temperature in temperatures], device=device)
+    given = np.array(temperatures, np.float32)
+    scales, levels, greedy = to_device(
+        [np.where(given == 0, np.float32(1), given), np.array(uniforms), given == 0], logits.device
+    )
     logprobs = token_logprobs(logits, scales)
-    tokens = _inverse_cdf(logprobs, torch.tensor(uniforms, dtype=torch.float64, device=device))
+    tokens = _inverse_cdf(logprobs, levels)
     if 0 in temperatures:
-        greedy = torch.tensor([temperature == 0 for temperature in temperatures], device=device)
         tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
-    return tokens.tolist(), logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
 def _inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
@@ -248,13 +251,16 @@ def score(policy: Policy, hidden_states: HiddenStates, scorings: Sequence[Scorin
     device = policy.device
     lengths = [len(each.token_ids) for each in scorings]
     layout = packed_layout(lengths).to(device)
-    token_ids = torch.from_numpy(np.concatenate([np.asarray(each.token_ids, np.int64) for each in scorings]))
-    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
-    temperatures = torch.tensor([each.temperature for each in scorings]).repeat_interleave(
-        torch.tensor(lengths)
+    token_ids, positions, temperatures = to_device(
+        [
+            np.concatenate([np.asarray(each.token_ids, np.int64) for each in scorings]),
+            np.concatenate([np.arange(length) for length in lengths]),
+            np.repeat(np.array([each.temperature for each in scorings], np.float32), lengths),
+        ],
+        device,
     )
-    token_ids, temperatures = token_ids.to(device), temperatures.to(device)
-    hidden = hidden_states(token_ids, positions.to(device), layout.plan)
+    hidden = hidden_states(token_ids, positions, layout.plan)
     logprobs = torch.full((len(token_ids),), torch.nan, device=device)
     logprobs[layout.predicted] = policy.predict(hidden, token_ids, temperatures, layout).logprobs
-    return [part.tolist() for part in logprobs.split(lengths)]
+    (found,) = read_together([logprobs])
+    return [part.tolist() for part in np.split(found, np.cumsum(lengths)[:-1])]

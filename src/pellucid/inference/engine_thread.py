@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pellucid.data import Completion
+from pellucid.data.spans import SpanLog
 from pellucid.ending import DISK_SILENCE_S, SINK_SILENCE_S, say
 from pellucid.errors import InferenceError
 from pellucid.inference.client import Account, GenerateRequest
@@ -34,6 +35,11 @@ T = TypeVar("T")
 StreamEvent = tuple[int, tuple[int, float] | Completion | InferenceError]
 """Index of a request, with its next token and logprob, its completion at the end, or why it is refused."""
 _FLUSH_S = 0.25
+_PAUSE_S = 0.05
+"""Steps of the engine that are further apart belong to two spans."""
+
+_STRETCH_S = 2.0
+"""Longest span of steps: the mean number of sequences in it is that of a moment."""
 
 
 class EngineDownError(InferenceError):
@@ -47,7 +53,10 @@ class EngineThread:
         journal: Journal,
         sink: Sink,
         on_failure: Callable[[BaseException], None],
+        spans: SpanLog | None = None,
     ) -> None:
+        """`spans`: receives a span for every stretch of work and every load of weights."""
+        self._work = WorkSpans(engine, spans)
         self._engine = engine
         self._journal = journal
         self._sink = sink
@@ -221,7 +230,8 @@ class EngineThread:
         if (version, run) != (outgoing, self.run) or published not in (None, self._published):
             self.updating = True
             try:
-                self._engine.update_weights(version, folder)
+                with self._work.loading(version):
+                    self._engine.update_weights(version, folder)
             finally:
                 self.updating = False
             self.run, self._published = run, published
@@ -281,6 +291,7 @@ class EngineThread:
 
     def _close_sink(self) -> None:
         say("closing its metrics", silence_s=SINK_SILENCE_S)
+        self._work.close()
         try:
             self._report(self._engine.version)
         finally:
@@ -290,9 +301,9 @@ class EngineThread:
         flushed = time.monotonic()
         while self._run_commands():
             if not self._engine.is_idle:
-                started = time.monotonic()
-                self._engine.step()
-                self.busy_s += time.monotonic() - started
+                with self._work.step() as started:
+                    self._engine.step()
+                self.busy_s += time.perf_counter() - started
             if time.monotonic() - flushed > _FLUSH_S:
                 self._flush()
                 flushed = time.monotonic()
@@ -324,6 +335,69 @@ class EngineThread:
                     self._journal.count(account.run, account.env, what, tokens - written[account], link)
             self._written[what] = Counter(counter)
         self._journal.flush(self._engine.version)
+        self._work.flush()
+
+
+class WorkSpans:
+    """Joins the engine's steps to spans, `decode`, and adds one for each `load` of weights.
+
+    A step takes milliseconds, and one forward computes new prompts and decodes: a span is a stretch of steps
+    without a pause, under one policy version, with the mean number of sequences that they sampled for.
+    """
+
+    def __init__(self, engine: SlottedEngine[Any], spans: SpanLog | None) -> None:
+        self._engine = engine
+        self._spans = spans
+        self._start = self._end = 0.0
+        self._before: tuple[int, int] | None = None
+        """Tokens sampled and steps taken before the stretch that is going on; None between two."""
+
+    @contextmanager
+    def step(self) -> Iterator[float]:
+        """Context manager around a step of the engine; yields when it started."""
+        started = SpanLog.clock()
+        if self._before is not None and (
+            started - self._end > _PAUSE_S or started - self._start > _STRETCH_S
+        ):
+            self._end_stretch()
+        if self._before is None:
+            self._start = self._end = started
+            self._before = self._counts()
+        yield started
+        self._end = SpanLog.clock()
+
+    @contextmanager
+    def loading(self, version: int) -> Iterator[None]:
+        """Context manager around a load of weights, `version`."""
+        self._end_stretch()
+        started = SpanLog.clock()
+        yield
+        if self._spans is not None:
+            self._spans.add("load", started, SpanLog.clock(), version)
+
+    def flush(self) -> None:
+        if self._before is not None and SpanLog.clock() - self._end > _PAUSE_S:
+            self._end_stretch()
+        if self._spans is not None:
+            self._spans.flush()
+
+    def close(self) -> None:
+        self._end_stretch()
+        if self._spans is not None:
+            self._spans.flush()
+
+    def _end_stretch(self) -> None:
+        if self._before is None:
+            return
+        num_tokens, num_steps = (now - then for now, then in zip(self._counts(), self._before, strict=True))
+        self._before = None
+        if self._spans is not None:
+            load = num_tokens / num_steps if num_steps else None
+            self._spans.add("decode", self._start, self._end, self._engine.version, load)
+
+    def _counts(self) -> tuple[int, int]:
+        counts = self._engine.counts
+        return counts.sampled.total(), counts.decode_steps
 
 
 def _published_at(folder: Path) -> int | None:

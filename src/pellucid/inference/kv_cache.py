@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pellucid.data.tensors import to_device
 from pellucid.model import PackedAttention, Policy, key_shape
 
 _FIRST_CAPACITY = 64
@@ -203,17 +204,16 @@ class _ShelfPart:
         rows = np.arange(len(last))
         tokens, positions = first + rows, last
         self._own = slice(first, first + len(last))
-        self._written: slice | Tensor = self._own
         if prompts:
             own = (tokens, rows, positions)
             tokens, rows, positions = map(np.concatenate, zip(prompts, own, strict=True))
-            self._written = torch.from_numpy(tokens).to(device)
         self._layers = shelf.layers()
         heads = len(self._layers[0][0]) // len(last)
         targets = (rows[:, None] * heads + np.arange(heads)) * shelf.capacity + positions[:, None]
-        self._targets = torch.from_numpy(targets.reshape(-1)).to(device)
-        seen = torch.from_numpy(last).to(device)[:, None, None]
-        self._hidden = torch.arange(shelf.capacity, device=device) > seen
+        written = [tokens] if prompts else []
+        self._targets, seen, *indices = to_device([targets.reshape(-1), last, *written], device)
+        self._written: slice | Tensor = indices[0] if indices else self._own
+        self._hidden = torch.arange(shelf.capacity, device=device) > seen[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Writes the step's keys and values into the cache and returns the attention output of this shelf's

@@ -43,6 +43,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pellucid.config import InferenceRunConfig
 from pellucid.data import Completion
 from pellucid.data.model_folder import model_fingerprint
+from pellucid.data.spans import SpanLog
 from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
 from pellucid.ending import SILENCE_S, say, say_failure, working
 from pellucid.errors import InferenceError, TransportError
@@ -416,7 +417,8 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
         say_failure(error)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = EngineThread(engine, journal, sink, go_down)
+    spans = SpanLog(config.output_dir, name, load=settings.max_concurrent)
+    thread = EngineThread(engine, journal, sink, go_down, spans)
     server = Server(
         engine,
         thread,

@@ -22,6 +22,7 @@ from pellucid.config.base import to_toml
 from pellucid.config.tools import ClusterConfig, RenderConfig
 from pellucid.data.files import replace_file
 from pellucid.errors import ConfigError
+from pellucid.launch.gpus import VISIBLE
 
 
 def run_render(config: RenderConfig) -> None:
@@ -46,8 +47,18 @@ def write_files(config: RenderConfig) -> list[Path]:
 def _run_of(config: RenderConfig) -> RLConfig:
     """Returns the configuration that all parts read; server addresses are passed when a part starts."""
     cluster, teacher = config.cluster, config.orchestrator.teacher
-    num_processes = cluster.trainer_nodes * cluster.processes_per_node
+    num_processes = cluster.trainer_nodes * cluster.num_processes
     config.trainer.check_num_processes(num_processes)
+    for key, number in config.gpus.model_dump(exclude_none=True).items():
+        raise ConfigError(
+            f"gpus.{key} = {number} divides the GPUs of one machine, for `pellucid rl`; leave it out, and "
+            "set cluster.trainer_nodes, cluster.inference_nodes and cluster.gpus_per_node"
+        )
+    if cluster.gpus_per_node and (size := config.inference.gpus_per_server) > cluster.gpus_per_node:
+        raise ConfigError(
+            f"inference.vllm.tensor_parallel_size = {size} exceeds cluster.gpus_per_node = "
+            f"{cluster.gpus_per_node}: a server's GPUs are those of one machine; lower the former"
+        )
     if config.inference.servers:
         raise ConfigError(
             "inference.servers is for servers that you start yourself; `pellucid render` starts "
@@ -86,11 +97,15 @@ on() {{ srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${{@:2}}"; }}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 addresses=""
-for number in "${{!servers[@]}}"; do
-    host=${{servers[$number]}}
-    addresses+="${{addresses:+, }}\\"http://$host:{port}\\""
-    on "$host" pellucid inference @ "$config" "${{resume[@]}}" \\
-        --inference.host "$host" --inference.port {port} --inference.replica "$number" &
+number=0
+for host in "${{servers[@]}}"; do
+    for place in {places}; do
+        address=$host:$(({port} + number % {num_servers}))
+        addresses+="${{addresses:+, }}\\"http://$address\\""
+        on "$host" {environment}pellucid inference @ "$config" "${{resume[@]}}" \\
+            --inference.host "$host" --inference.port "${{address##*:}}" --inference.replica "$number" &
+        number=$((number + 1))
+    done
 done
 
 parts=()
@@ -125,10 +140,18 @@ def slurm_script(run: RLConfig, cluster: ClusterConfig, config_path: Path) -> st
         for name, value in options.items()
         if value is not None
     ]
+    size = run.inference.gpus_per_server
+    places = [
+        ",".join(str(server * size + gpu) for gpu in range(size))
+        for server in range(cluster.servers_per_node(size))
+    ]
     script = _SCRIPT.format(
         config=shlex.quote(str(config_path.resolve())),
         num_trainers=cluster.trainer_nodes,
-        num_processes=cluster.processes_per_node,
+        num_processes=cluster.num_processes,
+        num_servers=cluster.servers_per_node(size),
+        places=" ".join(places),
+        environment=f"env {VISIBLE}=$place " if len(places) > 1 else "",
         port=cluster.port,
         rendezvous_port=cluster.rendezvous_port,
     )
@@ -145,7 +168,7 @@ Object = dict[str, Any]
 
 
 def kubernetes_manifests(run: RLConfig, cluster: ClusterConfig, config: str) -> str:
-    manifests = _Manifests(_object_name(run), cluster)
+    manifests = _Manifests(_object_name(run), cluster, run.inference.gpus_per_server)
     objects = [
         manifests.named("v1", "ConfigMap", "", {"data": {"run.toml": config}}),
         manifests.headless("inference", cluster.port),
@@ -159,9 +182,13 @@ def kubernetes_manifests(run: RLConfig, cluster: ClusterConfig, config: str) -> 
 
 
 class _Manifests:
-    def __init__(self, name: str, cluster: ClusterConfig) -> None:
+    def __init__(self, name: str, cluster: ClusterConfig, gpus_per_server: int) -> None:
         self._name = name
         self._cluster = cluster
+        # A pod has one server, and as many GPUs as it needs; the scheduler puts several on a machine.
+        self._num_servers = cluster.inference_nodes * cluster.servers_per_node(gpus_per_server)
+        gpus = cluster.gpus_per_node
+        self._gpus = {"trainer": gpus, "inference": gpus and gpus_per_server}
         self._labels = {"app.kubernetes.io/name": "pellucid", "app.kubernetes.io/instance": name}
 
     def named(self, version: str, kind: str, part: str, body: Object) -> Object:
@@ -191,7 +218,7 @@ class _Manifests:
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": port}}
         spec = {
             "serviceName": f"{self._name}-inference",
-            "replicas": self._cluster.inference_nodes,
+            "replicas": self._num_servers,
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": self._selector("inference")},
             "template": self._template("inference", container),
@@ -201,7 +228,7 @@ class _Manifests:
     def orchestrator(self) -> Object:
         addresses = ", ".join(
             f'"http://{self._name}-inference-{number}.{self._name}-inference:{self._cluster.port}"'
-            for number in range(self._cluster.inference_nodes)
+            for number in range(self._num_servers)
         )
         return self._container(
             "orchestrator",
@@ -213,7 +240,7 @@ class _Manifests:
         return self._container(
             "trainer",
             f'exec torchrun --nnodes {cluster.trainer_nodes} --node-rank "$JOB_COMPLETION_INDEX" '
-            f"--nproc-per-node {cluster.processes_per_node} "
+            f"--nproc-per-node {cluster.num_processes} "
             f"--master-addr {self._name}-trainer-0.{self._name}-trainer "
             f"--master-port {cluster.rendezvous_port} -m pellucid.cli trainer @ {_CONFIG} --resume",
         )
@@ -241,7 +268,7 @@ class _Manifests:
                 {"name": "config", "mountPath": _CONFIG.rpartition("/")[0]},
             ],
         }
-        if part != "orchestrator" and (gpus := self._cluster.gpus_per_node):
+        if gpus := self._gpus.get(part):
             container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
         return container
 

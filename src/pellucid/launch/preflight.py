@@ -35,14 +35,15 @@ from pellucid.config import (
 from pellucid.config.base import Section
 from pellucid.config.commands import PARTS
 from pellucid.config.imports import load_function, require_package
-from pellucid.config.shared import VLLM_REMEDY, require_vllm
-from pellucid.config.tools import EnvSettings, RenderConfig
+from pellucid.config.shared import VLLM_REMEDY, base_url, require_vllm
+from pellucid.config.tools import EnvSettings, PlanConfig, RenderConfig
 from pellucid.data.model_folder import check_model_folder
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
 from pellucid.export.paths import ExportPaths
 from pellucid.guard import read_key
 from pellucid.inference.client import other_vocabulary
+from pellucid.launch.gpus import NO_GPUS, Placement, place, visible_gpus, with_placement
 from pellucid.launch.run_folder import check_folder
 from pellucid.metrics.sinks import optional_package
 from pellucid.orchestrator.advantage import load_advantage
@@ -60,9 +61,10 @@ def is_torchrun() -> bool:
     return "RANK" in os.environ
 
 
-def resolve(config: RLConfig, cores: int) -> RLConfig:
-    """Returns `config` with what was left open: ports, threads, and whether experts are recorded."""
-    return choose_ports(share_cores(config, cores))
+def resolve(config: RLConfig, cores: int, placement: Placement = NO_GPUS) -> RLConfig:
+    """Returns `config` with what was left open: GPUs, ports, threads, and whether experts are recorded."""
+    config = with_placement(share_cores(config, cores), placement)
+    return choose_ports(config, max(1, len(placement.servers)))
 
 
 def share_cores(config: RLConfig, cores: int) -> RLConfig:
@@ -74,8 +76,12 @@ def share_cores(config: RLConfig, cores: int) -> RLConfig:
     return _with(config, inference=inference, trainer=_with(trainer, threads=trainer.threads or half))
 
 
-def choose_ports(config: RLConfig) -> RLConfig:
-    """Chooses a free port where none is set; raises ConfigError if one that is set cannot be used."""
+def choose_ports(config: RLConfig, num_servers: int = 1) -> RLConfig:
+    """Chooses a free port where none is set; raises ConfigError if one that is set cannot be used.
+
+    The first of several servers has `inference.port`, the others have free ones; all are in
+    `inference.servers` then.
+    """
     inference, orchestrator, transport = config.inference, config.orchestrator, config.transport
     if (teacher := orchestrator.teacher) is not None and teacher.model is not None:
         port = free_port(inference.host, teacher.port, "orchestrator.teacher")
@@ -83,6 +89,10 @@ def choose_ports(config: RLConfig) -> RLConfig:
     if isinstance(transport, ZmqTransportConfig):
         transport = _with(transport, port=free_port(transport.host, transport.port, "transport"))
     inference = _with(inference, port=free_port(inference.host, inference.port))
+    if num_servers > 1:
+        ports = [inference.port, *(free_port(inference.host, 0) for _ in range(num_servers - 1))]
+        servers = tuple(base_url(inference.host, port) for port in ports)
+        inference = _with(inference, servers=servers)
     return _with(config, inference=inference, orchestrator=orchestrator, transport=transport)
 
 
@@ -133,7 +143,7 @@ def resolved(config: Section) -> Section:
         wandb = _with(wandb, name=wandb.name or name, group=wandb.group or name)
         run = _with(run, monitors=_with(run.monitors, wandb=wandb))
     if isinstance(run, RLConfig):
-        run = share_cores(run, cores)
+        run = with_placement(share_cores(run, cores), place(run, visible_gpus(os.environ)))
     if isinstance(run, TrainerRunConfig):
         trainer = _with(run.trainer, threads=run.trainer.threads or cores)
         if trainer.data.fake is None and trainer.join is None:  # they refuse a cap
@@ -148,6 +158,11 @@ def resolved(config: Section) -> Section:
     if isinstance(run, SFTConfig) and (run.data.path is None or run.data.path.is_dir()):
         run = _with(run, data=_with(run.data, split=run.data.part[1]))
     return run
+
+
+def remarks(config: Section) -> list[str]:
+    """Returns what `--dry-run` says below the configuration: who has which GPUs in a run of `pellucid rl`."""
+    return place(config, visible_gpus(os.environ)).lines() if type(config) is RLConfig else []
 
 
 def _resolved_orchestrator(run: OrchestratorRunConfig) -> OrchestratorConfig:
@@ -178,15 +193,16 @@ def rehearse(config: Section) -> None:
         env = EnvConfig(id=config.id, args=config.args)
         draw_example(load_environment(env, config.seed), env.label, config.start)
         return
-    if not isinstance(config, RunConfig) or isinstance(config, RenderConfig):
+    if not isinstance(config, RunConfig) or isinstance(config, PlanConfig | RenderConfig):
         return
     if isinstance(config, VerifyConfig):
         if config.model.name == config.model.DEMO:
             return
         check_rl(_with(config, inference=_with(config.inference, servers=())))  # verify asks none
     elif isinstance(config, RLConfig):
-        check_rl(config)
-        choose_ports(config)
+        placement = place(config, visible_gpus(os.environ))
+        check_rl(with_placement(config, placement))
+        choose_ports(config, len(placement.servers))
         _check_run_folder(config)
     elif isinstance(config, SFTConfig):
         check_sft(config)
@@ -282,7 +298,7 @@ def check_rl(config: RLConfig) -> None:
         require_package(orchestrator.advantage.import_path, "orchestrator.advantage.import_path")
     if isinstance(loss, CustomLossConfig):
         require_package(loss.import_path, "trainer.loss.import_path")
-    config.trainer.check_num_processes(config.trainer.num_processes)
+    config.trainer.check_num_processes(config.gpus.trainer or config.trainer.num_processes)
     _check_server(config.inference)
     check_model_folder(config.model.name, chats=True, routes=config.trainer.enable_router_replay)
     if orchestrator.teacher is not None and orchestrator.teacher.model is not None:

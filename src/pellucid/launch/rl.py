@@ -7,6 +7,7 @@ the teacher's. The processes find each other through their configs and the run f
 watches.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -42,8 +43,9 @@ from pellucid.launch.console import (
     open_view,
     rl_summary,
 )
+from pellucid.launch.gpus import NO_GPUS, VISIBLE, Placement, place, visible_gpus, with_placement
 from pellucid.launch.preflight import check_rl, free_port, resolve
-from pellucid.launch.run_folder import claimed, has_begun, rewind_rl, settle_export, take_over
+from pellucid.launch.run_folder import claimed, has_begun, noting_outcome, rewind_rl, settle_export, take_over
 from pellucid.launch.supervisor import Child, supervise
 from pellucid.ledger import Report, reconcile
 from pellucid.metrics import parse_metrics
@@ -56,14 +58,18 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def run_rl(config: RLConfig) -> None:
-    check_rl(config)
-    config = resolve(config, num_cores())
+    placement = place(config, visible_gpus(os.environ))
+    check_rl(with_placement(config, placement))
+    config = resolve(config, num_cores(), placement)
     console = make_console()
+    for line in placement.lines():
+        console.out(line, highlight=False)
     with claimed(config.output_dir):
         settle_export(config, console)
         config, start = take_over(config, rewind_rl, console)
         write_configs(config)
-        run_processes(config, rl_children(config), console, start=start)
+        with noting_outcome(config.output_dir):
+            run_processes(config, rl_children(config, placement), console, start=start)
 
 
 def write_configs(config: RLConfig) -> None:
@@ -76,13 +82,13 @@ def parts(config: RLConfig) -> dict[str, RunConfig]:
     """Returns the configuration of each process of the run, by its name."""
     config = config.model_copy(update={"clean_output_dir": False})
     configs: dict[str, RunConfig] = {
-        "inference": config.part(InferenceRunConfig),
+        **_servers(config),
         "orchestrator": config.part(OrchestratorRunConfig),
         "trainer": config.part(TrainerRunConfig),
     }
     teacher = config.orchestrator.teacher
     if teacher is not None and teacher.model is not None:
-        server = {"port": teacher.port, "role": "teacher", "record_experts": False}
+        server = {"port": teacher.port, "role": "teacher", "record_experts": False, "servers": ()}
         configs["teacher"] = config.part(
             InferenceRunConfig,
             model={**config.model.model_dump(), "name": teacher.model},
@@ -92,38 +98,66 @@ def parts(config: RLConfig) -> dict[str, RunConfig]:
     return configs
 
 
+def _servers(config: RLConfig) -> dict[str, RunConfig]:
+    """Returns the configuration of each server of the policy; one, or those in `inference.servers`."""
+    if not config.inference.servers:
+        return {"inference": config.part(InferenceRunConfig)}
+    ports = [int(url.rpartition(":")[2]) for url in config.inference.servers]
+    threads = max(1, (config.inference.threads or 1) // len(ports))
+    own = {**config.inference.model_dump(), "servers": (), "threads": threads}
+    return {
+        server_name(number): config.part(
+            InferenceRunConfig,
+            inference={**own, "port": port, "replica": number},
+            # a tracker has one page for the inference server, the first
+            **({"monitors": {}} if number else {}),
+        )
+        for number, port in enumerate(ports)
+    }
+
+
 def config_path(config: RLConfig, name: str) -> Path:
     return config.output_dir / "configs" / f"{name}.toml"
 
 
-def rl_children(config: RLConfig) -> list[Child]:
+def rl_children(config: RLConfig, placement: Placement = NO_GPUS) -> list[Child]:
+    """Returns the processes of a run; with GPUs, each sees those that are its own."""
     num_trainers = config.trainer.num_processes
-    threads = {
-        "inference": config.inference.threads or 1,
-        "trainer": max(1, (config.trainer.threads or 1) // num_trainers),
-    }
+    threads = {"trainer": max(1, (config.trainer.threads or 1) // num_trainers)}
+    gpus = {"trainer": placement.trainer, "teacher": placement.teacher}
+    gpus |= {server_name(number): own for number, own in enumerate(placement.servers)}
     children = []
     for part, settings in parts(config).items():
-        serves = isinstance(settings, InferenceRunConfig)
-        command = "inference" if serves else part
-        python = (config.inference.python if serves else None) or sys.executable
-        argv = (str(python), "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
-        env = dict.fromkeys(THREAD_VARIABLES, str(threads.get(command, 1)))
-        for number, place in enumerate(places(num_trainers) if part == "trainer" else [{}]):
+        command, python, num_threads = part, sys.executable, threads.get(part)
+        if serves := isinstance(settings, InferenceRunConfig):
+            command, num_threads = "inference", settings.inference.threads
+            python = str(config.inference.python or python)
+        argv = (python, "-m", "pellucid.cli", command, "@", str(config_path(config, part)))
+        env = dict.fromkeys(THREAD_VARIABLES, str(num_threads or 1))
+        if placement.servers:
+            env[VISIBLE] = ",".join(gpus.get(part, ()))  # none for the orchestrator
+        # A trainer on GPUs has a process group even alone: one GPU and several run the same code.
+        joins = places(num_trainers, always=bool(placement.trainer)) if part == "trainer" else [{}]
+        for number, place_of in enumerate(joins):
             name = f"{part}_{number}" if number else part
             log_path = config.output_dir / "logs" / f"{name}.log"
-            child_env = {**env, "TOKENIZERS_PARALLELISM": "false", **place}
+            child_env = {**env, "TOKENIZERS_PARALLELISM": "false", **place_of}
             children.append(Child(name, argv, log_path, child_env, service=serves))
     return children
 
 
-def places(num_processes: int) -> list[dict[str, str]]:
+def server_name(number: int) -> str:
+    """Names a server of the policy: `inference`, `inference_1`, …"""
+    return f"inference_{number}" if number else "inference"
+
+
+def places(num_processes: int, *, always: bool = False) -> list[dict[str, str]]:
     """Returns the environment variables that torchrun would set for each process; none for a single one.
 
-    The supervisor starts these processes itself, so that none outlives the run, and the log of the one that
-    failed contains the reason.
+    `always` sets them for a single one, too. The supervisor starts these processes itself, so that none
+    outlives the run, and the log of the one that failed contains the reason.
     """
-    if num_processes == 1:
+    if num_processes == 1 and not always:
         return [{}]
     size = str(num_processes)
     shared = {

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -33,8 +33,9 @@ from pellucid.config import (
     RunConfig,
     TrainerRunConfig,
 )
-from pellucid.data.files import open_lock, step_folders, try_lock
-from pellucid.errors import ConfigError, LedgerError
+from pellucid.data.files import OUTCOME, open_lock, replace_file, require_own, step_folders, try_lock
+from pellucid.data.plain import encodable
+from pellucid.errors import ConfigError, DataError, LedgerError
 from pellucid.export.paths import ExportPaths
 from pellucid.guard import KEY_NAME
 from pellucid.launch.console import make_console
@@ -55,7 +56,7 @@ _ROOM_BYTES = 1 << 16
 
 _NO_FOLDER = "output_dir = {} is not a folder; choose another path"
 _RESULTS = ("metrics", "rollouts", "batches", "weights", "token_exports", "profiles", "model", "page.html")
-WRITTEN_BY_A_RUN = ("configs", "logs", "ledger", "checkpoints", "tensorboard", KEY_NAME, *_RESULTS)
+WRITTEN_BY_A_RUN = ("configs", "logs", "ledger", "checkpoints", "spans", "tensorboard", KEY_NAME, *_RESULTS)
 
 
 @contextmanager
@@ -69,6 +70,28 @@ def claimed(folder: Path) -> Iterator[None]:
                 "stop that run first"
             )
         yield
+
+
+@contextmanager
+def noting_outcome(folder: Path) -> Iterator[None]:
+    """Context manager: writes down how the run inside ended, for whoever looks at the folder later."""
+    _write_outcome(folder, "")
+    outcome = "interrupted"
+    try:
+        yield
+        outcome = "finished"
+    except Exception as error:
+        outcome = f"failed\n{error}"
+        raise
+    finally:
+        _write_outcome(folder, outcome)
+
+
+def _write_outcome(folder: Path, outcome: str) -> None:
+    """Replaces what is said of the end; does nothing on a full disk, or where a link is in the way."""
+    with suppress(OSError, DataError):
+        require_own(folder / OUTCOME)
+        replace_file(folder / OUTCOME, encodable(outcome).encode())
 
 
 def prepare(config: RunConfig) -> bool:

@@ -26,7 +26,7 @@ from pellucid.launch.console import (
     sft_summary,
 )
 from pellucid.launch.preflight import check_sft, is_torchrun
-from pellucid.launch.run_folder import claimed, rewind_sft, settle_export, take_over
+from pellucid.launch.run_folder import claimed, noting_outcome, rewind_sft, settle_export, take_over
 from pellucid.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def _lead(config: SFTConfig, ranks: "Ranks | None") -> None:
             return taken
 
         config = prepare() if ranks is None else ranks.share(prepare)
-        _train(config, console, *prepared[0], ranks)
+        with noting_outcome(config.output_dir):
+            _train(config, console, *prepared[0], ranks)
         records = list(read_metrics(config.output_dir / "metrics" / "trainer.jsonl"))
     duration_s = time.monotonic() - started
     console.print(sft_summary(config.run_name, duration_s, records, config.output_dir, console.width))

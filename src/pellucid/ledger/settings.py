@@ -28,7 +28,7 @@ T = TypeVar("T")
 Settings = Mapping[str, Any]
 """A configuration as its TOML file has it."""
 
-_UNNOTED = {
+UNNOTED = {
     "clean_output_dir",
     "inference.port",
     "inference.threads",
@@ -89,7 +89,7 @@ def changed_settings(config: RunConfig, part: str) -> list[Change]:
     changes = [
         change
         for change in _compare(before, after)
-        if change.key not in _UNNOTED and not (change.key == "model.name" and _is_same_model(change))
+        if change.key not in UNNOTED and not (change.key == "model.name" and _is_same_model(change))
     ]
     for change in changes:
         if change.key in _FIXED:
@@ -134,6 +134,23 @@ def read_settings_file(path: Path) -> Settings:
         return tomllib.loads(read_whole(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {error}; copy it again") from error
+
+
+def flatten(settings: Settings) -> dict[str, Any]:
+    """Returns every value by its whole key: `{"trainer.optim.lr": 0.0003, "orchestrator.env[0].id": …}`."""
+    return dict(_leaves(settings, ""))
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    match value:
+        case Mapping():
+            for name, each in value.items():
+                yield from _leaves(each, f"{key}.{name}".removeprefix("."))
+        case [Mapping(), *_]:
+            for index, each in enumerate(value):
+                yield from _leaves(each, f"{key}[{index}]")
+        case _:
+            yield key, value
 
 
 def _is_same_model(change: Change) -> bool:

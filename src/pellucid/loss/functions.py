@@ -116,7 +116,9 @@ def _record(
 def opd_loss(inputs: LossInputs) -> LossRecord:
     """On-policy distillation: A is log teacher − log π; the sample's own advantage picks the mask's side."""
     teacher = inputs.teacher_logprobs
-    if teacher is None or bool((teacher.isnan() & inputs.loss_mask).any()):
+    # On a GPU the check would wait for it; batches are checked as they are received, too.
+    is_on_host = teacher is None or teacher.device.type == "cpu"
+    if teacher is None or (is_on_host and bool((teacher.isnan() & inputs.loss_mask).any())):
         raise DataError(
             "opd samples need teacher_logprobs on every trainable token; set orchestrator.teacher"
         )

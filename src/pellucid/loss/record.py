@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pellucid.config import Reduction
 from pellucid.data.schema import SCHEMA
-from pellucid.data.tensors import TokenTensors
+from pellucid.data.tensors import TokenTensors, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,8 @@ class LossInputs:
 
     def mean_per_sequence(self, values: Tensor) -> Tensor:
         """Gives each token the mean of `values` over the trainable tokens of its sequence; 0 without any."""
-        device, num_sequences = values.device, len(self.lengths)
-        owner = torch.repeat_interleave(
-            torch.arange(num_sequences, device=device), torch.tensor(self.lengths, device=device)
-        )
+        num_sequences = len(self.lengths)
+        (owner,) = to_device([np.repeat(np.arange(num_sequences), self.lengths)], values.device)
         zeros = values.new_zeros(num_sequences)
         sums = zeros.index_add(0, owner, torch.where(self.loss_mask, values, 0.0))
         counts = zeros.index_add(0, owner, self.loss_mask.to(values.dtype))

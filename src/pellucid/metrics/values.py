@@ -16,6 +16,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from pellucid.data.alarms import CHANCE
+from pellucid.data.spans import SpanLog
 
 
 class Metric(Protocol):
@@ -134,19 +135,23 @@ class MetricSet:
 
 
 class Stopwatch:
-    """`with watch("export"): …` adds up to `time/export_s` until the step is reported."""
+    """`with watch("pack", step): …` adds up to `time/pack_s` until the step is reported, and is a span."""
 
-    def __init__(self) -> None:
+    def __init__(self, spans: SpanLog | None = None) -> None:
+        self._spans = spans
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str, step: int) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+            ended = time.perf_counter()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - started
+            if self._spans is not None:
+                self._spans.add(phase, started, ended, step)
 
     def lap(self) -> dict[str, float]:
         """Seconds per phase and of the whole step since the last lap."""

@@ -5,7 +5,7 @@ because HF's own fallback for packed inputs silently attends across sequences.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +14,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pellucid.data.shared_prompts import is_masked
 from pellucid.errors import ModelError
+from pellucid.model.segments import (
+    Family,
+    PlacedSegments,
+    attend_segments,
+    place,
+    segments_of,
+    takes_segments,
+)
 
 ATTENTION = "pellucid"
 _UNSUPPORTED = ("softcap", "s_aux")
@@ -29,24 +37,6 @@ class AttentionPlan(Protocol):
         """Attends; queries, keys, values and the result are [batch, heads, tokens, width]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Sequences with a common prefix, laid out as the prefix, then the remaining tokens of each member."""
-
-    prefix: int
-    own: list[int]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prefix + sum(self.own)
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of a token and one that it attends to, itself included."""
-        own = sum(length * self.prefix + length * (length + 1) // 2 for length in self.own)
-        return self.prefix * (self.prefix + 1) // 2 + own
-
-
 class SharedAttention:
     """Families side by side; a member attends to the family's prefix and, causally, to itself.
 
@@ -56,30 +46,45 @@ class SharedAttention:
                             x x x x .
                             x x . . x
 
-    Families without a prefix come first; each takes one call of SDPA. The others take at most one call per
-    member and prefix. A masked call may compute more pairs of tokens than the members would alone, but that
-    costs less than the rest of the model saves on the prefix: see `data/shared_prompts.py`.
+    On a GPU all of them are one call: see `model/segments.py`. On a CPU, families without a prefix, which
+    come first, take one call of SDPA each, the others at most one per member and prefix. A masked call may
+    compute more pairs of tokens than the members would alone, but that costs less than the rest of the model
+    saves on the prefix: see `data/shared_prompts.py`.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
         self.longest = max(family.prefix + max(family.own) for family in families)
+        self._families = families
         self._sizes = [family.num_tokens for family in families if not family.prefix]
-        self._num_alone = sum(self._sizes)
-        shared = families[len(self._sizes) :]
-        assert all(family.prefix for family in shared)
-        self._calls = _calls(shared, self._num_alone)
-        order = [call.tokens for call in self._calls]
-        self._places = torch.cat(order).argsort() if order else None
-        self.num_pairs = sum(size**2 for size in self._sizes) // 2 + sum(
-            call.num_pairs for call in self._calls
-        )
+        assert all(family.prefix for family in families[len(self._sizes) :])
+        self._placed: PlacedSegments | None = None
+
+    @cached_property
+    def num_pairs(self) -> int:
         """Pairs of tokens that calls compute, padding included; a causal call computes half of a square."""
+        return sum(size**2 for size in self._sizes) // 2 + sum(call.num_pairs for call in self._calls)
+
+    @cached_property
+    def _calls(self) -> list["_SdpaCall"]:
+        return _calls(self._families[len(self._sizes) :], sum(self._sizes))
+
+    @cached_property
+    def _places(self) -> Tensor | None:
+        """Row of each token in the calls' outputs, for families with a prefix."""
+        return torch.cat([call.tokens for call in self._calls]).argsort() if self._calls else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        if not takes_segments(query):
+            return self._attend_by_calls(query, key, value, scale)
+        if self._placed is None or self._placed.query_starts.device != query.device:
+            self._placed = place(segments_of(self._families), query.device)
+        return attend_segments(query, key, value, self._placed, scale)
+
+    def _attend_by_calls(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
         outputs = []
         if self._sizes:
-            alone = (tensor[:, :, : self._num_alone] for tensor in (query, key, value))
+            alone = (tensor[:, :, : sum(self._sizes)] for tensor in (query, key, value))
             parts = [torch.split(tensor, self._sizes, dim=2) for tensor in alone]
             outputs = [
                 scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
@@ -298,4 +303,5 @@ def attention_function(
         raise ModelError(f"{name} has wider values ({width}) than keys ({key.shape[3]})")
     padded = pad(value, (0, num_missing)) if num_missing else value
     output = plan.attend(module.layer_idx, query, key, padded, scaling)
-    return output[..., :width].transpose(1, 2).contiguous(), None
+    cut = output[..., :width] if num_missing else output
+    return cut.transpose(1, 2).contiguous(), None

@@ -37,9 +37,11 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 
 from pellucid.data.shared_prompts import takes_part
+from pellucid.data.tensors import to_device
 from pellucid.errors import ConfigError
-from pellucid.model.attention import AttentionPlan, Family, SharedAttention, repeat_heads
+from pellucid.model.attention import AttentionPlan, SharedAttention, repeat_heads
 from pellucid.model.head import TokenOutput
+from pellucid.model.segments import Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +180,14 @@ class Layout:
         return -(-len(self.computed) // num_slices)
 
     def to(self, device: torch.device) -> "Layout":
+        """Copies the indices to a device, by one copy; the plan copies its own when it attends first."""
         names = ("computed", "predicted", "predecessors", "read", "targets", "sources")
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        own = None if self.own is None else replace(self.own, rows=self.own.rows.to(device))
-        return replace(self, **moved, own=own)
+        indices = [getattr(self, name).numpy() for name in names]
+        rows = [] if self.own is None else [self.own.rows.numpy()]
+        moved = to_device([*indices, *rows], device)
+        own = None if self.own is None else replace(self.own, rows=moved.pop())
+        placed: dict[str, Any] = dict(zip(names, moved, strict=True))
+        return replace(self, **placed, own=own)
 
 
 def packed_layout(lengths: Sequence[int], loss_mask: Mask | None = None) -> Layout:

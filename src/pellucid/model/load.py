@@ -19,9 +19,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int | None = None) -> Policy:
+def load_policy(
+    config: ModelConfig,
+    *,
+    trainable: bool = False,
+    max_length: int | None = None,
+    device: torch.device | None = None,
+) -> Policy:
     """Loads the model in evaluation mode: dropout would make trainer and inference disagree.
 
+    `device` is the GPU if there is one, unless it is given.
     A trainable model is float32 whatever `model.dtype` says: small updates vanish in bfloat16 weights.
     Raises a `ModelError` unless packed sequences of up to `max_length` tokens are computed correctly.
     """
@@ -31,7 +38,7 @@ def load_policy(config: ModelConfig, *, trainable: bool = False, max_length: int
     require_folder(config.name)
     # Without a mask function of the same name, HF builds no mask of its own: the plan masks attention.
     AttentionInterface.register(ATTENTION, attention_function)
-    device = default_device()
+    device = device or default_device()
     dtype = torch.float32 if trainable else resolve_dtype(config, device)
     try:
         hf, info = AutoModelForCausalLM.from_pretrained(
@@ -88,13 +95,21 @@ def _read_config(config: ModelConfig) -> Any:
         raise ModelError(_not_loadable(config.name, error)) from error
 
 
-def empty_model(config: ModelConfig) -> torch.nn.Module:
-    """Makes the model on torch's meta device, with names and shapes alone; loads no weights."""
-    from transformers import AutoModelForCausalLM
+def empty_model(config: ModelConfig, device: str | torch.device = "meta") -> torch.nn.Module:
+    """Makes the model, by default with names and shapes alone; loads no weights."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(_read_config(config))
+    AttentionInterface.register(ATTENTION, attention_function)
+    with torch.device(device):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            _read_config(config), dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+        )
     return model
+
+
+def empty_policy(config: ModelConfig) -> Policy:
+    """Makes a trainable policy on torch's meta device, for weights that another process has loaded."""
+    return Policy(empty_model(config)).eval()
 
 
 def default_device() -> torch.device:

@@ -11,7 +11,7 @@ results differ from HF's by rounding alone. Models of any other kind go through 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.errors import ModelError
 from pellucid.model.attention import AttentionPlan
-from pellucid.model.head import MAX_LOGITS, TokenOutput, predict
+from pellucid.model.head import TokenOutput, predict
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
 
@@ -37,8 +37,11 @@ class Policy(nn.Module):
         self.replay: ExpertReplay | None = None
         """Sends tokens to the experts that each forward is given; None without router replay."""
 
-        self.max_logits = MAX_LOGITS
-        """Logits that may be in memory at once; more are computed in chunks."""
+        self.compute_dtype: torch.dtype | None = None
+        """Dtype that parameters are cast to in a forward, after `compute_in`; None: they stay as they are."""
+
+        self.max_logits: int | None = None
+        """Logits that may be in memory at once; more are computed in chunks. None: by the device's memory."""
 
     @property
     def vocab_size(self) -> int:
@@ -61,6 +64,42 @@ class Policy(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Makes every forward compute in `dtype`, and every gradient add up in the dtype of its parameter.
+
+        Each layer, and the rest around the layers, casts its parameters while it computes, as FSDP does. So
+        one process has the values of several.
+        """
+        self.compute_dtype = dtype
+        in_layers = {parameter for layer in self.layers for parameter in layer.parameters()}
+        for module in (*self.layers, self):
+            slots = [
+                (part, name, parameter)
+                for part in module.modules()
+                for name, parameter in part.named_parameters(recurse=False)
+                if module is not self or parameter not in in_layers
+            ]
+            module.forward = self._casting(module.forward, slots)
+
+    def _casting(
+        self, forward: Callable[..., Any], slots: Sequence[tuple[nn.Module, str, nn.Parameter]]
+    ) -> Callable[..., Any]:
+        """Returns `forward` with the parameters of `slots` cast while it runs; gradients reach them."""
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            if (dtype := self.compute_dtype) is None:
+                return forward(*args, **kwargs)
+            made = {parameter: parameter.to(dtype) for parameter in {each for *_, each in slots}}
+            for module, name, parameter in slots:
+                module._parameters[name] = made[parameter]  # type: ignore[assignment]
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                for module, name, parameter in slots:
+                    module._parameters[name] = parameter
+
+        return computed
 
     def checkpoint_activations(self, *, is_random: bool = False) -> None:
         """Makes each layer keep only its input for the backward pass, which computes the rest again.
@@ -122,10 +161,10 @@ class Policy(nn.Module):
         ids, places = token_ids[layout.computed][None], positions[layout.computed][None]
         replaced = None
         if self.replay is None or routed_experts is None:
-            hidden = self.hidden(ids, places, layout.plan)[0]
+            hidden = self.hidden(ids, places, layout.plan).squeeze(0)
         else:
             with self.replay.of(routed_experts[layout.computed]) as replayed:
-                hidden = self.hidden(ids, places, layout.plan)[0]
+                hidden = self.hidden(ids, places, layout.plan).squeeze(0)
             replaced = replayed.share_replaced()[layout.predecessors]
         output = self.predict(hidden, token_ids, temperatures, layout)._replace(replaced=replaced)
         if layout.own is not None:

@@ -9,6 +9,7 @@ model computes a few tokens:
     buffers    none changes with the positions in a row, as those of some RoPE do
     values     packed sequences, at the first and at the last positions within `max_length`, have the logits
                that HF's own forward with its own attention gives each of them alone
+    kernel     on a GPU, flash attention over segments gives what SDPA gives, sequence by sequence
 
 Values are compared in float32 whatever the dtype of the weights: in bfloat16, rounding alone sends tokens to
 other experts.
@@ -30,9 +31,11 @@ from pellucid.model.attention import (
     NO_WINDOWS,
     AttentionPlan,
     PackedAttention,
+    SharedAttention,
     attention_function,
 )
 from pellucid.model.policy import NOT_YET, Policy
+from pellucid.model.segments import Family
 
 _PROBE = f"{ATTENTION}_masks"
 """Name of an attention that differs in one point: HF builds masks for it."""
@@ -56,6 +59,37 @@ def prove_attention(policy: Policy, max_length: int | None) -> None:
         packed = row.packed(policy)
         _check_masks(policy, row, length)
         _check_values(name, packed, row.alone(policy), len(policy.layers))
+    check_kernel(policy.device)
+
+
+def check_kernel(device: torch.device) -> None:
+    """Raises ModelError unless flash attention on this device aligns segments as `model/segments.py` says.
+
+    A CPU has none, and nothing to check.
+    Both ways attend to the same numbers. Their results differ by the roundings of bfloat16, or by the size of
+    the values where a query sees other keys.
+    """
+    if device.type == "cpu":
+        return
+    generator = torch.Generator().manual_seed(0)
+    plan = SharedAttention([Family(0, [5]), Family(3, [2, 6, 1])])
+    query, key, value = (
+        torch.randn(1, heads, 17, 64, generator=generator).bfloat16().to(device) for heads in (4, 2, 2)
+    )
+    remedy = 'set trainer.model.precision and model.dtype to "float32", which need no flash attention'
+    with torch.no_grad():
+        expected = plan.attend(0, query.float(), key.float(), value.float(), None)
+        try:
+            found = plan.attend(0, query, key, value, None)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ModelError(f"no flash attention on {device}: {first_line(error)}; {remedy}") from error
+        gap = float((found.float() - expected).abs().max())
+    limit = 4 * torch.finfo(torch.bfloat16).eps * float(value.abs().max())
+    if not gap <= limit:
+        raise ModelError(
+            f"flash attention on {device} is off by {gap:.2g} where rounding explains {limit:.1g}: its "
+            f"causal mask does not end at the last key of a sequence; {remedy}"
+        )
 
 
 def key_shape(policy: Policy) -> tuple[int, int]:

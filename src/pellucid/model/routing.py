@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pellucid.data import COLUMNS, PackedArray
@@ -83,10 +82,9 @@ class ExpertRecorder:
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._keep, layer))
 
-    def last(self) -> NDArray[Any]:
-        """Returns the experts of the last forward, [tokens, layers, top_k]."""
-        chosen = torch.stack(self._chosen, dim=1).cpu().numpy()
-        return chosen.astype(self.shape.dtype)
+    def last(self) -> Tensor:
+        """Returns the experts of the last forward, [tokens, layers, top_k], as numbers of `shape.dtype`."""
+        return torch.stack(self._chosen, dim=1).to(getattr(torch, self.shape.dtype.name))
 
     def pack(self, experts: bytes | bytearray) -> PackedArray:
         """Packs the recorded bytes of consecutive tokens into one array."""

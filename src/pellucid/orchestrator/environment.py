@@ -49,6 +49,9 @@ class Score:
     state: Mapping[str, Any] = field(default_factory=dict)
     """Anything worth a look later; the keys in `orchestrator.env.state_columns` are saved."""
 
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the metrics that the reward is the sum of, by name; saved and shown beside the reward."""
+
 
 class Environment(ABC):
     requires_group_scoring: ClassVar[bool] = False
@@ -146,8 +149,8 @@ def checked_score(value: object, method: Callable[..., Any]) -> Score:
     """Returns what an environment's `method` gave, with plain floats; RolloutError if it is no Score."""
     if not isinstance(value, Score):
         raise _wrong_answer(method, value, "a Score, such as Score(1.0)")
-    if not isinstance(value.metrics, Mapping) or not isinstance(value.state, Mapping):
-        raise _wrong_answer(method, value, "a Score whose metrics and state are dicts by name")
+    if not all(isinstance(each, Mapping) for each in (value.metrics, value.state, value.weights)):
+        raise _wrong_answer(method, value, "a Score whose metrics, state and weights are dicts by name")
     reward = _as_float(value.reward)
     if reward is None or not math.isfinite(reward):
         raise _wrong_answer(method, value.reward, "a finite number", "reward = ")
@@ -159,7 +162,17 @@ def checked_score(value: object, method: Callable[..., Any]) -> Score:
         if number is None:
             raise _wrong_answer(method, metric, "a number", f"metrics[{name!r}] = ")
         metrics[encodable(str(name))] = number
-    return Score(reward, metrics, value.state)
+    weights = {}
+    for name, weight in value.weights.items():
+        number = _as_float(weight)
+        if number is None or not math.isfinite(number):
+            raise _wrong_answer(method, weight, "a finite number", f"weights[{name!r}] = ")
+        if name not in value.metrics:
+            raise _wrong_answer(
+                method, weight, f"its value in metrics[{name!r}], too", f"weights[{name!r}] = "
+            )
+        weights[encodable(str(name))] = number
+    return Score(reward, metrics, value.state, weights)
 
 
 def checked_scores(values: object, num_rollouts: int, method: Callable[..., Any]) -> list[Score]:

@@ -32,6 +32,7 @@ import numpy as np
 from pellucid.config import EvalConfig, OrchestratorRunConfig
 from pellucid.data import Example, PackedArray, Rollout, TrainingMode
 from pellucid.data.plain import to_json, to_plain
+from pellucid.data.spans import SpanLog
 from pellucid.errors import ConfigError, InferenceError, PellucidError, RolloutError, TeacherError
 from pellucid.inference.client import REFUSED, InferenceClient
 from pellucid.ledger import State
@@ -140,7 +141,7 @@ class GroupRun:
 
     async def attempt(self, rollout: Rollout) -> None:
         """Leaves the rollout scored, waiting for its group's scores, or with the reason why it failed."""
-        deadline = Deadline(self.timeout_s)
+        deadline, started = Deadline(self.timeout_s), time.monotonic()
         try:
             if self.unusable is not None:
                 raise self.unusable
@@ -164,12 +165,15 @@ class GroupRun:
             if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
                 raise
         finally:
+            rollout.time_s = time.monotonic() - started
+            rollout.number_samples()
             self.num_over += 1
 
     async def _converse(self, rollout: Rollout, deadline: Deadline) -> Score:
-        session = Session(rollout, self.sampler, self._prompts, self.on_request)
+        opening = self.example.messages
+        session = Session(rollout, self.sampler, self._prompts, self.on_request, opening)
         # A copy: an environment that appends to its messages must not append to those of the whole group.
-        example = replace(self.example, messages=copy_nested(list(self.example.messages)))
+        example = replace(self.example, messages=copy_nested(list(opening)))
         try:
             return await deadline.bound(ask(self.environment.rollout, example, session))
         finally:
@@ -204,6 +208,7 @@ def _label(example_id: object) -> str:
 def _note(rollout: Rollout, score: Score) -> None:
     """Keeps all of a score but the reward."""
     rollout.metrics |= score.metrics
+    rollout.weights |= score.weights
     for column in rollout.state.keys() & score.state.keys():
         rollout.state[column] = to_json(score.state[column]).decode()
 
@@ -253,6 +258,7 @@ class Evaluator:
         books: Books,
         spawn: Spawn,
         failures: FailureLog,
+        spans: SpanLog,
     ) -> None:
         self._last_version = config.max_steps
         self._evaluations = evaluations
@@ -260,6 +266,7 @@ class Evaluator:
         self._books = books
         self._spawn = spawn
         self._failures = failures
+        self._spans = spans
         self._timeout_s = config.orchestrator.rollout_timeout_s
         self._free = asyncio.Semaphore(config.max_inflight_rollouts)
         self._version = 0
@@ -283,7 +290,8 @@ class Evaluator:
         values: dict[str, float] = {}
         for evaluation in self._due(version):
             name = evaluation.config.label
-            measures = await self._measure(evaluation, version)
+            with self._spans.timed(f"eval/{name}", version):
+                measures = await self._measure(evaluation, version)
             log.info(evaluation_line(version, name, measures))
             values |= {metric_name(name, key): value for key, value in measures.items()}
         return values

@@ -34,6 +34,7 @@ import msgspec
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data import Example, Rollout, TrainingMode
+from pellucid.data.spans import SpanLog
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, say_failure
 from pellucid.errors import PellucidError, RolloutError, UserCodeError
 from pellucid.inference.client import InferenceClient
@@ -112,10 +113,10 @@ class Orchestrator:
         self._mode = TrainingMode(mode)
         self._scorer: Scorer | None = None
         self._teacher_books: TeacherBooks | None = None
-        train_sampler = sampler
+        train_sampler = replace(sampler, asking=lambda: self._pace.asking())
         if teacher is not None and self._mode is TrainingMode.SFT:
             self._teacher_books = TeacherBooks(config, process)
-            train_sampler = replace(sampler, client=teacher, on_completion=self._teacher_books.take)
+            train_sampler = replace(train_sampler, client=teacher, on_completion=self._teacher_books.take)
         elif teacher is not None:
             self._scorer = Scorer(teacher, config.run_name)
         self._samplers = {
@@ -126,8 +127,10 @@ class Orchestrator:
         self._books = Books(config, process, snapshot.mark)
         self._clerk = Clerk(config, self._books, sender)
         self._failures = FailureLog()
-        self._evaluator = Evaluator(config, evaluations, sampler, self._books, self._start, self._failures)
-        self._pace = Pace()
+        self._spans = SpanLog(config.output_dir, "orchestrator")
+        self._evaluator = Evaluator(
+            config, evaluations, sampler, self._books, self._start, self._failures, self._spans
+        )
         self._progress = BatchProgress()
         """Counts of the groups settled and written down since the last batch."""
         self._limit = RateLimit(config.orchestrator.tasks_per_minute)
@@ -139,6 +142,10 @@ class Orchestrator:
         self._dead: BaseException | None = None
         if config.resume:
             self._scheduler.restore(snapshot.scheduler_state(config.run_name))
+        scheduler = self._scheduler
+        self._pace = Pace(
+            self._spans, scheduler.batches_sent, lambda: (scheduler.waits_for_weights, scheduler.num_inflight)
+        )
 
     async def run(self) -> None:
         config, settings = self._config, self._config.orchestrator
@@ -213,6 +220,7 @@ class Orchestrator:
                     outcomes=dict(self._progress.outcomes),
                 )
                 write_progress(self._config.output_dir, progress.add(scheduler.settled))
+                self._spans.flush()
                 await asyncio.sleep(_SHOW_PROGRESS_EVERY_S)
         finally:
             remove_progress(self._config.output_dir)
@@ -236,6 +244,7 @@ class Orchestrator:
             pause_s = pause_before(dispatch.attempt, self._config.orchestrator.retry_backoff_s)
             task = self._start(self._attempt(group, rollout, pause_s))
             self._inflight[rollout.rollout_id] = rollout, task
+            self._pace.note()
             num_started += 1
             if num_started % _STARTS_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -256,6 +265,7 @@ class Orchestrator:
         if rollout.error is not None and not cut_short:
             self._failures.note(rollout)
         self._scheduler.finish(rollout)
+        self._pace.note()
         if not self._scheduler.is_open(rollout.group_id):
             del self._groups[rollout.group_id]
         self._note_change()
@@ -277,11 +287,13 @@ class Orchestrator:
         weights = self._config.output_dir / "weights"
         if not stable_steps(weights):
             await self._evaluate(0)
-        await follow_weights(weights, self._client, self._update_policy, self._evaluator.is_due)
+        await follow_weights(
+            weights, self._client, self._update_policy, self._evaluator.is_due, self._spans.timed
+        )
 
     async def _update_policy(self, version: int) -> None:
         self._scheduler.update_policy(version)
-        self._pace.note(blocked=self._scheduler.waits_for_weights)
+        self._pace.note()
         self._note_change()
         await self._evaluate(version)
 
@@ -293,7 +305,7 @@ class Orchestrator:
             self._changed.set()
 
     async def _send(self, verdicts: Sequence[Verdict]) -> None:
-        batch_s, blocked_s = self._pace.lap(blocked=self._scheduler.waits_for_weights)
+        batch_s, blocked_s = self._pace.lap()
         metrics = {
             "policy_version": self._scheduler.policy_version,
             "time/batch_s": batch_s,
@@ -302,7 +314,9 @@ class Orchestrator:
         }
         self._may_start.set()
         self._progress = BatchProgress()
-        await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), metrics)
+        with self._spans.timed("send", self._scheduler.batches_sent - 1):
+            await self._clerk.send(verdicts, self._scheduler.take_settled(), self._scheduler.state(), metrics)
+        self._spans.flush()
 
     def _take_settled(self) -> list[list[Verdict]]:
         settled = self._scheduler.take_settled()
@@ -341,6 +355,7 @@ class Orchestrator:
                 await self._close_books()
             finally:
                 say("closing its metrics", silence_s=SINK_SILENCE_S)
+                self._spans.flush()
                 self._books.close()
 
     async def _close_books(self) -> None:

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from pellucid.data import NOT_OURS, Rollout, TokenTable
+from pellucid.data import NOT_OURS, Rollout, TokenTable, Turn
 from pellucid.data.files import (
     append_whole,
     read_lines,
@@ -52,9 +52,13 @@ FILE = "train_rollouts.jsonl"
 EVAL_FILE = "eval_rollouts.jsonl"
 Groups = Sequence[Sequence[Verdict]]
 
+SCHEMA = 2
+"""Form of a saved rollout; those of form 1, or without one, have neither conversations nor times."""
+
 PROGRESS_FILE = "progress.json"
 
 _LINE_WIDTH = 100 - len("12:34:56 INFO ")
+_BRIEF_S = 0.05  # a shorter time outside of the engine is not worth its bytes in every line
 _UNREMARKABLE = (State.ZERO_ADVANTAGE, State.FILTERED, State.CANCELLED)
 _WORDS = {
     State.FAILED_ROLLOUT.value: "failed",
@@ -165,7 +169,11 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]) -> dict[str, Any]:
     rollout = verdict.rollout
+    trajectory, end_s = _trajectory(rollout.turns)
+    # Turns of a snapshot that an earlier version wrote say nothing about their conversation.
+    is_traced = all(turn.sample is not None for turn in rollout.turns if turn.num_tokens)
     record = {
+        "schema": SCHEMA if is_traced else 1,
         "step": step,
         "group_id": rollout.group_id,
         "rollout_id": rollout.rollout_id,
@@ -182,19 +190,53 @@ def rollout_record(step: int, verdict: Verdict, sampling_args: Mapping[str, Any]
         "num_tool_tokens": rollout.num_tool_tokens,
         "stop_reason": rollout.stop_reason,
         "messages": [dict(message) for message in rollout.example.messages],
-        "trajectory": [
-            {
-                "text": turn.text,
-                "num_prompt_tokens": turn.num_prompt_tokens,
-                "num_tokens": turn.num_tokens,
-                "finish_reason": turn.finish_reason,
-                "policy_versions": turn.policy_versions,
-            }
-            for turn in rollout.turns
-        ],
+        "trajectory": trajectory,
         "sampling_args": sampling_args,
     }
+    if rollout.weights:
+        record["weights"] = rollout.weights
+    if abs(rollout.time_s - end_s) >= _BRIEF_S:
+        record["time_s"] = round(rollout.time_s, 3)
     return record | {column: orjson.Fragment(text) for column, text in rollout.state.items()}
+
+
+def _trajectory(turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], float]:
+    """Returns the turns as they are saved, and the second of the attempt at which the last one ends.
+
+    A turn goes on from the one before, keeps all of its messages, adds none, is in the same sample, trains
+    and starts when that one ends, unless it says otherwise (`after`, `keeps`, `messages`, `sample`,
+    `trainable`, `start_s`). The first goes on from the messages of the example, in sample 0.
+    """
+    records = []
+    sample: int | None = 0
+    end_s = 0.0
+    for number, turn in enumerate(turns):
+        trace = turn.trace
+        record: dict[str, Any] = {
+            "text": turn.text,
+            "num_prompt_tokens": turn.num_prompt_tokens,
+            "num_tokens": turn.num_tokens,
+            "finish_reason": turn.finish_reason,
+            "policy_versions": turn.policy_versions,
+            "wait_s": round(trace.wait_s, 3),
+        }
+        if abs(trace.start_s - end_s) >= _BRIEF_S:
+            record["start_s"] = round(trace.start_s, 3)
+        if trace.after != number - 1:
+            record["after"] = trace.after
+        if trace.keeps is not None:
+            record["keeps"] = trace.keeps
+        if trace.messages:
+            record["messages"] = orjson.Fragment(trace.messages_json)
+        if trace.tool_calls:
+            record["tool_calls"] = orjson.Fragment(trace.tool_calls)
+        if turn.sample != sample:
+            record["sample"] = turn.sample
+        if not turn.trainable:
+            record["trainable"] = False
+        sample, end_s = turn.sample, record.get("start_s", end_s) + record["wait_s"]
+        records.append(record)
+    return records, end_s
 
 
 def zero_metrics(env_names: Sequence[str]) -> MetricSet:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,11 @@ async def follow_weights(
     client: InferenceClient,
     on_update: Callable[[int], Awaitable[None]],
     is_due: Callable[[int], bool],
+    timed: Callable[[str, int], AbstractContextManager[None]] = lambda name, version: nullcontext(),
 ) -> None:
     """Serves versions as they appear; never returns. After a refusal it tries again with what is due then.
+
+    `timed("update", version)` is entered while the servers are told to load a version.
 
     Raises InferenceError after a few refusals in a row, and at once when no server can be reached.
     """
@@ -123,7 +127,8 @@ async def follow_weights(
         version = next_version(stable_steps(weights), served, is_due)
         if version is not None:
             try:
-                await client.update_weights(version, weights / f"step_{version}")
+                with timed("update", version):
+                    await client.update_weights(version, weights / f"step_{version}")
             except UnreachableError:  # the client has waited for its servers long enough
                 raise
             except InferenceError as error:

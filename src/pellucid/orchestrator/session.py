@@ -15,13 +15,14 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-from pellucid.data import Completion, RoleSpan, Rollout, Turn
+from pellucid.data import Completion, RoleSpan, Rollout, Turn, TurnTrace
 from pellucid.errors import InferenceError, PromptTooLongError, RolloutError
 from pellucid.inference.client import REFUSED, Account, InferenceClient, SamplingParams
 from pellucid.orchestrator.chat import (
@@ -74,6 +75,9 @@ class Sampler:
     on_completion: Callable[[Completion, Account], Completion] | None = None
     """Relabels every completion before it is recorded; None: it is the policy's own."""
 
+    asking: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context manager that is entered while a request is with the client."""
+
 
 class PromptCache:
     """The first prompt of a group, rendered once."""
@@ -108,17 +112,14 @@ class _Known:
 
     tools: list[Message]
     turn: Turn | None
+    place: int
+    """Place of the turn in the rollout."""
+
     number: int
     """Number of conversations that were known before it."""
 
     later: "list[_Known]" = field(default_factory=list)
     """Conversations that continue this one."""
-
-    def precedes(self, messages: list[Message], tools: list[Message]) -> bool:
-        """Whether `messages` continue this conversation, provided that they continue the one before."""
-        start = self.num_messages - len(self.messages)
-        is_shorter = self.num_messages < len(messages)
-        return is_shorter and messages[start : self.num_messages] == self.messages and tools == self.tools
 
 
 class _Prompt(NamedTuple):
@@ -132,6 +133,7 @@ class _Prompt(NamedTuple):
     """Copy of the messages after those of `known`."""
 
     tools: list[Message]
+    trace: TurnTrace
 
 
 class Session:
@@ -143,14 +145,22 @@ class Session:
         sampler: Sampler,
         prompts: PromptCache,
         on_request: Callable[[str], None] | None = None,
+        opening: Sequence[Message] | None = None,
     ) -> None:
-        """`on_request` is called with the id of the rollout before each of its requests."""
+        """`on_request` is called with the id of the rollout before each of its requests. `opening` are the
+        example's messages as the environment gets them; None: as they are saved."""
         self._on_request = on_request
         self._rollout = rollout
         self._sampler = sampler
         self._prompts = prompts
-        self._known = _Known([], 0, [], None, 0)
+        self._started = time.monotonic()
+        self._opening: Sequence[Message] = rollout.example.messages if opening is None else opening
+        with suppress(TypeError, RolloutError):  # not every environment shows the model its example as it is
+            self._opening = take_messages(self._opening)
+        self._known = _Known([], 0, [], None, -1, 0)
         """The empty conversation, which all others continue."""
+        self._sizes: dict[int, int] = {}
+        """Number of messages of the conversation of each turn that is known, by its place."""
         self._num_known = 1
         self._running: dict[str, asyncio.Task[Turn]] = {}
         self._num_calls = 0
@@ -170,6 +180,7 @@ class Session:
         as_message: Callable[[Turn], Message] = as_message,
     ) -> Turn:
         """Returns the reply with its tokens; if not `trainable`, they are counted, but never trained on."""
+        asked = time.monotonic()
         taken = take_messages(messages)
         if self._closed or self._sampler.end.has_come:
             over = "run" if self._sampler.end.has_come else "rollout"
@@ -177,6 +188,7 @@ class Session:
         number = self._num_calls
         self._num_calls += 1
         prompt = self._prompt(taken, list(tools))
+        prompt.trace.start_s = asked - self._started
         params = self._params(len(prompt.token_ids), number, max_tokens)
         if self._on_request is not None:
             self._on_request(self._rollout.rollout_id)
@@ -227,17 +239,24 @@ class Session:
         as_message: Callable[[Turn], Message],
     ) -> Turn:
         account = Account(self._sampler.run_id, self._rollout.env_name)
-        completion = await self._sampler.client.generate(prompt.token_ids, params, account, request_id)
+        with self._sampler.asking():
+            completion = await self._sampler.client.generate(prompt.token_ids, params, account, request_id)
+        prompt.trace.wait_s = time.monotonic() - self._started - prompt.trace.start_s
         if self._sampler.on_completion is not None:
             completion = self._sampler.on_completion(completion, account)
         turn = self._record(prompt, completion, trainable)
+        place = len(self._rollout.turns) - 1
         number = len(completion.token_ids)
         if completion.finish_reason == REFUSED:
             cause = "the server was restarted, or serves other weights than this run gave it"
             raise RolloutError(f"{number} tokens are refused: {cause}")
         if completion.finish_reason == "abort":
             raise RolloutError(f"the server cut the completion short after {number} tokens")
-        self._remember(prompt, take_message(as_message(turn), "the reply"), turn)
+        reply = take_message(as_message(turn), "the reply")
+        if calls := reply.get("tool_calls"):
+            prompt.trace.set_tool_calls(calls)
+            turn.trace = prompt.trace
+        self._remember(prompt, reply, turn, place)
         return turn
 
     def _record(self, prompt: _Prompt, completion: Completion, trainable: bool) -> Turn:
@@ -250,7 +269,7 @@ class Session:
         reply_start = prompt.spans[-1][2] if prompt.spans else 0
         reply = ("assistant", reply_start, len(prompt.token_ids) + len(completion.token_ids))
         spans = [*prompt.spans, reply]
-        turn = Turn(prompt.token_ids, completion, text, spans, trainable, prompt.goes_on_from)
+        turn = Turn(prompt.token_ids, completion, text, spans, trainable, prompt.goes_on_from, prompt.trace)
         self._rollout.turns.append(turn)
         if unreadable is not None:
             raise RolloutError(
@@ -258,21 +277,42 @@ class Session:
             ) from unreadable
         return turn
 
-    def _remember(self, prompt: _Prompt, reply: Message, turn: Turn) -> None:
+    def _remember(self, prompt: _Prompt, reply: Message, turn: Turn, place: int) -> None:
         messages = [*prompt.added, copy_nested(reply)]
         num_messages = prompt.known.num_messages + len(messages)
-        prompt.known.later.append(_Known(messages, num_messages, prompt.tools, turn, self._num_known))
+        prompt.known.later.append(_Known(messages, num_messages, prompt.tools, turn, place, self._num_known))
+        self._sizes[place] = num_messages
         self._num_known += 1
 
-    def _longest_known(self, messages: list[Message], tools: list[Message]) -> _Known:
-        """Returns the conversation that `messages` continue; of several, the longest, then the latest."""
-        best, candidates = self._known, list(self._known.later)
+    def _compare(self, messages: list[Message], tools: list[Message]) -> tuple[_Known, TurnTrace]:
+        """Returns the conversation that `messages` continue (of several, the longest, then the latest), and
+        what they add to the one with which they have most messages in common.
+
+        Of several with as many, that is one which they continue, then the latest whose other messages they
+        replace, then the example's.
+        """
+        num_common = _num_equal(messages, self._opening)
+        starts_anew = num_common == len(messages)
+        longest, closest = self._known, (num_common, 3 if starts_anew else 1, -1)
+        candidates = [(each, True, 0) for each in self._known.later]
         while candidates:
-            known = candidates.pop()
-            if known.precedes(messages, tools):
-                candidates += known.later
-                best = max(best, known, key=lambda each: (each.num_messages, each.number))
-        return best
+            known, is_continued, num_common = candidates.pop()
+            start = known.num_messages - len(known.messages)
+            if num_common == start:  # all messages before its own
+                num_common = _num_equal(messages, known.messages, start)
+            is_whole = num_common == known.num_messages
+            is_continued &= is_whole and num_common < len(messages) and tools == known.tools
+            if is_continued:
+                longest = max(longest, known, key=lambda each: (each.num_messages, each.number))
+            closest = max(closest, (num_common, 2 if num_common else 0, known.place))
+            if is_whole:
+                closest = max(closest, (num_common, 3, known.place))
+            candidates += [(later, is_continued, num_common) for later in known.later]
+        num_common, _, place = closest
+        num_before = len(self._rollout.example.messages) if place < 0 else self._sizes[place]
+        trace = TurnTrace(place, None if num_common == num_before else num_common)
+        trace.set_messages(messages[num_common:])
+        return longest, trace
 
     async def _cut_short(self, request_ids: Collection[str]) -> None:
         """Aborts these requests and returns once each has recorded its answer, or has been given up."""
@@ -309,17 +349,18 @@ class Session:
         )
 
     def _prompt(self, messages: list[Message], tools: list[Message]) -> _Prompt:
-        known = self._longest_known(messages, tools)
+        known, trace = self._compare(messages, tools)
         num_known = known.num_messages
         added = copy_nested(messages[num_known:])
         if known.turn is not None:
             rendered = self._sampler.chat.continuation(messages, num_known - 1, tools)
             if rendered is not None:
                 token_ids, spans = self._extend(known.turn, rendered)
-                return _Prompt(token_ids, spans, known.turn, known, added, known.tools)
+                return _Prompt(token_ids, spans, known.turn, known, added, known.tools, trace)
         rendered = self._prompts.render(messages, tools)
         kept_tools = copy_nested(tools) if known.turn is None else known.tools
-        return _Prompt(rendered.token_ids, _spans([], rendered.stops, 0), None, known, added, kept_tools)
+        spans = _spans([], rendered.stops, 0)
+        return _Prompt(rendered.token_ids, spans, None, known, added, kept_tools, trace)
 
     def _extend(self, last: Turn, rendered: Rendered) -> tuple[list[int], list[RoleSpan]]:
         """Appends what the template puts after the last turn to that turn's tokens and spans."""
@@ -332,6 +373,13 @@ class Session:
         reply = (role, reply_start, max(len(token_ids), offset + reply_stop))
         token_ids += rendered.token_ids[is_repeated:]
         return token_ids, _spans([*spans, reply], later, offset)
+
+
+def _num_equal(messages: Sequence[Message], others: Sequence[Message], start: int = 0) -> int:
+    """Returns `start` plus the number of messages from there on that equal `others`, up to the first that
+    differs."""
+    stop = min(len(messages), start + len(others))
+    return next((at for at in range(start, stop) if messages[at] != others[at - start]), max(start, stop))
 
 
 def group_of_request(request_id: str) -> str:

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from pellucid.config import OrchestratorRunConfig, RunConfig, TrainerRunConfig
-from pellucid.data import Example, PackedArray, RoleSpan, Rollout, TrainingSample, Turn
+from pellucid.data import Example, PackedArray, RoleSpan, Rollout, TrainingSample, Turn, TurnTrace
 from pellucid.data.files import replace_file, require_file, require_own, sync
 from pellucid.errors import ConfigError, DataError
 from pellucid.ledger import Flow, LedgerEntry, Stage, State, journal, read_journal
@@ -62,6 +62,9 @@ class HeldTurn(msgspec.Struct, frozen=True, array_like=True):
     """Those of a rollout's last turn; other turns have the beginnings of these, and none here."""
 
     link: str = ""
+    trainable: bool = True
+    trace: TurnTrace = msgspec.field(default_factory=TurnTrace)
+    sample: int | None = None
 
 
 class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,6 +85,8 @@ class HeldRollout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     reward: float | None = None
     metrics: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    time_s: float = 0.0
     error: str | None = None
     error_type: str | None = None
     state: dict[str, str] = {}

@@ -14,14 +14,16 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from signal import Signals
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from pellucid.data.spans import SpanLog
 from pellucid.workers import DaemonThreads
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 1.0  # for work that tidies up when it is cancelled
+_FLEETING_S = 0.005
 
 _THRESHOLDS = (2_000, 2_000, 10)
 """Thresholds of the garbage collector: it looks at new objects after every 2,000, in a few milliseconds, and
@@ -93,26 +95,90 @@ async def cancel(tasks: Collection["asyncio.Task[None]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class PaceState(NamedTuple):
+    """One state of `Pace`, from `start` on."""
+
+    name: str
+    start: float
+    end: float
+    rollout_s: float = 0.0
+    """Sum over the rollouts in flight of the seconds that they were so."""
+
+    def merged(self, later: "PaceState") -> "PaceState":
+        return self._replace(end=later.end, rollout_s=self.rollout_s + later.rollout_s)
+
+
 class Pace:
-    """Seconds since the last batch, and how many of them nothing could start for lack of weights."""
+    """The cause that the next batch waits for, at every moment: spans, and the seconds between two batches.
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._blocked_since: float | None = None
+        wait_weights    nothing starts, and no batch forms, until newer weights are served
+        sample          a rollout in flight has asked the policy's servers and waits for the answer
+        environment     rollouts are in flight, and none of them waits for a server
+        idle            no rollout is in flight: `tasks_per_minute`, a pause before a retry, the end
+
+    The first that holds counts. A state that ends within a few milliseconds belongs to the one before it.
+    """
+
+    def __init__(self, spans: SpanLog, step: int, look: Callable[[], tuple[bool, int]]) -> None:
+        """`step`: the first batch; `look` returns whether weights are waited for, and the rollouts in
+        flight."""
+        self._spans = spans
+        self._step = step
+        self._look = look
+        self._num_asking = 0
+        self._num_inflight = 0
+        self._lap_start = spans.clock()
         self._blocked_s = 0.0
+        self._now = PaceState("idle", self._lap_start, self._lap_start)
+        self._before: PaceState | None = None
 
-    def note(self, *, blocked: bool) -> None:
-        now = time.monotonic()
-        if self._blocked_since is not None:
-            self._blocked_s += now - self._blocked_since
-        self._blocked_since = now if blocked else None
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Context manager around a request to the policy's servers."""
+        self._num_asking += 1
+        self.note()
+        try:
+            yield
+        finally:
+            self._num_asking -= 1
+            self.note()
 
-    def lap(self, *, blocked: bool) -> tuple[float, float]:
-        self.note(blocked=blocked)
-        now = time.monotonic()
-        lap = now - self._started, self._blocked_s
-        self._started, self._blocked_s = now, 0.0
+    def note(self) -> None:
+        """Looks at what is waited for now; to be called whenever it may have changed."""
+        now = self._spans.clock()
+        passed_s = now - self._now.end
+        self._blocked_s += passed_s if self._now.name == "wait_weights" else 0.0
+        rollout_s = self._now.rollout_s + passed_s * self._num_inflight
+        self._now = self._now._replace(end=now, rollout_s=rollout_s)
+        is_blocked, self._num_inflight = self._look()
+        name = "sample" if self._num_asking else "environment" if self._num_inflight else "idle"
+        name = "wait_weights" if is_blocked else name
+        if name == self._now.name:
+            return
+        if self._before is not None and now - self._now.start < _FLEETING_S:
+            self._before = self._before.merged(self._now)
+        else:
+            self._write(self._before)
+            self._before = self._now
+        self._now = PaceState(name, now, now)
+        if self._before.name == name:
+            self._now, self._before = self._before, None
+
+    def lap(self) -> tuple[float, float]:
+        """Ends a batch. Returns its seconds, and those of them in which weights were waited for."""
+        self.note()
+        now = self._now.end
+        self._write(self._before)
+        self._write(self._now)
+        self._before, self._now = None, PaceState(self._now.name, now, now)
+        lap = now - self._lap_start, self._blocked_s
+        self._lap_start, self._blocked_s, self._step = now, 0.0, self._step + 1
         return lap
+
+    def _write(self, state: PaceState | None) -> None:
+        if state is not None and state.end > state.start:
+            load = state.rollout_s / (state.end - state.start)
+            self._spans.add(state.name, state.start, state.end, self._step, load)
 
 
 class RateLimit:

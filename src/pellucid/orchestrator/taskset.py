@@ -430,6 +430,7 @@ def _score(episode: vf.Episode) -> Score:
             "task": trace.task.data.model_dump(mode="json"),
             "stop_condition": trace.stop_condition,
         },
+        {name: reward.weight for name, reward in trace.rewards.items() if name not in metrics},
     )
 
 

@@ -146,7 +146,7 @@ def build_samples(rollout: Rollout, *, run_id: str, advantage: float) -> list[Tr
 
 def token_sequences(rollout: Rollout) -> list[NDArray[np.integer[Any]]]:
     """Returns the token ids of each sample that the rollout gives."""
-    return [turns[-1].known_ids for turns in _branches(rollout)]
+    return [turns[-1].known_ids for turns in rollout.branches()]
 
 
 def _columns(rollout: Rollout, run_id: str, advantage: float) -> list[dict[str, Any]]:
@@ -168,18 +168,8 @@ def _columns(rollout: Rollout, run_id: str, advantage: float) -> list[dict[str, 
             "training_mode": rollout.training_mode.value,
             "teacher_logprobs": rollout.teacher_logprobs[index] if rollout.teacher_logprobs else None,
         }
-        for index, turns in enumerate(_branches(rollout))
+        for index, turns in enumerate(rollout.branches())
     ]
-
-
-def _branches(rollout: Rollout) -> list[list[Turn]]:
-    branches: list[list[Turn]] = []
-    for turn in (turn for turn in rollout.turns if turn.num_tokens):
-        branch = next((branch for branch in reversed(branches) if turn.extends(branch[-1])), None)
-        if branch is None:
-            branches.append(branch := [])
-        branch.append(turn)
-    return branches
 
 
 def _token_columns(turns: Sequence[Turn]) -> dict[str, Any]:

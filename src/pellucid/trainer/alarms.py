@@ -26,6 +26,7 @@ from pellucid.data import TokenTable
 from pellucid.data.alarms import Bell
 from pellucid.data.rollout import NOT_OURS
 from pellucid.data.rows import RunRows
+from pellucid.data.tensors import read_together, to_device
 from pellucid.loss import LossRecord
 from pellucid.metrics import MeanZeroTest
 from pellucid.model import TokenOutput
@@ -109,7 +110,7 @@ class AlarmSums(NamedTuple):
 
 
 class StepWatch:
-    """Sums up one rank's part of a step; the sums stay on the device until `sums` reads them."""
+    """Sums up one rank's part of a step; the sums stay on the device until they are read."""
 
     def __init__(self, table: TokenTable, step: int) -> None:
         """Takes `table`, the batch of the step on all ranks."""
@@ -117,6 +118,7 @@ class StepWatch:
         self._tested = fair_rollouts(table) if self._is_watched else set()
         self._num_tested = 0
         self._surprise: Tensor | None = None
+        self._totals = (0.0, 0.0)
         self._num_stops = self._num_untrained = 0
         self._untrained = ""
 
@@ -131,7 +133,7 @@ class StepWatch:
         table = packed.table
         is_tested = np.array([each in self._tested for each in table["rollout_id"].tolist()])
         tokens = np.flatnonzero(np.repeat(is_tested, table.lengths) & sampled & loss_mask)
-        chosen = torch.from_numpy(tokens).to(output.entropy.device)
+        (chosen,) = to_device([tokens], output.entropy.device)
         columns = output.entropy, output.logprobs.detach(), record.ratios.importance_ratio
         entropy, logprobs, ratio = (column.index_select(0, chosen) for column in columns)
         surprise = ((entropy + logprobs) * ratio).clamp(-MOST_SURPRISE, MOST_SURPRISE).double()
@@ -156,10 +158,18 @@ class StepWatch:
             self._num_untrained += len(untrained)
             self._untrained = self._untrained or str(table["rollout_id"][untrained[0]])
 
+    def tensors(self) -> list[Tensor]:
+        """Returns what `take` wants in host memory."""
+        return [] if self._surprise is None else [self._surprise]
+
+    def take(self, arrays: Sequence[Floats]) -> None:
+        for total, squares in arrays:
+            self._totals = float(total), float(squares)
+
     def sums(self) -> AlarmSums:
-        total, squares = (0.0, 0.0) if self._surprise is None else self._surprise.tolist()
+        """Returns the sums; those on the device are 0 until they are read."""
         return AlarmSums(
-            self._num_tested, total, squares, self._num_stops, self._num_untrained, self._untrained
+            self._num_tested, *self._totals, self._num_stops, self._num_untrained, self._untrained
         )
 
 
@@ -279,14 +289,11 @@ class _Spots(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """Elements of some tensors before a step."""
+    """Elements of some tensors before a step, on the device."""
 
     places: Sequence[_Spots]
-    values: Floats
-    """Rows of weight, unclipped gradient, first and second moment."""
-
-    num_updates: Floats
-    """Number of AdamW's updates of each tensor, this step included."""
+    values: Sequence[Tensor]
+    """Weights, unclipped gradients, first and second moments; and how often AdamW has updated each tensor."""
 
     bare: Sequence[str]
     """Tensors without a gradient."""
@@ -296,8 +303,9 @@ class UpdateWatch:
     """Compares the update of a few weights with AdamW's formula, every few steps.
 
     Before the gradients are clipped, `before` copies a few elements of some tensors: weight, gradient,
-    moments. After the step, `after` compares weights and first moments of the same elements with AdamW's
-    formula, in float64, for the gradient clipped at `max_norm` and the learning rate of the schedule:
+    moments. After the step, `after` reads them, and compares weights and first moments of the same elements
+    with AdamW's formula, in float64, for the gradient clipped at `max_norm` and the learning rate of the
+    schedule:
 
         g ← g · min(1, max_norm / norm)        m ← β₁·m + (1 − β₁)·g        v ← β₂·v + (1 − β₂)·g²
         w ← w · (1 − lr·wd) − lr · (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
@@ -341,11 +349,7 @@ class UpdateWatch:
                 taken = place.view(weight), gradient, first, second, number
                 for row, each in zip(rows, taken, strict=True):
                     row.append(each)
-        if not places:
-            return Noted([], np.zeros((4, 0)), np.zeros(0), bare)
-        values = _as_array([each for row in rows for each in row])
-        num_updates = values[-len(places) :] + 1
-        return Noted(places, values[: -len(places)].reshape(4, -1), num_updates, bare)
+        return Noted(places, [torch.cat(row) for row in rows] if places else [], bare)
 
     def after(self, noted: Noted | None, grad_norm: float, lr: float) -> list[Look]:
         """Compares the same elements after a step; `grad_norm` is before clipping, `lr` is the step's."""
@@ -356,17 +360,19 @@ class UpdateWatch:
             return looks
         optim, sizes = self._optim, [place.num for place in noted.places]
         beta, second = optim.betas
-        weight, gradient, mean, square = noted.values
+        weight, gradient, mean, square, num_before, found_weight, found_mean = read_together(
+            [each.double() for each in (*noted.values, *self._found(noted))]
+        )
+        num_updates = num_before + 1
         gradient = gradient * min(1.0, optim.max_norm / (grad_norm + 1e-6))
         size = beta * np.abs(mean) + (1 - beta) * np.abs(gradient)
         mean = beta * mean + (1 - beta) * gradient
         square = second * square + (1 - second) * gradient * gradient
-        first_scale = np.repeat(lr / (1 - beta**noted.num_updates), sizes)
-        second_scale = np.repeat(1 / (1 - second**noted.num_updates), sizes)
+        first_scale = np.repeat(lr / (1 - beta**num_updates), sizes)
+        second_scale = np.repeat(1 / (1 - second**num_updates), sizes)
         scale = first_scale / (np.sqrt(square * second_scale) + self._adamw.defaults["eps"])
         moved = -lr * optim.weight_decay * weight - scale * mean
         rounding = _EPS * np.abs(weight)
-        found_weight, found_mean = self._found(noted)
         found_moved = found_weight - weight
         by_weight = np.abs(found_moved - moved)
         by_weight /= _NUM_ROUNDINGS * rounding + UPDATE_TOLERANCE * scale * size + _TINY
@@ -391,8 +397,8 @@ class UpdateWatch:
             looks.append(look)
         return looks
 
-    def _found(self, noted: Noted) -> Floats:
-        """Reads the weights and first moments of the noted elements."""
+    def _found(self, noted: Noted) -> list[Tensor]:
+        """Copies the weights and first moments of the noted elements."""
         weights = [place.view(place.parameter.detach()) for place in noted.places]
         means = [
             place.view(state["exp_avg"])
@@ -400,7 +406,7 @@ class UpdateWatch:
             else weight.new_zeros(place.num)
             for place, weight in zip(noted.places, weights, strict=True)
         ]
-        return _as_array([*weights, *means]).reshape(2, -1)
+        return [torch.cat(weights), torch.cat(means)]
 
 
 def _factor(found: Floats, expected: Floats) -> float:
@@ -412,11 +418,6 @@ def _factor(found: Floats, expected: Floats) -> float:
 def local_shard(tensor: Tensor) -> Tensor:
     """Returns this process's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _as_array(tensors: Sequence[Tensor]) -> Floats:
-    array: Floats = torch.cat(list(tensors)).double().cpu().numpy()
-    return array
 
 
 class TrainerAlarms:

@@ -35,6 +35,10 @@ class BatchSource(Protocol):
         """Blocks until the samples of `step` arrive, and returns them."""
         raise AssertionError(f"the batch of step {step} is received by the main process")
 
+    def is_there(self, step: int) -> bool:
+        """Returns whether `next` would not wait."""
+        return True
+
     def release_before(self, step: int) -> None:
         """Lets batches of earlier steps be deleted: a checkpoint covers them."""
         return None
@@ -50,6 +54,9 @@ class OrchestratorBatches(BatchSource):
 
     def next(self, step: int) -> Batch:
         return self._receiver.receive(step)
+
+    def is_there(self, step: int) -> bool:
+        return self._receiver.has(step)
 
     def release_before(self, step: int) -> None:
         self._receiver.release_before(step)

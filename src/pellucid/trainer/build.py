@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 
 from pellucid.config import TrainerRunConfig
+from pellucid.data.spans import SpanLog
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, Stage
 from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
-from pellucid.model import Adapters, load_policy
-from pellucid.model.load import check_tokenizer
+from pellucid.model import Adapters, Policy, load_policy
+from pellucid.model.load import check_tokenizer, empty_policy
 from pellucid.trainer.batches import BatchSource
 from pellucid.trainer.optimizer import Optimizer, TrainedWeights
 from pellucid.trainer.parallel import Ranks
@@ -24,24 +25,40 @@ from pellucid.workers import num_cores
 def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -> list[TrainedWeights]:
     """Loads this process's shard of the model, and returns what each run trains of it.
 
+    The main process alone reads the weights and has all of them, in host memory, until they are handed out.
     That is the whole model or, with LoRA, one adapter per run; several runs need LoRA.
     """
-    settings, lora = config.trainer, config.model.lora
+    settings = config.trainer
     torch.set_num_threads(max(1, (settings.threads or num_cores()) // ranks.num_local))
+    torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment or a library says
     torch.manual_seed(config.seed)
-    policy = load_policy(config.model, trainable=True, max_length=settings.model.seq_len)
+    max_length = settings.model.seq_len
+    policy = ranks.load(
+        lambda device: load_policy(config.model, trainable=True, max_length=max_length, device=device),
+        lambda: empty_policy(config.model),
+    )
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
-    adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
-    if settings.enable_router_replay:
-        policy.replay_experts()
-    if settings.model.activation_checkpointing:
-        policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)
-    ranks.shard(policy)
+    adapters = prepare_policy(policy, config, ranks, num_runs=num_runs)
     whole = TrainedWeights(policy, config.model, tokenizer, is_sharded=ranks.group is not None)
     if adapters is None:
         return [whole]
     return [replace(whole, adapter=adapters[slot]) for slot in range(num_runs)]
+
+
+def prepare_policy(
+    policy: Policy, config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1
+) -> Adapters | None:
+    """Makes a loaded model compute as the configuration says, and shards it; returns its adapters, if any."""
+    settings, lora = config.trainer, config.model.lora
+    adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
+    if settings.enable_router_replay:
+        policy.replay_experts()
+    ranks.cast(policy)  # before the next: a layer that is computed again casts its weights again
+    if settings.model.activation_checkpointing:
+        policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)
+    ranks.shard(policy)
+    return adapters
 
 
 def build_run(
@@ -59,7 +76,7 @@ def build_run(
     `trained` is an adapter of a model that the run shares with others; by default it loads its own model. If
     one process fails to open a file, all processes raise, and each closes what it has opened.
     """
-    settings, ranks = config.trainer, ranks or Ranks()
+    settings, ranks = config.trainer, ranks or Ranks.alone(config.trainer)
     if trained is None:
         (trained,) = load_trained(config, ranks)
     if trained.adapter is not None:
@@ -95,6 +112,7 @@ def build_run(
             journal=journal,
             exporter=exporter,
             publishes=publishes,
+            spans=SpanLog(config.output_dir, "trainer") if ranks.is_main else None,
             ranks=ranks,
         )
         opened.pop_all()

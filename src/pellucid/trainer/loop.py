@@ -28,11 +28,12 @@ def train(run: Run) -> None:
 def accumulate(run: Run, batch: StepBatch, observer: StepObserver | None = None) -> StepObserver:
     """Adds the gradient of a step, or of a part of one, to the parameters; returns its observer."""
     observer = observer or run.observer(batch)
-    for micro_batch in batch.micro_batches:
-        output = run.forward(micro_batch)
-        result = run.loss(micro_batch, output, batch.denominator)
-        observer.add(micro_batch, output, result)  # an export writes it while the backward pass runs
-        result.loss.backward()
-    if batch.is_last:
-        observer.complete()
+    with run.timed("compute", batch.step):
+        for micro_batch in batch.micro_batches:
+            output = run.forward(micro_batch)
+            result = run.loss(micro_batch, output, batch.denominator)
+            observer.add(micro_batch, output, result)  # an export writes it while the backward pass runs
+            result.loss.backward()
+        if batch.is_last:
+            observer.complete()
     return observer

@@ -238,7 +238,7 @@ class Member:
 
     name: str
     run: Run
-    step: int
+    step: int = 0
     """Index of the step that is being trained, or whose batch is awaited."""
 
     batch: StepBatch | None = None
@@ -248,10 +248,15 @@ class Member:
 
     def __post_init__(self) -> None:
         self._waiting = ExitStack()
+
+    def begin(self, config: TrainerRunConfig) -> None:
+        """Begins or resumes the run, which waits for its first batch from then on."""
+        self.run.begin(config)
+        self.step = self.run.start
         self._wait()
 
     def _wait(self) -> None:
-        self._waiting.enter_context(self.run.waiting())
+        self._waiting.enter_context(self.run.timed("wait", self.step))
 
     @property
     def waiting(self) -> Sequence[int]:
@@ -282,6 +287,7 @@ class Member:
         update = self.run.update(self.observer)
         self.run.publish(self.step)
         self.run.finish(self.step, self.observer, update)
+        self.run.finish_publishing()  # the run's next batch may wait for it, and an error would not be seen
         self.batch = self.observer = None
         self.step += 1
         self._wait()
@@ -418,11 +424,10 @@ class ManyRuns:
             self._end(name, RunOutcome.EVICTED, str(error))
             return
         self.free.pop(0)
-        member = self.members[name] = Member(name, run, step=0)
+        member = self.members[name] = Member(name, run)
         self.had_any = True
         with self.evicting(member, everywhere=True):
-            run.begin(config)
-            member.step = run.start
+            member.begin(config)
         logger.info("run %s joined at step %d of %d", name, member.step, run.max_steps)
 
     def leave(self, name: str, outcome: RunOutcome, reason: str) -> None:

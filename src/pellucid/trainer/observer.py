@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pellucid.data.tensors import read_together, to_device
 from pellucid.export import TokenExporter
 from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import LossInputs, LossRecord
 from pellucid.metrics import Max, Mean, MetricSet, Moments, Sum
 from pellucid.model import TokenOutput
-from pellucid.trainer.alarms import Bools, StepWatch
+from pellucid.trainer.alarms import Bools, Floats, StepWatch
 from pellucid.trainer.step import LoadedMicroBatch, LossResult, StepBatch
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ COUNTED = (
 class StepObserver:
     """Observes one optimizer step, whether it is trained at once or in several parts.
 
-    Statistics stay on the device until `metrics` reads them; an export reads each micro batch.
+    Statistics stay on the device until `read` copies all of them together; an export copies each micro batch.
     """
 
     def __init__(self, batch: StepBatch, exporter: TokenExporter | None) -> None:
@@ -81,7 +83,7 @@ class StepObserver:
         self._stats.add_loss(
             result.record.token_loss.detach().sum(dtype=torch.float64) / self.batch.denominator
         )
-        on_device = torch.from_numpy(account).to(output.logprobs.device)
+        (on_device,) = to_device([account], output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
         self.finite.add(micro_batch, result)
         self.alarms.add(micro_batch.packed, sampled, loss_mask, output, result.record)
@@ -123,6 +125,16 @@ class StepObserver:
         """Tells the export that the step is complete: it writes the rest while the weights are updated."""
         if self._exporter is not None:
             self._exporter.complete(self.batch.step)
+
+    def read(self, grad_norm: Tensor) -> float:
+        """Reads the step's statistics and the norm of its gradient: the host waits for the device once."""
+        parts: tuple[LossStats | FiniteWatch | StepWatch, ...] = (self._stats, self.finite, self.alarms)
+        tensors = [part.tensors() for part in parts]
+        *arrays, norm = read_together([*chain.from_iterable(tensors), grad_norm])
+        found = iter(arrays)
+        for part, some in zip(parts, tensors, strict=True):
+            part.take(list(islice(found, len(some))))
+        return float(norm)
 
     def metrics(self) -> MetricSet:
         """Returns this rank's metrics: its share of the loss, statistics, and counts of packed tokens."""
@@ -174,6 +186,10 @@ def observed_values(output: TokenOutput, record: LossRecord) -> dict[str, torch.
     return {"trainer_logprobs": output.logprobs, "entropy": output.entropy, **record.columns()}
 
 
+_MOMENTS = ("entropy", "mismatch_kl")
+"""Metrics that have a standard deviation and a maximum."""
+
+
 class LossStats:
     """Sums of (weight, value, value², maximum) per metric and account, on the device, read back once.
 
@@ -186,6 +202,8 @@ class LossStats:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._loss: Tensor | None = None
+        self._read: tuple[dict[str, Floats], dict[str, Floats], float] | None = None
+        """Sums, maxima and loss in host memory, once they are read."""
 
     def add_loss(self, loss: Tensor) -> None:
         self._loss = loss if self._loss is None else self._loss + loss
@@ -195,28 +213,50 @@ class LossStats:
         chosen = torch.where(mask, values, values.new_zeros(())).double()
         rows = torch.stack([mask.double(), chosen, chosen.square()])
         sums = rows.new_zeros(3, num_accounts).index_add(1, account, rows)
-        lowest = rows.new_full((num_accounts,), -torch.inf)
-        maxima = lowest.scatter_reduce(0, account, torch.where(mask, values.double(), lowest[0]), "amax")
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
-        self._maxima[name] = torch.maximum(self._maxima[name], maxima) if name in self._maxima else maxima
+        if name in _MOMENTS:
+            lowest = rows.new_full((num_accounts,), -torch.inf)
+            maxima = lowest.scatter_reduce(0, account, torch.where(mask, values.double(), lowest[0]), "amax")
+            self._maxima[name] = torch.maximum(self._maxima[name], maxima) if name in self._maxima else maxima
+
+    def tensors(self) -> list[Tensor]:
+        """Returns what `take` wants in host memory."""
+        return [*self._sums.values(), *self._maxima.values(), *([] if self._loss is None else [self._loss])]
+
+    def take(self, arrays: Sequence[Floats]) -> None:
+        found = iter(arrays)
+        sums, maxima = (
+            dict(zip(each, islice(found, len(each)), strict=True)) for each in (self._sums, self._maxima)
+        )
+        self._read = sums, maxima, float(next(found, 0.0))
+
+    def _numbers(self) -> tuple[dict[str, Floats], dict[str, Floats], float]:
+        if self._read is None:
+            self.take(read_together(self.tensors()))
+        assert self._read is not None
+        return self._read
 
     def loss(self) -> float:
-        return 0.0 if self._loss is None else float(self._loss)
+        return self._numbers()[2]
 
     def count(self, name: str) -> list[int]:
         """Counts per account the tokens for which a yes/no metric is true."""
         if name not in self._sums:
             return [0] * len(self.environments)
-        return [round(total) for total in self._sums[name][1].tolist()]
+        return [round(total) for total in self._numbers()[0][name][1].tolist()]
 
     def metrics(self) -> MetricSet:
         metrics = MetricSet()
-        for name, sums in self._sums.items():
-            columns = zip(self.environments, sums.T.tolist(), self._maxima[name].tolist(), strict=True)
-            for env, (weight, total, squares), maximum in columns:
+        all_sums, all_maxima, _ = self._numbers()
+        for name, sums in all_sums.items():
+            maxima = all_maxima.get(name)
+            for number, (env, (weight, total, squares)) in enumerate(
+                zip(self.environments, sums.T.tolist(), strict=True)
+            ):
                 for scope in ("all", env):
-                    is_moment = name in ("entropy", "mismatch_kl")
-                    value = Moments.of(weight, total, squares, maximum) if is_moment else Mean(total, weight)
+                    value: Mean | Moments = Mean(total, weight)
+                    if maxima is not None:
+                        value = Moments.of(weight, total, squares, float(maxima[number]))
                     metrics.add(f"{name}/{scope}", value)
         return metrics
 
@@ -249,9 +289,10 @@ def observe_loss(
 
 
 class FiniteWatch:
-    """Finds the first token of a step whose loss is not finite; only `cause` reads back from the device."""
+    """Finds the first token of a step whose loss is not finite."""
 
     def __init__(self) -> None:
+        self._found: Sequence[Floats] = []
         self._first: list[torch.Tensor] = []
         """Row per micro batch: whether it has a bad token, its index, loss, logprobs and advantage."""
 
@@ -269,9 +310,16 @@ class FiniteWatch:
         table = micro_batch.table
         self._sequences.append((table.lengths, table["env_name"], table["rollout_id"]))
 
+    def tensors(self) -> list[Tensor]:
+        """Returns what `take` wants in host memory."""
+        return self._first
+
+    def take(self, arrays: Sequence[Floats]) -> None:
+        self._found = arrays
+
     def cause(self) -> str | None:
-        """Describes the first bad token and its numbers; None if all losses are finite."""
-        found = torch.stack(self._first).tolist() if self._first else []
+        """Describes the first bad token and its numbers, once they are read; None if all are finite."""
+        found = (row.tolist() for row in self._found)
         for (is_bad, index, *numbers), (lengths, envs, rollouts) in zip(found, self._sequences, strict=True):
             if is_bad:
                 row = int((lengths.cumsum() > index).argmax())

@@ -9,21 +9,28 @@ in a row       0       1         0         1
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pellucid.config import ModelConfig, OptimConfig, SchedulerConfig
 from pellucid.errors import DataError
 from pellucid.model import Adapter, Policy
 from pellucid.trainer.alarms import Look, UpdateWatch, local_shard
-from pellucid.transport.weights import offer_weights, write_adapter, write_version, write_weights
+from pellucid.transport.weights import (
+    WeightsCopy,
+    offer_weights,
+    write_adapter,
+    write_version,
+    write_weights,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +71,28 @@ class Optimizer:
         )
         self._watch = UpdateWatch(self._named, self.adamw, optim)
 
-    def step(self, *, lr: float | None = None, is_finite: bool = True) -> Update:
+    def norm(self) -> Tensor:
+        """Computes the norm of all gradients, over all processes, on the device."""
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(
+        self,
+        norm: Tensor | None = None,
+        grad_norm: float | None = None,
+        *,
+        lr: float | None = None,
+        is_finite: bool = True,
+    ) -> Update:
         """Clips and applies the gradients, then clears them; if loss or norm is not finite, only clears them.
 
+        `norm` is that of the gradients, on the device, and `grad_norm` its value; by default, computed here.
         `lr` replaces that of the schedule. `is_finite` says whether the loss of the step is finite on all
         ranks.
         """
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = self.norm() if norm is None else norm
+        grad_norm = float(norm) if grad_norm is None else grad_norm
         scheduled_lr = self._optim.lr * lr_factor(self.num_steps, self._scheduler, self._max_steps)
         update = Update(grad_norm, scheduled_lr if lr is None else lr)
         if is_finite and math.isfinite(grad_norm):  # the norm over all ranks: each decides alike
@@ -153,12 +173,19 @@ class TrainedWeights:
         if self.adapter is not None:
             self.adapter.activate()
 
-    def write(self, folder: Path) -> None:
-        """Writes a policy version for engines, in the main process; if sharded, the others `offer`."""
+    def take(self, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
+        """Copies the weights, in the main process; if sharded, the others `offer` with the same dtype.
+
+        Returns the function that writes the copy into a folder, as a policy version for engines. An adapter
+        keeps its dtype.
+        """
         if self.adapter is None or self.model.lora is None:
-            write_version(self.policy.hf, folder)
-        else:
-            write_adapter(self.adapter, self.model.lora, self.model.name, folder)
+            return partial(write_version, WeightsCopy(self.policy.hf, dtype))
+        return partial(write_adapter, WeightsCopy(self.adapter), self.model.lora, self.model.name)
+
+    def write(self, folder: Path) -> None:
+        """Writes a policy version, in the main process; if sharded, the others `offer`."""
+        self.take()(folder)
 
     def save(self, folder: Path) -> None:
         """Writes the result, for `AutoModelForCausalLM.from_pretrained`; the other processes `offer`."""
@@ -173,6 +200,9 @@ class TrainedWeights:
             self.policy.hf.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def offer(self) -> None:
-        """Takes part in gathering the shards while the main process writes or saves."""
-        offer_weights(self.policy.hf if self.adapter is None else self.adapter)
+    def offer(self, dtype: torch.dtype | None = None) -> None:
+        """Takes part in gathering the shards while the main process takes, writes or saves them."""
+        if self.adapter is not None:
+            offer_weights(self.adapter)
+        else:
+            offer_weights(self.policy.hf, dtype)

@@ -10,27 +10,31 @@ rank, only the first cp rank exports tokens and writes a journal.
 
 FSDP2 shards the model over the ranks of a replica and their context-parallel ranks together. Gradients are
 *summed* over all processes: each has divided its loss by the denominator of the whole step, and context
-parallel ranks have each the gradient through their own slice.
+parallel ranks have each the gradient through their own slice. They are added up after the last micro batch of
+a step, if every process has the memory for the whole gradient, else after each.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pellucid.config import TrainerConfig, TrainerPrecision
+from pellucid.config.trainer import TrainerModelConfig
 from pellucid.data.tokenizer import first_line
-from pellucid.errors import ProcessError
+from pellucid.errors import ConfigError, ProcessError
 from pellucid.model import ContextParallel, Policy
 from pellucid.model.load import default_device
+from pellucid.model.proof import check_kernel
 
 T = TypeVar("T")
 
@@ -50,12 +54,13 @@ def joined(config: TrainerConfig) -> Iterator["Ranks"]:
     """Joins the process group that torchrun started; without torchrun, the process trains alone."""
     config.check_num_processes(int(os.environ.get("WORLD_SIZE", "1")))
     if "RANK" not in os.environ:
-        yield Ranks()
+        yield Ranks.alone(config)
         return
     device = default_device()
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        device = own_gpu(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(**group_options(device, config.collective_timeout_s))
     ranks = Ranks.of(config, dist.new_group(backend="gloo", timeout=_PATIENCE), device)
     try:
         yield ranks
@@ -68,6 +73,29 @@ def joined(config: TrainerConfig) -> Iterator["Ranks"]:
     # Skipped after an error: the other processes notice when this one ends.
     dist.barrier(ranks.group)
     dist.destroy_process_group()
+
+
+def own_gpu(local_rank: int, num_visible: int) -> torch.device:
+    """Returns the GPU of a process of this machine; raises ConfigError if there are fewer than processes."""
+    if local_rank >= num_visible:
+        raise ConfigError(
+            f"process {local_rank} of the trainer on this machine has no GPU: {num_visible} are visible "
+            "(CUDA_VISIBLE_DEVICES), and each process needs one of its own; start at most that many "
+            "(`torchrun --nproc-per-node`; for `pellucid rl`, gpus.trainer)"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def group_options(device: torch.device, timeout_s: float) -> dict[str, Any]:
+    """Returns the arguments of `init_process_group`.
+
+    With its GPU, NCCL sets up connections at once, so that a wrong network shows at the start, and never
+    guesses a process's GPU from its rank.
+    """
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+    if device.type == "cuda":
+        return {"backend": "nccl", "device_id": device, **options}
+    return {"backend": "gloo", **options}
 
 
 @dataclass(frozen=True)
@@ -92,6 +120,15 @@ class Ranks:
     precision: MixedPrecisionPolicy | None = None
     """Dtypes of forward and reduction; None: all in float32."""
 
+    device: torch.device = field(default_factory=default_device)
+    """Device that this process computes on."""
+
+    @classmethod
+    def alone(cls, config: TrainerConfig, device: torch.device | None = None) -> "Ranks":
+        """Returns the place of the only process; `device` is the GPU if there is one, unless it is given."""
+        device = device or default_device()
+        return cls(precision=_precision(config, device), device=device)
+
     @classmethod
     def of(cls, config: TrainerConfig, group: dist.ProcessGroup, device: torch.device) -> "Ranks":
         """Builds the meshes over the default group; every process calls it."""
@@ -104,8 +141,8 @@ class Ranks:
             )
         )
         rank, cp_rank = divmod(dist.get_rank(), cp)
-        precision = BF16 if device.type == "cuda" else None
-        return cls(rank, num_processes // cp, cp_rank, group, model_mesh, cp_mesh, precision)
+        precision = _precision(config, device)
+        return cls(rank, num_processes // cp, cp_rank, group, model_mesh, cp_mesh, precision, device)
 
     @property
     def is_main(self) -> bool:
@@ -122,6 +159,11 @@ class Ranks:
         return 1 if self.group is None else dist.get_world_size()
 
     @property
+    def process(self) -> int:
+        """Number of this process among all of the trainer's."""
+        return self.rank * (1 if self.cp_mesh is None else self.cp_mesh.size(1)) + self.cp_rank
+
+    @property
     def num_local(self) -> int:
         """Processes on this machine."""
         return 1 if self.group is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -130,6 +172,23 @@ class Ranks:
     def computes_in(self) -> TrainerPrecision:
         """The dtype of weights and activations in a forward; gradients are summed in float32."""
         return "float32" if self.precision is None else "bfloat16"
+
+    def publish_dtype(self, config: TrainerConfig) -> torch.dtype:
+        """Returns the dtype of published weights: by default that which the trainer computes with."""
+        wanted = self.computes_in if config.publish_dtype == "auto" else config.publish_dtype
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
+
+    def reduces_once(self, config: TrainerModelConfig, trained: nn.Module) -> bool:
+        """Returns whether gradients are added up over processes once per step; see `reduce_gradients`.
+
+        All processes return the same: one with less memory than the others decides for them.
+        """
+        if self.model_mesh is None:
+            return False
+        num_trained = sum(each.numel() for each in trained.parameters() if each.requires_grad)
+        num_sharing = self.num_local if self.device.type == "cpu" else 1
+        memory = _memory_bytes(self.device) / num_sharing
+        return all(self.gather_all(config.reduces_once(num_trained, memory)))
 
     @property
     def context(self) -> ContextParallel | None:
@@ -178,12 +237,48 @@ class Ranks:
             raise own_error or errors[0]  # its own has a cause and a traceback, which are not sent
         return cast(T, value)
 
+    def cast(self, policy: Policy) -> None:
+        """Has a model that is not sharded compute in the dtype of `precision`; FSDP casts the others."""
+        if self.model_mesh is None and self.precision is not None:
+            policy.compute_in(torch.bfloat16)
+
+    def load(self, load: Callable[[torch.device], Policy], make_empty: Callable[[], Policy]) -> Policy:
+        """Loads the model to train: of several processes, the main one into host memory, for `shard`.
+
+        The others make it without weights. All raise if the main process cannot load it, or if the kernels of
+        any device err: the model is proved on the host.
+        """
+        if self.group is None:
+            return load(self.device)
+        loaded: list[Policy] = []
+        self.share(lambda: loaded.append(load(torch.device("cpu"))))
+        self.alike(lambda: check_kernel(self.device))
+        return loaded[0] if loaded else make_empty()
+
     def shard(self, policy: Policy) -> None:
-        """Shards the model over the processes; this one keeps its shard."""
+        """Shards the model over the processes; this one keeps its shard of the main process's weights."""
         if self.context is not None:
             self.context.check_heads(policy.num_heads)
         if self.model_mesh is not None:
-            shard_module(policy, policy.layers, self.model_mesh, self.precision)
+            whole = policy.state_dict() if self.is_main else {}  # sharding puts other tensors in its place
+            shard_module(policy, units_of(policy), self.model_mesh, self.precision, self.device)
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(policy, whole, options=options)  # one weight at a time
+            for buffer in policy.buffers():
+                dist.broadcast(buffer, src=0)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Returns the memory of a device; the processes of a machine share that of its CPU."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+def _precision(config: TrainerConfig, device: torch.device) -> MixedPrecisionPolicy | None:
+    wanted = config.model.precision
+    is_half = wanted == "bfloat16" or (wanted == "auto" and device.type != "cpu")
+    return BF16 if is_half else None
 
 
 def _outcome_of(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -194,13 +289,26 @@ def _outcome_of(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
+def units_of(policy: Policy) -> list[nn.Module]:
+    """Returns the modules that FSDP gathers on their own: the layers, and an embedding that is not tied.
+
+    A head is read outside of its own forward, where FSDP would not have gathered it, and so is an embedding
+    that is tied to it: they stay with the root.
+    """
+    embedding, head = policy.hf.get_input_embeddings(), policy.hf.get_output_embeddings()
+    return [*policy.layers, *([] if embedding.weight is head.weight else [embedding])]
+
+
 def shard_module(
     root: nn.Module,
     layers: Sequence[nn.Module],
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy | None = None,
+    device: torch.device | None = None,
 ) -> None:
-    """Shards the layers, and the rest with the root, over the last dimension of (replicas, shards).
+    """Shards these modules, and the rest with the root, over the last dimension of (replicas, shards).
+
+    Weights without memory get some on `device`, unset, one module at a time.
 
     The gradient is the sum over all processes. Both settings are needed on *every* module: with gloo,
     gradients are silently wrong if only the root has them.
@@ -209,8 +317,25 @@ def shard_module(
     if precision is not None:
         options["mp_policy"] = precision
     for module in (*layers, root):
+        if device is not None:
+            _allocate(module, device)
         fully_shard(module, **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Replaces tensors on torch's meta device by uninitialised ones; tied ones stay tied."""
+    made: dict[Tensor, Any] = {}
+    for each in module.modules():
+        for tensors in (each._parameters, each._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_trained = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_trained else empty
+                tensors[name] = made[tensor]

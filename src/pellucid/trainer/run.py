@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from pellucid.checkpoint import STATE, Progress, newest_intact, take_back
 from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
 from pellucid.data.rules import check_experts, check_text
+from pellucid.data.spans import SpanLog
 from pellucid.data.tensors import TokenTensors
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, working
 from pellucid.errors import DataError
@@ -31,7 +33,13 @@ from pellucid.trainer.batches import BatchSource, StopRequest
 from pellucid.trainer.observer import COUNTED, StepObserver
 from pellucid.trainer.optimizer import Optimizer, TrainedWeights, Update, cause_of, too_many_skips
 from pellucid.trainer.parallel import Ranks
-from pellucid.trainer.saver import CheckpointSaver
+from pellucid.trainer.saver import (
+    CheckpointSaver,
+    WeightsPublisher,
+    generators_of,
+    restore_random_state,
+    take_random_state,
+)
 from pellucid.trainer.sft import Validation
 from pellucid.trainer.step import (
     LoadedMicroBatch,
@@ -43,7 +51,7 @@ from pellucid.trainer.step import (
     peak_memory_gib,
 )
 from pellucid.transport import Batch, is_stable, publish_folder
-from pellucid.transport.weights import publish_version, weights_folder
+from pellucid.transport.weights import weights_folder
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +76,9 @@ class Run:
     """Whether an engine follows this run's weights."""
 
     validation: Validation | None = None
+    spans: SpanLog | None = None
+    """None in all processes but the main one."""
+
     ranks: Ranks = field(default_factory=Ranks)
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -77,12 +88,17 @@ class Run:
         self.step_s = 0.0
         """Duration of the last step in seconds."""
         self._totals: Counter[str] = Counter()
-        self._watch = Stopwatch()
+        self._watch = Stopwatch(self.spans)
         self._shape = ModelShape.of(self.policy)
         self._cost = self._shape.cost()
         self._skips: list[str] = []
         """Causes of the steps that were skipped in a row, up to the last one."""
         self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
+        self._publisher = WeightsPublisher(self.output_dir, keep=self.config.keep_weights, spans=self.spans)
+        # Runs that share a model reduce every micro batch: of one that is evicted, no gradient may be left.
+        is_alone = self.config.join is None
+        self._reduces_once = is_alone and self.ranks.reduces_once(self.config.model, self.trained.module)
+        self._publish_dtype = self.ranks.publish_dtype(self.config)
         self._alarms = TrainerAlarms(
             self.output_dir,
             publishes=self.publishes,
@@ -115,13 +131,14 @@ class Run:
         if progress is not None:
             state = self.output_dir / "checkpoints" / f"step_{progress.step}" / STATE
             read_state(self.trained.module, self.optimizer.adamw, state, self.ranks.group)
-            torch.set_rng_state(torch.frombuffer(bytearray(progress.random_state), dtype=torch.uint8))
+            restore_random_state(generators_of(self.policy.device), progress, self.ranks.process)
             self.start = self._num_trained = self._num_saved = progress.step
             self._totals = Counter(progress.totals)
             self.optimizer.num_steps = progress.step
         folder = weights_folder(self.output_dir, self.start)
         if self.publishes and self.start > 0 and not self.ranks.share(lambda: is_stable(folder)):
             self.publish(self.start - 1)
+            self.finish_publishing()
         if self.exporter is not None:
             self.exporter.forget_from(self.start)
             if self.ranks.is_main:  # other ranks count from 0, so that the sum is right
@@ -141,7 +158,7 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         if self.validation is not None and self.start == 0:
-            with self._watch("validate"):
+            with self.timed("validate", 0):
                 self.validation.begin()
         for step in range(self.start, self.max_steps):
             with self._profiled(step):
@@ -166,12 +183,15 @@ class Run:
 
         On a stop request every process raises `Stopped` here, all of them before the same step.
         """
-        with self.waiting():
+        with self.timed("wait", step):
             batch = self.ranks.share(lambda: self._receive(step))
         return self.pack(step, batch.table)
 
     def _receive(self, step: int) -> Batch:
         with self.stop.interruptible():
+            # Whoever sends the batch may be waiting for these weights, and would wait forever if they fail.
+            if self.publishes and not self.batches.is_there(step):
+                self._publisher.settle()
             batch = self.batches.next(step)
         self.check(step, batch.table)
         return batch
@@ -185,15 +205,16 @@ class Run:
             check_experts(table.columns, self.policy.replay.shape.experts)
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
-        packed = pack_batch(
-            table,
-            seq_len=self.config.model.seq_len,
-            max_tokens=self.config.max_tokens,
-            num_ranks=self.ranks.num_ranks,
-            pad_to_multiple_of=self.config.pad_to_multiple_of,
-            share_prompts=self.config.share_prompts,
-            cost=self._cost,
-        )
+        with self.timed("pack", step):
+            packed = pack_batch(
+                table,
+                seq_len=self.config.model.seq_len,
+                max_tokens=self.config.max_tokens,
+                num_ranks=self.ranks.num_ranks,
+                pad_to_multiple_of=self.config.pad_to_multiple_of,
+                share_prompts=self.config.share_prompts,
+                cost=self._cost,
+            )
         return StepBatch(
             step,
             packed,
@@ -211,14 +232,16 @@ class Run:
         is_last = stop == batch.table.num_sequences
         return replace(part, weights=weights, whole=batch, num_before=num_before, is_last=is_last)
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Context manager: time spent inside is logged as `time/wait_s`."""
-        return self._watch("wait")
+    def timed(self, phase: str, step: int) -> AbstractContextManager[None]:
+        """Context manager: time spent inside is logged as `time/PHASE_s`, and as a span of the step."""
+        return self._watch(phase, step)
 
     def observer(self, batch: StepBatch) -> StepObserver:
         return StepObserver(batch, self.exporter)
 
     def forward(self, micro_batch: LoadedMicroBatch) -> TokenOutput:
+        if self._reduces_once and isinstance(self.policy, FSDPModule):
+            self.policy.set_requires_gradient_sync(micro_batch.is_last)
         return self.predict(micro_batch.tokens, micro_batch.layout)
 
     def predict(self, tokens: TokenTensors, layout: Layout) -> TokenOutput:
@@ -242,8 +265,11 @@ class Run:
 
         All processes decide alike: they gather each other's bad tokens, and the norm is over all gradients.
         """
-        tokens: list[str | None] = self.ranks.gather(observer.finite.cause())
-        update = self.optimizer.step(is_finite=not any(tokens))
+        with self.timed("optimizer", observer.batch.step):
+            norm = self.optimizer.norm()
+            grad_norm = observer.read(norm)
+            tokens: list[str | None] = self.ranks.gather(observer.finite.cause())
+            update = self.optimizer.step(norm, grad_norm, is_finite=not any(tokens))
         if not update.is_skipped:
             self._skips.clear()
             return update
@@ -256,21 +282,29 @@ class Run:
         return update
 
     def publish(self, step: int) -> None:
-        """Publishes the weights after step n as policy version n + 1."""
-        if self.publishes:
-            with self._watch("publish"):
-                if self.ranks.is_main:
-                    keep = self.config.keep_weights
-                    publish_version(self.output_dir, step + 1, self.trained.write, keep=keep)
-                else:
-                    self.trained.offer()
+        """Publishes the weights after step n as policy version n + 1.
+
+        Copies them, and writes the copy while the next step is trained.
+        """
+        if not self.publishes:
+            return
+        with self.timed("publish", step):
+            self.finish_publishing()  # before the copy: the host has memory for one
+            if self.ranks.is_main:
+                self._publisher.publish(step + 1, self.trained.take(self._publish_dtype))
+            else:
+                self.trained.offer(self._publish_dtype)
+
+    def finish_publishing(self, *, wait: bool = True) -> None:
+        """Raises in every process if the last weights cannot be published; `wait`s until they are."""
+        self.ranks.share(lambda: self._publisher.settle(wait=wait))
 
     def finish(self, step: int, observer: StepObserver, update: Update) -> None:
         """Writes books, export and metrics of a step, and a checkpoint when one is due.
 
         Raises DataError once too many steps in a row were skipped, after a checkpoint.
         """
-        with self._watch("observe"):
+        with self.timed("observe", step):
             if self.journal is not None:
                 observer.write_ledger(self.journal)
             if self.exporter is not None:
@@ -291,7 +325,7 @@ class Run:
                 if self.ranks.is_main and self._totals[_LOST] == num_lost:
                     self.exporter.mark_stable(step)
         if self.validation is not None:
-            with self._watch("validate"):
+            with self.timed("validate", step):
                 report |= self.validation.report(step)
         report |= {"grad_norm": update.grad_norm, "lr": update.lr, "skipped_steps": int(update.is_skipped)}
         for name in (*COUNTED, *(f"local/{name}" for name in COUNTED), "skipped_steps"):
@@ -303,9 +337,12 @@ class Run:
                 step, table, alarm_sums, update.looks, lr=update.lr, is_skipped=update.is_skipped
             )
         report |= self._times(report, sum(num_pairs))
+        if self.spans is not None:
+            self.spans.flush()
         for sink in self.sinks:
             sink.log(step, report)
         self._num_trained = step + 1
+        self.finish_publishing(wait=False)
         self.finish_checkpoint(wait=False)
         if self._num_trained % self.config.ckpt.interval == 0 or self._num_trained == self.max_steps:
             self.save_checkpoint()
@@ -316,18 +353,21 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint of the steps trained so far, unless it exists; releases batches it covers."""
+        self.finish_publishing()
         if self._num_trained == self._num_saved:
             return
         if self.journal is not None:
             self.journal.sync()
         booked = self.ranks.gather(self.journal.totals() if self.journal is not None else [])
+        random_states = self.ranks.gather_all(take_random_state(generators_of(self.policy.device)))
         progress = Progress(
             step=self._num_trained,
             totals=dict(self._totals),
-            random_state=torch.get_rng_state().numpy().tobytes(),
+            random_state=random_states[0][0],
             ledger=sum_entries(chain.from_iterable(booked)),
+            random_states=random_states,
         )
-        with self._watch("checkpoint"):
+        with self.timed("checkpoint", self._num_trained - 1):
             self.finish_checkpoint()
             self._saver.save(progress, self.trained.module, self.optimizer.adamw)
             self.finish_checkpoint(wait=False)
@@ -360,10 +400,12 @@ class Run:
 
     def save_model(self) -> None:
         """Writes `model/`, which `AutoModelForCausalLM.from_pretrained` loads, and releases all batches."""
+        self.finish_publishing()
         self.finish_checkpoint()
         model = self.output_dir / "model"
         lost = f"{model}, which --resume writes"
-        with working("writing the model", at_stake=lost, silence_s=DISK_SILENCE_S):
+        writing = working("writing the model", at_stake=lost, silence_s=DISK_SILENCE_S)
+        with writing, self.timed("checkpoint", self.max_steps - 1):
             if self.ranks.is_main:
                 self.batches.release_before(self.max_steps)
                 publish_folder(model, self.trained.save)
@@ -380,11 +422,14 @@ class Run:
         say_finishing(f"step {self._num_trained}", self.step_s)
 
     def close(self) -> None:
+        self._publisher.close()
         self._saver.close()
         if self.exporter is not None:
             with working("closing its token export", silence_s=DISK_SILENCE_S):
                 self.exporter.close()
         with working("closing its metrics", silence_s=SINK_SILENCE_S):
+            if self.spans is not None:
+                self.spans.flush()
             for sink in self.sinks:
                 sink.close()
 

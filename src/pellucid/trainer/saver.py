@@ -1,27 +1,56 @@
-"""Writes checkpoints, while training waits or in a thread beside it.
+"""Publishes weights in a thread beside training; writes checkpoints in one, or while training waits.
 
     save ──> copy of the state ──> [ thread: write, publish ] ──> settle: batches that it covers are released
                   │
                   └──> the next steps train meanwhile
 
 At most one checkpoint is written at a time: the next one, and the end of a run, wait for it. It is published
-only once it is complete. `settle` raises the errors of the thread, in the thread that trains.
+only once it is complete. `settle` raises the errors of the thread, in the thread that trains. Weights are
+published in the same way, one version after the other.
 """
 
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import Thread
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from pellucid.checkpoint import Progress, publish_checkpoint
 from pellucid.checkpoint.state import State, take_state, write_state
 from pellucid.config.trainer import CkptConfig
+from pellucid.data.spans import SpanLog
 from pellucid.ending import DISK_SILENCE_S, working
 from pellucid.trainer.parallel import Ranks
+from pellucid.transport.weights import publish_version
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Returns torch's own generators of a process: that of the CPU, then that of its GPU."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def take_random_state(generators: Sequence[torch.Generator]) -> list[bytes]:
+    return [generator.get_state().numpy().tobytes() for generator in generators]
+
+
+def restore_random_state(generators: Sequence[torch.Generator], progress: Progress, process: int) -> None:
+    """Sets the generators of one process to what a checkpoint says of it.
+
+    With another number of processes there is no such state: all go on with that of the main one. A GPU's is
+    left alone if the checkpoint was written on a CPU.
+    """
+    states = progress.random_states or [[progress.random_state]]
+    known = states[process] if process < len(states) else states[0]
+    for generator, state in zip(generators, known, strict=False):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class CheckpointSaver:
@@ -91,3 +120,44 @@ class CheckpointSaver:
             writing.set_exception(error)
         else:
             writing.set_result(needed_from)
+
+
+class WeightsPublisher:
+    """Publishes the policy versions of a run, in order; only that of the main process is used."""
+
+    def __init__(self, run_dir: Path, *, keep: int, spans: SpanLog | None = None) -> None:
+        self._run_dir, self._keep, self._spans = run_dir, keep, spans
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._writing: Future[None] | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def publish(self, version: int, write: Callable[[Path], None]) -> None:
+        """Starts to write a version, once the one before it is complete."""
+        self.settle()
+        self._writing = self._thread.submit(self._write, version, write)
+
+    def _write(self, version: int, write: Callable[[Path], None]) -> None:
+        with nullcontext() if self._spans is None else self._spans.timed("write", version):
+            publish_version(self._run_dir, version, write, keep=self._keep)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Raises the error that a version ended with; `wait`s until it is complete."""
+        if wait:
+            self._wait()
+        if self._writing is not None and self._writing.done():
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        """Waits for a version that is being written, whatever becomes of it."""
+        self._wait()
+        self._thread.shutdown()
+
+    def _wait(self) -> None:
+        """Waits for the thread; a signal may interrupt that, and the next call waits again."""
+        if self._writing is not None and self.is_writing:
+            with working("publishing the weights", silence_s=DISK_SILENCE_S):
+                futures.wait([self._writing])

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from pellucid.config import Reduction
+from pellucid.config.gpus import KNOWN_GPUS
 from pellucid.data import TokenTable, TrainingMode
-from pellucid.data.tensors import TokenTensors, to_tensors
+from pellucid.data.tensors import TokenTensors, to_device, to_tensors
 from pellucid.loss import LossInputs, LossRecord, sequence_weights
 from pellucid.model import ContextParallel, Layout, Policy, packed_layout, shared_layout
 from pellucid.packing import Cost, MicroBatch, PackedBatch
@@ -34,6 +35,9 @@ class LoadedMicroBatch:
 
     num_filled: int = 0
     """Padding tokens, not in the table, that make the slices of context parallelism equally long."""
+
+    is_last: bool = True
+    """Whether it is the last one of its step, or of a part of it, on every rank."""
 
     @property
     def table(self) -> TokenTable:
@@ -95,10 +99,11 @@ class StepBatch:
             if self.weights is not None:
                 per_sequence = np.zeros(table.num_sequences, np.float32)  # padding comes last
                 per_sequence[: len(micro_batch.indices)] = self.weights[micro_batch.indices]
-                weights = torch.from_numpy(np.repeat(per_sequence, table.lengths)).to(self.device)
+                (weights,) = to_device([np.repeat(per_sequence, table.lengths)], self.device)
             tokens = to_tensors(table, self.device)
+            is_last = index - self.num_before == len(self.packed.steps) - 1
             yield LoadedMicroBatch(
-                index, micro_batch, tokens, layout.to(self.device), is_computed, weights, num_filled
+                index, micro_batch, tokens, layout.to(self.device), is_computed, weights, num_filled, is_last
             )
 
 
@@ -180,10 +185,6 @@ def _num_active(model: Any, config: Any) -> float:
     return total
 
 
-_PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bfloat16 operations per second, by a part of the device's name; the first match counts."""
-
-
 def peak_memory_gib(device: torch.device) -> float:
     """Returns the peak memory of this process so far: allocated on its GPU, or resident if it has none."""
     if device.type == "cuda":
@@ -197,4 +198,4 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+    return next((gpu.tflops * 1e12 for gpu in KNOWN_GPUS.values() if gpu.device_name in name), None)

@@ -239,6 +239,9 @@ class BatchReceiver(Protocol):
     def num_rejected(self) -> int:
         """Payloads that were refused so far."""
 
+    def has(self, step: int) -> bool:
+        """Returns whether a batch of this step has arrived, good or not."""
+
     def poll(self, step: int) -> Batch | None:
         """Returns the batch of this step, None while it is missing; PayloadError if it was just refused."""
 
@@ -278,6 +281,9 @@ class FilesystemReceiver:
     def __init__(self, run_dir: Path, *, limits: Limits | None = None) -> None:
         self._spool = Spool(run_dir, limits)
         self.num_rejected = 0
+
+    def has(self, step: int) -> bool:
+        return self._spool.has(step)
 
     def poll(self, step: int) -> Batch | None:
         if not self._spool.has(step):
@@ -322,8 +328,11 @@ class MemoryChannel:
     def num_rejected(self) -> int:
         return len(self._refusals)
 
+    def has(self, step: int) -> bool:
+        return not self._queue.empty()
+
     def poll(self, step: int) -> Batch | None:
-        return None if self._queue.empty() else self._take(step)
+        return self._take(step) if self.has(step) else None
 
     def receive(self, step: int) -> Batch:
         while True:

@@ -1,8 +1,13 @@
 """Weights from trainer to engine: `weights/step_N/model.safetensors` + `STABLE`, N the policy version.
 
 A model's weights are its parameters and its persistent buffers, such as the bias with which some routers
-choose experts. Tied weights are written once, and a sharded parameter is whole only while it is written.
-Loading checks every name and shape before it changes any.
+choose experts. Tied weights are written once. Loading checks every name and shape before it changes any.
+
+A sharded model is gathered in buckets, on the device, each by one exchange of bytes, and copied to pinned
+memory of the host. The host does not wait for it; the device does all of it in order, and so has memory for
+one bucket at a time:
+
+    shards ──> dtype that is published ──> bucket, whole ──> host ──> file
 
 A LoRA adapter is published as PEFT writes it, `adapter_model.safetensors` beside `adapter_config.json`:
 
@@ -15,7 +20,7 @@ none.
 import errno
 import json
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +29,12 @@ import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 from pellucid.config.shared import LoraConfig
 from pellucid.data.model_folder import everywhere
+from pellucid.data.tensors import HostCopy
 from pellucid.errors import TransportError
 from pellucid.transport.spool import publish_folder, retract_folder, stable_steps
 
@@ -43,6 +51,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_BUCKET_BYTES = 1 << 28
 
 
 def weights_folder(run_dir: Path, version: int) -> Path:
@@ -63,24 +72,110 @@ def publish_version(run_dir: Path, version: int, write: Callable[[Path], None], 
             retract_folder(weights_folder(run_dir, old))
 
 
-def offer_weights(model: nn.Module) -> None:
-    """Takes part in gathering a sharded model's weights while another process writes them."""
-    for tensor in named_weights(model).values():
-        _whole(tensor)
+def offer_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Takes part in gathering a sharded model's weights while another process takes or writes them."""
+    for _ in _gathered(model, dtype):
+        pass
 
 
-def write_version(model: nn.Module, folder: Path) -> None:
-    """Writes all weights; of a sharded model, all other processes call `offer_weights` meanwhile."""
-    write_weights(model, folder / _FILE)
+def write_version(weights: "nn.Module | WeightsCopy", folder: Path) -> None:
+    """Writes a policy version; of a sharded model, all other processes call `offer_weights` meanwhile."""
+    _write(weights, folder / _FILE)
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
-    """Writes a safetensors file of all weights, one at a time."""
-    write_tensors(path, named_weights(model), _whole)
+    """Writes a safetensors file of all weights, a bucket at a time; the other processes offer theirs."""
+    copies = (copy for bucket in _copied(model, None) for copy in bucket.wait().values())
+    write_tensors(path, named_weights(model), copies)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], fetch: Callable[[Tensor], Tensor]) -> None:
-    """Writes a safetensors file; `fetch` brings one tensor at a time, whole and contiguous, to the CPU."""
+class WeightsCopy:
+    """The weights of a model as they are now, on their way to host memory: training may change them at once.
+
+    Parameters are of `dtype`, buffers of their own. Of a sharded model, all other processes call
+    `offer_weights` with the same dtype.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        self._buckets = list(_copied(model, dtype, is_apart=True))
+
+    def write(self, path: Path) -> None:
+        """Writes a safetensors file; any thread may."""
+        tensors = {name: copy for bucket in self._buckets for name, copy in bucket.wait().items()}
+        write_tensors(path, tensors, tensors.values())
+
+
+def _write(weights: nn.Module | WeightsCopy, path: Path) -> None:
+    if isinstance(weights, WeightsCopy):
+        weights.write(path)
+    else:
+        write_weights(weights, path)
+
+
+def _copied(model: nn.Module, dtype: torch.dtype | None, *, is_apart: bool = False) -> Iterator[HostCopy]:
+    """Yields the weights in buckets that are on their way to the host.
+
+    On the CPU, weights that were neither gathered nor cast are the model's own, unless they are to be apart.
+    """
+    own = set()
+    if is_apart:
+        on_cpu = (tensor for tensor in named_weights(model).values() if tensor.device.type == "cpu")
+        own = {tensor.data_ptr() for tensor in on_cpu if not isinstance(tensor, DTensor)}
+    for bucket in _gathered(model, dtype):
+        yield HostCopy(
+            {name: each.clone() if each.data_ptr() in own else each for name, each in bucket.items()}
+        )
+
+
+def _gathered(model: nn.Module, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
+    """Yields whole weights on the model's device, by name, in buckets; every process has to ask for all."""
+    parameters = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    bucket: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in named_weights(model).items():
+        wanted = dtype if dtype is not None and name in parameters else tensor.dtype
+        size = tensor.numel() * wanted.itemsize
+        if bucket and num_bytes + size > _BUCKET_BYTES:
+            yield _whole(bucket)
+            bucket, num_bytes = {}, 0
+        bucket[name] = tensor.detach().to(wanted)
+        num_bytes += size
+    if bucket:
+        yield _whole(bucket)
+
+
+def _whole(bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gathers the sharded tensors of a bucket: every process of the model has to call it."""
+    sharded = {name: tensor for name, tensor in bucket.items() if isinstance(tensor, DTensor)}
+    whole = dict(zip(sharded, _gather_shards(list(sharded.values())), strict=True)) if sharded else {}
+    return {name: whole.get(name, tensor).contiguous() for name, tensor in bucket.items()}
+
+
+def _gather_shards(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
+    """Puts tensors together by one exchange; each is sharded by rows over the last dimension of one mesh.
+
+    rows 0 1 2 3 4 of a tensor, 2 processes     0 1 2 | 3 4 -      the last shard is padded
+    """
+    mesh = tensors[0].device_mesh
+    group, num_shards = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    shards = [tensor.to_local().contiguous().flatten().view(torch.uint8) for tensor in tensors]
+    rows = [-(-len(tensor) // num_shards) for tensor in tensors]
+    sizes = [
+        num * (tensor.numel() // len(tensor)) * tensor.element_size()
+        for num, tensor in zip(rows, tensors, strict=True)
+    ]
+    packed = shards[0].new_zeros(sum(sizes))
+    for part, shard in zip(packed.split(sizes), shards, strict=True):
+        part[: len(shard)] = shard
+    gathered = packed.new_empty(num_shards, len(packed))
+    dist.all_gather_single(gathered.view(-1), packed, group=group)
+    for part, num, tensor in zip(gathered.split(sizes, dim=1), rows, tensors, strict=True):
+        shape = (num_shards * num, *tensor.shape[1:])
+        yield part.contiguous().view(tensor.dtype).view(shape)[: len(tensor)]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], copies: Iterable[Tensor]) -> None:
+    """Writes a safetensors file; `copies` are the tensors in host memory, in order, whole and contiguous."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -94,8 +189,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], fetch: Callable[[Te
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            file.write(fetch(tensor).flatten().view(torch.uint8).numpy().data)
+        for copy in copies:
+            file.write(copy.detach().flatten().view(torch.uint8).numpy().data)
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -107,13 +202,6 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def weight_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in named_weights(model).items()}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Gathers a sharded tensor: every process of the model has to call it."""
-    tensor = tensor.detach()
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.cpu().contiguous()
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -176,9 +264,9 @@ def is_adapter(folder: Path) -> bool:
     return (folder / _ADAPTER_CONFIG).exists()
 
 
-def write_adapter(adapter: nn.Module, config: LoraConfig, base: str, folder: Path) -> None:
+def write_adapter(adapter: nn.Module | WeightsCopy, config: LoraConfig, base: str, folder: Path) -> None:
     """Writes an adapter in PEFT's format. `base`: hub name or folder of the model that it belongs to."""
-    write_weights(adapter, folder / _ADAPTER_WEIGHTS)
+    _write(adapter, folder / _ADAPTER_WEIGHTS)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

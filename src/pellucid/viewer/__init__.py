@@ -1,9 +1,11 @@
 """Every token of a run, and why it did or did not train: in the browser, as a page to send, in a terminal.
 
-    access, rollouts, runs      read: exports and run folders, saved rollouts, folders of runs
+    access, rollouts            read: exports and run folders, saved rollouts
+    digest, runs                several runs: a run as a row of a list, what lays them over each other
     roles, vocabulary           who speaks, the text of ids
     rows, summary, encode       rows per record, points per step, blobs for the browser
     page, server, terminal      the three ways to show it
+    timeline, trace             who worked and who waited, for the page and for Perfetto
     source, queries             the server's answers: bytes by name, questions about a whole run
     frame, assets/              the page itself: ES modules without a build step (data, draw, views)
 
@@ -24,9 +26,10 @@ from rich.console import Console
 
 from pellucid.config.tools import ViewSettings
 from pellucid.errors import ConfigError, DataError
+from pellucid.export.dumps import find_dump
 from pellucid.viewer.access import Exports, RunFolder, Selection
-from pellucid.viewer.page import PAGE_BUDGET, page_text, write_page
-from pellucid.viewer.runs import describe, find_runs, run_table
+from pellucid.viewer.page import PAGE_BUDGET, page_text, write_page, write_runs_page
+from pellucid.viewer.runs import RunList, differing, find_runs, run_table, settings_table
 from pellucid.viewer.source import ServedRun
 
 __all__ = ["View", "run_view"]
@@ -37,8 +40,8 @@ log = logging.getLogger(__name__)
 def run_view(settings: ViewSettings) -> None:
     if settings.output is not None:
         _require_file(settings.output)
-    if settings.path is None or (runs := _runs_below(settings.path)):
-        _show_list(settings, runs if settings.path is not None else None)
+    if settings.path is None or settings.others or _holds_runs(settings.path):
+        _show_list(settings)
         return
     exports = _open(settings.path, Selection(settings.step, settings.rank, settings.env_name))
     _require_record(exports, settings.record_index)
@@ -74,33 +77,44 @@ def run_view(settings: ViewSettings) -> None:
             run.close()
 
 
-def _show_list(settings: ViewSettings, runs: list[Path] | None) -> None:
-    """Serves or prints several runs; `runs` None: those in the current folder and in `outputs`."""
-    folder = Path.cwd() if settings.path is None else settings.path.resolve()
-    found = find_runs(folder) if runs is None else runs
-    if not found:
-        raise DataError(
-            f"there is no run in {folder} and in its outputs; name a run folder, an export or a file: "
-            "`pellucid view PATH`"
-        )
+def _show_list(settings: ViewSettings) -> None:
+    """Serves, writes or prints several runs; without a path those in the current folder and in `outputs`."""
+    if settings.path is None:
+        places = [Path.cwd()]
+        if not find_runs(places[0]):
+            raise DataError(
+                f"there is no run in {places[0]} and in its outputs; name a run folder, an export or a file: "
+                "`pellucid view PATH`"
+            )
+    else:
+        places = [
+            RunFolder.around(path.resolve()).folder or path for path in (settings.path, *settings.others)
+        ]
+    runs = RunList(places)
     if (settings.step, settings.rank, settings.env_name, settings.record_index) != (None, None, None, 0):
         raise ConfigError(
-            f"--step, --rank, --env-name and --record-index are of one run; name it: {found[0]}"
+            f"--step, --rank, --env-name and --record-index are of one run; name it: {runs.path(0)}"
         )
     if settings.output is not None:
-        names = ", ".join(str(run) for run in found[:5])
-        raise ConfigError(f"--output writes a page of one run; {folder} has {len(found)}: {names}")
-    if settings.path is None or settings.terminal:
+        page = write_runs_page(runs, settings.output)
+        log.info("%s: %s; opens in any browser without a server", settings.output, page)
+    elif settings.path is None or settings.terminal:
+        listed = runs.runs()
         console = Console(markup=False, emoji=False)
-        console.print(run_table([describe(run, folder) for run in found]))
-        console.print(f"\npellucid view {shlex.quote(os.path.relpath(found[0]))}   opens the newest one")
-        return
-    from pellucid.viewer.server import make_list_app
+        console.print(run_table(listed))
+        if settings.path is not None and differing(listed):
+            console.print()
+            console.print(settings_table(listed))
+        console.print(
+            f"\npellucid view {shlex.quote(os.path.relpath(listed[0].path))}   opens the newest one"
+        )
+    else:
+        from pellucid.viewer.server import make_list_app
 
-    def opened(run: Path) -> ServedRun:
-        return _served(Exports(run), settings, home="../")
+        def opened(run: Path) -> ServedRun:
+            return _served(Exports(run), settings, home="../")
 
-    _serve(partial(make_list_app, folder, found, opened), settings)
+        _serve(partial(make_list_app, runs, opened), settings)
 
 
 def _served(exports: Exports, settings: ViewSettings, home: str = "") -> ServedRun:
@@ -120,13 +134,16 @@ def _serve(make: Callable[..., Any], settings: ViewSettings) -> None:
     serve(make, host=settings.host, port=settings.port, open_browser=settings.open_browser)
 
 
-def _runs_below(path: Path) -> list[Path]:
-    """Returns the runs of a folder that is neither a run, nor part of one, nor an export."""
+def _holds_runs(path: Path) -> bool:
+    """Whether a folder holds runs, and is neither a run, nor part of one, nor an export.
+
+    Files that lie beside runs, a data set say, are left alone.
+    """
     folder = path.resolve()
     if not folder.is_dir() or RunFolder.around(folder).folder is not None:
-        return []
-    is_export = any(folder.glob("step_*")) or any(folder.glob("*.jsonl")) or any(folder.glob("*.parquet"))
-    return [] if is_export else find_runs(folder)
+        return False
+    is_export = any(folder.glob("step_*")) or find_dump(folder) is not None
+    return not is_export and bool(find_runs(folder))
 
 
 class View:
@@ -165,8 +182,12 @@ def _open(path: Path, selection: Selection) -> Exports:
     exports = Exports(run if run is not None and is_other_part else path, selection)
     if exports.steps():
         return exports
+    if (dump := exports.dump) is not None and not dump.steps():
+        raise DataError(f"{path} holds no rollouts of {dump.title}; {'; '.join(dump.problems)}")
     if not exports.lacks_tokens():
         raise DataError(f"{path} holds no records of {selection}")
+    if selection != Selection() and dump is not None:
+        raise DataError(f"{path} is {dump.title}: it has no tokens, so there are no records of {selection}")
     if selection != Selection():
         raise DataError(
             f"{path} has no token export, so there are no records of {selection}; leave that out, or "

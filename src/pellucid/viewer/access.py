@@ -5,7 +5,7 @@ Everything else in the viewer sees exports and run folders through this module o
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,16 @@ from pellucid.data.schema import FIELDS
 from pellucid.errors import DataError, PellucidError
 from pellucid.export import Export, Records
 from pellucid.export import open as open_export
+from pellucid.export.dumps import Dump, find_dump
 from pellucid.export.jsonl import read_json_lines
 from pellucid.export.parquet import ParquetSource
+from pellucid.export.paths import FOLDER, RUN_PARTS
 from pellucid.export.summary import StepSummary
 from pellucid.ledger import State, reconcile
 from pellucid.ledger.settings import read_settings_file, settings_files
 from pellucid.viewer.rollouts import SavedRollouts
+from pellucid.viewer.summary_cache import SummaryCache
+from pellucid.viewer.timeline import Timeline, read_timeline
 
 __all__ = ["Exports", "Records", "RunFolder", "Selection", "StepSummary"]
 
@@ -32,9 +36,6 @@ TOKENS_AT_ONCE = 500_000
 """Records whose columns are in memory together: a few at first, then as many as have about so many tokens."""
 
 ALL_FIELDS = tuple(field.name for field in FIELDS)
-
-RUN_PARTS = ("configs", "ledger", "metrics", "rollouts", "token_exports")
-"""Folders by which a run folder is known."""
 
 WRITES_WITHIN_S = 120.0
 """A run whose files are older than this is not being written."""
@@ -70,10 +71,21 @@ class Exports:
     warnings: dict[str, None] = field(default_factory=dict)
     """Messages about what the reader had to leave out, each once."""
 
+    dump: Dump | None = None
+    """Rollouts of another system at `path`; they may have tokens, too."""
+
     _export: Export | None = None
+    _is_text: bool = False
+    """Whether the dump has no tokens."""
+
     _steps: tuple[int, ...] = ()
+    _cache: SummaryCache = field(default_factory=SummaryCache)
     _matches: dict[int, bool] = field(default_factory=dict)
     """Steps that were searched for records of the selection, and whether there are any."""
+
+    def __post_init__(self) -> None:
+        self.dump = None if is_run(self.path) else find_dump(self.path)
+        self._is_text = self.dump is not None and not self.dump.has_tokens()
 
     def steps(self) -> list[int]:
         """The finished steps that have records to show: looking again reads folder names, and new steps."""
@@ -85,11 +97,11 @@ class Exports:
         return [step for step in self._steps if self._is_shown(step)]
 
     def lacks_tokens(self) -> bool:
-        """Whether this is a run folder without a finished step of an export."""
+        """Whether this is a run folder without a finished step of an export, or a dump of texts."""
         if not is_run(self.path):
-            return False
-        others = [part for part in RUN_PARTS[:-1] if (self.path / part).is_dir()]
-        exports = self.path / RUN_PARTS[-1]
+            return self._is_text
+        others = [part for part in RUN_PARTS if (self.path / part).is_dir()]
+        exports = self.path / FOLDER
         return not any(exports.glob("step_*/STABLE")) and (bool(others) or not any(exports.glob("step_*")))
 
     def warn(self, step: int, error: Exception) -> None:
@@ -144,13 +156,39 @@ class Exports:
         is_written = any(folder.glob(f"step_{step}/summary.rank_*.json"))
         return self._opened().summary(step) if is_written and not self.selection.wanted else None
 
+    def known_summary(self, step: int) -> StepSummary | None:
+        """Returns the summary beside the export, or the one that an earlier look at it left in the cache."""
+        found = self.written_summary(step)
+        if found is None and (files := self._whole_files(step)):
+            found = self._cache.get(files)
+        return found
+
+    def keep_summary(self, step: int, summary: StepSummary) -> None:
+        """Keeps the summary of a step for the next look."""
+        if files := self._whole_files(step):
+            self._cache.put(files, summary)
+
+    def _whole_files(self, step: int) -> list[Path]:
+        """Returns the files of a step that hold nothing else; none where only some records are shown."""
+        if self.selection.wanted:
+            return []
+        sources = list(self.records(step).files())
+        is_whole = all(len(rows) == len(source.keys) for source, rows in sources)
+        return [source.path for source, _ in sources] if is_whole else []
+
+    def has_masks(self, summary: StepSummary, records: Records) -> bool:
+        """Whether the records say which tokens were masked: one was, or the first ones say that none was."""
+        is_any = any(part.counts["masked"] for part in summary.parts)
+        return is_any or has_masks(records[:FIRST_RECORDS].batch(("is_masked",)))
+
     def summary(self, step: int) -> StepSummary:
         """Returns the summary written beside the export, else one made from the records."""
-        total = self.written_summary(step)
+        total = self.known_summary(step)
         if total is None:
             total = StepSummary()
             for batch in self.batches(self.records(step)):
                 total.add(batch)
+            self.keep_summary(step, total)
         return total
 
 
@@ -163,7 +201,7 @@ def has_masks(batch: TokenTable) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / part).is_dir() for part in RUN_PARTS)
+    return any((folder / part).is_dir() for part in (*RUN_PARTS, FOLDER))
 
 
 def trainable(batch: TokenTable) -> NDArray[np.bool_]:
@@ -183,6 +221,13 @@ class RunFolder:
     """None for exports that lie outside a run folder."""
 
     problems: dict[str, None] = field(default_factory=dict)
+    dump: Dump | None = None
+    """Rollouts of another system that lie outside a run folder, or one file of them."""
+
+    @classmethod
+    def of(cls, exports: "Exports") -> "RunFolder":
+        """Returns the run that the exports are, or are part of, with the dump that they are."""
+        return replace(cls.around(exports.path), dump=exports.dump)
 
     @classmethod
     def around(cls, path: Path) -> "RunFolder":
@@ -190,7 +235,7 @@ class RunFolder:
         if is_run(path):
             return cls(path)
         for parent in (path, *path.parents):
-            if parent.name in RUN_PARTS:
+            if parent.name in (*RUN_PARTS, FOLDER):
                 return cls(parent.parent)
         return cls(None)
 
@@ -207,13 +252,13 @@ class RunFolder:
             if "trainer" in config
         ]
         seq_len = next((length for length in reversed(lengths) if type(length) is int), None)
-        return SavedRollouts(self.folder, seq_len)
+        return SavedRollouts(self.folder, seq_len, self.dump)
 
     def written_at(self) -> float:
         """Returns when one of the run's files changed last, in seconds since 1970; 0 where there are none."""
         if self.folder is None:
             return 0.0
-        places = [self.folder / part for part in RUN_PARTS]
+        places = [self.folder / part for part in (*RUN_PARTS, FOLDER)]
         files = [*self._files("metrics", "*"), *self._files("ledger", "*"), *self._files("logs", "*")]
         times = [0.0]
         for path in (*places, *files):
@@ -231,6 +276,7 @@ class RunFolder:
             *self._files("configs", "step_*/*.toml"),
             *self._files("metrics", "*.jsonl"),
             *self._files("ledger", "*.jsonl"),
+            *self._files("spans", "trainer.jsonl"),
         ]
         found = []
         for file in files:
@@ -282,7 +328,34 @@ class RunFolder:
                     _add_curves(record, found, source)
             except (DataError, OSError) as error:
                 self.problems.setdefault(str(error))
+        if self.dump is not None:
+            found |= self.dump.means()
         return {name: [[step, points[step]] for step in sorted(points)] for name, points in found.items()}
+
+    def timeline(self) -> Timeline | None:
+        """Returns who worked and who waited; None where nothing is recorded of it."""
+        if self.folder is None:
+            return None
+        records: dict[str, list[Any]] = {}
+        for name in ("trainer", "orchestrator", "eval"):
+            for file in self._files("metrics", f"{name}.jsonl"):
+                try:
+                    lines = read_json_lines(file, report=lambda _: None)
+                    records[name] = [record for _, record in lines if isinstance(record, dict)]
+                except (DataError, OSError) as error:
+                    self.problems.setdefault(str(error))
+        return read_timeline(self.folder, self.problems.setdefault, records)
+
+    def lost_sequences(self, metrics: Mapping[str, Any]) -> str:
+        """Says how much of the run its export lacks; empty where it lacks nothing."""
+        lost = [(step, number) for step, number in metrics.get("export/lost_sequences", ()) if number > 0]
+        if not lost:
+            return ""
+        total, first, last = sum(number for _, number in lost), lost[0][0], lost[-1][0]
+        return (
+            f"The token export lacks {total:,.0f} sequences of steps {first} to {last}: its files reached "
+            "trainer.experimental.token_export.max_bytes, or the disk was full; logs/trainer.log says which."
+        )
 
     def is_skipped(self, step: int) -> bool:
         """Whether the step moved no weights; an export is written before that is decided."""

@@ -56,7 +56,7 @@ def encode_step(
     identity, measures, chunks, starts, leads = Identity(), Measures(), [], [], {}
     seen: NDArray[np.int64] = np.empty(0, np.int64)
     is_whole = len(records) == len(exports.records(step))
-    written = exports.written_summary(step) if is_whole else None
+    written = exports.known_summary(step) if is_whole else None
     summary = written or StepSummary()
     masks_known = False
     for batch in exports.batches(records):
@@ -72,6 +72,8 @@ def encode_step(
         if written is None:
             summary.add(batch)
         seen = np.union1d(seen, batch["token_ids"])
+    if written is None and is_whole:
+        exports.keep_summary(step, summary)
     index, point = encode_index(step, identity, summary, starts, masks_known=masks_known, level=level)
     return EncodedStep(index, measures.encode(level=level), chunks, leads, point, seen)
 
@@ -89,7 +91,7 @@ def encode_index(
     blob = BlobWriter()
     words = identity.write(blob)
     blob.add("chunk_starts", np.array(starts, np.int32))
-    point = summarise(step, summary, identity.words["stop"], identity.words["env"], has_masks=masks_known)
+    point = summarise(step, summary, has_masks=masks_known)
     long = np.flatnonzero(np.concatenate(identity.numbers["tokens"]) > LONG_TOKENS)
     meta = {
         "records": len(identity),

@@ -18,9 +18,11 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,11 +36,23 @@ from pellucid.viewer.encode import EncodedStep, encode_step
 from pellucid.viewer.frame import block, frame
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rollouts import SavedRollouts
+from pellucid.viewer.runs import RunList, evenly
 from pellucid.viewer.summary import as_json, make_head, make_slices
+from pellucid.viewer.timeline import as_page
 from pellucid.viewer.vocabulary import open_vocabulary
 
 ROLLOUT_BYTES = 6_000_000
-"""Saved rollouts in a page, as JSON before it is deflated; newer steps first."""
+"""Saved rollouts in a page, as JSON before it is deflated; newer steps first. The texts of one step take half
+of it at most."""
+
+CURVE_BYTES = 60_000_000
+"""Curves of several runs in a page, as JSON before it is deflated to about a quarter; newer runs first."""
+
+MAX_TOLD_RUNS = 12
+"""Runs, newest first, whose texts are in a page of several: as many as are laid over each other."""
+
+MAX_TOLD_EXAMPLES = 500
+"""Examples that several runs tried and whose texts are in a page, as far as `ROLLOUT_BYTES` allows."""
 
 KEEP_BUDGETS = 4
 """Encoded steps stay in memory up to so many times a page's budget; beyond it they are made again."""
@@ -103,14 +117,6 @@ def choose_spread(sizes: Mapping[int, Size], budget: Size = PAGE_BUDGET) -> Spre
         count -= 1
 
 
-def evenly(steps: list[int], count: int) -> list[int]:
-    """`count` of the steps, the first and the last among them."""
-    if count >= len(steps):
-        return steps
-    last = len(steps) - 1
-    return [steps[round(index * last / (count - 1))] for index in range(count)]
-
-
 @dataclass(frozen=True, slots=True)
 class WrittenPage:
     """Counts of a page, and of all that it could have held."""
@@ -121,6 +127,7 @@ class WrittenPage:
     """Sizes of all steps, by step."""
 
     num_bytes: int
+    num_rollouts: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -128,6 +135,8 @@ class WrittenPage:
 
     def __str__(self) -> str:
         """`3,968 of 38,400 records from 31 of 300 steps, 2.1 MB`."""
+        if not self.sizes:
+            return f"{self.num_rollouts:,} rollouts and no tokens, {self.num_bytes / 1e6:.1f} MB"
         records = f"{self.num_records:,} of {sum(size.records for size in self.sizes.values()):,} records"
         return (
             f"{records} from {self.num_steps:,} of {len(self.sizes):,} steps, {self.num_bytes / 1e6:.1f} MB"
@@ -146,17 +155,109 @@ def write_page(
 ) -> WrittenPage:
     """Writes the page, whole or not at all. `budget`: how much it holds at most; None: everything."""
     contents = _Contents(exports, tokenizer, budget, start_record, max_mismatch, trust_remote_code)
+    num_bytes = _write_whole(output, contents.write)
+    return WrittenPage(
+        contents.num_records, len(contents.held), contents.sizes, num_bytes, contents.num_rollouts
+    )
+
+
+def _write_whole(output: Path, write: Callable[[TextIO], object]) -> int:
+    """Writes a page, whole or not at all; returns its size in bytes."""
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     partial.unlink(missing_ok=True)  # a link that somebody put there would be followed
     try:
         with partial.open("w", encoding="utf-8") as file:
-            contents.write(file)
+            write(file)
         num_bytes = partial.stat().st_size
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
-    return WrittenPage(contents.num_records, len(contents.held), contents.sizes, num_bytes)
+    return num_bytes
+
+
+def write_runs_page(runs: RunList, output: Path) -> str:
+    """Writes a page of several runs: list, settings, curves, and the examples that several of them tried.
+
+    Returns what it holds, in words.
+    """
+    listed = runs.runs()
+    notes, held = [], list[int]()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
+        room = CURVE_BYTES
+        for run in listed:
+            data = as_json(runs.curves(run.number))
+            room -= len(data)
+            if room < 0 and held:
+                break
+            held.append(run.number)
+            blocks.write(block(f"curves/{run.number}", zlib.compress(data, 6)))
+        num_examples, num_shared = _write_examples(blocks, runs, held)
+        if len(held) < len(listed):
+            notes.append(
+                f"This page has the curves of the {len(held)} newest of {len(listed)} runs; name fewer, or "
+                "serve them: `pellucid view` without `-o`."
+            )
+        if num_examples < num_shared or len(held) > MAX_TOLD_RUNS:
+            notes.append(
+                f"This page has the texts of {num_examples:,} of {num_shared:,} examples that several of the "
+                f"{min(len(held), MAX_TOLD_RUNS)} newest runs tried; `pellucid view` without `-o` serves all."
+            )
+        head = {**runs.head(live=False, notes=notes), "with_curves": held}
+
+        def write(file: TextIO) -> None:
+            _write_opening(file)
+            file.write(_json_block("run", head))
+            file.write(_json_block("texts", {"ids": [], "texts": [], "special": []}))
+            file.write(frame().scripts)
+            blocks.seek(0)
+            shutil.copyfileobj(blocks, file)
+            file.write(frame().closing)
+
+        num_bytes = _write_whole(output, write)
+    return f"{len(listed):,} runs, {num_examples:,} shared examples, {num_bytes / 1e6:.1f} MB"
+
+
+def _write_examples(file: TextIO, runs: RunList, numbers: Sequence[int]) -> tuple[int, int]:
+    """Writes the attempts at examples that several runs tried, those of most runs first, as far as they fit.
+
+    Returns the number of examples written, and of all.
+    """
+    indexes = {number: runs.examples(number) for number in numbers[:MAX_TOLD_RUNS]}
+    tried = Counter((env, example) for index in indexes.values() for env, example, _ in index)
+    shared = [key for key, number in tried.most_common() if number > 1]
+    candidates = set(shared[:MAX_TOLD_EXAMPLES])
+    rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    sizes: Counter[tuple[str, str]] = Counter()
+    for number, index in indexes.items():
+        steps = {
+            step for env, example, places in index if (env, example) in candidates for step, *_ in places
+        }
+        for step in sorted(steps):
+            found = [row for row in runs.attempts(number, step) if _example_of(row) in candidates]
+            rows[number, step] = found
+            for row in found:
+                sizes[_example_of(row)] += len(as_json(row))
+    reached = list(accumulate(sizes[key] for key in shared[:MAX_TOLD_EXAMPLES]))
+    kept = set(shared[: max(1, sum(total <= ROLLOUT_BYTES for total in reached))])
+    for number in numbers:
+        own = [each for each in indexes.get(number, ()) if (each[0], each[1]) in kept]
+        file.write(_json_block(f"examples/{number}", own))
+    for (number, step), found in rows.items():
+        file.write(
+            _json_block(f"attempts/{number}/{step}", [row for row in found if _example_of(row) in kept])
+        )
+    return len(kept), len(shared)
+
+
+def _example_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["env"], row["example"]
+
+
+def _write_opening(file: TextIO) -> None:
+    page = frame()
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
+    file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
 
 
 def page_text(exports: Exports, *, tokenizer: str | None = None) -> str:
@@ -181,6 +282,7 @@ class _Contents:
 
     held: list[int] = field(default_factory=list)
     num_records: int = 0
+    num_rollouts: int = 0
     token_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Distinct token ids of the steps held."""
 
@@ -191,33 +293,40 @@ class _Contents:
     """The rest of the last step's blocks."""
 
     def write(self, file: TextIO) -> None:
-        run = RunFolder.around(self.exports.path)
+        run = RunFolder.of(self.exports)
         vocabulary, note = open_vocabulary(
             self.tokenizer, run.model_folder(), trust_remote_code=self.trust_remote_code
         )
         with tempfile.TemporaryFile("w+", encoding="utf-8") as blocks:
             summaries, left_out = self._write_steps(blocks, RoleFinder(vocabulary))
-            rollouts, unsaved = _write_rollouts(blocks, run.rollouts())
+            saved = run.rollouts()
+            rollouts, unsaved = _write_rollouts(blocks, saved)
+            self.num_rollouts = sum(sum(outcomes.values()) for outcomes in rollouts.values())
             metrics = run.metrics()
             head = make_head(
                 self.exports.path,
                 run,
                 summaries,
                 held=self.held,
-                notes=[text for text in (left_out, unsaved, note, *self.exports.warnings) if text],
+                notes=[
+                    str(text)
+                    for text in (left_out, unsaved, self.held and note, *self.exports.warnings)
+                    if text
+                ],
                 start_record=self.start_record,
                 max_mismatch=self.max_mismatch,
                 metrics=metrics,
                 rollouts=rollouts,
+                lacks=saved.lacks(),
             )
             page = frame()
-            meta = f'<meta http-equiv="Content-Security-Policy" content="{page.policy}">\n'
-            file.write(page.opening.replace("<title>", f"{meta}<title>", 1))
+            _write_opening(file)
             file.write(_json_block("run", head))
             file.write(_json_block("texts", vocabulary.texts(self.token_ids.tolist())))
             file.writelines(self.ahead)
             file.write(page.scripts)
             file.write(_json_block("metrics", metrics))
+            file.write(_json_block("timeline", as_page(run.timeline())))
             file.write(_json_block("slices", make_slices(summaries)))
             blocks.seek(0)
             shutil.copyfileobj(blocks, file)
@@ -274,7 +383,7 @@ def _write_rollouts(file: TextIO, saved: SavedRollouts) -> tuple[dict[str, dict[
     counts, room = saved.counts(), ROLLOUT_BYTES
     held: dict[str, dict[str, int]] = {}
     for step in sorted(map(int, counts), reverse=True):
-        data = as_json(saved.rows(step))
+        data = as_json(saved.rows(step, max_text=ROLLOUT_BYTES // 2))
         room -= len(data)
         if room < 0 and held:
             break

@@ -6,20 +6,24 @@
     {"ask": "find", "ids": [123, 45]}
         -> [[step, record], …]                    records that hold all of these token ids
 
+DuckDB reads whole Parquet files itself. Of any other export (JSONL, a selection of records) it gets the
+columns in question, some steps at a time.
+
 A filter is a tree as `data/select.js` parses it. A question is data: of its text only values reach DuckDB, as
-parameters. The answer is None where DuckDB cannot give it (it is not installed, the export is not whole
-Parquet files, a filter looks at texts or at record numbers); the browser then looks through the run itself,
-to the same answer.
+parameters. The answer is None where DuckDB cannot give it (it is not installed, a column is not recorded, a
+filter looks at texts or at record numbers); the browser then looks through the run itself, to the same
+answer.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from pellucid.data.schema import TOKEN_FIELDS
+from pellucid.data.schema import FIELDS, TOKEN_FIELDS
 from pellucid.errors import DataError
 from pellucid.viewer.access import Exports
 from pellucid.viewer.rows import WORDS
@@ -62,6 +66,10 @@ _KINDS = {
 _COMPARISONS = {">": ">", "<": "<", ">=": ">=", "<=": "<=", "=": "=", "!=": "<>"}
 
 
+_PARQUET = "read_parquet(?, union_by_name = true)"
+TOKENS_AT_ONCE = 500_000
+
+
 class _Unsupported(Exception):
     """A question that DuckDB cannot answer; the browser does."""
 
@@ -72,29 +80,33 @@ class RunQueries:
         self._files: dict[int, list[str] | None] = {}
 
     def answer(self, question: Mapping[str, Any]) -> list[list[Any]] | None:
-        files = self._parquet_files()
-        if files is None:
+        if find_spec("duckdb") is None:
             return None
         duckdb = import_module("duckdb")
+        asked = question.get("ask")
+        if not isinstance(asked, str) or asked not in _ANSWERS:
+            raise DataError(f"ask = {asked!r}: expected worst or find")
         try:
-            with duckdb.connect() as connection:
-                if question.get("ask") == "find":
-                    sql, values = _find(question)
-                elif question.get("ask") == "worst":
-                    sql, values = _worst(question)
-                else:
-                    raise DataError(f"ask = {question.get('ask')!r}: expected worst or find")
-                rows = connection.execute(sql, [files, *values]).fetchall()
-        except (_Unsupported, duckdb.Error):  # a column that is not recorded, a file that is damaged
+            sql, values = _ANSWERS[asked](question)
+        except _Unsupported:
             return None
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise DataError(f"the question {dict(question)} is not understood: {error!r}") from error
-        return self._with_records(rows)
+        files = self._parquet_files()
+        try:
+            with duckdb.connect() as connection:
+                if files is not None:
+                    rows = connection.execute(sql.format(source=_PARQUET), [files, *values]).fetchall()
+                else:
+                    tables = self._tables(sql)
+                    rows = [row for table in tables for row in _ask(connection, table, sql, values)]
+                    rows.sort(key=_ORDER[asked])
+        except (duckdb.Error, DataError, OSError):  # a column that is not recorded, a file that is damaged
+            return None
+        return self._with_records(rows[: _limit(question)] if asked == "worst" else rows)
 
     def _parquet_files(self) -> list[str] | None:
         """Returns the Parquet files of all finished steps; None where DuckDB cannot read them as they are."""
-        if find_spec("duckdb") is None:
-            return None
         found: list[str] = []
         for step in self._exports.steps():
             if step not in self._files:
@@ -107,12 +119,40 @@ class RunQueries:
             found += files
         return found
 
-    def _with_records(self, rows: list[tuple[Any, ...]]) -> list[list[Any]]:
-        """Replaces (step, rank, index in the rank's file) by (step, record)."""
+    def _tables(self, sql: str) -> Iterator[Any]:
+        """Yields Arrow tables of the columns that a question needs, each of some steps."""
+        arrow = import_module("pyarrow")
+        names = [field.name for field in FIELDS if re.search(rf"\b{field.name}\b", sql)]
+        held, num_tokens = [], 0
+        for step in self._exports.steps():
+            records = self._exports.records(step)
+            held.append(records.arrow(names))
+            if "token_ids" not in held[-1].column_names:
+                raise DataError(f"step {step} has no tokens")
+            num_tokens += len(held[-1].column("token_ids").combine_chunks().flatten())
+            if num_tokens >= TOKENS_AT_ONCE:
+                yield arrow.concat_tables(held, promote_options="default")
+                held, num_tokens = [], 0
+        if held:
+            yield arrow.concat_tables(held, promote_options="default")
+
+    def _with_records(self, rows: list[tuple[Any, ...]]) -> list[list[Any]] | None:
+        """Replaces (step, rank, index in its file) by (step, record); None if that is not one record."""
         places: dict[tuple[int, ...], int] = {}
+        num_records = 0
         for step in {row[0] for row in rows}:
-            places |= {record.key: place for place, record in enumerate(self._exports.records(step))}
+            records = self._exports.records(step)
+            num_records += len(records)
+            places |= {record.key: place for place, record in enumerate(records)}
+        if len(places) < num_records or any(row[:3] not in places for row in rows):
+            return None
         return [[row[0], places[row[:3]], *row[3:]] for row in rows]
+
+
+def _ask(connection: Any, table: Any, sql: str, values: list[Any]) -> list[tuple[Any, ...]]:
+    connection.register("records", table)
+    rows: list[tuple[Any, ...]] = connection.execute(sql.format(source="records"), values).fetchall()
+    return rows
 
 
 def _find(question: Mapping[str, Any]) -> tuple[str, list[Any]]:
@@ -120,8 +160,7 @@ def _find(question: Mapping[str, Any]) -> tuple[str, list[Any]]:
     if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
         raise DataError(f"ids = {ids!r}: expected a list of token ids")
     return (
-        "SELECT step, rank, export_sequence_idx FROM read_parquet(?, union_by_name = true) "
-        "WHERE list_has_all(token_ids, ?) ORDER BY ALL",
+        "SELECT step, rank, export_sequence_idx FROM {source} WHERE list_has_all(token_ids, ?) ORDER BY ALL",
         [ids],
     )
 
@@ -153,15 +192,18 @@ def _worst(question: Mapping[str, Any]) -> tuple[str, list[Any]]:
     )
     sequence = ["step", "rank", "export_sequence_idx", "len(token_ids) AS length", *words, *oldest]
     token = ["unnest(range(len(token_ids))) AS token", *(f"unnest({name}) AS {name}" for name in used)]
-    limit = min(int(question.get("limit", MOST)), MOST)
     sql = (
         f"WITH tokens AS (SELECT {', '.join([*sequence, *token])} "
-        "FROM read_parquet(?, union_by_name = true)) "
+        "FROM {source}) "
         f"SELECT step, rank, export_sequence_idx, token, ({_METRICS[metric]})::DOUBLE FROM tokens "
         f"WHERE {where} AND {score} IS NOT NULL AND NOT isnan({score}) "
-        f"ORDER BY {score} DESC, step, rank, export_sequence_idx, token LIMIT {limit}"
+        f"ORDER BY {score} DESC, step, rank, export_sequence_idx, token LIMIT {_limit(question)}"
     )
     return sql, values
+
+
+def _limit(question: Mapping[str, Any]) -> int:
+    return min(int(question.get("limit", MOST)), MOST)
 
 
 def _filter(tree: Any, values: list[Any]) -> str:
@@ -194,3 +236,14 @@ def _word(field: str) -> str:
     if field not in WORDS:
         raise _Unsupported
     return f"nullif({WORDS[field]}, '')"
+
+
+_ANSWERS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[str, list[Any]]]] = {
+    "find": _find,
+    "worst": _worst,
+}
+_ORDER: Mapping[Any, Callable[[tuple[Any, ...]], Any]] = {
+    "find": lambda row: row,
+    "worst": lambda row: (-abs(row[4]), *row[:4]),
+}
+"""The order of each answer, for answers that are put together."""

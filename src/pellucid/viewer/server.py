@@ -4,7 +4,9 @@
     GET  /api/run          head of the run                   JSON
     GET  /api/slices       its points by rank and weights    JSON
     GET  /api/metrics      every metric over the steps       JSON
+    GET  /api/timeline     who worked and who waited         JSON
     GET  /api/rollouts/N   saved rollouts of a step          JSON
+    GET  /api/rollout/N/K     one of them, long messages included   JSON
     GET  /api/step/N       index of a step                   blob, see `blob`
     GET  /api/rows/N       measures of its records           blob
     GET  /api/chunk/N/K    tokens of some of its records     blob
@@ -13,7 +15,12 @@
     POST /api/query        a question about the whole run    JSON, see `queries`
     GET  /api/pulse        {"steps": …, "summarised": …, "state": …, "writing": …}
 
-Of a folder of several runs, / lists them, and each has all of this below a number of its own: /0/, /1/, …
+Of several runs, / lists them, and each has all of this below a number of its own: /0/, /1/, … The list has
+
+    GET  /api/run, /api/pulse    the list                                              JSON
+    GET  /api/curves/R           every metric of a run, its steps in time and tokens   JSON
+    GET  /api/examples/R         examples of its saved rollouts, by step               JSON
+    GET  /api/attempts/R/N       saved rollouts of a step                              JSON
 
 Within this machine answers are sent as they are: deflating them takes longer than sending them. Elsewhere
 they are deflated (`Content-Encoding`).
@@ -24,6 +31,7 @@ random token of its address. A request that another site's page makes is refused
 
 import asyncio
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -49,8 +57,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pellucid.errors import ConfigError, PellucidError
 from pellucid.guard import answers_to, is_foreign, is_loopback, is_secret
 from pellucid.viewer.frame import block, frame
-from pellucid.viewer.runs import describe, list_page
+from pellucid.viewer.runs import RunList
 from pellucid.viewer.source import ServedRun
+from pellucid.viewer.summary import as_json
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +96,7 @@ def make_app(run: ServedRun, *, host: str = "127.0.0.1", token: str | None = Non
 
 
 def make_list_app(
-    folder: Path,
-    runs: Sequence[Path],
+    runs: RunList,
     open_run: Callable[[Path], ServedRun],
     *,
     host: str = "127.0.0.1",
@@ -96,26 +104,42 @@ def make_list_app(
 ) -> Starlette:
     """Makes an application with a list of runs; each is opened by the first request for it."""
 
-    async def listed(request: Request) -> Response:
-        described = await run_in_threadpool(lambda: [describe(run, folder) for run in runs])
-        return Response(list_page(folder, described), media_type="text/html")
+    is_near = is_loopback(host)
+    opening = threading.Lock()
 
-    def opened(run: Path) -> ASGIApp:
-        @cache
-        def app() -> Starlette:
-            served = open_run(run)
-            threading.Thread(target=served.summarise, daemon=True).start()
-            return Starlette(
-                routes=routes_of(served, is_near=is_loopback(host)), exception_handlers=_FAILURES
-            )
+    def head() -> bytes:
+        return as_json(runs.head(live=True))
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await (await run_in_threadpool(app))(scope, receive, send)
+    @cache
+    def opened(number: int) -> Starlette:
+        served = open_run(runs.path(number))
+        threading.Thread(target=served.summarise, daemon=True).start()
+        return Starlette(routes=routes_of(served, is_near=is_near), exception_handlers=_FAILURES)
 
-        return answer
+    def opened_once(number: int) -> Starlette:
+        with opening:
+            return opened(number)
 
-    mounts = [Mount(f"/{number}", app=opened(run)) for number, run in enumerate(runs)]
-    return _guarded([Route("/", listed), *mounts], host, token)
+    async def one_run(scope: Scope, receive: Receive, send: Send) -> None:
+        app = await run_in_threadpool(opened_once, scope["path_params"]["number"])
+        await app(scope, receive, send)
+
+    async def pulse(request: Request) -> Response:
+        found = await run_in_threadpool(lambda: runs.head(live=True))
+        return JSONResponse({name: found[name] for name in ("state", "writing")})
+
+    get = _getter(is_near)
+    routes: list[BaseRoute] = [
+        _page_route(head),
+        get("/api/run", head),
+        get("/api/curves/{run:int}", lambda run: as_json(runs.curves(run))),
+        get("/api/examples/{run:int}", lambda run: as_json(runs.examples(run))),
+        get("/api/attempts/{run:int}/{step:int}", lambda run, step: as_json(runs.attempts(run, step))),
+        Route("/api/pulse", pulse),
+        Mount("/{number:int}", app=one_run),
+    ]
+    threading.Thread(target=runs.runs, daemon=True).start()  # what the first visitor would wait for
+    return _guarded(routes, host, token)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -134,48 +158,31 @@ def _guarded(routes: Sequence[BaseRoute], host: str, token: str | None) -> Starl
 def routes_of(run: ServedRun, *, is_near: bool) -> list[Route]:
     """`is_near`: readers are on this machine, and answers are not deflated."""
 
-    async def page(request: Request) -> Response:
-        head = block("run", await run_in_threadpool(run.run), is_served=True)
-        html = frame()
-        return Response(f"{html.opening}{head}{html.scripts}{html.closing}", media_type="text/html")
-
-    async def answer(request: Request, make: Callable[..., bytes], *args: Any) -> Response:
-        data = await run_in_threadpool(make, *args)
-        is_deflated = not is_near and "deflate" in request.headers.get("accept-encoding", "")
-        if is_deflated:
-            data = await run_in_threadpool(zlib.compress, data, DEFLATE_LEVEL)
-        encoding = {"Content-Encoding": "deflate"} if is_deflated else None
-        return Response(data, media_type="application/octet-stream", headers=encoding)
-
-    def get(path: str, make: Callable[..., bytes]) -> Route:
-        """`make` is called with the numbers of the path."""
-
-        async def answered(request: Request) -> Response:
-            return await answer(request, make, *request.path_params.values())
-
-        return Route(path, answered)
+    get = _getter(is_near)
 
     async def texts(request: Request) -> Response:
         ids = await _read_json(request)
         if not isinstance(ids, list) or len(ids) > MAX_IDS or not all(type(i) is int for i in ids):
             return PlainTextResponse(f"expected a list of at most {MAX_IDS} token ids", 400)
-        return await answer(request, run.texts, ids)
+        return await _answer(request, is_near, run.texts, ids)
 
     async def query(request: Request) -> Response:
         question = await _read_json(request)
         if not isinstance(question, dict):
             return PlainTextResponse("expected a question, see pellucid.viewer.queries", 400)
-        return await answer(request, run.query, question)
+        return await _answer(request, is_near, run.query, question)
 
     async def pulse(request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(run.pulse))
 
     return [
-        Route("/", page),
+        _page_route(run.run),
         get("/api/run", run.run),
         get("/api/slices", run.slices),
         get("/api/metrics", run.metrics),
+        get("/api/timeline", run.timeline),
         get("/api/rollouts/{step:int}", run.rollouts),
+        get("/api/rollout/{step:int}/{number:int}", run.rollout),
         get("/api/step/{step:int}", run.step),
         get("/api/rows/{step:int}", run.rows),
         get("/api/chunk/{step:int}/{index:int}", run.chunk),
@@ -184,6 +191,38 @@ def routes_of(run: ServedRun, *, is_near: bool) -> list[Route]:
         Route("/api/query", query, methods=["POST"]),
         Route("/api/pulse", pulse),
     ]
+
+
+def _page_route(head: Callable[[], bytes]) -> Route:
+    async def page(request: Request) -> Response:
+        data = block("run", await run_in_threadpool(head), is_served=True)
+        html = frame()
+        return Response(f"{html.opening}{data}{html.scripts}{html.closing}", media_type="text/html")
+
+    return Route("/", page)
+
+
+def _getter(is_near: bool) -> Callable[[str, Callable[..., bytes]], Route]:
+    """Makes routes; what answers is called with the numbers of the path."""
+
+    def get(path: str, make: Callable[..., bytes]) -> Route:
+        names = re.findall(r"{(\w+):int}", path)
+
+        async def answered(request: Request) -> Response:
+            return await _answer(request, is_near, make, *(request.path_params[name] for name in names))
+
+        return Route(path, answered)
+
+    return get
+
+
+async def _answer(request: Request, is_near: bool, make: Callable[..., bytes], *args: Any) -> Response:
+    data = await run_in_threadpool(make, *args)
+    is_deflated = not is_near and "deflate" in request.headers.get("accept-encoding", "")
+    if is_deflated:
+        data = await run_in_threadpool(zlib.compress, data, DEFLATE_LEVEL)
+    encoding = {"Content-Encoding": "deflate"} if is_deflated else None
+    return Response(data, media_type="application/octet-stream", headers=encoding)
 
 
 async def _read_json(request: Request) -> Any:

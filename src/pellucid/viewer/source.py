@@ -7,7 +7,9 @@
     chunk/N/K         tokens of some of its records
     lead/N/R          the first tokens of a long one
     metrics           every metric of the run over its steps
+    timeline          who worked and who waited, see `timeline.as_page`
     rollouts/N        saved rollouts of a step
+    rollout/N/K       one of them, with long messages
     texts             texts of token ids
     query             an answer about the whole run, see `queries`
 
@@ -29,12 +31,10 @@ import numpy as np
 from pellucid.errors import DataError, PellucidError
 from pellucid.viewer.access import (
     ALL_FIELDS,
-    FIRST_RECORDS,
     Exports,
     Records,
     RunFolder,
     StepSummary,
-    has_masks,
 )
 from pellucid.viewer.encode import (
     LONG_TOKENS,
@@ -48,6 +48,7 @@ from pellucid.viewer.queries import RunQueries
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.rows import IDENTITY_FIELDS, MEASURED_FIELDS, Identity, Measures
 from pellucid.viewer.summary import as_json, make_head, make_slices, summarise
+from pellucid.viewer.timeline import as_page
 from pellucid.viewer.vocabulary import open_vocabulary
 
 CACHE_BYTES = 512 * 2**20
@@ -71,7 +72,7 @@ class ServedRun:
         """`home`: address of the list that this run is part of, seen from its page."""
         self._exports = exports
         self._home = home
-        self._run = RunFolder.around(exports.path)
+        self._run = RunFolder.of(exports)
         self._vocabulary, self._note = open_vocabulary(
             tokenizer, self._run.model_folder(), trust_remote_code=trust_remote_code
         )
@@ -81,6 +82,7 @@ class ServedRun:
         self._queries = RunQueries(exports)
         self._summaries: dict[int, dict[str, Any]] = {}
         self._rollouts = self._run.rollouts()
+        self._lacks = self._rollouts.lacks()
         self._num_rollouts: dict[str, dict[str, int]] = {}
         self._rollouts_stamp: object = None
         self._head: tuple[object, bytes] = (None, b"")
@@ -103,7 +105,7 @@ class ServedRun:
                 known,
                 held=steps,
                 pending=len(steps) - len(known),
-                notes=[note for note in (self._note, *self._exports.warnings) if note],
+                notes=[str(note) for note in (steps and self._note, *self._exports.warnings) if note],
                 live=True,
                 start_record=self._start_record,
                 max_mismatch=self._max_mismatch,
@@ -112,7 +114,9 @@ class ServedRun:
                 writing=self._run.is_being_written(time.time()),
                 state=state,
                 home=self._home,
+                lacks=self._lacks,
             )
+            head["counting"] = self._rollouts_stamp is None
             self._head = state, as_json(head)
         return self._head[1]
 
@@ -123,8 +127,14 @@ class ServedRun:
     def metrics(self) -> bytes:
         return as_json(self._run.metrics())
 
+    def timeline(self) -> bytes:
+        return as_json(as_page(self._run.timeline()))
+
     def rollouts(self, step: int) -> bytes:
         return as_json(self._rollouts.rows(step))
+
+    def rollout(self, step: int, number: int) -> bytes:
+        return as_json(self._rollouts.row(step, number))
 
     def pulse(self) -> dict[str, Any]:
         """Small enough to be asked for every second: has anything changed?"""
@@ -140,7 +150,8 @@ class ServedRun:
         """Changes whenever the head does."""
         counted = sum(sum(states.values()) for states in self._num_rollouts.values())
         known = sum(step in self._summaries for step in steps)
-        state = (steps, known, counted, tuple(self._exports.warnings), self._run.state())
+        is_counted = self._rollouts_stamp is not None
+        state = (steps, known, counted, is_counted, tuple(self._exports.warnings), self._run.state())
         return f"{zlib.crc32(repr(state).encode()):08x}"
 
     def step(self, number: int) -> bytes:
@@ -177,12 +188,22 @@ class ServedRun:
             if self._closed.is_set():
                 return
             try:
-                self.step(step)
+                self._summarise(step)
             except (PellucidError, OSError) as error:
                 self._exports.warn(step, error)
                 self._summaries.setdefault(step, summarise(step, StepSummary()))
         if (stamp := self._rollouts.state()) != self._rollouts_stamp:
             self._num_rollouts, self._rollouts_stamp = self._rollouts.counts(), stamp
+
+    def _summarise(self, step: int) -> None:
+        """Takes the summary beside a JSONL export, or in the cache, without decoding its tokens; where there
+        is none, or the export is columnar, makes the index of the step."""
+        records = self._exports.records(step)
+        known = None if self._exports.is_columnar(records) else self._exports.known_summary(step)
+        if known is None or not records:
+            self.step(step)
+            return
+        self._summaries[step] = summarise(step, known, has_masks=self._exports.has_masks(known, records))
 
     def close(self) -> None:
         self._closed.set()
@@ -222,7 +243,7 @@ class ServedRun:
         self._answers.put({f"lengths/{step}": batch.lengths.astype(np.int64).tobytes()})
         starts = [first for first, _ in chunk_spans(batch.lengths)]
         summary = self._exports.summary(step)
-        masks_known = has_masks(records[:FIRST_RECORDS].batch(("is_masked",)))
+        masks_known = self._exports.has_masks(summary, records)
         index, self._summaries[step] = encode_index(
             step, identity, summary, starts, masks_known=masks_known, level=None
         )

@@ -6,7 +6,7 @@ those of the summaries beside the export: means and extremes exact, quantiles wi
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +27,16 @@ DEEPEST_AT_LEAST = 0.05
 """A mismatch KL that deserves the deepest colour even in a run that never reaches it."""
 
 
-def summarise(
-    step: int,
-    summary: StepSummary,
-    stops: Sequence[str] = (),
-    envs: Sequence[str] = (),
-    *,
-    has_masks: bool = True,
-) -> dict[str, Any]:
-    """`stops`, `envs`: why sampling ended, and the environment, of each record; `has_masks`: whether the
-    records say which tokens were masked.
+def summarise(step: int, summary: StepSummary, *, has_masks: bool = True) -> dict[str, Any]:
+    """`has_masks`: whether the records say which tokens were masked.
 
     `slices` has a point for each environment, rank and policy version and for what they have in common, where
     there are several ranks or versions; with one of each, `points` says it all.
     """
-    total = summary.total()
-    points = {"all": _point(total, _truncated(stops), has_masks)}
-    for name in sorted({part.env_name for part in summary.parts}):
-        together = Part(name, "")  # all training modes of an environment
-        for part in summary.parts:
-            if part.env_name == name:
-                together.merge(part)
-        ends = [stop for stop, env in zip(stops, envs, strict=True) if env == name]
-        points[name] = _point(together, _truncated(ends), has_masks)
+    total = _together(summary.parts)
+    points = {"all": _point(total, has_masks)}
+    for name, group in groupby(summary.parts, key=lambda part: part.env_name):
+        points[name] = _point(_together(list(group)), has_masks)  # a part for each training mode
     owners = [owner for owner, _ in total.slices]
     return {
         "step": step,
@@ -61,8 +48,18 @@ def summarise(
     }
 
 
+def _together(parts: Sequence[Part]) -> Part:
+    """Returns the numbers of all these parts."""
+    if len(parts) == 1:
+        return parts[0]
+    total = Part("all", "")
+    for part in parts:
+        total.merge_numbers(part)
+    return total
+
+
 def histograms(summary: StepSummary) -> dict[str, Any]:
-    metrics = summary.total().metrics
+    metrics = _together(summary.parts).metrics
     found = {
         name: histogram(metrics[name], log=shade.scale == "log")
         for name, shade in SUMMARISED.items()
@@ -101,12 +98,13 @@ def kl_domain(p95: float) -> list[float]:
     return [10.0 ** math.floor(math.log10(high) - 3), high]
 
 
-def _point(part: Part | Slice, truncated: float | None, has_masks: bool) -> dict[str, Any]:
+def _point(part: Part | Slice, has_masks: bool) -> dict[str, Any]:
     if isinstance(part, Slice):
         kl, entropy = part.kl, part.entropy.mean
     else:
         kl = part.metrics.get("mismatch_kl", Distribution())
         entropy = part.metrics.get("entropy", Distribution()).mean
+    p95, p99 = kl.quantiles((0.95, 0.99))
     trainable = part.counts["trainable"]
     has_masks = has_masks and kl.count > 0 and trainable > 0
     return {
@@ -115,13 +113,13 @@ def _point(part: Part | Slice, truncated: float | None, has_masks: bool) -> dict
         "trainable": trainable,
         "reward": part.reward.mean,
         "kl_mean": kl.mean,
-        "kl_p95": kl.quantile(0.95),
-        "kl_p99": kl.quantile(0.99),
+        "kl_p95": p95,
+        "kl_p99": p99,
         "kl_max": kl.max if kl.count else None,
         "entropy": entropy,
         "masked_high": part.counts["masked_high"] / trainable if has_masks else None,
         "masked_low": part.counts["masked_low"] / trainable if has_masks else None,
-        "truncated": truncated,
+        "truncated": _truncated(part),
     }
 
 
@@ -136,14 +134,15 @@ def _sliced(summary: StepSummary, has_masks: bool) -> Iterator[dict[str, Any]]:
             total.setdefault(owner, Slice()).merge(piece)
     for owner, piece in total.items():
         if owner[1:] != (None, None):
-            cut, ended = piece.counts["cut"], piece.counts["ended"]
             names = dict(zip(("env", "rank", "version"), owner, strict=True))
-            yield names | _point(piece, cut / ended if ended else None, has_masks)
+            yield names | _point(piece, has_masks)
 
 
-def _truncated(stops: Sequence[str]) -> float | None:
-    known = [stop for stop in stops if stop]
-    return sum(stop == "length" for stop in known) / len(known) if known else None
+def _truncated(part: Part | Slice) -> float | None:
+    """Returns the share of records that were cut by length, of those that say why sampling ended."""
+    pieces = [part] if isinstance(part, Slice) else [piece for _, piece in part.slices]
+    ended = sum(piece.counts["ended"] for piece in pieces)
+    return sum(piece.counts["cut"] for piece in pieces) / ended if ended else None
 
 
 def _limits(total: Part) -> dict[str, list[float]]:
@@ -153,7 +152,7 @@ def _limits(total: Part) -> dict[str, list[float]]:
         if values is not None and name == "mismatch_kl":
             found[shade.key] = kl_domain(values.quantile(0.95) or 0.0)
         elif values is not None:
-            found[shade.key] = sorted(sign * (values.quantile(share) or 0.0) for share in (0.01, 0.99))
+            found[shade.key] = sorted(sign * (value or 0.0) for value in values.quantiles((0.01, 0.99)))
     if total.reward.count:
         found["reward"] = [total.reward.min, total.reward.max]
     return found
@@ -175,9 +174,11 @@ def make_head(
     writing: bool = False,
     state: str = "",
     home: str = "",
+    lacks: str = "",
 ) -> dict[str, Any]:
     """`held`: the steps whose tokens can be opened; `pending`: steps that are still being summarised;
-    `rollouts`: saved ones, by step and outcome; `state`: changes whenever the head does."""
+    `rollouts`: saved ones, by step and outcome; `state`: changes whenever the head does; `lacks`: what
+    another system's rollouts do not say."""
     alarms = [
         {
             "name": printable(alarm.name),
@@ -201,6 +202,7 @@ def make_head(
         "metrics": {name: points for name, points in metrics.items() if name.startswith(CURVES)},
         "kind": run.kind,
         "in_run": run.folder is not None,
+        "lacks": lacks,
         "rollouts": dict(rollouts or {}),
         "writing": writing,
         "state": state,
@@ -208,7 +210,12 @@ def make_head(
         "ledger": run.ledger(),
         "alarms": alarms,
         "losses": run.losses(),
-        "notes": [*notes, *run.problems],
+        "notes": [
+            *(note for note in (run.lost_sequences(metrics),) if note),
+            *notes,
+            *run.problems,
+            *(run.dump.problems if run.dump is not None else ()),
+        ],
     }
 
 

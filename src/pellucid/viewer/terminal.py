@@ -18,16 +18,22 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.data import TokenTable
+from pellucid.data.plain import clip_middle
 from pellucid.errors import DataError, printable
 from pellucid.viewer.access import Exports, Records, RunFolder, trainable
+from pellucid.viewer.lanes import PHASES, phase_of
 from pellucid.viewer.roles import RoleFinder
 from pellucid.viewer.summary import kl_domain, summarise
+from pellucid.viewer.timeline import verdict
 from pellucid.viewer.vocabulary import Text as TokenText
 from pellucid.viewer.vocabulary import Vocabulary, open_vocabulary
 
 RECORDS_SHOWN = 20
 OUTLIERS_SHOWN = 10
 MAX_TOKENS = 2_000
+MAX_MESSAGE = 300
+"""Characters of a message of a conversation; the middle of a longer one is left out."""
+
 RAMP = ("#3b3228", "#67431c", "#a05a14", "#cf8428", "#f2b552", "#ffe9b8")
 GLYPHS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
@@ -40,13 +46,19 @@ def show(
     trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Prints the last step: its summary, its records, one record, its outliers; then the run's ledger."""
+    """Prints the last step: its summary, its records, one record, its outliers; then the last conversation of
+    several turns, the run's ledger, and the verdict on its time."""
     console = console or Console(markup=False, emoji=False)
-    run = RunFolder.around(exports.path)
+    run = RunFolder.of(exports)
     vocabulary, note = open_vocabulary(tokenizer, run.model_folder(), trust_remote_code=trust_remote_code)
     lacks_tokens = not exports.steps()
     alarms = run.alarms()
-    for line in (note, *exports.warnings, *run.problems):
+    for line in (
+        "" if lacks_tokens else note,
+        run.lost_sequences(run.metrics()),
+        *exports.warnings,
+        *run.problems,
+    ):
         if line:
             console.print(Text(printable(line), style="yellow"))
     for alarm in alarms:
@@ -55,31 +67,80 @@ def show(
         _print_without_tokens(console, run)
     else:
         _print_step(console, exports, run, vocabulary, record_index)
+    _print_conversation(console, run)
     _print_ledger(console, run)
+    _print_timeline(console, run)
 
 
 def _print_without_tokens(console: Console, run: RunFolder) -> None:
     """Prints the last metrics and rollouts of a run that exported no tokens."""
-    console.print(
-        Text(f"No tokens were exported: `pellucid {run.kind} … --export` writes them.", style="yellow")
-    )
+    saved = run.rollouts()
+    reason = saved.lacks() or f"No tokens were exported: `pellucid {run.kind} … --export` writes them."
+    console.print(Text(reason, style="yellow"))
     metrics = Table(box=None, header_style="dim", pad_edge=False)
     for title in ("metric", "step", "last"):
         metrics.add_column(title, justify="left" if title == "metric" else "right")
     for name, points in sorted(run.metrics().items()):
         metrics.add_row(Text(printable(name)), str(points[-1][0]), _short(points[-1][1]))
     console.print(metrics)
-    saved = run.rollouts()
     rows = [row for step in list(saved.steps())[-1:] for row in saved.rows(step)]
     table = Table(title="the last rollouts", title_justify="left", box=None, header_style="dim")
     for title in ("step", "environment", "reward", "outcome", "reason", "reply"):
         table.add_column(title, overflow="fold")
     for row in rows[-RECORDS_SHOWN:]:
-        reply = row["messages"][-1][1] if row["messages"] else ""
+        reply = row["messages"][-1]["text"] if row["messages"] else ""
         words = (row["env"], _short(row["reward"]), row["outcome"], row["reason"], reply[-60:])
         table.add_row(str(row["step"]), *(Text(_plain(word)) for word in words))
     if rows:
         console.print(table)
+
+
+def _print_conversation(console: Console, run: RunFolder) -> None:
+    """Prints the last rollout of several turns, if the run has one in its last step."""
+    saved = run.rollouts()
+    rows = [row for step in list(saved.steps())[-1:] for row in saved.rows(step) if len(row["turns"]) > 1]
+    if not rows:
+        return
+    row = rows[-1]
+    words = (
+        f"rollout {_plain(row['rollout'])}",
+        f"{len(row['turns'])} turns",
+        f"reward {_short(row['reward'])}",
+    )
+    title = Text(" · ".join([*words, _plain(row["outcome"])]))
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    turns = {turn["reply"]: (number, turn) for number, turn in enumerate(row["turns"])}
+    for place, message in enumerate(row["messages"]):
+        if place in turns:
+            table.add_row("", Text(_turn_line(*turns[place]), style="dim"))
+        calls = "".join(f" {name}({arguments})" for name, arguments, _ in message.get("calls", ()))
+        text = calls.strip() or message["text"]
+        table.add_row(Text(_plain(message["role"])), Text(_plain(clip_middle(text, MAX_MESSAGE))))
+    for name, value in row["metrics"].items():
+        weight = row["weights"].get(name)
+        table.add_row("metric" if weight is None else "reward", Text(_plain(_part(name, value, weight))))
+    if row["error"] or row["reason"]:
+        table.add_row("reason", Text(_plain(row["error"] or row["reason"]), style="red"))
+    console.print()
+    console.print(table)
+
+
+def _turn_line(number: int, turn: dict[str, Any]) -> str:
+    """`turn 2 · 51 in, 12 out · engine 0.31 s · version 3 · stop`."""
+    parts = [f"turn {number + 1}", f"{turn['prompt']:,} in, {turn['tokens']:,} out"]
+    if turn["wait"] is not None:
+        parts.append(f"engine {_short(turn['wait'])} s")
+    versions = ", ".join(str(version) for version, _ in turn["versions"])
+    before = "" if turn["after"] == number - 1 else "branch"
+    if turn["keeps"] is not None:
+        before = "history rewritten" if turn["keeps"] else "another conversation"
+    return " · ".join([*parts, *filter(None, (versions and f"version {versions}", turn["stop"], before))])
+
+
+def _part(name: str, value: float, weight: float | None) -> str:
+    return f"{name} {_short(value)}" + ("" if weight is None else f" × {_short(weight)}")
 
 
 def _print_step(
@@ -228,11 +289,40 @@ def _print_ledger(console: Console, run: RunFolder) -> None:
     table = Table(title="where every sampled token went", title_justify="left", box=None, show_header=False)
     for state, tokens in sorted(states.items(), key=lambda item: -item[1]):
         share = tokens / sampled if sampled else 0.0
-        table.add_row(state, f"{tokens:,}", f"{share:.1%}", "█" * max(1, round(40 * share)))
+        table.add_row(state, f"{tokens:,}", f"{100 * share:.1f} %", "█" * max(1, round(40 * share)))
     console.print()
     console.print(table)
     for line in ledger["verdict"]:
         console.print(Text(line, style="green" if ledger["balanced"] else "red"))
+
+
+def _print_timeline(console: Console, run: RunFolder) -> None:
+    """Prints the verdict, and what each part of the pipeline did with its time."""
+    timeline = run.timeline()
+    if timeline is None or (found := verdict(timeline)) is None:
+        return
+    console.print()
+    console.print(Text("why it is not faster", style="italic"))
+    console.print(Text(found.text))
+    if timeline.is_approximate:
+        console.print(Text("approximate: this run recorded durations per step, not spans", style="yellow"))
+    on_path = timeline.path_shares(lambda segment: (segment.lane, phase_of(segment.name)))
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for title in ("", "phase", "seconds", "share", "critical path"):
+        table.add_column(title, justify="left" if title in ("", "phase") else "right")
+    for lane in timeline.lanes.values():
+        for phase, seconds in lane.seconds().most_common():
+            path = on_path.get((lane.name, phase), 0.0)
+            share = seconds / lane.lived_s if lane.lived_s else 0.0
+            name = Text(printable(lane.name))
+            table.add_row(
+                name,
+                PHASES[phase].label,
+                f"{seconds:,.1f}",
+                f"{100 * share:.0f} %",
+                f"{100 * path:.0f} %" if path else "",
+            )
+    console.print(table)
 
 
 def visible(text: TokenText) -> str:

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 pytest.importorskip("verifiers")
@@ -19,13 +20,15 @@ from pellucid.data.tokenizer import CHATML
 from pellucid.errors import ConfigError
 from pellucid.inference.client import Account
 from pellucid.inference.fake import FakeInferenceClient
+from pellucid.ledger import Flow
 from pellucid.model.tiny import character_tokenizer
 from pellucid.orchestrator import Environment, load_environment
 from pellucid.orchestrator.chat import ChatTemplate
 from pellucid.orchestrator.environment import check_environment
 from pellucid.orchestrator.group import GroupRun, load_evaluation
+from pellucid.orchestrator.records import rollout_record
 from pellucid.orchestrator.session import Sampler
-from pellucid.orchestrator.verdict import build_samples
+from pellucid.orchestrator.verdict import Verdict, build_samples
 
 TASKSETS = Path(__file__).parent / "tasksets"
 TOKENIZER = character_tokenizer()
@@ -54,6 +57,7 @@ def test_rewards_metrics_and_state(attempt) -> None:
     assert rollout.error is None
     assert rollout.reward == 2.0
     assert rollout.metrics == {"exact": 1.0, "long_enough": 0.0, "letters": 2.0}
+    assert rollout.weights == {"exact": 2.0, "long_enough": 1.0}
     state = {column: json.loads(text) for column, text in rollout.state.items()}
     assert (state["heard"], state["stop_condition"], state["task"]["answer"]) == (
         "HI",
@@ -182,6 +186,22 @@ def test_tools_are_called_and_what_they_say_is_context(attempt) -> None:
     )
     trained = TOKENIZER.decode(table["token_ids"][table["loss_mask"]].tolist())
     assert trained == f"{unknown}<|im_end|>{call}<|im_end|>it is 12<|im_end|>"
+    record = json.loads(orjson.dumps(rollout_record(0, Verdict(rollout, Flow.SENT), {})))
+    assert record["weights"] == {"right": 1.0}
+    first, second, third = record["trajectory"]
+    assert first["tool_calls"] == [{"id": "call_0", "name": "time", "arguments": {}}]
+    assert second["tool_calls"] == [{"id": "call_0", "name": "weather", "arguments": {"city": "Oslo"}}]
+    assert "messages" not in first and "tool_calls" not in third
+    said = [
+        (each["role"], each["tool_call_id"], each["content"])
+        for turn in (second, third)
+        for each in turn["messages"]
+    ]
+    assert said == [
+        ("tool", "call_0", "error: there is no tool 'time'"),
+        ("tool", "call_0", "12 degrees in Oslo"),
+    ]
+    assert not {"after", "keeps", "sample", "trainable"} & (first.keys() | second.keys() | third.keys())
 
 
 @pytest.mark.parametrize(

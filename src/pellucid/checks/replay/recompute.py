@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pellucid.checks.oracle.conversation import advantages_of
 from pellucid.checks.oracle.losses import KNOWN, loss_weights_of, ratios_of, token_losses
 from pellucid.config import AdvantageConfig, CustomAdvantageConfig, DefaultAdvantageConfig, LossConfig
-from pellucid.config.orchestrator import ROLLOUT_FIELDS
+from pellucid.config.orchestrator import OPTIONAL_ROLLOUT_FIELDS, ROLLOUT_FIELDS
 from pellucid.data import Example, Rollout, TrainingMode, Turn
 from pellucid.data.rows import Integers
 from pellucid.data.schema import TOKEN_FIELDS
@@ -191,7 +191,9 @@ def _scored(record: Mapping[str, Any]) -> ScoredRollout:
         record["reward"],
         record["metrics"],
         state={
-            name: orjson.dumps(value).decode() for name, value in record.items() if name not in ROLLOUT_FIELDS
+            name: orjson.dumps(value).decode()
+            for name, value in record.items()
+            if name not in (*ROLLOUT_FIELDS, *OPTIONAL_ROLLOUT_FIELDS)
         },
     )
     return replace(ScoredRollout.of(rollout), tool_response_tokens=record.get("num_tool_tokens", 0))

@@ -8,6 +8,7 @@
     leakage      a packed sequence does not see another
     record       token losses add up to the loss
     agreement    trainer and engine give a token the same probability
+    precision    in bfloat16, where that is what trains, gradients differ by rounding alone
     experts      with router replay, the trainer goes where the record says
     sampling     the engine draws from the distribution that it reports
     oracle       a scripted run, stage by stage, is what a second implementation says
@@ -27,6 +28,7 @@ from pellucid.checks.verify.agreement import (
     check_agreement,
     check_experts,
     check_leakage,
+    check_precision,
     check_sampling,
     check_swaps,
 )
@@ -55,6 +57,7 @@ CHECKS: Mapping[VerifyCheck, Callable[[Subject], Iterator[Finding]]] = {
     "leakage": check_leakage,
     "record": check_record,
     "agreement": check_agreement,
+    "precision": check_precision,
     "experts": check_experts,
     "sampling": check_sampling,
     "oracle": check_oracle,
@@ -64,8 +67,12 @@ CHECKS: Mapping[VerifyCheck, Callable[[Subject], Iterator[Finding]]] = {
 
 def run_verify(config: VerifyConfig) -> int:
     """0 if every check passes, 1 if one fails."""
+    if config.rehearse:
+        from pellucid.checks.verify.rehearse import print_rehearsal  # registers a device with torch
+
+        return print_rehearsal(config, make_console())
     if not is_torchrun():
-        return verify_with(config, Ranks())
+        return verify_with(config, Ranks.alone(config.trainer))
     with joined(config.trainer) as ranks:
         return verify_with(config, ranks)
 
@@ -93,7 +100,7 @@ def verify(
     config: VerifyConfig, ranks: Ranks | None = None, say: Callable[[str], object] = lambda check: None
 ) -> list[Finding]:
     """Returns what the main process found, in every process; `say` is told which check comes next."""
-    ranks = ranks or Ranks()
+    ranks = ranks or Ranks.alone(config.trainer)
     of_processes: list[Finding] = []
     asks_for_processes = config.only in (None, "processes")
     if asks_for_processes and ranks.group is None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.checks.finding import Finding
-from pellucid.checks.verify.gradients import gradients
+from pellucid.checks.verify.gradients import difference, gradients
 from pellucid.checks.verify.subject import Subject
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.data.tensors import to_tensors
@@ -20,7 +21,7 @@ from pellucid.trainer.step import layout_of
 from pellucid.transport.weights import publish_version, weights_folder
 
 LOGPROB = {torch.float32: 1e-4, torch.bfloat16: 0.5}
-"""Largest difference of a logprob, by the engine's dtype; rounding is amplified at single tokens."""
+"""Largest difference of a logprob, by the coarser dtype of both sides; single tokens amplify rounding."""
 
 MEAN_KL = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 UNMOVED = 1e-6
@@ -45,6 +46,44 @@ _DIFFERENT = (
     "another forward: dtype, attention, positions, or a model that is not the same on both sides; see "
     "docs/debug-mismatch.md"
 )
+
+
+_ROUNDED = (
+    "in the precision that trains, the gradient differs by more than rounding explains. Look at what runs "
+    "there alone: flash attention on a GPU (`pellucid.model.segments`), and the cast of the weights"
+)
+_ROUNDINGS = 16
+"""Numbers that a layer rounds to bfloat16 on the way of a token, forward; backward there are as many."""
+
+
+def check_precision(subject: Subject) -> Iterator[Finding]:
+    """Compares gradients in the precision that trains with those in float32, and trainer with engine in it.
+
+    Roundings are off by eps/√12 in the root mean square, and add up like a random walk over the layers,
+    forward and back. Six standard deviations are allowed. Those of float32 are 65,536 times smaller.
+    """
+    run, table = subject.run, subject.table
+    if run.ranks.precision is None:
+        why = "this configuration trains in float32, which all other checks are about"
+        yield Finding.not_held("precision", "gradients in bfloat16", why)
+        return
+    ways: dict[str, dict[str, Any]] = {
+        "each sequence alone": {"cap": 2, "share": False},
+        "all in one": {"cap": table.num_tokens, "share": False},
+        "prompts shared": {"cap": table.num_tokens, "share": True},
+    }
+    expected = gradients(run, table, cap=table.num_tokens, share=False)
+    num_roundings = 2 * _ROUNDINGS * len(run.policy.layers)
+    limit = 6 * math.sqrt(num_roundings / 12) * torch.finfo(torch.bfloat16).eps
+    run.policy.compute_dtype = torch.bfloat16
+    try:
+        for way, how in ways.items():
+            what = f"gradient in bfloat16, {way}, against float32: relative difference"
+            gap = difference(expected, gradients(run, table, **how))
+            yield Finding("precision", what, gap, limit, _ROUNDED)
+        yield from _agreement(subject, subject.samples, "the trainer in bfloat16", "precision")
+    finally:
+        run.policy.compute_dtype = None
 
 
 def check_leakage(subject: Subject) -> Iterator[Finding]:
@@ -229,7 +268,7 @@ def _agreement(
     gap = trainer - engine
     worst, largest = int(np.abs(gap).argmax()), float(np.abs(gap).max())
     mean_kl = float((np.expm1(gap) - gap).mean())
-    dtype = next(subject.served.parameters()).dtype
+    dtype = subject.run.policy.compute_dtype or next(subject.served.parameters()).dtype
     meaning = hint + _explain(subject, table, engine)
     what = f"trainer and engine, {when}:"
     token = f"token {worst} of {len(gap)}"

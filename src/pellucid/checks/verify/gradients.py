@@ -182,7 +182,7 @@ def _check_chunks(run: Run, table: TokenTable, alone: Gradients) -> Iterator[Fin
 
 
 @contextmanager
-def _chunked(policy: Policy, max_logits: int) -> Iterator[None]:
+def _chunked(policy: Policy, max_logits: int | None) -> Iterator[None]:
     before, policy.max_logits = policy.max_logits, max_logits
     try:
         yield

@@ -190,6 +190,9 @@ class _OracleBeside:
         self._gradients = {name: torch.zeros_like(value) for name, value in weights.items()}
         return Batch("", step, expected.table(step))
 
+    def is_there(self, step: int) -> bool:
+        return True
+
     def release_before(self, step: int) -> None:
         """They stay."""
 
@@ -200,6 +203,7 @@ class _OracleBeside:
         check_gradient(trained, gradients, differences)
         check_update(run, step, self._before, gradients, metrics, self._state, differences)
         check_trainer_books(trained, self.journal, differences)
+        run.finish_publishing()
         folder = weights_folder(run.output_dir, step + 1)
         check_weights("published", run, folder, differences, f"step {step}")
 

@@ -146,6 +146,7 @@ def _update(run: Run, table: TokenTable) -> tuple[Gradients, float]:
     update = run.update(observer)
     run.publishes = True
     run.publish(0)
+    run.finish_publishing()
     return gradients, update.grad_norm
 
 

@@ -272,7 +272,10 @@ def check_settled(expected: ExpectedRun, differences: Differences) -> None:
         differences.same("samples", None, reason, f"{where}: why it was rejected")
         if rollout_id in expected.rollouts:
             for name, value in _saved_fields(expected, saved).items():
-                differences.same("saved rollouts", value, saved[name], f"{where}, {name}")
+                found = (
+                    [_checked_fields(turn) for turn in saved[name]] if name == "trajectory" else saved[name]
+                )
+                differences.same("saved rollouts", value, found, f"{where}, {name}")
             has_failed = rollout_id in expected.failed
             differences.same("saved rollouts", has_failed, bool(saved["error"]), f"{where}: has an error")
         if advantage is not None:
@@ -307,6 +310,12 @@ def _saved_fields(expected: ExpectedRun, saved: Mapping[str, Any]) -> dict[str, 
             for turn, text in zip(rollout.turns, rollout.texts, strict=True)
         ],
     }
+
+
+def _checked_fields(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a saved turn without its times and its place in the conversation."""
+    names = ("text", "num_prompt_tokens", "num_tokens", "finish_reason", "policy_versions")
+    return {name: turn[name] for name in names}
 
 
 def _check_advantage(

@@ -139,6 +139,7 @@ def build_quiet_run(
 ) -> Run:
     """Builds the user's trainer, which writes nothing outside the folder and draws nothing at random.
 
+    It computes in float32, where rounding hides least, unless `ranks` say otherwise.
     `records`: it exports its tokens and publishes its weights there. `resume`: it goes on with such a record.
     """
     if config.model.lora is not None:
@@ -150,7 +151,7 @@ def build_quiet_run(
     assert isinstance(part, TrainerRunConfig)
     path = part.output_dir / "ledger" / "trainer.jsonl"
     journal = Journal(path, Stage.TRAINER, resume=resume) if records else None
-    return build_run(part, batches or NoBatches(), journal, [], ranks, publishes=records)
+    return build_run(part, batches or NoBatches(), journal, [], ranks or Ranks(), publishes=records)
 
 
 @contextmanager
@@ -160,7 +161,8 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
         if config.model.name == config.model.DEMO:
             make_tiny_model(folder / "demo", num_kv_heads=2)
             config = updated(config, model={"name": str(folder / "demo")})
-        run = build_quiet_run(config, folder)
+        run = build_quiet_run(config, folder, Ranks.alone(config.trainer))
+        run.policy.compute_dtype = None  # float32, which `check_precision` alone leaves
         tokenizer = load_tokenizer(config.model.name)
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS

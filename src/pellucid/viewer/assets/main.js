@@ -9,21 +9,25 @@ import { byId, element, notice } from "./draw/dom.js";
 import { currentTheme, domainOf, followSystemTheme } from "./draw/scale.js";
 import { BINDINGS, Store, listenForKeys } from "./state.js";
 import { AcrossView } from "./views/across.js";
+import { CompareView } from "./views/compare.js";
+import { turnOfToken } from "./views/conversation.js";
 import { GroupView } from "./views/group.js";
 import { RecordView } from "./views/record.js";
 import { RolloutsView } from "./views/rollouts.js";
 import { RunView } from "./views/run.js";
+import { RunsView, savedList } from "./views/runs.js";
 import { occurrences, parseQuery } from "./views/search.js";
 import { StepView } from "./views/step.js";
+import { TimelineView } from "./views/timeline.js";
 import { TopBar } from "./views/top_bar.js";
 import { WhatIfView } from "./views/what_if.js";
 import { WorstView } from "./views/worst.js";
 
 /** @type {Record<string, any>} */
-const VIEWS = { run: RunView, rollouts: RolloutsView, step: StepView, record: RecordView, group: GroupView, across: AcrossView, worst: WorstView, whatif: WhatIfView };
+const VIEWS = { run: RunView, timeline: TimelineView, rollouts: RolloutsView, step: StepView, record: RecordView, group: GroupView, across: AcrossView, worst: WorstView, whatif: WhatIfView, runs: RunsView, compare: CompareView };
 
 const PULSE_MS = 1500;
-const WITHOUT_TOKENS = new Set(["run", "rollouts"]);
+const WITHOUT_TOKENS = new Set(["run", "timeline", "rollouts", "runs", "compare"]);
 const OVER_TOKENS = new Set(["step", "worst", "whatif"]); // views that read all tokens of a step
 
 export class App {
@@ -62,11 +66,12 @@ export class App {
     this.run.wantsTokens = (step) => OVER_TOKENS.has(this.viewName) && (this.state.step === step || this.state.within === "run");
     document.title = `${head.name} · pellucid`;
     byId("name").textContent = head.name;
-    if (head.home) byId("brand").replaceWith(element("a", { id: "brand", href: head.home, title: "all runs of the folder" }, "pellucid"));
+    if (head.home) byId("brand").replaceWith(element("a", { id: "brand", href: head.home + savedList(), title: "all runs of the folder" }, "pellucid"));
     this.topBar = new TopBar(this);
     this.showNotes();
     this.store.subscribe((_, changed) => this.update(changed));
     if (!location.hash && head.start_record) this.store.set({ view: "record", record: head.start_record }, { replace: true });
+    if (!location.hash && head.lacks && !head.held.length) this.store.set({ view: "rollouts" }, { replace: true });
     await this.update(new Set(["view"]));
     if (head.live) this.listen();
   }
@@ -76,7 +81,13 @@ export class App {
     const { state } = this.store;
     const steps = this.run.steps;
     const step = !steps.length ? state.step : state.step < 0 ? steps[steps.length - 1] : steps.includes(state.step) ? state.step : this.run.nearestStep(state.step);
-    return { ...state, step, view: state.view in VIEWS ? state.view : "run" };
+    return { ...state, step, view: this.views.includes(state.view) ? state.view : this.views[0] };
+  }
+
+  /** Views that there are: of one run, or of several. */
+  get views() {
+    const ofSeveral = ["runs", "compare"];
+    return this.run.head.runs ? ofSeveral : Object.keys(VIEWS).filter((name) => !ofSeveral.includes(name));
   }
 
   /** @param {Set<string>} changed */
@@ -113,7 +124,8 @@ export class App {
 
   /** Why no token can be shown, and what would change that. */
   withoutTokens() {
-    const { kind, writing } = this.run.head;
+    const { kind, writing, lacks } = this.run.head;
+    if (lacks) return lacks;
     const more = writing ? " A step of an export appears here as soon as it is written." : "";
     return `This run has no token export, so single tokens cannot be shown. \`pellucid ${kind} @ FILE.toml --export\`, or \`export = true\` in the file, writes every token of every step.${more}`;
   }
@@ -121,14 +133,14 @@ export class App {
   /** A step's tokens, or its rollouts where no tokens are exported. @param {number} step */
   openStep(step) {
     if (this.run.steps.length) this.go({ view: "step", step: this.run.nearestStep(step) });
-    else this.go({ view: "rollouts", outcome: "", search: "", filter: `step = ${step}` });
+    else this.go({ view: "rollouts", talk: false, outcome: "", search: "", filter: `step = ${step}` });
   }
 
   /** What a band of the ledger holds, over the whole run: tokens of the export, or rollouts that were saved. @param {string} state */
   openState(state) {
     const kind = /** @type {Record<string, string>} */ ({ masked: "masked", trained: "all", untrainable: "untrainable", skipped: "skipped" })[state];
     if (kind && this.run.steps.length) this.go({ view: "worst", kind, within: "run" });
-    else this.go({ view: "rollouts", outcome: kind ? "sent" : state, within: "run", search: "", filter: "", rollout: "" });
+    else this.go({ view: "rollouts", talk: false, outcome: kind ? "sent" : state, within: "run", search: "", filter: "", rollout: "" });
   }
 
   /** Draws the view anew. */
@@ -148,6 +160,7 @@ export class App {
   /** @param {number} change */
   async moveRecord(change) {
     const { state } = this;
+    if (this.viewName === "rollouts") { this.view.move(change); return; }
     if (!this.run.steps.length) return;
     const index = await this.run.index(state.step);
     const order = this.order?.step === state.step ? this.order.records : null;
@@ -175,11 +188,25 @@ export class App {
 
   /** @param {number} change */
   moveOutlier(change) {
+    if (this.viewName === "rollouts") { this.view.moveTurn(change); return; }
     const outliers = this.viewName === "record" ? this.view.outlierTokens() : [];
     const { token } = this.state;
     const next = change > 0 ? outliers.find((/** @type {number} */ i) => i > token) : outliers.findLast((/** @type {number} */ i) => i < token || token < 0);
     if (next === undefined) this.say("No further outlier in this record");
     else this.store.set({ token: next });
+  }
+
+  /** The conversation of the rollout that is chosen, or of a record, at the turn of its token. @param {number} [record] */
+  async openConversation(record = this.state.record) {
+    const { step, token, talk } = this.state;
+    if (this.viewName === "rollouts") { this.go({ talk: !talk }); return; }
+    if (!this.run.steps.length) return;
+    const index = await this.run.indexWith(step, record);
+    const rollout = index.value("rollout", record);
+    const one = rollout === null || !this.run.numRollouts(undefined, step) ? null : (await this.run.rollouts(step)).find((each) => each.rollout === rollout);
+    if (!one) { this.flash("No saved rollout is the one of this record"); return; }
+    const sample = Number(String(index.value("sample", record) ?? "-0").split("-").at(-1));
+    this.go({ view: "rollouts", outcome: "", search: "", filter: "", rollout: `${step}/${rollout}`, talk: true, turn: token < 0 || this.viewName !== "record" ? -1 : turnOfToken(one, sample, token) });
   }
 
   /** @param {number} place */
@@ -194,7 +221,8 @@ export class App {
     const help = byId("help");
     if (help.open) help.close();
     else if (this.topBar?.results.close()) return;
-    else if (this.viewName === "run" && this.view.showAll()) return;
+    else if (this.view?.showAll?.()) return;
+    else if (this.viewName === "rollouts" && this.state.talk) this.go({ talk: false });
     else if (this.state.token >= 0) this.store.set({ token: -1 });
     /** @type {HTMLElement} */ (document.activeElement)?.blur?.();
   }
@@ -204,7 +232,7 @@ export class App {
     if (help.open) { help.close(); return; }
     help.replaceChildren(
       element("h2", {}, "Keys"),
-      element("dl", { class: "keys" }, ...BINDINGS.flatMap(({ shown, what }) => [element("dt", {}, element("kbd", {}, shown)), element("dd", {}, what)])),
+      element("dl", { class: "keys" }, ...BINDINGS.filter(({ inList }) => inList || !this.run.head.runs).flatMap(({ shown, what }) => [element("dt", {}, element("kbd", {}, shown)), element("dd", {}, what)])),
       element("p", {}, "The address of this page holds everything you see: copy it to return here, down to the token."),
       element("form", { method: "dialog" }, element("button", {}, "close")));
     help.showModal();

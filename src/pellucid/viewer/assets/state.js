@@ -41,11 +41,18 @@ export const DEFAULTS = {
   log: false, // log axes of all curves
   outcome: "", // of the saved rollouts
   rollout: "", // the one that is open
+  talk: false, // it is shown as a conversation
+  turn: -1, // of the conversation; none
   more: false, // histograms of all metrics
+  runs: "", // names of the runs that are compared, with // between them
+  over: "step", // x axis of their curves: step, time, tokens
+  example: "", // environment//example that is compared
+  attempt: 0, // at it
+  window: "", // 0:60000, milliseconds of the run that its time line shows
 };
 
 /** A change of these is a new place, to which the back button returns. */
-const PLACES = new Set(["view", "step", "record"]);
+const PLACES = new Set(["view", "step", "record", "talk"]);
 
 /** @param {State} state */
 export function serialise(state) {
@@ -109,26 +116,27 @@ export class Store {
 
 // What the keyboard does: one table, which the help shows, too.
 
-/** @type {{keys: string[], shown: string, what: string, run: (app: any, key: string) => void}[]} */
+/** `inList`: has a meaning in a list of runs, too. @type {{keys: string[], shown: string, what: string, inList?: boolean, run: (app: any, key: string) => void}[]} */
 export const BINDINGS = [
-  { keys: ["j", "k"], shown: "j k", what: "next, previous record", run: (app, key) => app.moveRecord(key === "j" ? 1 : -1) },
+  { keys: ["j", "k"], shown: "j k", what: "next, previous record or rollout", run: (app, key) => app.moveRecord(key === "j" ? 1 : -1) },
   { keys: ["l", "h"], shown: "l h", what: "next, previous step", run: (app, key) => app.moveStep(key === "l" ? 1 : -1) },
-  { keys: ["n", "N"], shown: "n N", what: "next, previous outlier of the colouring", run: (app, key) => app.moveOutlier(key === "n" ? 1 : -1) },
+  { keys: ["n", "N"], shown: "n N", what: "next, previous outlier of the colouring, or turn of a conversation", run: (app, key) => app.moveOutlier(key === "n" ? 1 : -1) },
   { keys: ["ArrowRight", "ArrowLeft"], shown: "→ ←", what: "next, previous token", run: (app, key) => app.moveToken(key === "ArrowRight" ? 1 : -1) },
   { keys: ["g"], shown: "g", what: "the group of this record", run: (app) => app.go({ view: "group" }) },
   { keys: ["r"], shown: "r", what: "this record", run: (app) => app.go({ view: "record" }) },
+  { keys: ["v"], shown: "v", what: "the conversation of this record or rollout", run: (app) => app.openConversation() },
   { keys: ["s"], shown: "s", what: "this step", run: (app) => app.go({ view: "step" }) },
   { keys: ["w"], shown: "w", what: "its worst tokens", run: (app) => app.go({ view: "worst" }) },
   { keys: ["1", "2", "3", "4", "5", "6", "7", "8", "9"], shown: "1 … 9", what: `colour by ${METRICS.filter(({ shortcut }) => shortcut).map(({ label }) => label[0].toLowerCase() + label.slice(1)).join(", ")}`, run: (app, key) => app.colourBy(Number(key) - 1) },
   { keys: ["m"], shown: "m", what: "show or hide masks", run: (app) => app.go({ masks: !app.store.state.masks }) },
   { keys: ["t"], shown: "t", what: "tokens as text or as a table", run: (app) => app.go({ table: !app.store.state.table }) },
-  { keys: ["/"], shown: "/", what: "search", run: (app) => app.topBar?.search.focus() },
+  { keys: ["/"], shown: "/", what: "search", inList: true, run: (app) => (app.view?.find ?? app.topBar?.search).focus() },
   { keys: ["f"], shown: "f", what: "filter", run: (app) => app.topBar?.filter.focus() },
   { keys: ["y"], shown: "y", what: "copy the address of the record or token", run: (app) => app.copyId() },
   { keys: ["c"], shown: "c", what: "copy the record as JSON", run: (app) => app.copyRecord() },
-  { keys: ["d"], shown: "d", what: "dark or light", run: (app) => app.switchTheme() },
-  { keys: ["?"], shown: "?", what: "this help", run: (app) => app.toggleHelp() },
-  { keys: ["Escape"], shown: "Esc", what: "close the help, show all steps, unpin the token", run: (app) => app.escape() },
+  { keys: ["d"], shown: "d", what: "dark or light", inList: true, run: (app) => app.switchTheme() },
+  { keys: ["?"], shown: "?", what: "this help", inList: true, run: (app) => app.toggleHelp() },
+  { keys: ["Escape"], shown: "Esc", what: "close the help, show all steps, unpin the token", inList: true, run: (app) => app.escape() },
 ];
 
 /** @param {any} app */
@@ -139,7 +147,7 @@ export function listenForKeys(app) {
     if (target.closest?.("input, select, textarea") && event.key !== "Escape") return;
     if (event.key.startsWith("Arrow") && target.closest?.("[data-arrows]") === null && app.store.state.view !== "record") return;
     const binding = BINDINGS.find(({ keys }) => keys.includes(event.key));
-    if (!binding) return;
+    if (!binding || (app.run?.head.runs && !binding.inList)) return;
     event.preventDefault();
     binding.run(app, event.key);
   });

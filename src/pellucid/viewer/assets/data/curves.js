@@ -2,7 +2,7 @@
 
 import { isSliced } from "./run.js";
 
-/** @typedef {{label: string, name: string, values: (number | null)[], colour: string, width?: number}} StripLine
+/** @typedef {{label: string, name: string, values: (number | null)[], colour: string, width?: number, dash?: number[]}} StripLine
  * @typedef {{title: string, about: string, log?: boolean, percent?: boolean, lines: StripLine[]}} Strip
  * @typedef {{series(name: string): (number | null)[] | null, points(name: string): (number | null)[], envs: string[], env: string}} Context */
 
@@ -78,10 +78,11 @@ export function stripsOf(head, all, envs, chosen, points) {
     points: (/** @type {string} */ name) => (exported.length ? spread(exported.map((/** @type {number} */ step, /** @type {number} */ i) => [step, points[i]?.[name] ?? null]))
       : metrics[AS_LOGGED[name]?.(chosen.env || "all")] ? spread(metrics[AS_LOGGED[name](chosen.env || "all")]) : []) };
   const isOverview = (!chosen.show || chosen.show === OVERVIEW) && !chosen.pick;
-  const strips = isOverview ? STRIPS.map((strip) => ({ ...strip, lines: strip.lines(context) })) : familiesOf(metrics, envs, chosen, spread);
-  const known = strips.map((strip) => ({ ...strip, log: chosen.log || strip.log, lines: strip.lines.filter(({ values }) => values?.some((/** @type {number | null} */ value) => value !== null)) }));
-  const shown = known.filter(({ lines }) => lines.length);
-  return { steps, strips: chosen.smooth > 1 ? shown.map((strip) => ({ ...strip, lines: strip.lines.map((line) => ({ ...line, values: smoothed(line.values, chosen.smooth) })) })) : shown };
+  const known = (/** @type {any[]} */ strips) => strips.map((strip) => ({ ...strip, log: chosen.log || strip.log, lines: strip.lines.filter((/** @type {any} */ { values }) => values?.some((/** @type {number | null} */ value) => value !== null)) })).filter(({ lines }) => lines.length);
+  const overview = isOverview ? known(STRIPS.map((strip) => ({ ...strip, lines: strip.lines(context) }))) : [];
+  // dumps may hold parts of the reward only: no curve of the overview, so all that there are
+  const shown = overview.length ? overview : known(familiesOf(metrics, envs, isOverview ? { ...chosen, show: EVERYTHING } : chosen, spread));
+  return { steps, strips: chosen.smooth > 1 ? shown.map((strip) => ({ ...strip, lines: strip.lines.map((/** @type {any} */ line) => ({ ...line, values: smoothed(line.values, chosen.smooth) })) })) : shown };
 }
 
 /** What the trainer logs of the same, for a run without an export. @type {Record<string, (env: string) => string>} */

@@ -40,6 +40,9 @@ export class Run {
   /** @type {Map<any, Promise<Record<string, [number, number][]>>>} by the head that they belong to */
   allMetrics = new Map();
 
+  /** @type {Map<any, Promise<any>>} by the head that they belong to */
+  timelines = new Map();
+
   /** Points by rank and weights. @type {Map<any, Promise<Record<string, any[]>>>} by the head that they belong to */
   slices = new Map();
 
@@ -68,8 +71,20 @@ export class Run {
     return kept(this.allMetrics, this.head, () => this.source.json("metrics"));
   }
 
+  /** Who worked and who waited. @returns {Promise<any>} */
+  timeline() {
+    if (!this.timelines.has(this.head)) this.timelines.clear();
+    return kept(this.timelines, this.head, () => this.source.json("timeline"));
+  }
+
   /** Saved rollouts of a step. @param {number} step @returns {Promise<any[]>} */
   rollouts(step) { return kept(this.saved, `${step} ${JSON.stringify(this.head.rollouts[step])}`, () => this.source.json(`rollouts/${step}`)); }
+
+  /** One saved rollout: the server has longer texts than the list. @param {any} row @returns {Promise<any>} */
+  async rollout(row) {
+    if (!row.cut || !this.head.live) return row;
+    return kept(this.saved, `${row.step}/${row.number}/${row.outcome}`, () => this.source.json(`rollout/${row.step}/${row.number}`));
+  }
 
   get envs() {
     const names = new Set();

@@ -20,6 +20,9 @@ export function visible(text) {
   });
 }
 
+/** Text to read: spaces and line ends stay, other characters that cannot be seen get a glyph. @param {string} text */
+export const readable = (text) => text.split(/([ \n\t]+)/).map((part, i) => (i % 2 ? part : visible(part))).join("");
+
 export class Vocabulary {
   /** @param {Source} source */
   constructor(source) {

@@ -9,12 +9,12 @@ let uPlot;
 const NO_INTL = { NumberFormat: class { format = String; }, DateTimeFormat: class { resolvedOptions() { return { timeZone: "UTC" }; } } };
 
 /**
- * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, width?: number}} Line
+ * @typedef {{label: string, values: ArrayLike<number | null>, colour: string, width?: number, dash?: number[]}} Line
  * @typedef {{height: number, width?: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
  *   points?: boolean, marker?: () => number | null, onClick?: (x: number) => void, onBrush?: (low: number, high: number) => void,
  *   onHover?: (index: number | null) => void, onReset?: () => void, range?: [number, number] | null, label?: string, percent?: boolean,
- *   fractions?: boolean}} ChartOptions
- * `range`: of the x axis, whose ticks are whole numbers unless `fractions`; `label`: makes the chart usable by keyboard, and says what it is.
+ *   fractions?: boolean, axis?: {text(x: number): string, ticks?(low: number, high: number): number[]}}} ChartOptions
+ * `range`: of the x axis, whose ticks are whole numbers unless `fractions`, or as `axis` says; `label`: makes the chart usable by keyboard, and says what it is.
  */
 
 const SECOND_CLICK_MS = 260;
@@ -39,11 +39,12 @@ export function lineChart(root, options) {
     scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => widened(options.range ?? [low, high]) },
       y: log ? { distr: 3, range: logRange } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
-      { ...axis, size: 24, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : "")), grid: { show: false } },
+      { ...axis, size: 24, ...(options.axis?.ticks ? { splits: (/** @type {any} */ _, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => options.axis?.ticks?.(low, high) } : {}),
+        values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (options.axis ? options.axis.text(tick) : options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : "")), grid: { show: false } },
       { ...axis, size: 52, space: 26, ...(log ? { splits: decades } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : tidy(tick, log))) },
     ],
     series: [{}, ...lines.map((line) => ({
-      label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, spanGaps: true, points: { show: options.points ?? x.length < 40, size: 4 } }))],
+      label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, dash: line.dash, spanGaps: true, points: { show: options.points ?? x.length < 40, size: 4 } }))],
     hooks: {
       drawClear: [(/** @type {any} */ plot) => shadeSpans(plot, options.spans ?? [])],
       draw: [(/** @type {any} */ plot) => drawMarker(plot, options.marker?.())],

@@ -36,9 +36,23 @@ export function painted(node, colours) {
   return node;
 }
 
-/** A line of a chart, named. @param {string} colour @param {string} text */
-export function swatch(colour, text) {
-  return element("span", {}, painted(element("i", { class: "swatch" }), [`var(--${colour})`, ""]), text);
+/** A line of a chart, named. @param {string} colour @param {string} text @param {number[]} [dash] */
+export function swatch(colour, text, dash) {
+  return element("span", {}, dash ? dashed(colour, dash) : painted(element("i", { class: "swatch" }), [`var(--${colour})`, ""]), text);
+}
+
+const DASHED_WIDTH = 26;
+
+/** A piece of a line with its dashes. @param {string} colour @param {number[]} dash */
+function dashed(colour, dash) {
+  const pattern = dash.length ? dash : [DASHED_WIDTH];
+  const pieces = [];
+  for (let at = 0, i = 0; at < DASHED_WIDTH; at += pattern[i % pattern.length], i += 1) {
+    if (i % 2 === 0) pieces.push(svg("rect", { x: at, y: 0, width: Math.min(pattern[i % pattern.length], DASHED_WIDTH - at), height: 3 }));
+  }
+  const line = svg("svg", { class: "dashed", width: DASHED_WIDTH, height: 3, "aria-hidden": "true" }, ...pieces);
+  line.style.fill = `var(--${colour})`;
+  return line;
 }
 
 /** @param {string} id @returns {any} */

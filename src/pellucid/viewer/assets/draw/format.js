@@ -52,3 +52,13 @@ export function compact(value) {
   const [divisor, unit] = Math.abs(value) >= 1e9 ? [1e9, "G"] : Math.abs(value) >= 1e6 ? [1e6, "M"] : [1e3, "k"];
   return `${short(value / /** @type {number} */ (divisor))}${unit}`;
 }
+
+/** `1 h 20 min`, `3 min 5 s`, `12 s`. @param {number | null | undefined} seconds */
+export function duration(seconds) {
+  if (!isKnown(seconds)) return ABSENT;
+  const whole = Math.round(/** @type {number} */ (seconds));
+  for (const [size, unit, smaller, name] of /** @type {[number, string, number, string][]} */ ([[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]])) {
+    if (whole >= size) return `${Math.floor(whole / size)} ${unit}${whole % size >= smaller ? ` ${Math.floor((whole % size) / smaller)} ${name}` : ""}`;
+  }
+  return `${whole} s`;
+}

@@ -3,13 +3,13 @@
 import { element, perFrame } from "./dom.js";
 
 const MARGIN = 8;
-const AUTO_WIDTH = 180; // at least, of a column that takes the rest
+const AUTO_WIDTH = 130; // at least, of a column that takes the rest
 
 /** @typedef {{key: string, label: string, width: string, text?: boolean, title?: string, sortable?: boolean,
  * cell(row: number): Node | string}} TableColumn */
 
 export class VirtualTable {
-  /** @param {{columns: TableColumn[], rowHeight?: number, label: string, onChoose?: (row: number) => void,
+  /** @param {{columns: TableColumn[], rowHeight?: number, label: string, onChoose?: (row: number) => void, onMark?: (row: number) => void,
    * onSort?: (key: string, up: boolean) => void}} options */
   constructor(options) {
     this.options = options;
@@ -83,7 +83,8 @@ export class VirtualTable {
       const next = this.order[Math.min(this.order.length - 1, Math.max(0, place))];
       this.choose(next);
       this.body.querySelector(`tr[data-row="${next}"]`)?.focus({ preventScroll: true });
-    } else if (event.key === "Enter" || event.key === " ") this.options.onChoose?.(number);
+    } else if (event.key === " " && this.options.onMark) this.options.onMark(number);
+    else if (event.key === "Enter" || event.key === " ") this.options.onChoose?.(number);
     else return;
     event.preventDefault();
     event.stopPropagation();

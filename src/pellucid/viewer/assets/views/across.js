@@ -1,5 +1,6 @@
 // The same example over the steps: its reward and length each time, and how what was said has changed.
 
+import { readable } from "../data/texts.js";
 import { lineChart } from "../draw/chart.js";
 import { choice, element, facts, notice, refill } from "../draw/dom.js";
 import { count, fixed, plural, short } from "../draw/format.js";
@@ -130,6 +131,19 @@ export function diff(first, second) {
   } else middle(first, second, start, a, b, parts);
   push(parts, "same", b, second.length);
   return parts;
+}
+
+/** Two texts as one: what they share as text, what only the first has as <del>, what only the second has as <ins>.
+ * @param {string} first @param {string} second @param {boolean} byLetter else word by word @returns {(Node | string)[]} */
+export function markChanges(first, second, byLetter = false) {
+  const [a, b] = [first, second].map((text) => (byLetter ? [...text] : text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? []));
+  /** @type {Map<string, number>} */
+  const ids = new Map();
+  const numbered = (/** @type {string[]} */ pieces) => pieces.map((piece) => { if (!ids.has(piece)) ids.set(piece, ids.size); return /** @type {number} */ (ids.get(piece)); });
+  return diff(numbered(a), numbered(b)).map(({ kind, start, end }) => {
+    const text = readable((kind === "first" ? a : b).slice(start, end).join(""));
+    return kind === "same" ? text : element(kind === "first" ? "del" : "ins", {}, text);
+  });
 }
 
 /** @param {ArrayLike<number>[]} sequences */

@@ -84,6 +84,7 @@ export class GroupView {
     const strip = element("canvas", { "aria-hidden": "true" });
     const root = element("article", { class: "card member", "aria-current": isChosen ? "true" : null },
       element("header", {}, element("button", { type: "button", class: "link", onclick: () => this.app.go({ view: "record", record: record.record, token: -1 }) }, `record ${record.record}`),
+        record.field("rollout") === null || !this.app.run.numRollouts(undefined, record.step) ? null : element("button", { type: "button", class: "link", onclick: () => this.app.openConversation(record.record) }, "conversation"),
         element("small", {}, `${plural(record.length, "token")}${record.field("stop") ? ` · ${record.field("stop")}` : ""}${way}`)),
       element("div", { class: "bars" }, bar("reward", record.field("reward"), ends.reward, fixed(record.field("reward"), 3)), bar("advantage", record.field("advantage"), ends.advantage, signed(record.field("advantage"), 3))),
       element("div", { class: "strip-frame" }, strip),

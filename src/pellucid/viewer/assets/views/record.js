@@ -145,6 +145,7 @@ export class RecordView {
           element("button", { type: "button", title: "previous record (k)", "aria-label": "previous record", onclick: () => app.moveRecord(-1) }, "‹"),
           element("button", { type: "button", title: "next record (j)", "aria-label": "next record", onclick: () => app.moveRecord(1) }, "›"),
           value("group") === null ? null : element("button", { type: "button", title: "all rollouts of this example (g)", onclick: () => app.go({ view: "group" }) }, "group"),
+          value("rollout") === null || !app.run.numRollouts(undefined, record.step) ? null : element("button", { type: "button", title: "the conversation that this token is part of, at its turn (v)", onclick: () => app.openConversation() }, "conversation"),
           value("example") === null ? null : element("button", { type: "button", title: "the same example in other steps", onclick: () => app.go({ view: "across" }) }, "across steps"),
           saveBar("this record", () => app.fileName(`step_${record.step}_record_${record.record}`), { columns: async () => recordColumns(await app.run.record(record.step, record.record), app.run.vocabulary), shown: () => this.root },
             element("button", { type: "button", title: "copy as JSON (c)", onclick: () => app.copyRecord() }, "copy JSON")))),

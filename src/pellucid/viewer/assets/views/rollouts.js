@@ -5,15 +5,16 @@ import { saveBar } from "../draw/saving.js";
 import { choice, element, facts, notice, refill } from "../draw/dom.js";
 import { count, fixed, plural, short, signed } from "../draw/format.js";
 import { MEANING } from "../draw/sankey.js";
+import { readable } from "../data/texts.js";
 import { VirtualTable } from "../draw/table.js";
+import { Conversation } from "./conversation.js";
 import { parseQuery } from "./search.js";
 import { sorted } from "./step_tables.js";
 
 const LIMIT = 2000;
 const SHOWN_END = 160; // characters of a text in the table
 
-/** @typedef {{step: number, rollout: string, group: string, example: string, env: string, outcome: string, reason: string, error: string, stop: string, reward: number | null,
- * advantage: number | null, tokens: number | null, truncated: number, version: number | null, messages: [string, string][], metrics: Record<string, number>}} Rollout */
+/** @typedef {import("./conversation.js").Rollout} Rollout */
 
 export class RolloutsView {
   /** @param {any} app */
@@ -35,6 +36,7 @@ export class RolloutsView {
         { key: "reward", label: "reward", width: "66px", cell: (row) => fixed(this.found[row].reward, 3) },
         { key: "advantage", label: "adv.", width: "66px", cell: (row) => signed(this.found[row].advantage, 3) },
         { key: "tokens", label: "tokens", width: "62px", cell: (row) => count(this.found[row].tokens) },
+        { key: "turns", label: "turns", width: "56px", cell: (row) => count(this.found[row].turns.length) },
         { key: "env", label: "environment", width: "104px", text: true, cell: word("env") },
         { key: "stop", label: "ended by", width: "72px", text: true, cell: word("stop") },
         { key: "prompt", label: "end of the prompt", width: "auto", text: true, cell: (row) => ending(promptOf(this.found[row])) },
@@ -43,18 +45,23 @@ export class RolloutsView {
       ],
     });
     this.details = element("aside", { class: "details", "aria-label": "Rollout", tabindex: 0 });
+    this.conversation = new Conversation(app, { onTokens: (one, turn) => this.openTokens(one, turn), onClose: () => app.go({ talk: false }), onMove: (change) => this.move(change), onOpen: (one) => app.go({ rollout: keyOf(one), turn: -1 }) });
     this.body = element("div", { class: "record-body" }, element("div", { class: "card table-card" }, this.table.root), this.details);
-    this.root = element("section", { class: "view rollouts-view", "aria-label": "Rollouts" }, element("header", { class: "step-head" }, element("h2", {}, "Rollouts"),
-      element("span", { class: "view-tools" }, saveBar("these rollouts", () => app.fileName(`rollouts${app.state.outcome ? `_${app.state.outcome}` : ""}`), { columns: () => this.columns(), shown: () => this.root }))),
-      this.bar, this.note, this.empty, this.body);
+    this.listHead = element("header", { class: "step-head" }, element("h2", {}, "Rollouts"),
+      element("span", { class: "view-tools" }, saveBar("these rollouts", () => app.fileName(`rollouts${app.state.outcome ? `_${app.state.outcome}` : ""}`), { columns: () => this.columns(), shown: () => this.root })));
+    this.root = element("section", { class: "view rollouts-view", "aria-label": "Rollouts" }, this.listHead, this.bar, this.note, this.empty, this.body);
     this.turn = 0;
   }
 
   /** @param {import("../state.js").State} state @param {Set<string>} changed */
   async update(state, changed) {
     const turn = (this.turn += 1);
-    if (changed.size === 1 && changed.has("rollout")) { this.pin(state); return; }
     const { run } = this.app;
+    for (const part of [this.listHead, this.bar, this.note]) part.hidden = state.talk;
+    if (state.talk) this.root.prepend(this.conversation.root); else this.conversation.root.remove();
+    if (state.talk && await this.talk(state) && turn !== this.turn) return;
+    if ([...changed].every((name) => ["rollout", "talk", "turn"].includes(name)) && this.isRead) { this.pin(state); return; }
+    this.isRead = false;
     this.drawBar(state);
     const query = parseQuery(state.search);
     const pattern = query?.kind === "text" ? query.pattern : null;
@@ -77,7 +84,41 @@ export class RolloutsView {
       if (looked % 20 === 1) this.show(state, [...found], looked, steps.length);
       if (found.length >= LIMIT) break;
     }
+    this.isRead = true;
     this.show(state, found, looked, steps.length, true);
+  }
+
+  /** Shows the open rollout as a conversation; false where it is not there. @param {import("../state.js").State} state */
+  async talk(state) {
+    const { run } = this.app;
+    const [step] = state.rollout.split("/");
+    const saved = step && run.numRollouts(undefined, Number(step)) ? await run.rollouts(Number(step)) : [];
+    const row = saved.find((/** @type {Rollout} */ one) => keyOf(one) === state.rollout) ?? this.found[0];
+    if (!row) return false;
+    const one = await run.rollout(row);
+    if (this.app.state.rollout !== state.rollout) return true;
+    const place = this.order().findIndex((at) => keyOf(this.found[at]) === keyOf(row));
+    this.conversation.show(one, step ? saved : [row], place < 0 ? "" : `${count(place + 1)} of ${count(this.found.length)}`, state.turn);
+    return true;
+  }
+
+  /** Rows as the table shows them. @returns {number[]} */
+  order() { return Array.from(this.table.order); }
+
+  /** To the next or the previous rollout of the list. @param {number} change */
+  move(change) {
+    const order = this.order();
+    if (!order.length) return;
+    const place = order.findIndex((row) => keyOf(this.found[row]) === this.app.state.rollout);
+    const next = this.found[order[Math.min(order.length - 1, Math.max(0, Math.max(0, place) + change))]];
+    this.app.go({ rollout: keyOf(next), turn: -1 });
+  }
+
+  /** @param {number} change */
+  moveTurn(change) {
+    const { talk, turn } = this.app.state;
+    const last = (this.conversation.one?.turns.length ?? 0) - 1;
+    if (talk && last >= 0) this.app.go({ turn: Math.min(last, Math.max(0, turn + change)) });
   }
 
   /** @param {import("../state.js").State} state */
@@ -100,17 +141,19 @@ export class RolloutsView {
     const order = found.map((_, i) => i);
     const read = (/** @type {number} */ row) => {
       const one = /** @type {any} */ (found[row]);
+      if (state.sort === "turns") return one.turns.length;
       return state.sort === "prompt" ? promptOf(one) : state.sort === "reply" ? replyOf(one) : one[state.sort] ?? null;
     };
     const isColumn = this.table.options.columns.some(({ key }) => key === state.sort);
     const same = (/** @type {(one: Rollout) => any} */ of) => found.length > 1 && found.every((one) => of(one) === of(found[0]));
-    this.table.hide(new Set([...["env", "stop", "outcome"].filter((name) => same((one) => /** @type {any} */ (one)[name])),
-      ...["reason", "reward", "advantage"].filter((name) => found.every((one) => !one.error && (/** @type {any} */ (one)[name] ?? "") === ""))]));
+    this.table.hide(new Set([...["env", "stop", "outcome"].filter((name) => same((one) => /** @type {any} */ (one)[name])), ...(found.every(({ turns }) => turns.length < 2) ? ["turns"] : []),
+      ...["reason", "reward", "advantage", "tokens"].filter((name) => found.every((one) => !one.error && (/** @type {any} */ (one)[name] ?? "") === ""))]));
     this.table.show(isColumn ? sorted(order, state.up, read) : order, { key: isColumn ? state.sort : "", up: state.up });
     this.note.textContent = `${plural(found.length, "rollout")}${found.length >= LIMIT ? ", the newest" : ""}${looked < steps ? ` · ${count(looked)} of ${plural(steps, "step")} looked through` : ""}`;
-    this.body.hidden = !found.length;
+    this.body.hidden = !found.length || state.talk;
     refill(this.empty, found.length || !isAll ? null : this.nothing(state));
     this.pin(state);
+    if (state.talk) this.talk(state);
   }
 
   /** Nothing was found: where there is something. @param {import("../state.js").State} state */
@@ -119,6 +162,7 @@ export class RolloutsView {
     const { run } = app;
     const action = (/** @type {string} */ label, /** @type {any} */ changes) => element("button", { type: "button", onclick: () => app.go(changes) }, label);
     const all = run.numRollouts();
+    if (!all && run.head.counting) return notice("loading", "Counting the saved rollouts …");
     if (!all) {
       const text = run.head.in_run ? "The run has no rollouts/step_N/train_rollouts.jsonl: rollouts are saved by `pellucid rl`, not by sft." : "Saved rollouts are found beside an export only in a run folder.";
       return notice("empty", "No saved rollouts", text, action("look at the run", { view: "run" }));
@@ -137,6 +181,7 @@ export class RolloutsView {
   /** @param {import("../state.js").State} state */
   pin(state) {
     const row = Math.max(0, this.found.findIndex((one) => keyOf(one) === state.rollout));
+    this.body.hidden = !this.found.length || state.talk;
     if (!this.found.length) return;
     this.table.choose(row);
     const one = this.found[row];
@@ -146,20 +191,29 @@ export class RolloutsView {
       element("p", { class: "details-state" }, element("span", { class: `badge badge-${one.outcome === "sent" ? "trained" : "masked"}` }, one.outcome.replaceAll("_", " ") || "unknown"), element("span", { class: "details-place" }, `step ${one.step}`)),
       one.reason || one.error ? element("p", { class: "details-rule" }, one.reason || one.error) : null,
       one.truncated ? element("p", { class: "details-rule" }, `${plural(one.truncated, "token")} beyond seq_len were cut`) : null,
-      facts([["reward", fixed(one.reward, 4)], ["advantage", one.advantage === null ? null : signed(one.advantage, 4)], ["tokens", count(one.tokens)], ["weights", one.version === null ? null : `version ${one.version}`], ["ended by", one.stop], ["environment", one.env],
-        ...Object.entries(one.metrics).map(([name, value]) => [name, short(value)])]),
-      element("p", { class: "record-buttons" }, one.outcome === "sent" && app.run.steps.includes(one.step) ? link("its tokens", () => this.openTokens(one)) : null,
+      facts([["reward", one.reward === null ? null : fixed(one.reward, 4)], ["advantage", one.advantage === null ? null : signed(one.advantage, 4)], ["tokens", one.tokens === null ? null : count(one.tokens)], ["weights", one.version === null ? null : `version ${one.version}`], ["ended by", one.stop], ["environment", one.env],
+        ...Object.entries(one.metrics).map(([name, value]) => [name, short(value)]), ...Object.entries(one.extra)]),
+      element("p", { class: "record-buttons" }, one.turns.length ? link(one.turns.length > 1 ? `conversation, ${one.turns.length} turns` : "conversation", () => app.go({ rollout: keyOf(one), talk: true, turn: -1 })) : null,
+        one.outcome === "sent" && app.run.steps.includes(one.step) ? link("its tokens", () => this.openTokens(one)) : null,
         one.group ? link("its group", () => app.go({ filter: `group = "${one.group}"`, outcome: "", search: "" })) : null),
-      ...one.messages.map(([role, text]) => element("div", { class: "message" }, element("b", { class: `role role-${role}` }, role || "–"), element("pre", {}, text))),
+      ...one.messages.map(({ role, text }) => element("div", { class: "message" }, element("b", { class: `role role-${role}` }, role || "–"), element("pre", {}, readable(text)))),
       element("p", { class: "ids" }, ...[["rollout", one.rollout], ["group", one.group], ["example", one.example]].map(([name, text]) => element("span", {}, `${name} `, element("code", {}, text || "–"))))));
   }
 
-  /** @param {Rollout} one */
-  async openTokens({ step, rollout }) {
-    const index = await this.app.run.index(step);
-    const [record] = index.withWords({ rollout });
-    if (record === undefined) this.app.flash("No record of the export is of this rollout");
-    else this.app.go({ view: "record", step, record, token: -1 });
+  /** The record of a rollout, or that of one of its turns at the turn's first token. @param {Rollout} one @param {number} [number] */
+  async openTokens({ step, rollout, outcome, turns }, number) {
+    const { app } = this;
+    if (!app.run.steps.length) { app.go({ view: "record" }); return; } // it says how to have tokens exported
+    if (outcome !== "sent" || !app.run.steps.includes(step)) {
+      app.flash(outcome !== "sent" ? `Only tokens that were sent to the trainer are exported, and this rollout is: ${outcome.replaceAll("_", " ")}` : `The tokens of step ${step} are not here`);
+      return;
+    }
+    const index = await app.run.index(step);
+    const turn = number === undefined ? null : turns[number];
+    const [record] = turn ? index.withWords({ sample: `${rollout}-${turn.sample}` }).concat(turn.sample ? [] : index.withWords({ rollout })) : index.withWords({ rollout });
+    if (record === undefined) app.flash(turn?.trains === false ? "No token of this turn trains: such samples are not exported" : "No record of the export is of this rollout");
+    else if (turn && turn.prompt >= index.value("tokens", record)) app.flash("This turn lies beyond seq_len: its tokens were cut");
+    else app.go({ view: "record", step, record, token: turn ? turn.prompt : -1 });
   }
 
   /** A row per rollout. */
@@ -174,13 +228,13 @@ export class RolloutsView {
 const keyOf = ({ step, rollout }) => `${step}/${rollout}`;
 
 /** @param {Rollout} one */
-const replyOf = ({ messages }) => messages.filter(([role]) => role === "assistant").at(-1)?.[1] ?? "";
+const replyOf = ({ messages }) => messages.filter(({ role }) => role === "assistant").at(-1)?.text ?? "";
 
 /** @param {Rollout} one */
-const promptOf = ({ messages }) => messages.filter(([role]) => role !== "assistant").at(-1)?.[1] ?? "";
+const promptOf = ({ messages }) => messages.filter(({ role }) => role !== "assistant").at(-1)?.text ?? "";
 
 /** @param {Rollout} one */
-const textsOf = (one) => [one.reason, one.error, one.rollout, ...one.messages.map(([, text]) => text)];
+const textsOf = (one) => [one.reason, one.error, one.rollout, ...one.messages.flatMap(({ text, calls = [] }) => [text, ...calls.map(([name, args]) => `${name} ${args}`)])];
 
 /** @param {string} text */
 const ending = (text) => element("span", { class: "ending" }, element("bdi", {}, text.slice(-SHOWN_END).replaceAll("\n", "⏎")));

@@ -26,6 +26,9 @@ export class RunView {
   /** @type {any[]} */
   charts = [];
 
+  /** The x axis: its name, and how a place on it is written; without ticks, as a chart has them. @type {{name: string, place(x: number): string, text?(x: number): string, ticks?(low: number, high: number): number[]}} */
+  axis = { name: "steps", place: (step) => `step ${step}` };
+
   /** @param {any} app */
   constructor(app) {
     this.app = app;
@@ -37,7 +40,7 @@ export class RunView {
     this.range = element("span", { class: "step-range", title: "drag over a curve to look closer" }, "steps", this.low, "to", this.high, this.allSteps);
     this.head = element("header", { class: "step-head" }, this.about, element("span", { class: "view-tools" }, this.range,
       saveBar("these curves", () => app.fileName(this.shown ? `run_steps_${this.shown[0]}-${this.shown[1]}` : "run"), { columns: () => this.columns(), shown: () => this.root })));
-    this.alarms = element("section", { class: "card alarms", "aria-label": "Alarms" });
+    this.alarms = element("section", { class: "card alarms", "aria-label": "Alarms", hidden: true });
     this.ledger = element("div", { class: "card ledger" });
     this.pick = element("input", { type: "search", placeholder: "find metrics: lr time/", "aria-label": "Find metrics", onchange: () => app.go({ pick: this.pick.value }) });
     this.chooser = element("div", { class: "look plain chooser no-picture" });
@@ -120,7 +123,7 @@ export class RunView {
       ["environments", state.env || app.run.envs.join(", ")], ["loss", losses.join(", ")], ["skipped", skipped ? plural(skipped, "step") : null],
     ]),
       head.pending ? element("span", { class: "muted", role: "status" }, `reading ${plural(head.pending, "more step")} …`) : null,
-      head.held.length || !head.in_run ? null : element("span", { class: "muted" }, app.withoutTokens()),
+      head.held.length || !(head.in_run || head.lacks) ? null : element("span", { class: "muted" }, app.withoutTokens()),
       isSliced(state) ? element("span", { class: "muted" }, "Only what exported records say: the run's own metrics and its ledger are not kept by rank or weights.") : null);
   }
 
@@ -189,6 +192,12 @@ export class RunView {
     afterPaint().then(() => { if (turn === this.turn) draw((top) => top >= innerHeight); });
   }
 
+  /** What a line says at a place of the x axis. @param {(number | null)[]} values @param {number} at */
+  valueAt(values, at) { return values[at]; }
+
+  /** @param {number} step */
+  openAt(step) { this.app.openStep(step); }
+
   /** A card, and what draws the chart in it. @param {Strip} strip @returns {{root: HTMLElement, chart: (width: number) => any}} */
   addStrip({ title, about, lines, log, percent: isShare }) {
     const { app, steps, shown } = this;
@@ -197,14 +206,14 @@ export class RunView {
     this.strips.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, title), element("small", {}, about), saveChart(title, () => app.fileName(`run_${title}`)), value), root));
     const end = shown ? steps.findLastIndex((step) => step <= shown[1]) : steps.length - 1;
     const last = lines.map(({ values }) => values.findLastIndex((one, i) => one !== null && i <= end));
-    const tell = (/** @type {number | null} */ at) => refill(value, ...lines.map(({ label, colour, values }, i) => {
-      const number = values[at ?? last[i]];
-      return swatch(colour, `${lines.length > 1 ? `${label} ` : ""}${isShare ? percent(number) : short(number)}`);
-    }), at === null ? null : element("span", { class: "muted" }, `step ${steps[at]}`));
+    const tell = (/** @type {number | null} */ at) => refill(value, ...lines.map(({ label, colour, values, dash }, i) => {
+      const number = at === null ? values[last[i]] : this.valueAt(values, at);
+      return swatch(colour, `${lines.length > 1 ? `${label} ` : ""}${isShare ? percent(number) : short(number)}`, dash);
+    }), at === null ? null : element("span", { class: "muted" }, this.axis.place(steps[at])));
     tell(null);
     const chart = (/** @type {number} */ width) => lineChart(root, { height: 136, width, x: steps, lines, log, percent: isShare, sync: "run", points: steps.length < 3, range: shown, onHover: tell,
-      label: `${title} over steps`,
-      onClick: (step) => app.openStep(step),
+      label: `${title} over ${this.axis.name}`, axis: this.axis.text && { text: this.axis.text, ticks: this.axis.ticks },
+      onClick: (x) => this.openAt(x),
       onBrush: (low, high) => this.show(low, high),
       onReset: shown ? () => this.showAll() : undefined });
     return { root, chart };

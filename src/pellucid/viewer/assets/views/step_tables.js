@@ -35,7 +35,7 @@ export class RecordsTable {
         { key: "entropy", label: "entropy", width: "64px", cell: number("entropy", short) },
         { key: "masked", label: "masked", width: "64px", title: "share of trainable tokens out of the trust region", cell: (row) => percent(maskedShare(this.index, row)) },
         { key: "loss", label: "loss", width: "74px", title: "sum of its token losses", cell: number("loss", (value) => signed(value, Math.abs(value) < 10 ? 4 : 1)) },
-        { key: "stop", label: "ended by", width: "70px", text: true, cell: text("stop") },
+        { key: "stop", label: "ended by", width: "78px", text: true, cell: text("stop") },
       ],
     });
     this.root = this.table.root;

@@ -7,7 +7,10 @@ import { plural } from "../draw/format.js";
 import { SearchResults, parseQuery } from "./search.js";
 
 const TITLES = /** @type {[string, string, string][]} */ ([
+  ["runs", "Runs", "all runs"],
+  ["compare", "Compare", "the selected runs, laid over each other"],
   ["run", "Run", "the whole run over its steps, and where its tokens went"],
+  ["timeline", "Timeline", "who worked and who waited: why the run is not faster"],
   ["rollouts", "Rollouts", "every saved rollout: what became of it, and why"],
   ["step", "Step", "the records of one step (s)"],
   ["record", "Record", "one sequence, token by token (r)"],
@@ -21,7 +24,7 @@ export class TopBar {
   /** @param {any} app */
   constructor(app) {
     this.app = app;
-    this.tabs = new Map(TITLES.map(([name, title, about]) => [name, element("button", { type: "button", title: about, onclick: () => app.go({ view: name }) }, title)]));
+    this.tabs = new Map(TITLES.filter(([name]) => app.views.includes(name)).map(([name, title, about]) => [name, element("button", { type: "button", title: about, onclick: () => app.go({ view: name }) }, title)]));
     byId("views").replaceChildren(...this.tabs.values());
     this.stepSelect = element("select", { "aria-label": "Step", onchange: () => app.go({ step: Number(this.stepSelect.value) }) });
     this.envSelect = element("select", { "aria-label": "Environment", onchange: () => app.go({ env: this.envSelect.value }) });
@@ -31,6 +34,7 @@ export class TopBar {
     this.within = element("select", { "aria-label": "Search in", onchange: () => app.go({ within: this.within.value }) },
       ...["record", "step", "run"].map((name) => element("option", { value: name }, `in ${name}`)));
     this.filter = element("input", { type: "search", placeholder: "filter: kl > 0.5 & adv < 0", "aria-label": "Filter", spellcheck: "false", autocomplete: "off" });
+    this.filter.hidden = Boolean(app.run.head.runs); // the list has a field of its own
     this.fault = element("div", { class: "fault", role: "alert", hidden: true });
     this.results = new SearchResults(app);
     this.live = element("span", { class: "live", hidden: !app.run.head.writing, title: "something writes to the run; this page follows it" }, "live");
@@ -42,7 +46,7 @@ export class TopBar {
         element("button", { type: "button", "aria-label": "previous step", title: "previous step (h)", onclick: () => app.moveStep(-1) }, "‹"),
         this.stepSelect,
         element("button", { type: "button", "aria-label": "next step", title: "next step (l)", onclick: () => app.moveStep(1) }, "›")),
-      this.envSelect, this.rankSelect, this.weightsSelect, element("span", { class: "search" }, this.search, this.within), this.filter, element("span", { class: "corner" }, this.live,
+      this.envSelect, this.rankSelect, this.weightsSelect, element("span", { class: "search", hidden: app.run.head.runs }, this.search, this.within), this.filter, element("span", { class: "corner" }, this.live,
       element("button", { type: "button", class: "quiet", title: "dark or light (d)", "aria-label": "dark or light", onclick: () => app.switchTheme() }, "◐"),
       element("button", { type: "button", class: "quiet", title: "keys (?)", "aria-label": "help", onclick: () => app.toggleHelp() }, "?")),
       this.fault, this.results.root);

@@ -1,0 +1,210 @@
+"""Policy versions are written beside training: whole, in order, as they were, and not silently lost."""
+
+import shutil
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from pellucid.config import TrainerConfig, TrainerRunConfig
+from pellucid.data import TokenTable, TrainingSample
+from pellucid.errors import DiskError
+from pellucid.trainer.batches import OrchestratorBatches
+from pellucid.trainer.build import build_run
+from pellucid.trainer.loop import accumulate, train
+from pellucid.trainer.parallel import BF16, Ranks
+from pellucid.trainer.saver import WeightsPublisher
+from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch
+from pellucid.transport.weights import (
+    ServedWeights,
+    WeightsCopy,
+    published_versions,
+    weights_folder,
+    write_version,
+)
+
+
+class Biased(nn.Module):
+    """A layer, tied to itself under a second name, and a persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 32, bias=False)
+        self.tied = self.layer
+        self.register_buffer("correction", torch.rand(8))
+
+
+def test_a_copy_keeps_the_weights_of_its_moment(tmp_path) -> None:
+    model = Biased()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    copy = WeightsCopy(model)
+    with torch.no_grad():
+        model.layer.weight.zero_()
+        model.correction.zero_()
+    write_version(copy, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert sorted(found) == ["correction", "layer.weight"]
+    for name, tensor in found.items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_bfloat16_is_that_of_the_parameters_and_half_their_bytes(tmp_path) -> None:
+    model, sizes = Biased(), {}
+    for name, dtype in (("wide", torch.float32), ("narrow", torch.bfloat16)):
+        (tmp_path / name).mkdir()
+        write_version(WeightsCopy(model, dtype), tmp_path / name)
+        sizes[name] = (tmp_path / name / "model.safetensors").stat().st_size
+    found = load_file(tmp_path / "narrow" / "model.safetensors")
+    assert torch.equal(found["layer.weight"], model.layer.weight.bfloat16())
+    assert torch.equal(found["correction"], model.correction)
+    assert sizes["wide"] - sizes["narrow"] == 64 * 32 * 2
+    served = Biased()
+    ServedWeights(served).load(tmp_path / "narrow")
+    assert torch.equal(served.layer.weight, model.layer.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "precision", "expected"),
+    [
+        ("auto", None, torch.float32),
+        ("auto", BF16, torch.bfloat16),
+        ("float32", BF16, torch.float32),
+        ("bfloat16", None, torch.bfloat16),
+    ],
+)
+def test_the_published_dtype_is_the_one_that_computes_unless_it_is_chosen(
+    wanted, precision, expected
+) -> None:
+    config = TrainerConfig(publish_dtype=wanted)
+    assert Ranks(precision=precision).publish_dtype(config) == expected
+
+
+def test_versions_appear_whole_and_one_after_the_other(tmp_path) -> None:
+    publisher, may_end, written = WeightsPublisher(tmp_path, keep=2), threading.Event(), []
+
+    def write_slowly(folder) -> None:
+        (folder / "half").touch()
+        assert may_end.wait(60)
+        written.append(1)
+
+    publisher.publish(1, write_slowly)
+    assert publisher.is_writing
+    assert published_versions(tmp_path) == []
+    publisher.settle(wait=False)
+    threading.Timer(0.05, may_end.set).start()
+    publisher.publish(2, lambda folder: written.append(2))  # waits for version 1
+    assert written[0] == 1
+    publisher.settle()
+    assert (written, published_versions(tmp_path)) == ([1, 2], [1, 2])
+    publisher.publish(3, lambda folder: None)
+    publisher.close()
+    assert published_versions(tmp_path) == [2, 3]
+
+
+def run_of(model, folder, *, batches, resume=False):
+    """A run of three steps with a checkpoint after each, and so many batches in its folder."""
+    sample = TrainingSample.from_turn([5, 6], [7, 8], [-4.0, -4.0], env_name="a", run_id="run", advantage=1.0)
+    for step in range(batches):
+        payload = encode_batch(Batch("run", step, TokenTable.from_samples([sample])))
+        FilesystemSender(folder).send(step, payload)
+    config = TrainerRunConfig.model_validate(
+        {
+            "output_dir": folder,
+            "max_steps": 3,
+            "seq_len": 16,
+            "model": {"name": str(model)},
+            "trainer": {"threads": 1, "ckpt": {"interval": 1, "keep_last": 3}},
+        }
+    )
+    run = build_run(config, OrchestratorBatches(FilesystemReceiver(folder)), None, [], publishes=True)
+    if resume:
+        run.restore()
+    return run
+
+
+def test_a_version_that_cannot_be_written_ends_the_wait_for_the_next_batch(tiny_model, tmp_path) -> None:
+    """The orchestrator waits for the version, and the trainer for the orchestrator's batch."""
+    run = run_of(tiny_model, tmp_path, batches=1)
+    run.update(accumulate(run, run.next_batch(0)))
+    (tmp_path / "weights").touch()  # where a folder has to be
+    run.publish(0)
+    with pytest.raises((OSError, DiskError), match="weights"):
+        run.next_batch(1)
+    run.close()
+
+
+def test_training_goes_on_while_a_version_is_written(tiny_model, tmp_path, monkeypatch) -> None:
+    """The second step updates the weights while version 1 waits for its disk; version 1 is as it was."""
+    run, may_end = run_of(tiny_model, tmp_path, batches=2), threading.Event()
+    original = WeightsCopy.write
+
+    def write(copy, path) -> None:
+        assert may_end.wait(60)
+        original(copy, path)
+
+    monkeypatch.setattr(WeightsCopy, "write", write)
+    after = []
+    for step in range(2):
+        observer = accumulate(run, run.next_batch(step))
+        update = run.update(observer)
+        after.append({name: each.detach().clone() for name, each in run.policy.hf.named_parameters()})
+        if step:
+            assert published_versions(tmp_path) == []
+            may_end.set()
+        run.publish(step)
+        if step:
+            run.finish(step, observer, update)
+    run.finish_publishing()
+    run.close()
+    assert published_versions(tmp_path) == [1, 2]
+    for version, weights in enumerate(after, 1):
+        found = load_file(weights_folder(tmp_path, version) / "model.safetensors")
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
+def test_a_crash_in_the_middle_of_a_version_leaves_the_one_before_it(
+    tiny_model, tmp_path, monkeypatch
+) -> None:
+    """The folder as it is while version 2 is half written goes on to the weights of a run without a crash."""
+    whole = run_of(tiny_model, tmp_path / "whole", batches=3)
+    train(whole)
+    whole.close()
+    run, may_end, is_half = (
+        run_of(tiny_model, tmp_path / "run", batches=3),
+        threading.Event(),
+        threading.Event(),
+    )
+    original = WeightsCopy.write
+
+    def write(copy, path) -> None:
+        original(copy, path)
+        if len(published_versions(tmp_path / "run")) == 1:
+            is_half.set()
+            assert may_end.wait(60)
+
+    monkeypatch.setattr(WeightsCopy, "write", write)
+    for step in range(2):
+        observer = accumulate(run, run.next_batch(step))
+        update = run.update(observer)
+        run.publish(step)
+        if not step:
+            run.finish(step, observer, update)
+    assert is_half.wait(60)
+    shutil.copytree(tmp_path / "run", tmp_path / "crashed")
+    may_end.set()
+    run.close()
+    assert published_versions(tmp_path / "crashed") == [1]
+    resumed = run_of(tiny_model, tmp_path / "crashed", batches=0, resume=True)
+    assert resumed.start == 1
+    train(resumed)
+    resumed.close()
+    assert published_versions(tmp_path / "crashed") == [1, 2, 3]
+    for version in (1, 2, 3):
+        found, expected = (
+            (weights_folder(tmp_path / name, version) / "model.safetensors").read_bytes()
+            for name in ("crashed", "whole")
+        )
+        assert found == expected
