@@ -27,7 +27,8 @@ def served(model, rehearsal=None, *, record_experts):
     )
     finished, scores, num_steps = {}, [], 0
     for index in range(NUM_REQUESTS):
-        params = SamplingParams(temperature=0.0 if index == 2 else 0.9, max_tokens=4 + 17 * index, seed=index)
+        max_tokens = 4 + (6 if record_experts else 17) * index
+        params = SamplingParams(temperature=0.0 if index == 2 else 0.9, max_tokens=max_tokens, seed=index)
         prompt = [7, 8, 9] if index < 2 else [5, 6, 7, 8, 9 + index]
         request = Request(prompt, params, Account(), lambda done, index=index: finished.update({index: done}))
         engine.submit(request)
