@@ -129,6 +129,7 @@ def test_no_docstring_starts_as_a_fragment() -> None:
 
 
 HEAVY = ("torch", "transformers", "aiohttp", "pyarrow", "peft", "datasets", "verifiers", "wandb", "uvicorn")
+HEAVY += ("reasoning_gym",)
 LIGHT = (
     "cli",
     "launch.rl",

@@ -44,7 +44,7 @@ class EnvironmentConfig(Section):
     """Dotted key of this section, for messages."""
 
     id: str = Field(min_length=1)
-    """A built-in environment (`arithmetic`, `calculator`, `reverse-text`), an import path
+    """A built-in environment (`arithmetic`, `calculator`, `reasoning-gym`, `reverse-text`), an import path
     `package.module:Class`, or `verifiers:TASKSET`, a taskset of the verifiers library."""
 
     name: str | None = Field(default=None, min_length=1)

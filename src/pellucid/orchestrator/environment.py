@@ -36,6 +36,7 @@ TASKSET = "verifiers:"
 BUILT_IN: Mapping[str, str] = {
     "arithmetic": "pellucid.orchestrator.built_in:Arithmetic",
     "calculator": "pellucid.orchestrator.built_in:Calculator",
+    "reasoning-gym": "pellucid.orchestrator.gym:ReasoningGym",
     "reverse-text": "pellucid.orchestrator.built_in:ReverseText",
 }
 
@@ -227,12 +228,17 @@ def _as_float(value: Any) -> float | None:
 
 def load_environment(config: EnvironmentConfig, seed: int) -> Environment:
     """Returns the environment of one entry. Entries with different names see different examples, and so do
-    training and evaluation under one name, where examples are drawn by the seed."""
+    training and evaluation under one name, where examples are drawn by the seed. An environment that takes
+    `held_out` is told which of the two it is for."""
     make = _maker(config)
-    name = ("eval", seed, config.label) if isinstance(config, EvalConfig) else (seed, config.label)
+    evaluates = isinstance(config, EvalConfig)
+    name = ("eval", seed, config.label) if evaluates else (seed, config.label)
     arguments = {"seed": stable_seed(*name), **config.args}
     try:
-        inspect.signature(make).bind(**arguments)
+        signature = inspect.signature(make)
+        if "held_out" in signature.parameters:
+            arguments.setdefault("held_out", evaluates)
+        signature.bind(**arguments)
         return make(**arguments)
     except (TypeError, ValueError) as error:
         place = place_of(error)
@@ -252,7 +258,7 @@ def check_environment(config: EnvironmentConfig) -> None:
     if config.id in BUILT_IN:
         load_environment(config, seed=0)
     elif config.id.startswith(TASKSET):
-        _require_verifiers(config)
+        _require_extra(config, "verifiers")
     else:
         require_package(_import_path(config), f"{config.KEY}.id")
 
@@ -261,6 +267,8 @@ def _maker(config: EnvironmentConfig) -> Callable[..., Environment]:
     key = f"{config.KEY}.id"
     if config.id.startswith(TASKSET):
         return _taskset_maker(config, key)
+    if config.id == "reasoning-gym":
+        _require_extra(config, "reasoning-gym")
     kind = load_attribute(_import_path(config), key)
     if not (inspect.isclass(kind) and issubclass(kind, Environment)):
         raise ConfigError(
@@ -269,17 +277,18 @@ def _maker(config: EnvironmentConfig) -> Callable[..., Environment]:
     return kind
 
 
-def _require_verifiers(config: EnvironmentConfig) -> None:
-    if find_spec("verifiers") is None:
+def _require_extra(config: EnvironmentConfig, library: str) -> None:
+    """Raises ConfigError if a library is not installed that comes with the extra of its name."""
+    if find_spec(library.replace("-", "_")) is None:
         raise ConfigError(
-            f"{config.KEY}.id = {config.id!r} needs the verifiers library, which is not installed; "
-            "pip install 'pellucid[verifiers]'"
+            f"{config.KEY}.id = {config.id!r} needs the {library} library, which is not installed; "
+            f"pip install 'pellucid[{library}]'"
         )
 
 
 def _taskset_maker(config: EnvironmentConfig, key: str) -> Callable[..., Environment]:
     """Imports verifiers only now: it takes seconds."""
-    _require_verifiers(config)
+    _require_extra(config, "verifiers")
     from verifiers.v1 import import_taskset
 
     from pellucid.orchestrator.taskset import TasksetEnvironment
