@@ -403,7 +403,9 @@ def test_books_are_closed_before_the_model_is_written_and_before_metrics(
 
     assert found == {"step 0": False, "step 1": False, "step 2": False, "model": True, "close": True}
     checkpoint = "writing the checkpoint of step 3"
-    assert launcher.doings() == [
+    # A version that is still being written is waited for, which depends on how fast the machine is.
+    doings = [doing for doing in launcher.doings() if doing != "publishing the weights"]
+    assert doings == [
         checkpoint,  # begun
         checkpoint,  # waited for
         "writing the model",
