@@ -22,6 +22,7 @@ BENCHMARKS = {
     "experts": "mismatch KL of a model with experts: recorded ones replayed against routed anew",
     "export": "token exports: writing against lists and json.dumps, reading out of a million tokens",
     "head": "logprobs and entropy: chunks of tokens against all logits at once",
+    "loading": "a model in four processes: each reads its rows of the files against one that reads all",
     "loss": "the rl loss: all packed tokens at once against a loop over sequences",
     "orchestrator": "10,000 rollouts in flight: rate and lag; memory that waits; tokens that failures cost",
     "packing": "micro batches for 8 ranks: time, bins and imbalance against a plain loop",

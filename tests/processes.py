@@ -39,11 +39,13 @@ from pellucid.config import (
     VerifyConfig,
 )
 from pellucid.config.base import save, to_toml
+from pellucid.config.shared import LoraConfig
 from pellucid.data import TokenTable, TrainingSample
-from pellucid.errors import DataError
+from pellucid.errors import DataError, TransportError
 from pellucid.integrations import TokenRecorder
 from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
+from pellucid.model import stored
 from pellucid.model.load import default_device
 from pellucid.trainer import run_with
 from pellucid.trainer.build import build_run
@@ -52,6 +54,7 @@ from pellucid.trainer.many import Roster
 from pellucid.trainer.parallel import BF16, Ranks, shard_module
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import StepBatch
+from pellucid.transport import weights
 
 SEQ_LEN = 48
 IMPORTED = (AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM)
@@ -333,24 +336,51 @@ class Jobs:
         expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
         return ranks.gather(difference(expected, found))
 
-    def loading(self, mesh: dict, model: str) -> list:
-        """How often each process reads weights, and the largest difference of all from those in the files.
-
-        Other processes make a model without weights: their shards are those of the main one.
-        """
+    def loading(self, mesh: dict, model: str, lora: bool = False) -> list:
+        """How often each process reads the whole model, bytes of its own part that it reads, and the largest
+        difference of all weights and buffers from those of transformers."""
         weights = self.folder / "models" / model
-        load = AutoModelForCausalLM.from_pretrained
-        with patch.object(AutoModelForCausalLM, "from_pretrained", wraps=load) as read:
-            run = self.build(weights, model=mesh)
-        found = {**dict(run.policy.hf.named_parameters()), **dict(run.policy.hf.named_buffers())}
+        load, num_bytes = AutoModelForCausalLM.from_pretrained, []
+
+        def counted(read):
+            def reading(*args):
+                found = read(*args)
+                num_bytes.append(found.nbytes)
+                return found
+
+            return reading
+
+        with (
+            patch.object(AutoModelForCausalLM, "from_pretrained", wraps=load) as read,
+            patch.object(stored._OpenFiles, "rows", counted(stored._OpenFiles.rows)),
+            patch.object(stored._OpenFiles, "whole", counted(stored._OpenFiles.whole)),
+        ):
+            run = self.build(weights, model=mesh) if not lora else self.build_adapter(weights, mesh)
+        hf = run.policy.hf
+        found = {**dict(hf.named_parameters()), **dict(hf.named_buffers())}
         whole = {
-            name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()
+            name.replace(".base_layer.", "."): each.full_tensor() if isinstance(each, DTensor) else each
+            for name, each in found.items()
+            if ".lora_" not in name
         }
         alone = load(weights, dtype=torch.float32)
         expected = {**dict(alone.named_parameters()), **dict(alone.named_buffers())}
         assert whole.keys() == expected.keys()
-        worst = max(float((whole[name] - each).abs().max()) for name, each in expected.items())
-        return run.ranks.gather_all([read.call_count, worst])
+        if run.ranks.is_main:  # it saves the result
+            assert hf.generation_config.to_dict() == alone.generation_config.to_dict()
+            assert hf.config.to_dict() == alone.config.to_dict()
+        worst = max(float((whole[name] - each).detach().abs().max()) for name, each in expected.items())
+        output = run.policy.hf.get_output_embeddings().weight
+        assert (output is hf.get_input_embeddings().weight) == alone.config.tie_word_embeddings
+        gradients(run, BATCHES["one sample"])  # FSDP takes the weights as they were put there
+        return run.ranks.gather_all([read.call_count, sum(num_bytes), worst])
+
+    def build_adapter(self, weights: Path, mesh: dict) -> Run:
+        """On experts, which adapters leave alone."""
+        config = adapter_settings(weights, self.folder / "scratch" / f"load_{dist.get_rank()}", model=mesh)
+        lora = LoraConfig(rank=4, targets=("q_proj", "v_proj"))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+        return build_run(config, None, None, [], self.ranks(config.trainer))
 
     def reductions(self, mesh: dict) -> list:
         """Difference of gradients that are reduced once per step from those of one process, and from those
@@ -424,11 +454,30 @@ class Jobs:
             else:
                 run.trained.offer()
         if run.ranks.is_main:
-            write = run.trained.take(torch.bfloat16)
+            write = run.trained.take(run.trained.room(torch.bfloat16))
             (Path(folder) / "taken").mkdir(parents=True)
             write(Path(folder) / "taken")
         else:
             run.trained.offer(torch.bfloat16)
+
+    def no_memory(self) -> list:
+        """What each process raises as the main one has no host memory for the weights, and whether they are
+        published once it has some."""
+        run = self.build(self.tied)
+        run.publishes = True
+
+        def fail(*args, **options) -> None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        with patch.object(weights, "_host_tensor", fail) if run.ranks.is_main else nullcontext():
+            try:
+                run.publish(0)
+            except TransportError as error:
+                raised = str(error)
+        run.publish(0)
+        run.finish_publishing()
+        folder = run.ranks.share(lambda: weights.weights_folder(run.output_dir, 1))
+        return run.ranks.gather_all([raised, (folder / "model.safetensors").exists()])
 
     def golden(self, path: str) -> list[list[float]]:
         """The gradient of each case, with a denominator of all ranks and FSDP's sum."""

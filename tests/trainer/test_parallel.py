@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import pellucid.export
 import processes
@@ -57,7 +57,29 @@ def folder(tmp_path_factory) -> Path:
     make_tiny_moe_model(models / "moe", hidden_size=32, num_layers=2)
     make_biased_router(models / "biased router")
     untie(models / "tied", models / "untied")
+    save_again(models / "untied", models / "bf16", dtype=torch.bfloat16)
+    save_again(models / "moe", models / "many files", max_shard_size="40KB")
+    assert len(list((models / "many files").glob("model-*.safetensors"))) > 3
+    save_twice(models / "tied", models / "stored twice")
     return folder
+
+
+LOADED = ("tied", "untied", "moe", "bf16", "many files")
+
+
+def save_again(source: Path, target: Path, dtype: torch.dtype = torch.float32, **options) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(target, **options)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+
+
+def save_twice(source: Path, target: Path) -> None:
+    """A weight that is tied is in the file under both of its names."""
+    shutil.copytree(source, target)
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_biased_router(folder: Path) -> None:
@@ -133,9 +155,11 @@ def two(folder) -> dict:
         "cp2, experts": ["replay", {"cp": 2, "activation_checkpointing": True}],
         "dp2, bf16": ["precision", {}],
         "cp2, bf16": ["precision", {"cp": 2}],
-        "tied, loading": ["loading", {}, "tied"],
-        "untied, loading": ["loading", {"dp_replicate": 2}, "untied"],
+        **{f"{model}, loading": ["loading", {}, model] for model in LOADED},
         "biased router, loading": ["loading", {}, "biased router"],
+        "stored twice, loading": ["loading", {}, "stored twice"],
+        "replicated, loading": ["loading", {"dp_replicate": 2}, "untied"],
+        "adapter, loading": ["loading", {}, "moe", True],
         "dp2, reductions": ["reductions", {}],
         "cp2, reductions": ["reductions", {"cp": 2}],
         "hsdp2, reductions": ["reductions", {"dp_replicate": 2}],
@@ -146,6 +170,7 @@ def two(folder) -> dict:
         "cp2, skipped": ["skipping", {"cp": 2}],
         "golden": ["golden", str(GOLDEN / "loss_normalisation.json")],
         "sharing": ["sharing"],
+        "no memory": ["no_memory"],
         "beside": ["beside", str(folder / "runs" / "beside")],
         "buffers": ["buffers", str(folder / "runs" / "buffers")],
         "dp2, adapter": ["adapter", {}],
@@ -195,6 +220,9 @@ def four(folder, two) -> dict:
         "hsdp 2×cp2": ["parity", {"dp_replicate": 2, "cp": 2}, "tied", False],
         "cp4, one kv head": ["parity", {"cp": 4}, "few_kv_heads", False],
         "dp2cp2, norms": ["clipping", {"cp": 2}],
+        **{f"{model}, loading": ["loading", {}, model] for model in LOADED},
+        "replicated, loading": ["loading", {"dp_replicate": 2}, "untied"],
+        "adapter, loading": ["loading", {"cp": 2}, "moe", True],
         "train dp2cp2": ["train", str(fresh), {"cp": 2}],
         "resume": ["train", str(resumed), {}, True],
     }
@@ -302,9 +330,33 @@ def test_persistent_buffers_are_published_and_saved(folder, two) -> None:
         assert torch.equal(weight, initial[name] if name == bias else initial[name].bfloat16())
 
 
-@pytest.mark.parametrize("model", ["tied", "untied", "biased router"])
-def test_one_process_reads_the_weights_and_all_have_them(two, model) -> None:
-    assert two[f"{model}, loading"] == [[1, 0.0], [0, 0.0]]
+@pytest.mark.parametrize("model", [*LOADED, "replicated", "adapter"])
+def test_each_process_reads_its_part_and_together_they_have_all(folder, two, four, model) -> None:
+    source = {"replicated": "untied", "adapter": "moe"}.get(model, model)
+    files = [load_file(path) for path in (folder / "models" / source).glob("*.safetensors")]
+    stored = sum(tensor.nbytes for file in files for tensor in file.values())
+    for found in (two, four):
+        num_whole, num_bytes, worst = zip(*found[f"{model}, loading"], strict=True)
+        assert set(num_whole) == set(worst) == {0.0}
+        num_copies = 2 if model == "replicated" else 1
+        assert sum(num_bytes) == num_copies * stored
+        assert max(num_bytes) < 1.05 * num_copies * stored / len(num_bytes)
+
+
+def test_buffers_are_read_by_each_process(two) -> None:
+    assert [[num_whole, worst] for num_whole, _, worst in two["biased router, loading"]] == [[0, 0.0]] * 2
+
+
+def test_one_process_reads_what_cannot_be_read_in_parts_and_all_have_it(two) -> None:
+    assert two["stored twice, loading"] == [[1, 0, 0.0], [0, 0, 0.0]]
+
+
+def test_all_processes_raise_where_the_first_has_no_memory_to_publish_and_go_on(two) -> None:
+    (message, is_published), other = two["no memory"]
+    assert [message, is_published] == other
+    assert is_published
+    assert message.startswith("no host memory for a copy of the weights, 0.0 GB (DefaultCPUAllocator")
+    assert 'trainer.publish_dtype = "bfloat16"' in message
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "cp2", "hsdp2"])

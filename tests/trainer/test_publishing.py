@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from pellucid.checks.rehearsal import rehearsing
 from pellucid.config import TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import DiskError
@@ -16,7 +17,7 @@ from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate, train
 from pellucid.trainer.parallel import BF16, Ranks
 from pellucid.trainer.saver import WeightsPublisher
-from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch
+from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, weights
 from pellucid.transport.weights import (
     ServedWeights,
     WeightsCopy,
@@ -36,10 +37,16 @@ class Biased(nn.Module):
         self.register_buffer("correction", torch.rand(8))
 
 
+def taken(model: nn.Module, dtype: torch.dtype | None = None) -> WeightsCopy:
+    copy = WeightsCopy(model, dtype)
+    copy.take()
+    return copy
+
+
 def test_a_copy_keeps_the_weights_of_its_moment(tmp_path) -> None:
     model = Biased()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    copy = WeightsCopy(model)
+    copy = taken(model)
     with torch.no_grad():
         model.layer.weight.zero_()
         model.correction.zero_()
@@ -54,7 +61,7 @@ def test_bfloat16_is_that_of_the_parameters_and_half_their_bytes(tmp_path) -> No
     model, sizes = Biased(), {}
     for name, dtype in (("wide", torch.float32), ("narrow", torch.bfloat16)):
         (tmp_path / name).mkdir()
-        write_version(WeightsCopy(model, dtype), tmp_path / name)
+        write_version(taken(model, dtype), tmp_path / name)
         sizes[name] = (tmp_path / name / "model.safetensors").stat().st_size
     found = load_file(tmp_path / "narrow" / "model.safetensors")
     assert torch.equal(found["layer.weight"], model.layer.weight.bfloat16())
@@ -103,7 +110,7 @@ def test_versions_appear_whole_and_one_after_the_other(tmp_path) -> None:
     assert published_versions(tmp_path) == [2, 3]
 
 
-def run_of(model, folder, *, batches, resume=False):
+def run_of(model, folder, *, batches, resume=False, ranks=None, lora=None):
     """A run of three steps with a checkpoint after each, and so many batches in its folder."""
     sample = TrainingSample.from_turn([5, 6], [7, 8], [-4.0, -4.0], env_name="a", run_id="run", advantage=1.0)
     for step in range(batches):
@@ -114,11 +121,12 @@ def run_of(model, folder, *, batches, resume=False):
             "output_dir": folder,
             "max_steps": 3,
             "seq_len": 16,
-            "model": {"name": str(model)},
+            "model": {"name": str(model), "lora": lora},
             "trainer": {"threads": 1, "ckpt": {"interval": 1, "keep_last": 3}},
         }
     )
-    run = build_run(config, OrchestratorBatches(FilesystemReceiver(folder)), None, [], publishes=True)
+    batches = OrchestratorBatches(FilesystemReceiver(folder))
+    run = build_run(config, batches, None, [], ranks, publishes=True)
     if resume:
         run.restore()
     return run
@@ -159,10 +167,59 @@ def test_training_goes_on_while_a_version_is_written(tiny_model, tmp_path, monke
     run.finish_publishing()
     run.close()
     assert published_versions(tmp_path) == [1, 2]
-    for version, weights in enumerate(after, 1):
+    for version, expected in enumerate(after, 1):
         found = load_file(weights_folder(tmp_path, version) / "model.safetensors")
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("precision", [None, BF16])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_the_next_update_waits_for_weights_that_the_device_still_copies(
+    tiny_model, tmp_path, monkeypatch, lora, precision
+) -> None:
+    """A second stream copies them, and here as late as it may. The host waits for neither."""
+    may_end, original, after = threading.Event(), WeightsCopy.write, []
+    monkeypatch.setattr(WeightsCopy, "write", lambda *copy: may_end.wait(60) and original(*copy))
+    with rehearsing() as rehearsal:
+        ranks = Ranks(device=rehearsal.device, precision=precision)
+        run = run_of(tiny_model, tmp_path, batches=2, ranks=ranks, lora=lora)
+        for step in range(2):
+            run.update(accumulate(run, run.next_batch(step)))
+            after.append({name: each.cpu() for name, each in run.trained.module.state_dict().items()})
+            if not step:
+                with rehearsal.phase("publish"):
+                    run.publish(step)
+        assert rehearsal.count("sync", "publish") == 0, rehearsal.table("sync")
+        assert rehearsal.bytes("d2h", "publish") > 1000
+        may_end.set()
+        run.finish_publishing()
+        run.close()
+    (path,) = weights_folder(tmp_path, 1).glob("*.safetensors")
+    found = load_file(path)
+    before, now = ({name.removeprefix("hf."): each for name, each in some.items()} for some in after)
+    dtype = torch.bfloat16 if precision and not lora else torch.float32
+    assert {tensor.dtype for tensor in found.values()} == {dtype}
+    assert all(torch.equal(tensor, before[name].to(dtype)) for name, tensor in found.items())
+    assert any(not torch.equal(tensor, now[name].to(dtype)) for name, tensor in found.items())
+
+
+def test_gathered_weights_take_a_quarter_of_the_devices_memory_while_they_wait(tmp_path) -> None:
+    """Of four weights of 1 MiB as they are published, three wait in 3.5 MiB, and then the first is copied."""
+    model = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(4))
+    with rehearsing(total_memory=14 << 20) as rehearsal, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(weights, "_BUCKET_BYTES", 1 << 20)
+        model.to(rehearsal.device)
+        copy = WeightsCopy(model, torch.bfloat16)
+        before = rehearsal.num_bytes
+        with rehearsal.phase("take"):
+            copy.take()
+        assert rehearsal.num_bytes == before + (3 << 20)
+        assert rehearsal.peak_bytes["take"] == before + (4 << 20)
+        copy.write(tmp_path / "weights")
+        assert rehearsal.num_bytes == before
+    found = load_file(tmp_path / "weights")
+    assert all(torch.equal(found[f"{at}.weight"], model[at].weight.held.bfloat16()) for at in range(4))
 
 
 def test_a_crash_in_the_middle_of_a_version_leaves_the_one_before_it(

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from pellucid.checks.rehearsal import _REPLACED, rehearsing
 from pellucid.checks.verify.gradients import difference, take_gradients
-from pellucid.config import TrainerConfig, TrainerRunConfig
+from pellucid.config import ModelConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import PackedArray, TokenTable, TrainingSample
 from pellucid.data.tensors import to_device
 from pellucid.errors import ModelError
@@ -149,6 +149,33 @@ def test_no_micro_batch_makes_the_host_wait(name, tmp_path, request) -> None:
         run.close()
 
 
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_in_float32_it_does_not_wait_either_and_computes_what_a_cpu_does(
+    tiny_model, tmp_path, group_size
+) -> None:
+    """SDPA takes a launch per sequence and layer, or per batch of members that share prompts."""
+    wide = {"trainer": {"model": {"precision": "float32"}}}
+    table = samples([3, 9, 5, 1, 7, 7], group_size=group_size)
+    run = build(tiny_model, tmp_path / "cpu", torch.device("cpu"), wide)
+    expected = one_after_the_other(run, table)
+    run.close()
+    with rehearsing() as rehearsal:
+        run = build(tiny_model, tmp_path / "gpu", rehearsal.device, wide)
+        train(run, table, rehearsal)
+        for phase in PHASES:
+            assert rehearsal.count("sync", phase) == 0, rehearsal.table("sync")
+        # With shared prompts: indices of two calls, one mask, and the order of what they return.
+        num_copies = {1: 0, 3: 4}[group_size]
+        copies = [rehearsal.count("h2d", phase) for phase in PHASES]
+        assert copies == [2, num_copies, 0, 0], rehearsal.table("h2d")
+        num_calls = {1: 6, 3: 2}[group_size]
+        assert rehearsal.count("attention", "forward") == num_calls * len(run.policy.layers)
+        found = {key: value.cpu() for key, value in take_gradients(run).items()}
+        run.close()
+    # Both compute in float32: sixteen roundings per layer forward and as many back, of half an eps each.
+    assert difference(expected, found) <= (2 * 16 * LAYERS["tiny_model"]) ** 0.5 * eps(torch.float32)
+
+
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_launches_do_not_depend_on_the_number_of_sequences(name, tmp_path, request) -> None:
     model = model_of(name, request)
@@ -208,24 +235,25 @@ def test_one_process_in_bfloat16_computes_bit_by_bit_what_fsdp_computes(name, tm
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
-def test_each_process_checks_the_kernel_of_its_device_though_the_model_is_loaded_on_the_host(
-    monkeypatch,
+def test_each_process_checks_the_kernel_of_its_device_though_the_model_is_proved_on_the_host(
+    tiny_model, monkeypatch
 ) -> None:
     def missing(*_):
         raise RuntimeError("no kernel image is available")
 
-    loaded_on = []
+    model = ModelConfig(name=str(tiny_model))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with rehearsing() as rehearsal:
             ranks = Ranks(group=dist.group.WORLD, device=rehearsal.device)
-            ranks.load(loaded_on.append, pytest.fail)
+            policy, _ = ranks.load(model, 64)
+            assert {buffer.device.type for buffer in policy.buffers()} == {"cpu"}
+            assert {parameter.device.type for parameter in policy.parameters()} == {"meta"}
             monkeypatch.setitem(_REPLACED, "_varlen_attn", missing)
             with pytest.raises(ModelError, match="no flash attention on rehearsal:0: no kernel image"):
-                ranks.load(loaded_on.append, pytest.fail)
+                ranks.load(model, 64)
     finally:
         dist.destroy_process_group()
-    assert loaded_on == [torch.device("cpu")] * 2
 
 
 def test_precisions_that_do_not_train_are_refused_by_name() -> None:

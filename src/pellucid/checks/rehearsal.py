@@ -15,8 +15,8 @@ are none, but shapes that no machine holds can be counted. By CUDA's rules:
     attention  calls of an attention kernel, by its name, with the bytes of a mask
 
 Each is recorded with the operation and the innermost lines of pellucid that asked for it. An operation that
-mixes host and device raises, as CUDA does. Not there: streams, overlap, pinned memory, FSDP2, and how long
-anything takes.
+mixes host and device raises, as CUDA does. A second stream copies to the host as late as a GPU might: when
+something waits for it. Not there: other overlap, pinned memory, FSDP2, and how long anything takes.
 """
 
 import math
@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from types import FrameType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -72,6 +72,9 @@ class Rehearsal:
 
         self.events: dict[str, Counter[Event]] = defaultdict(Counter)
         self.event_bytes: dict[str, Counter[Event]] = defaultdict(Counter)
+        self.stream: _Stream | None = None
+        """Stream that copies to the host are given to; None: the main one, which makes them at once."""
+
         self._phase = ""
         self._storages: dict[int, int] = {}
 
@@ -187,6 +190,9 @@ class DeviceTensor(Tensor):
     def numpy(self, **_: Any) -> Any:
         raise TypeError(f"can't convert {_NAME} device type tensor to numpy. Use Tensor.cpu() first")
 
+    def record_stream(self, stream: Any) -> None:
+        """Does nothing: work that is given to a stream holds what it reads."""
+
 
 def _wrap(held: Tensor) -> Tensor:
     with torch.inference_mode(False):  # in it, a view of a normal tensor has to be a normal one
@@ -266,6 +272,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             rehearsal.note("sync", f"{kind} copy")
     if not isinstance(target, DeviceTensor) and rehearsal.memory.type == "meta":
         return target.zero_()
+    if rehearsal.stream is not None and not isinstance(target, DeviceTensor):
+        rehearsal.stream.give(partial(target.copy_, _unwrap(source)))
+        return target
     _unwrap(target).copy_(_unwrap(source))
     return target
 
@@ -538,19 +547,54 @@ class _DeviceModule(_DummyBackendModule):
             _now.note("sync", "synchronize")
 
     def current_stream(self, *_: Any) -> Any:
-        return SimpleNamespace(
-            synchronize=self.synchronize,
-            wait_stream=lambda other: None,
-            record_event=lambda: SimpleNamespace(synchronize=self._meet),
-        )
+        return _Stream() if _now is None or _now.stream is None else _now.stream
 
-    def _meet(self) -> None:
-        """Counts a wait for an event, unless a thread beside the main one waits."""
-        if threading.current_thread() is threading.main_thread():
-            self.synchronize()
+    def Stream(self, *_: Any) -> Any:
+        return _Stream()
 
-    def stream(self, *_: Any) -> Any:
-        return nullcontext()
+    @contextmanager
+    def stream(self, stream: Any = None) -> Iterator[None]:
+        """Context manager: copies to the host are given to a stream of `Stream`; None is the main one."""
+        rehearsal = _current()
+        before, rehearsal.stream = rehearsal.stream, stream
+        try:
+            yield
+        finally:
+            rehearsal.stream = before
+
+
+class _Stream:
+    """A stream: what it is given is done when it is waited for."""
+
+    def __init__(self) -> None:
+        self._given: list[Callable[[], Any]] = []
+        self._lock = threading.Lock()
+
+    def give(self, work: Callable[[], Any]) -> None:
+        self._given.append(work)
+
+    def wait_stream(self, other: Any) -> None:
+        other.finish()
+
+    def wait_event(self, event: Any) -> None:
+        event.finish()
+
+    def record_event(self) -> Any:
+        finish = partial(self.finish, len(self._given))
+        return SimpleNamespace(finish=finish, synchronize=partial(self.synchronize, finish))
+
+    def finish(self, num_given: int | None = None) -> None:
+        """Does the first `num_given` parts of its work, or all, unless they are done."""
+        with self._lock:
+            for number, work in enumerate(self._given[:num_given]):
+                work()
+                self._given[number] = lambda: None
+
+    def synchronize(self, finish: Callable[[], None] | None = None) -> None:
+        """Counts a wait of the host, unless a thread beside the main one waits."""
+        (finish or self.finish)()
+        if _now is not None and threading.current_thread() is threading.main_thread():
+            _now.note("sync", "synchronize")
 
 
 @cache

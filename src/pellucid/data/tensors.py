@@ -1,14 +1,15 @@
 """A token table as tensors, one value per token, for forward and loss; and copies that keep no GPU waiting.
 
 A host that waits for a GPU gives it nothing to do meanwhile. So copies to it go through pinned memory and are
-not waited for (`to_device`), numbers come back together (`read_together`), and values of every token are
-waited for by the thread that needs them (`HostCopy`).
+not waited for (`to_device`), numbers come back together (`read_together`), and values of every token, or
+weights, are waited for by the thread that needs them (`HostCopy`).
 
 No other module of this package imports torch: only the trainer needs it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,26 +50,57 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
 
 
 class HostCopy:
-    """Copies of tensors in pinned host memory, started when this is made.
+    """Copies of tensors of one device in pinned host memory, started when this is made.
 
-    Only `wait` waits for the device, in whichever thread calls it; tensors on the CPU are not copied.
+    Only `wait` waits for the device, in whichever thread calls it. Tensors on the CPU are not copied, unless
+    there is a place for them: `into` has tensors of the same names, in host memory. A device fills them on a
+    stream of its own and computes on meanwhile; what changes the tensors has to be `held_back` until then.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._copies = {
-            name: tensor.detach().to("cpu", non_blocking=True) for name, tensor in tensors.items()
-        }
-        devices = {tensor.device for tensor in tensors.values()}
-        self._events = [
-            torch.get_device_module(device).current_stream(device).record_event()
-            for device in devices
-            if device.type != "cpu"
-        ]
+    def __init__(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None) -> None:
+        (self._device,) = {tensor.device for tensor in tensors.values()} or {torch.device("cpu")}
+        self._event: Any = None
+        sources = {name: tensor.detach() for name, tensor in tensors.items()}
+        if into is None:
+            self._copies = {name: source.to("cpu", non_blocking=True) for name, source in sources.items()}
+        else:
+            self._copies = {name: into[name] for name in sources}
+        if self._device.type == "cpu":
+            for name in () if into is None else sources:
+                self._copies[name].copy_(sources[name])
+            return
+        stream = torch.get_device_module(self._device).current_stream(self._device)
+        if into is not None:
+            stream = _fill_beside(self._copies, sources, stream)
+        self._event = stream.record_event()
 
     def wait(self) -> dict[str, Tensor]:
-        for event in self._events:
-            event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return self._copies
+
+    def hold_back(self) -> None:
+        """Makes what the device is given from now on wait until the tensors are copied; the host goes on."""
+        if self._event is not None:
+            torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
+
+
+def _fill_beside(copies: Mapping[str, Tensor], sources: Mapping[str, Tensor], computing: Any) -> Any:
+    """Starts copies on a second stream, after what `computing` has been given so far; returns the stream."""
+    device = next(iter(sources.values())).device
+    module, stream = torch.get_device_module(device), _copy_stream(device)
+    stream.wait_stream(computing)
+    with module.stream(stream):
+        for name, source in sources.items():
+            copies[name].copy_(source, non_blocking=True)
+            source.record_stream(stream)  # its memory is not given away before it is copied
+    return stream
+
+
+@cache
+def _copy_stream(device: torch.device) -> Any:
+    """Returns the stream of a device's copies: one, so that they are made in order."""
+    return torch.get_device_module(device).Stream(device)
 
 
 def to_tensors(table: TokenTable, device: torch.device) -> TokenTensors:

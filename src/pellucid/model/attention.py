@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pellucid.data.shared_prompts import is_masked
+from pellucid.data.tensors import to_device
 from pellucid.errors import ModelError
 from pellucid.model.segments import (
     Family,
@@ -93,7 +94,7 @@ class SharedAttention:
         if self._places is not None:
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             found = torch.cat([call.attend(q, k, v, scale) for call in self._calls])
-            self._places = self._places.to(query.device)  # the first layer copies: a copy synchronises
+            (self._places,) = _moved([self._places], query.device)
             outputs.append(found.index_select(0, self._places).transpose(0, 1)[None])
         return torch.cat(outputs, dim=2)
 
@@ -165,9 +166,7 @@ class _SdpaCall:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """[tokens of the micro batch, heads, width] -> [those of the call, heads, width]."""
-        self._queries, self._keys, self._kept = (
-            indices.to(query.device) for indices in (self._queries, self._keys, self._kept)
-        )
+        self._queries, self._keys, self._kept = _moved([self._queries, self._keys, self._kept], query.device)
         mask = None
         if self._mask is not None:
             mask = self._mask.like(query)[:, :, : self._queries.shape[1], : self._keys.shape[1]]
@@ -221,9 +220,16 @@ class _Mask:
             own, lengths = self.num_own, torch.tensor(self._prefixes)[:, None, None]
             in_prefix = (torch.arange(int(lengths.max())) < lengths).expand(-1, own, -1)
             causal = torch.ones(own, own, dtype=torch.bool).tril().expand(len(lengths), -1, -1)
-            is_seen = torch.cat([in_prefix, causal], dim=2)[:, None].to(query.device)
+            (is_seen,) = _moved([torch.cat([in_prefix, causal], dim=2)[:, None]], query.device)
             self._made[key] = query.new_zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)
         return self._made[key]
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Moves host tensors to the device, by one copy that nobody waits for; in the first layer alone."""
+    if tensors[0].device == device:
+        return list(tensors)
+    return to_device([tensor.numpy() for tensor in tensors], device)
 
 
 def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Loading a policy by hub name or folder, with errors that say what to do."""
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from pellucid.model.attention import ATTENTION, attention_function
 from pellucid.model.policy import NOT_YET, Policy
 from pellucid.model.proof import prove_attention
 from pellucid.model.routing import router_shape, routers_of
+from pellucid.model.stored import NotByRows, StoredWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -52,6 +55,10 @@ def load_policy(
     except Exception as error:  # of all kinds: OSError, ValueError, SafetensorError, of strict dataclasses
         raise ModelError(_not_loadable(config.name, error)) from error
     _check_complete(config.name, info)
+    return _proved(hf, device, max_length, trainable=trainable)
+
+
+def _proved(hf: Any, device: torch.device, max_length: int | None, *, trainable: bool) -> Policy:
     for scaling in _UNSUPPORTED:
         if getattr(hf.config, scaling, None) not in (None, 1.0):
             raise ModelError(
@@ -67,6 +74,75 @@ def load_policy(
     policy = Policy(hf).to(device).eval()
     prove_attention(policy, max_length)
     return policy
+
+
+def unread_policy(config: ModelConfig) -> tuple[Policy, StoredWeights]:
+    """Makes a trainable policy on torch's meta device, and looks up its weights in the model's files.
+
+    Raises NotByRows if a process cannot read its part of them alone, and ModelError, as `load_policy` does,
+    if weights are missing or misshapen.
+    """
+    quiet_transformers()
+    try:
+        policy = empty_policy(config)
+    except Exception as error:  # of all kinds; loading the model says what is wrong with it
+        raise NotByRows(first_line(error)) from error
+    stored = StoredWeights(config.name, policy.hf)
+    _check_complete(config.name, stored.misfits)
+    return policy, stored
+
+
+def prove_unread(policy: Policy, config: ModelConfig, max_length: int | None) -> None:
+    """Proves a policy that has no weights by one like it with random ones; gives it the buffers of that one.
+
+    The proof asks which layers call the plan, what masks hide, and whether positions, buffers or parts beside
+    attention tell sequences apart. The answers follow from the architecture, config.json and `max_length`. Of
+    the weights it only needs that they hide nothing, as zeros would. So all layers are there, and those of a
+    kind share their weights: they take the memory of one.
+
+    Raises the ModelErrors of `load_policy` that are about the architecture, and NotByRows if transformers
+    cannot make such a model.
+    """
+    from transformers import GenerationConfig
+
+    generator = torch.Generator().manual_seed(0)
+    shared: dict[tuple[str, torch.Size], torch.Tensor] = {}
+    weights = {}
+    names = {tensor: name for name, tensor in policy.hf.state_dict(keep_vars=True).items()}  # tied ones once
+    for tensor, name in names.items():
+        kind = re.sub(r"\.\d+\.", ".", name), tensor.shape
+        if kind not in shared:
+            shared[kind] = _random(name, tensor, generator)
+        weights[name] = shared[kind]
+    try:
+        hf, info = type(policy.hf).from_pretrained(
+            None,
+            config=policy.hf.config,
+            state_dict=weights,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise NotByRows(first_line(error)) from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise NotByRows(f"transformers maps {min(info['missing_keys'] or weights)} to another name")
+    proved = _proved(hf, torch.device("cpu"), max_length, trainable=True)
+    for name, buffer in proved.hf.named_buffers():
+        path, _, attribute = name.rpartition(".")
+        policy.hf.get_submodule(path)._buffers[attribute] = buffer
+    with suppress(OSError):  # few models have none
+        policy.hf.generation_config = GenerationConfig.from_pretrained(config.name)
+
+
+def _random(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Draws a weight of a size at which every layer matters: about one of a norm, about zero of a bias."""
+    drawn = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if not tensor.is_floating_point():
+        return drawn
+    if tensor.dim() > 1:
+        return drawn.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
+    return drawn.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.1, generator=generator)
 
 
 def vocab_size(config: ModelConfig) -> int:

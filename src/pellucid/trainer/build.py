@@ -13,8 +13,9 @@ from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, Stage
 from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
-from pellucid.model import Adapters, Policy, load_policy
-from pellucid.model.load import check_tokenizer, empty_policy
+from pellucid.model import Adapters, Policy
+from pellucid.model.load import check_tokenizer
+from pellucid.model.stored import StoredWeights
 from pellucid.trainer.batches import BatchSource
 from pellucid.trainer.optimizer import Optimizer, TrainedWeights
 from pellucid.trainer.parallel import Ranks
@@ -25,21 +26,17 @@ from pellucid.workers import num_cores
 def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -> list[TrainedWeights]:
     """Loads this process's shard of the model, and returns what each run trains of it.
 
-    The main process alone reads the weights and has all of them, in host memory, until they are handed out.
+    Of several processes, each reads its part of every weight from the model's files.
     That is the whole model or, with LoRA, one adapter per run; several runs need LoRA.
     """
     settings = config.trainer
     torch.set_num_threads(max(1, (settings.threads or num_cores()) // ranks.num_local))
     torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment or a library says
     torch.manual_seed(config.seed)
-    max_length = settings.model.seq_len
-    policy = ranks.load(
-        lambda device: load_policy(config.model, trainable=True, max_length=max_length, device=device),
-        lambda: empty_policy(config.model),
-    )
+    policy, stored = ranks.load(config.model, settings.model.seq_len)
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
-    adapters = prepare_policy(policy, config, ranks, num_runs=num_runs)
+    adapters = prepare_policy(policy, config, ranks, stored, num_runs=num_runs)
     whole = TrainedWeights(policy, config.model, tokenizer, is_sharded=ranks.group is not None)
     if adapters is None:
         return [whole]
@@ -47,9 +44,17 @@ def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -
 
 
 def prepare_policy(
-    policy: Policy, config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1
+    policy: Policy,
+    config: TrainerRunConfig,
+    ranks: Ranks,
+    stored: StoredWeights | None = None,
+    *,
+    num_runs: int = 1,
 ) -> Adapters | None:
-    """Makes a loaded model compute as the configuration says, and shards it; returns its adapters, if any."""
+    """Makes a loaded model compute as the configuration says, and shards it; returns its adapters, if any.
+
+    `stored` is where its weights are to be read, if it has none yet.
+    """
     settings, lora = config.trainer, config.model.lora
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
     if settings.enable_router_replay:
@@ -57,7 +62,7 @@ def prepare_policy(
     ranks.cast(policy)  # before the next: a layer that is computed again casts its weights again
     if settings.model.activation_checkpointing:
         policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)
-    ranks.shard(policy)
+    ranks.shard(policy, stored)
     return adapters
 
 

@@ -173,19 +173,23 @@ class TrainedWeights:
         if self.adapter is not None:
             self.adapter.activate()
 
-    def take(self, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
-        """Copies the weights, in the main process; if sharded, the others `offer` with the same dtype.
+    def room(self, dtype: torch.dtype | None = None) -> WeightsCopy:
+        """Makes room in host memory for a copy of the weights; an adapter keeps its dtype."""
+        return WeightsCopy(self.policy.hf, dtype) if self.adapter is None else WeightsCopy(self.adapter)
 
-        Returns the function that writes the copy into a folder, as a policy version for engines. An adapter
-        keeps its dtype.
+    def take(self, room: WeightsCopy) -> Callable[[Path], None]:
+        """Copies the weights, in the main process; if sharded, the others `offer` with the dtype of `room`.
+
+        Returns the function that writes the copy into a folder, as a policy version for engines.
         """
+        room.take()
         if self.adapter is None or self.model.lora is None:
-            return partial(write_version, WeightsCopy(self.policy.hf, dtype))
-        return partial(write_adapter, WeightsCopy(self.adapter), self.model.lora, self.model.name)
+            return partial(write_version, room)
+        return partial(write_adapter, room, self.model.lora, self.model.name)
 
     def write(self, folder: Path) -> None:
         """Writes a policy version, in the main process; if sharded, the others `offer`."""
-        self.take()(folder)
+        self.take(self.room())(folder)
 
     def save(self, folder: Path) -> None:
         """Writes the result, for `AutoModelForCausalLM.from_pretrained`; the other processes `offer`."""

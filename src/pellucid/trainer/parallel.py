@@ -14,6 +14,7 @@ parallel ranks have each the gradient through their own slice. They are added up
 a step, if every process has the memory for the whole gradient, else after each.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,13 +29,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from pellucid.config import TrainerConfig, TrainerPrecision
+from pellucid.config import ModelConfig, TrainerConfig, TrainerPrecision
 from pellucid.config.trainer import TrainerModelConfig
+from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import first_line
-from pellucid.errors import ConfigError, ProcessError
-from pellucid.model import ContextParallel, Policy
-from pellucid.model.load import default_device
+from pellucid.errors import ConfigError, ModelError, ProcessError
+from pellucid.model import ContextParallel, Policy, load_policy
+from pellucid.model.load import default_device, empty_policy, prove_unread, unread_policy
 from pellucid.model.proof import check_kernel
+from pellucid.model.stored import NotByRows, StoredWeights
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -242,28 +247,68 @@ class Ranks:
         if self.model_mesh is None and self.precision is not None:
             policy.compute_in(torch.bfloat16)
 
-    def load(self, load: Callable[[torch.device], Policy], make_empty: Callable[[], Policy]) -> Policy:
-        """Loads the model to train: of several processes, the main one into host memory, for `shard`.
+    def load(self, config: ModelConfig, max_length: int) -> tuple[Policy, StoredWeights | None]:
+        """Loads the model to train: of several processes, each without weights, which `shard` then reads.
 
-        The others make it without weights. All raise if the main process cannot load it, or if the kernels of
-        any device err: the model is proved on the host.
+        Returns also where they are stored. It is None if the policy has them: if this process is alone, or if
+        they cannot be read in parts. Then the main process has all of them, in host memory, and the others
+        none.
+
+        All processes raise if one does: if the model cannot be trained, or if the kernels of a device err.
         """
         if self.group is None:
-            return load(self.device)
-        loaded: list[Policy] = []
-        self.share(lambda: loaded.append(load(torch.device("cpu"))))
-        self.alike(lambda: check_kernel(self.device))
-        return loaded[0] if loaded else make_empty()
+            return load_policy(config, trainable=True, max_length=max_length, device=self.device), None
+        found: list[tuple[Policy, StoredWeights]] = []
 
-    def shard(self, policy: Policy) -> None:
-        """Shards the model over the processes; this one keeps its shard of the main process's weights."""
+        def look() -> tuple[str, str]:
+            """Returns why the weights cannot be read in parts, if they cannot, and a hash of them."""
+            check_kernel(self.device)
+            try:
+                policy, stored = unread_policy(config)
+                if self.is_main:
+                    prove_unread(policy, config, max_length)
+            except NotByRows as error:
+                return str(error), ""
+            found.append((policy, stored))
+            return "", model_fingerprint(config.name)
+
+        reasons, prints = zip(*self.gather_all(self.alike(look)), strict=True)
+        if not any(reasons):
+            if others := [process for process, each in enumerate(prints) if each != prints[0]]:
+                raise ModelError(
+                    f"model.name = {config.name!r}: process {others[0]} of the trainer finds other weights "
+                    "there than the first one; give every machine the same files"
+                )
+            return found[0]
+        found.clear()
+        loaded: list[Policy] = []
+        if self.is_main:
+            process, reason = next((number, each) for number, each in enumerate(reasons) if each)
+            logger.warning(
+                "model.name = %r: the first process reads all weights, with 4 bytes of host memory for each, "
+                "because process %d cannot read its part alone: %s",
+                config.name,
+                process,
+                reason,
+            )
+        host = torch.device("cpu")
+        self.share(
+            lambda: loaded.append(load_policy(config, trainable=True, max_length=max_length, device=host))
+        )
+        return loaded[0] if loaded else empty_policy(config), None
+
+    def shard(self, policy: Policy, stored: StoredWeights | None = None) -> None:
+        """Shards the model over the processes; this one reads its shard, or gets it from the main process."""
         if self.context is not None:
             self.context.check_heads(policy.num_heads)
         if self.model_mesh is not None:
             whole = policy.state_dict() if self.is_main else {}  # sharding puts other tensors in its place
             shard_module(policy, units_of(policy), self.model_mesh, self.precision, self.device)
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-            set_model_state_dict(policy, whole, options=options)  # one weight at a time
+            if stored is not None:
+                self.alike(stored.fill)
+            else:
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_model_state_dict(policy, whole, options=options)  # one weight at a time
             for buffer in policy.buffers():
                 dist.broadcast(buffer, src=0)
 
@@ -308,7 +353,7 @@ def shard_module(
 ) -> None:
     """Shards these modules, and the rest with the root, over the last dimension of (replicas, shards).
 
-    Weights without memory get some on `device`, unset, one module at a time.
+    Weights on torch's meta device become zeros on `device`: a shard of each, and never more.
 
     The gradient is the sum over all processes. Both settings are needed on *every* module: with gloo,
     gradients are silently wrong if only the root has them.
@@ -317,9 +362,9 @@ def shard_module(
     if precision is not None:
         options["mp_policy"] = precision
     for module in (*layers, root):
-        if device is not None:
-            _allocate(module, device)
         fully_shard(module, **options)
+    if device is not None:
+        _allocate(root, device)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -327,7 +372,7 @@ def shard_module(
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Replaces tensors on torch's meta device by uninitialised ones; tied ones stay tied."""
+    """Replaces tensors on torch's meta device by zeros; tied ones stay tied."""
     made: dict[Tensor, Any] = {}
     for each in module.modules():
         for tensors in (each._parameters, each._buffers):
@@ -335,7 +380,7 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in made:
-                    empty = torch.empty_like(tensor, device=device)
+                    zeros = torch.zeros_like(tensor, device=device)
                     is_trained = isinstance(tensor, nn.Parameter)
-                    made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_trained else empty
+                    made[tensor] = nn.Parameter(zeros, tensor.requires_grad) if is_trained else zeros
                 tensors[name] = made[tensor]

@@ -51,7 +51,7 @@ from pellucid.trainer.step import (
     peak_memory_gib,
 )
 from pellucid.transport import Batch, is_stable, publish_folder
-from pellucid.transport.weights import weights_folder
+from pellucid.transport.weights import WeightsCopy, weights_folder
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,8 @@ class Run:
         is_alone = self.config.join is None
         self._reduces_once = is_alone and self.ranks.reduces_once(self.config.model, self.trained.module)
         self._publish_dtype = self.ranks.publish_dtype(self.config)
+        self._copy: WeightsCopy | None = None
+        """Weights that are on their way to the host: the next update must not come before them."""
         self._alarms = TrainerAlarms(
             self.output_dir,
             publishes=self.publishes,
@@ -269,6 +271,9 @@ class Run:
             norm = self.optimizer.norm()
             grad_norm = observer.read(norm)
             tokens: list[str | None] = self.ranks.gather(observer.finite.cause())
+            if self._copy is not None:
+                self._copy.hold_back()
+                self._copy = None
             update = self.optimizer.step(norm, grad_norm, is_finite=not any(tokens))
         if not update.is_skipped:
             self._skips.clear()
@@ -290,10 +295,14 @@ class Run:
             return
         with self.timed("publish", step):
             self.finish_publishing()  # before the copy: the host has memory for one
-            if self.ranks.is_main:
-                self._publisher.publish(step + 1, self.trained.take(self._publish_dtype))
+            dtype = self._publish_dtype
+            self._copy = None
+            # All raise if the main process has no memory: no other must wait for it in a gather.
+            self._copy = self.ranks.alike(lambda: self.trained.room(dtype) if self.ranks.is_main else None)
+            if self._copy is not None:
+                self._publisher.publish(step + 1, self.trained.take(self._copy))
             else:
-                self.trained.offer(self._publish_dtype)
+                self.trained.offer(dtype)
 
     def finish_publishing(self, *, wait: bool = True) -> None:
         """Raises in every process if the last weights cannot be published; `wait`s until they are."""

@@ -4,8 +4,8 @@ A model's weights are its parameters and its persistent buffers, such as the bia
 choose experts. Tied weights are written once. Loading checks every name and shape before it changes any.
 
 A sharded model is gathered in buckets, on the device, each by one exchange of bytes, and copied to pinned
-memory of the host. The host does not wait for it; the device does all of it in order, and so has memory for
-one bucket at a time:
+memory of the host. The host does not wait for it, nor does the next step: the device copies on a second
+stream, and has memory for the buckets that wait for it. Only the next update waits for these copies:
 
     shards ──> dtype that is published ──> bucket, whole ──> host ──> file
 
@@ -19,7 +19,9 @@ none.
 
 import errno
 import json
+import math
 import stat
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from pellucid.config.shared import LoraConfig
 from pellucid.data.model_folder import everywhere
 from pellucid.data.tensors import HostCopy
+from pellucid.data.tokenizer import first_line
 from pellucid.errors import TransportError
 from pellucid.transport.spool import publish_folder, retract_folder, stable_steps
 
@@ -85,24 +88,74 @@ def write_version(weights: "nn.Module | WeightsCopy", folder: Path) -> None:
 
 def write_weights(model: nn.Module, path: Path) -> None:
     """Writes a safetensors file of all weights, a bucket at a time; the other processes offer theirs."""
-    copies = (copy for bucket in _copied(model, None) for copy in bucket.wait().values())
+    copies = (copy for bucket in _gathered(model, None) for copy in HostCopy(bucket).wait().values())
     write_tensors(path, named_weights(model), copies)
 
 
 class WeightsCopy:
-    """The weights of a model as they are now, on their way to host memory: training may change them at once.
+    """Host memory for the weights of a model: parameters of `dtype`, buffers of their own.
 
-    Parameters are of `dtype`, buffers of their own. Of a sharded model, all other processes call
-    `offer_weights` with the same dtype.
+    copy = WeightsCopy(model)     raises TransportError if the host has too little memory
+    copy.take()                   of a sharded model, all other processes call `offer_weights` meanwhile
+    copy.hold_back()              before weights change
+    copy.write(path)              in any thread; waits for the device
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
-        self._buckets = list(_copied(model, dtype, is_apart=True))
+        self._model, self._dtype = model, dtype
+        dtypes = _published_dtypes(model, dtype)
+        weights = named_weights(model)
+        try:
+            self._tensors = {
+                name: _host_tensor(tensor.shape, dtypes[name], is_pinned=tensor.device.type == "cuda")
+                for name, tensor in weights.items()
+            }
+        except (RuntimeError, MemoryError) as error:
+            num_bytes = sum(tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items())
+            raise TransportError(
+                f"no host memory for a copy of the weights, {num_bytes / 1e9:.1f} GB ({first_line(error)}); "
+                'give the first machine of the trainer more, or set trainer.publish_dtype = "bfloat16"'
+            ) from error
+        self._buckets: list[HostCopy] = []
+
+    def take(self) -> None:
+        """Starts to copy the weights as they are now.
+
+        A device copies beside what it computes. What was gathered waits there, in up to a quarter of its
+        memory; then gathering goes on at the pace of the copies.
+        """
+        waiting: deque[tuple[int, HostCopy]] = deque()
+        num_waiting = 0
+        for bucket in _gathered(self._model, self._dtype):
+            self._buckets.append(HostCopy(bucket, self._tensors))
+            num_bytes = sum(tensor.nbytes for tensor in bucket.values())
+            waiting.append((num_bytes, self._buckets[-1]))
+            num_waiting += num_bytes
+            while num_waiting > _most_waiting(next(iter(bucket.values())).device):
+                num_done, oldest = waiting.popleft()
+                oldest.hold_back()
+                num_waiting -= num_done
+
+    def hold_back(self) -> None:
+        """Makes what the device is given from now on wait until the weights are copied; the host goes on."""
+        for bucket in self._buckets:
+            bucket.hold_back()
 
     def write(self, path: Path) -> None:
         """Writes a safetensors file; any thread may."""
         tensors = {name: copy for bucket in self._buckets for name, copy in bucket.wait().items()}
         write_tensors(path, tensors, tensors.values())
+
+
+def _host_tensor(shape: torch.Size, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+
+
+def _most_waiting(device: torch.device) -> float:
+    """Returns how many bytes may wait on a device for their copy; a CPU copies at once."""
+    if device.type == "cpu":
+        return math.inf
+    return torch.get_device_module(device).get_device_properties(device).total_memory / 4
 
 
 def _write(weights: nn.Module | WeightsCopy, path: Path) -> None:
@@ -112,28 +165,22 @@ def _write(weights: nn.Module | WeightsCopy, path: Path) -> None:
         write_weights(weights, path)
 
 
-def _copied(model: nn.Module, dtype: torch.dtype | None, *, is_apart: bool = False) -> Iterator[HostCopy]:
-    """Yields the weights in buckets that are on their way to the host.
-
-    On the CPU, weights that were neither gathered nor cast are the model's own, unless they are to be apart.
-    """
-    own = set()
-    if is_apart:
-        on_cpu = (tensor for tensor in named_weights(model).values() if tensor.device.type == "cpu")
-        own = {tensor.data_ptr() for tensor in on_cpu if not isinstance(tensor, DTensor)}
-    for bucket in _gathered(model, dtype):
-        yield HostCopy(
-            {name: each.clone() if each.data_ptr() in own else each for name, each in bucket.items()}
-        )
+def _published_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Returns the dtype of each weight as it is published: parameters have `dtype`, unless it is None."""
+    parameters = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    return {
+        name: tensor.dtype if dtype is None or name not in parameters else dtype
+        for name, tensor in named_weights(model).items()
+    }
 
 
 def _gathered(model: nn.Module, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
     """Yields whole weights on the model's device, by name, in buckets; every process has to ask for all."""
-    parameters = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    dtypes = _published_dtypes(model, dtype)
     bucket: dict[str, Tensor] = {}
     num_bytes = 0
     for name, tensor in named_weights(model).items():
-        wanted = dtype if dtype is not None and name in parameters else tensor.dtype
+        wanted = dtypes[name]
         size = tensor.numel() * wanted.itemsize
         if bucket and num_bytes + size > _BUCKET_BYTES:
             yield _whole(bucket)
