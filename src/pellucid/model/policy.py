@@ -43,6 +43,9 @@ class Policy(nn.Module):
         self.max_logits: int | None = None
         """Logits that may be in memory at once; more are computed in chunks. None: by the device's memory."""
 
+        head = hf.get_output_embeddings()
+        head.forward = partial(self._read_head, head.forward)
+
     @property
     def vocab_size(self) -> int:
         return int(self.hf.get_output_embeddings().weight.shape[0])
@@ -136,15 +139,28 @@ class Policy(nn.Module):
     def predict(self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, layout: Layout) -> TokenOutput:
         """Predicts the tokens of `layout.predicted` from the hidden states of `layout.computed`."""
         head, predicted = self.hf.get_output_embeddings(), layout.predicted
-        return predict(
-            hidden[layout.predecessors],
-            head.weight,
-            getattr(head, "bias", None),
-            token_ids[predicted],
-            temperatures[predicted],
-            layout.read,
-            max_logits=self.max_logits,
+        output: TokenOutput = head(
+            hidden[layout.predecessors], token_ids[predicted], temperatures[predicted], layout.read
         )
+        return output
+
+    def _read_head(
+        self, logits: Callable[[Tensor], Tensor], hidden: Tensor, *targets: Tensor
+    ) -> Tensor | TokenOutput:
+        """Computes logits, as the head does by itself; or, given token ids, temperatures and rows that are
+        read, what the hidden states predict.
+
+        It is the head's own forward: FSDP gathers the weights of a module while that runs, and no longer.
+        """
+        return self.predict_rows(hidden, *targets) if targets else logits(hidden)
+
+    def predict_rows(
+        self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, read: Tensor
+    ) -> TokenOutput:
+        """Predicts a token from each hidden state, by the weights of the head."""
+        head = self.hf.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        return predict(hidden, head.weight, bias, token_ids, temperatures, read, max_logits=self.max_logits)
 
     def forward(
         self,
