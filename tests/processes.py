@@ -12,9 +12,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
@@ -45,7 +46,8 @@ from pellucid.integrations import TokenRecorder
 from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model.load import default_device
-from pellucid.trainer import run_with
+from pellucid.model.policy import Policy
+from pellucid.trainer import build, run_with
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.many import Roster
@@ -211,6 +213,25 @@ def metric_difference(found: dict[str, float], expected: dict[str, float]) -> fl
     return max(abs(found[name] - expected[name]) / max(abs(expected[name]), 1.0) for name in names)
 
 
+@contextmanager
+def compiled_by(name: str) -> Iterator[list[torch.fx.GraphModule]]:
+    """Context manager: `trainer.model.compile` uses a backend of torch that needs no compiler outside of it.
+
+    Yields the graphs that it has been given, in order.
+    """
+    backend, graphs = lookup_backend(name), []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        graphs.append(graph)
+        return backend(graph, inputs)
+
+    by_backend = partialmethod(Policy.compile_layers, compile_graph)
+    torch._dynamo.reset()
+    with patch.object(Policy, "compile_layers", by_backend), patch.object(build, "check_compiler"):
+        yield graphs
+    torch._dynamo.reset()
+
+
 def held_bytes() -> int:
     """Bytes of the storages of all tensors that Python holds, each once."""
     gc.collect()
@@ -322,6 +343,12 @@ class Jobs:
                 name = f"{batch}, cap {cap}"
                 found[name] = [difference(expected, got), metric_difference(report, expected_report)]
         return found
+
+    def compiled(self, mesh: dict, backend: str) -> list:
+        """As `parity`, with compiled layers; and how many graphs were compiled in each process."""
+        with compiled_by(backend) as graphs:
+            found = self.parity({**mesh, "compile": True}, "untied", False)
+        return [found, self.ranks(TrainerConfig()).gather_all(len(graphs))]
 
     def precision(self, mesh: dict, model: str = "tied") -> list[float]:
         """Difference of the gradient in bfloat16 from that of one process in float32."""

@@ -123,6 +123,8 @@ def two(folder) -> dict:
         "untied, gathered": ["gathered", "untied"],
         "dp2, head in chunks": ["parity", {}, "tied", False, 500],
         "cp2, one kv head": ["parity", {"cp": 2}, "few_kv_heads", False],
+        "dp2, compiled": ["compiled", {"activation_checkpointing": True}, "aot_eager"],
+        "cp2, compiled": ["compiled", {"cp": 2}, "eager"],
         "dp2, experts": ["replay", {}],
         "cp2, experts": ["replay", {"cp": 2, "activation_checkpointing": True}],
         "dp2, bf16": ["precision", {}],
@@ -237,6 +239,16 @@ def check_parity(found: dict[str, list[float]], allowed: Allowed, *, thorough: b
 @pytest.mark.parametrize("mesh", TWO)
 def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, allowed, mesh) -> None:
     check_parity(two[mesh], allowed, thorough=mesh in ("dp2", "cp2"))
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "cp2"])
+def test_compiled_layers_of_two_processes_have_the_gradient_and_the_metrics_of_one(
+    two, allowed, mesh
+) -> None:
+    """With 4 graphs, one of which `aot_eager` gets twice; and 4 others for slices of a single token."""
+    found, num_graphs = two[f"{mesh}, compiled"]
+    check_parity(found, allowed, thorough=False)
+    assert num_graphs == [5 if mesh == "dp2" else 8] * 2
 
 
 @pytest.mark.parametrize("mesh", ["dp2, experts", "cp2, experts"])

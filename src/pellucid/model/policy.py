@@ -22,10 +22,13 @@ from torch.nn.functional import embedding, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.errors import ModelError
-from pellucid.model.attention import AttentionPlan
+from pellucid.model.attention import AttentionPlan, register_uncompiled
 from pellucid.model.head import TokenOutput, predict
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
+
+_ROUTED = ("Experts", "Router")
+"""Ends of the names of HF's modules that send tokens to experts."""
 
 NOT_YET = "pellucid cannot train or serve this model yet: see docs/models.md for those that it can"
 
@@ -103,6 +106,19 @@ class Policy(nn.Module):
                     module._parameters[name] = parameter
 
         return computed
+
+    def compile_layers(self, backend: Any = "inductor") -> None:
+        """Makes each layer compute by compiled graphs, which hold for micro batches of any size.
+
+        All layers of one kind share them. Attention and experts stay as they are: a plan is an object of
+        Python, and how many tokens an expert gets depends on the data. Dropout draws other numbers.
+        """
+        self.hf.set_attn_implementation(register_uncompiled())
+        for layer in self.layers:
+            for part in layer.children():
+                if any(type(each).__name__.endswith(_ROUTED) for each in part.modules()):
+                    part.forward = torch.compiler.disable(part.forward)
+            layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
 
     def checkpoint_activations(self, *, is_random: bool = False) -> None:
         """Makes each layer keep only its input for the backward pass, which computes the rest again.
