@@ -12,9 +12,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
@@ -47,7 +48,8 @@ from pellucid.launch.rl import places
 from pellucid.loss import LossInputs, LossRecord, Ratios, dppo_loss, loss_for
 from pellucid.model import stored
 from pellucid.model.load import default_device
-from pellucid.trainer import run_with
+from pellucid.model.policy import Policy
+from pellucid.trainer import build, run_with
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate
 from pellucid.trainer.many import Roster
@@ -214,6 +216,25 @@ def metric_difference(found: dict[str, float], expected: dict[str, float]) -> fl
     return max(abs(found[name] - expected[name]) / max(abs(expected[name]), 1.0) for name in names)
 
 
+@contextmanager
+def compiled_by(name: str) -> Iterator[list[torch.fx.GraphModule]]:
+    """Context manager: `trainer.model.compile` uses a backend of torch that needs no compiler outside of it.
+
+    Yields the graphs that it has been given, in order.
+    """
+    backend, graphs = lookup_backend(name), []
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        graphs.append(graph)
+        return backend(graph, inputs)
+
+    by_backend = partialmethod(Policy.compile_layers, compile_graph)
+    torch._dynamo.reset()
+    with patch.object(Policy, "compile_layers", by_backend), patch.object(build, "check_compiler"):
+        yield graphs
+    torch._dynamo.reset()
+
+
 def held_bytes() -> int:
     """Bytes of the storages of all tensors that Python holds, each once."""
     gc.collect()
@@ -285,7 +306,7 @@ class Jobs:
             self.known[key] = gradients(run, BATCHES[batch])
         return self.known[key]
 
-    def memory(self, mesh: dict, tokens: int) -> list[int]:
+    def memory(self, mesh: dict, tokens: int, model: str) -> list[int]:
         """Bytes of tensors in each process at the fullest moment of a step of two full micro batches.
 
         The lesser of two steps: gloo's threads free the buffers of a collective when they come to it, so that
@@ -293,7 +314,7 @@ class Jobs:
         """
         num_processes = dist.get_world_size()
         folder = self.folder / "scratch" / f"memory_{dist.get_rank()}"
-        config = settings(self.folder / "models" / "wide", folder, model=mesh)
+        config = settings(self.folder / "models" / model, folder, model=mesh)
         seq_len = {"trainer": config.trainer.model_dump() | {"model": {**mesh, "seq_len": tokens}}}
         config = TrainerRunConfig.model_validate(config.model_dump() | seq_len | {"seq_len": tokens})
         ranks = None if num_processes == 1 else self.ranks(config.trainer)
@@ -326,14 +347,21 @@ class Jobs:
                 found[name] = [difference(expected, got), metric_difference(report, expected_report)]
         return found
 
-    def precision(self, mesh: dict) -> list[float]:
+    def compiled(self, mesh: dict, backend: str) -> list:
+        """As `parity`, with compiled layers; and how many graphs were compiled in each process."""
+        with compiled_by(backend) as graphs:
+            found = self.parity({**mesh, "compile": True}, "untied", False)
+        return [found, self.ranks(TrainerConfig()).gather_all(len(graphs))]
+
+    def precision(self, mesh: dict, model: str = "tied") -> list[float]:
         """Difference of the gradient in bfloat16 from that of one process in float32."""
-        config = settings(self.tied, self.folder / "scratch" / f"bf16_{dist.get_rank()}", model=mesh)
+        weights = self.folder / "models" / model
+        config = settings(weights, self.folder / "scratch" / f"bf16_{dist.get_rank()}", model=mesh)
         ranks = replace(self.ranks(config.trainer), precision=BF16)
         run = build_run(config, None, None, [], ranks)
         found, _ = gradients(run, BATCHES["mixed"])
         assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-        expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
+        expected, _ = self.alone(weights, "mixed", {"type": "dppo"})
         return ranks.gather(difference(expected, found))
 
     def loading(self, mesh: dict, model: str, lora: bool = False) -> list:
@@ -382,14 +410,15 @@ class Jobs:
         config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
         return build_run(config, None, None, [], self.ranks(config.trainer))
 
-    def reductions(self, mesh: dict) -> list:
+    def reductions(self, mesh: dict, model: str = "tied") -> list:
         """Difference of gradients that are reduced once per step from those of one process, and from those
         reduced per micro batch; and how often each reduces, in micro batches of its own number."""
-        expected, _ = self.alone(self.tied, "mixed", {"type": "dppo"})
+        weights = self.folder / "models" / model
+        expected, _ = self.alone(weights, "mixed", {"type": "dppo"})
         found, counts = [], []
         for when in ("step", "micro_batch"):
             run = self.build(
-                self.tied, model={**mesh, "reduce_gradients": when}, micro_batch_max_tokens=SEQ_LEN // 4
+                weights, model={**mesh, "reduce_gradients": when}, micro_batch_max_tokens=SEQ_LEN // 4
             )
             with patch.object(_fsdp_param_group, "foreach_reduce", wraps=foreach_reduce) as reduced:
                 got, report = gradients(run, BATCHES["mixed"])
@@ -431,12 +460,31 @@ class Jobs:
             found[name] = run.ranks.gather([update.is_skipped, max(changes), trained])
         return found
 
-    def adapter(self, mesh: dict) -> list[float]:
+    def gathered(self, model: str) -> list[list[bool]]:
+        """Whether the head is gathered in each process as the first layer computes, as the loss is computed,
+        and as the gradient of the first layer's input is there."""
+        run = self.build(self.folder / "models" / model)
+        head, found = run.policy.hf.get_output_embeddings(), []
+
+        def look(*_: object) -> None:
+            found.append(not isinstance(head.weight, DTensor))
+
+        run.policy.layers[0].register_forward_hook(look)
+        run.policy.layers[0].register_full_backward_hook(look)
+        batch = run.pack(0, BATCHES["one sample"])
+        for micro_batch in batch.micro_batches:
+            output = run.forward(micro_batch)
+            look()
+            run.loss(micro_batch, output, batch.denominator).loss.backward()
+        return run.ranks.gather_all(found)
+
+    def adapter(self, mesh: dict, model: str = "tied") -> list[float]:
         """Difference of an adapter's gradient from that of one process."""
         found = []
         for own, ranks in (({}, None), (mesh, self.ranks(TrainerConfig.model_validate({"model": mesh})))):
             folder = self.folder / "scratch" / f"lora_{dist.get_rank()}"
-            run = build_run(adapter_settings(self.tied, folder, model=own), None, None, [], ranks)
+            weights = self.folder / "models" / model
+            run = build_run(adapter_settings(weights, folder, model=own), None, None, [], ranks)
             found.append(gradients(run, BATCHES["mixed"])[0])
             run.close()
         names = [name for name, gradient in found[0].items() if gradient is not None]
@@ -487,7 +535,7 @@ class Jobs:
             config = DppoLossConfig(**inputs["config"])
             model = torch.nn.Linear(len(inputs["weights"]), 1, bias=False)
             model.weight.data = torch.tensor([inputs["weights"]])
-            shard_module(model, [], self.ranks(TrainerConfig()).model_mesh)
+            shard_module(model, {}, self.ranks(TrainerConfig()).model_mesh)
             own = inputs["ranks"][dist.get_rank()]
             denominator = sum(sum(rank["loss_mask"]) for rank in inputs["ranks"])
             logprobs = -torch.nn.functional.softplus(model(torch.tensor(own["features"]))[:, 0])
@@ -554,9 +602,9 @@ class Jobs:
             code = verify.verify_with(config, ranks)
         return ranks.gather([code, printed.getvalue()])
 
-    def train(self, folder: str, mesh: dict, resume: bool = False) -> None:
+    def train(self, folder: str, mesh: dict, resume: bool = False, model: str = "tied") -> None:
         """A run on the batches that are in its folder."""
-        config = settings(self.tied, Path(folder), **training(mesh))
+        config = settings(self.folder / "models" / model, Path(folder), **training(mesh))
         config = config.model_copy(update={"resume": resume})
         run_with(config, self.ranks(config.trainer))
 

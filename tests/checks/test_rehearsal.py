@@ -199,6 +199,7 @@ def rehearsed(capsys, model, *flags) -> tuple[int, dict[str, dict[str, float]]]:
     [
         ("tiny_model", []),
         ("tiny_model", ["--model.lora.rank", "4", "--trainer.model.activation-checkpointing"]),
+        ("tiny_model", ["--trainer.model.compile"]),
         ("tiny_moe", ["--trainer.enable-router-replay"]),
     ],
 )

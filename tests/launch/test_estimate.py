@@ -96,13 +96,19 @@ def test_many_logits_are_computed_in_chunks() -> None:
 
 
 def test_a_large_part_outside_of_layers_peaks_as_its_gradients_are_scattered() -> None:
-    """Tied, all at once; else the embedding, while the head is still gathered and has its gradients."""
+    """Tied, at the end; else the head's, while activations are there and the next layer is gathered."""
     tied = replace(SMALL, num_params=100_800, num_outside=100_000, vocabulary=10_000)
     few = replace(FOUR, micro_batch_tokens=1)
     assert trainer_memory(tied, few).peak == 4 * 100_800 + (2 + 4) * 100_000
-    apart = replace(tied, num_params=200_800, num_outside=200_000)
-    assert (tied.num_rooted, apart.num_rooted) == (100_000, 100_000)
-    assert trainer_memory(apart, few).peak == 4 * 200_800 + (2 + 4) * 100_000 + (2 + 2) * 100_000
+    apart = replace(SMALL, num_params=200_801, num_outside=200_001, vocabulary=200, hidden=500)
+    assert (tied.num_rooted, apart.num_rooted) == (100_000, 1)
+    memory, activations = trainer_memory(apart, few), 2 * apart.layer_activations(2)
+    assert memory.peak == 4 * 200_801 + activations + 2 * (1 + 400) + (2 + 4) * 100_000
+    # The copy of the head's gradients stays while the last layer goes backward, in place of whole ones
+    assert memory.gathered == 2 * (1 + 3 * 400) + 4 * 100_000
+    once = trainer_memory(apart, replace(few, reduces_once=True))
+    assert once.gathered == 2 * (1 + 3 * 400)
+    assert once.peak == 7 * 200_801 + activations + 2 * (1 + 400) + 4 * 100_000
 
 
 def test_gradients_that_are_reduced_once_are_whole_until_then() -> None:
@@ -157,7 +163,7 @@ def test_traffic_of_a_step() -> None:
     assert traffic_s(wide, GPU, ASSUME) == pytest.approx((3600 + 4000) * 7 / 8 / 2e9)
     sliced = traffic(SMALL, replace(FOUR, cp=2), gpus_per_node=4, micro_batches=1)
     assert sliced.all_to_all == 8 * 2 * 8 * 2 * 3 / 2
-    # 1,000 parameters of which 400 are outside: the embedding, half of them, is gathered twice
+    # 1,000 parameters of which 400 are outside: the embedding, half of them, is gathered twice, the head once
     apart = traffic(replace(SMALL, num_outside=400), FOUR, gpus_per_node=4, micro_batches=1)
     assert apart.all_gather == 2 * (2 * 800 + 200) * 0.75
 

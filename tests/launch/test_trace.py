@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from transformers import AutoConfig, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import processes
 import warm
@@ -14,7 +14,7 @@ from pellucid.launch.estimate import PlannedTrainer, trainer_memory
 from pellucid.launch.plan import size_of
 from pellucid.launch.trace import trace_trainer
 from pellucid.model import head
-from pellucid.model.tiny import make_tiny_model
+from pellucid.model.tiny import character_tokenizer, make_tiny_model
 
 WITHIN = 0.1
 """Share by which formulas, tracker and real runs may differ: what docs/sizing.md says of them."""
@@ -27,6 +27,11 @@ QWEN = Qwen3Config(
     vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
 )  # fmt: skip
+UNTIED = Qwen3Config(
+    vocab_size=8000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0,
+)  # fmt: skip
+"""A model whose head has more weights than two of its layers."""
 
 
 def predictions(
@@ -96,20 +101,31 @@ def test_real_processes_allocate_what_is_predicted(tmp_path, num_processes) -> N
     All processes do the same work, so the least of them counts; the others have buffers of gloo that are not
     freed yet.
     """
-    tokens, weights = 512, tmp_path / "models" / "wide"
-    make_tiny_model(weights, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2)
-    reductions = {1: ("auto", "auto"), 2: ("micro_batch", "step"), 4: ("step", "micro_batch")}[num_processes]
-    meshes = [
-        {"activation_checkpointing": again, "reduce_gradients": reduced}
-        for again, reduced in zip((False, True), reductions, strict=True)
-    ]
-    jobs = {str(mesh): ("memory", mesh, tokens) for mesh in meshes}
+    tokens, models = 512, tmp_path / "models"
+    make_tiny_model(models / "tied", hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2)
+    Qwen3ForCausalLM(UNTIED).save_pretrained(models / "untied")
+    character_tokenizer().save_pretrained(models / "untied")
+    often, once = ("micro_batch", "step") if num_processes > 1 else ("auto", "auto")
+    cases = {
+        1: [("tied", False, often), ("tied", True, often), ("untied", False, often), ("untied", True, often)],
+        2: [("tied", False, often), ("tied", True, once), ("untied", False, once), ("untied", True, often)],
+        4: [("tied", False, once), ("tied", True, often), ("untied", True, once)],
+    }[num_processes]
+    jobs = {
+        f"{model} {again} {reduced}": (
+            "memory",
+            {"activation_checkpointing": again, "reduce_gradients": reduced},
+            tokens,
+            model,
+        )
+        for model, again, reduced in cases
+    }
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     folder = processes.__file__.rpartition("/")[0]
     ended = warm.run([str(tmp_path), str(num_processes)], module="processes", cwd=folder)
     assert ended.returncode == 0, ended.stderr[-5000:]
     measured = json.loads((tmp_path / "results.json").read_text())
-    hf_config = AutoConfig.from_pretrained(weights)
-    for name, (_, mesh, _) in jobs.items():
+    for name, (_, mesh, _, model) in jobs.items():
+        hf_config = AutoConfig.from_pretrained(models / model)
         expected = predictions(hf_config, num_processes, tokens, bf16=False, **mesh)
         assert expected == pytest.approx((min(measured[name]),) * 2, rel=WITHIN), name

@@ -52,11 +52,12 @@ def start(folder: Path, num_processes: int, jobs: dict) -> dict:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     models = folder / "models"
-    make_tiny_model(models / "tied", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
+    for name in ("tied", "untied"):
+        shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2}
+        make_tiny_model(models / name, **shape, tied=name == "tied")
     make_tiny_model(models / "few_kv_heads", hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=1)
     make_tiny_moe_model(models / "moe", hidden_size=32, num_layers=2)
     make_biased_router(models / "biased router")
-    untie(models / "tied", models / "untied")
     save_again(models / "untied", models / "bf16", dtype=torch.bfloat16)
     save_again(models / "moe", models / "many files", max_shard_size="40KB")
     assert len(list((models / "many files").glob("model-*.safetensors"))) > 3
@@ -110,16 +111,6 @@ def make_biased_router(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def untie(source: Path, target: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(source, tie_word_embeddings=False)
-    with torch.no_grad():
-        model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.flip(0).clone())
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source).save_pretrained(target)
-
-
 def send_batches(folder: Path) -> Path:
     """Of all steps; with the books of an engine and an orchestrator that lost nothing."""
     for step in range(NUM_STEPS):
@@ -140,7 +131,7 @@ def alone(folder) -> Path:
 @pytest.fixture(scope="module")
 def two(folder) -> dict:
     """What two processes found."""
-    runs = {name: str(send_batches(folder / "runs" / name)) for name in ("dp2", "cp2", "hsdp2")}
+    runs = {name: str(send_batches(folder / "runs" / name)) for name in ("dp2", "cp2", "hsdp2", "untied")}
     jobs = {
         "dp2": ["parity", {}, "tied", True],
         "cp2": ["parity", {"cp": 2}, "tied", True],
@@ -148,14 +139,20 @@ def two(folder) -> dict:
         "dp2, checkpointing": ["parity", {"activation_checkpointing": True}, "tied", False],
         "cp2, checkpointing": ["parity", {"cp": 2, "activation_checkpointing": True}, "tied", False],
         "dp2, untied": ["parity", {}, "untied", False],
+        "dp2, untied, checkpointing": ["parity", {"activation_checkpointing": True}, "untied", False],
         "cp2, untied head in chunks": ["parity", {"cp": 2}, "untied", False, 500],
+        "tied, gathered": ["gathered", "tied"],
+        "untied, gathered": ["gathered", "untied"],
         "dp2, head in chunks": ["parity", {}, "tied", False, 500],
         "cp2, one kv head": ["parity", {"cp": 2}, "few_kv_heads", False],
+        "dp2, compiled": ["compiled", {"activation_checkpointing": True}, "aot_eager"],
+        "cp2, compiled": ["compiled", {"cp": 2}, "eager"],
         "dp2, experts": ["replay", {}],
         "cp2, experts": ["replay", {"cp": 2, "activation_checkpointing": True}],
         "dp2, bf16": ["precision", {}],
         "cp2, bf16": ["precision", {"cp": 2}],
         **{f"{model}, loading": ["loading", {}, model] for model in LOADED},
+        "dp2, untied, bf16": ["precision", {}, "untied"],
         "biased router, loading": ["loading", {}, "biased router"],
         "stored twice, loading": ["loading", {}, "stored twice"],
         "replicated, loading": ["loading", {"dp_replicate": 2}, "untied"],
@@ -163,6 +160,7 @@ def two(folder) -> dict:
         "dp2, reductions": ["reductions", {}],
         "cp2, reductions": ["reductions", {"cp": 2}],
         "hsdp2, reductions": ["reductions", {"dp_replicate": 2}],
+        "dp2, untied, reductions": ["reductions", {}, "untied"],
         "dp2, norms": ["clipping", {}],
         "cp2, norms": ["clipping", {"cp": 2}],
         "hsdp2, norms": ["clipping", {"dp_replicate": 2}],
@@ -175,6 +173,7 @@ def two(folder) -> dict:
         "buffers": ["buffers", str(folder / "runs" / "buffers")],
         "dp2, adapter": ["adapter", {}],
         "cp2, adapter": ["adapter", {"cp": 2}],
+        "dp2, untied, adapter": ["adapter", {}, "untied"],
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
         "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
         "refused": ["refuse", str(send_for_many(folder / "runs" / "refused", "full")), {}],
@@ -186,6 +185,7 @@ def two(folder) -> dict:
         "train dp2": ["train", runs["dp2"], {}],
         "train cp2": ["train", runs["cp2"], {"cp": 2}],
         "train hsdp2": ["train", runs["hsdp2"], {"dp_replicate": 2}],
+        "train untied": ["train", runs["untied"], {}, False, "untied"],
     }
     return start(folder, 2, jobs)
 
@@ -219,6 +219,7 @@ def four(folder, two) -> dict:
         "hsdp 2×2": ["parity", {"dp_replicate": 2}, "tied", False],
         "hsdp 2×cp2": ["parity", {"dp_replicate": 2, "cp": 2}, "tied", False],
         "cp4, one kv head": ["parity", {"cp": 4}, "few_kv_heads", False],
+        "hsdp 2×2, untied": ["parity", {"dp_replicate": 2}, "untied", False],
         "dp2cp2, norms": ["clipping", {"cp": 2}],
         **{f"{model}, loading": ["loading", {}, model] for model in LOADED},
         "replicated, loading": ["loading", {"dp_replicate": 2}, "untied"],
@@ -230,8 +231,8 @@ def four(folder, two) -> dict:
 
 
 TWO = ("dp2", "cp2", "hsdp2", "dp2, untied", "cp2, untied head in chunks", "dp2, head in chunks")
-TWO += ("cp2, one kv head", "dp2, checkpointing", "cp2, checkpointing")
-FOUR = ("dp2cp2", "hsdp 2×2", "hsdp 2×cp2", "cp4, one kv head")
+TWO += ("cp2, one kv head", "dp2, checkpointing", "cp2, checkpointing", "dp2, untied, checkpointing")
+FOUR = ("dp2cp2", "hsdp 2×2", "hsdp 2×cp2", "cp4, one kv head", "hsdp 2×2, untied")
 
 
 class Allowed(NamedTuple):
@@ -245,7 +246,7 @@ class Allowed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def allowed(folder) -> Allowed:
-    names, table = ("tied", "few_kv_heads", "moe"), mixed_batch()
+    names, table = ("tied", "untied", "few_kv_heads", "moe"), mixed_batch()
     models = [folder / "models" / name for name in names]
     return Allowed(
         gradient=max(gradient_bound(model, table.num_tokens) for model in models),
@@ -266,6 +267,16 @@ def check_parity(found: dict[str, list[float]], allowed: Allowed, *, thorough: b
 @pytest.mark.parametrize("mesh", TWO)
 def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, allowed, mesh) -> None:
     check_parity(two[mesh], allowed, thorough=mesh in ("dp2", "cp2"))
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "cp2"])
+def test_compiled_layers_of_two_processes_have_the_gradient_and_the_metrics_of_one(
+    two, allowed, mesh
+) -> None:
+    """With 4 graphs, one of which `aot_eager` gets twice; and 4 others for slices of a single token."""
+    found, num_graphs = two[f"{mesh}, compiled"]
+    check_parity(found, allowed, thorough=False)
+    assert num_graphs == [5 if mesh == "dp2" else 8] * 2
 
 
 @pytest.mark.parametrize("mesh", ["dp2, experts", "cp2, experts"])
@@ -302,13 +313,19 @@ def test_all_processes_skip_a_step_that_is_not_finite_for_one_of_them(two, mesh)
         assert ranks == [[True, 0.0, 0]] * (2 if mesh == "dp2" else 1), name
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "cp2"])
+@pytest.mark.parametrize("mesh", ["dp2", "cp2", "dp2, untied"])
 def test_bfloat16_with_a_float32_reduction_comes_close(two, mesh) -> None:
     """As it is meant for GPUs; on a CPU only to see that it does what it says."""
     assert all(1e-4 < difference < 3e-2 for difference in two[f"{mesh}, bf16"]), two[f"{mesh}, bf16"]
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "cp2"])
+def test_a_head_of_its_own_is_gathered_from_its_forward_to_its_backward_pass(two) -> None:
+    """(as the first layer computes, as the loss is computed, as the first layer has its gradients)"""
+    assert two["untied, gathered"] == [[False, True, False]] * 2
+    assert two["tied, gathered"] == [[True, True, True]] * 2  # beside the embedding, which is the same weight
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "cp2", "dp2, untied"])
 def test_an_adapter_has_the_gradient_of_one_process(two, allowed, mesh) -> None:
     difference, num_parameters = two[f"{mesh}, adapter"]
     assert difference <= allowed.gradient and num_parameters == 2 * 7
@@ -359,7 +376,7 @@ def test_all_processes_raise_where_the_first_has_no_memory_to_publish_and_go_on(
     assert 'trainer.publish_dtype = "bfloat16"' in message
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "cp2", "hsdp2"])
+@pytest.mark.parametrize("mesh", ["dp2", "cp2", "hsdp2", "dp2, untied"])
 def test_gradients_that_are_reduced_once_per_step_are_those_of_every_micro_batch(two, allowed, mesh) -> None:
     from_one, from_each, counts = two[f"{mesh}, reductions"]
     assert from_one <= allowed.gradient
@@ -558,6 +575,21 @@ def test_its_ledger_balances(folder, alone, two, four, name, tmp_path) -> None:
     orchestrator.close(NUM_STEPS)
     report = reconcile(ledger)
     assert report.balanced and not report.running, report.verdict()
+
+
+def test_a_sharded_head_has_the_names_that_it_has_alone(folder, two, allowed, tmp_path) -> None:
+    """In checkpoints, from which one process goes on, in published weights, and in the result."""
+    model = folder / "models" / "untied"
+    run_with(settings(model, send_batches(tmp_path / "alone"), **training({})), Ranks())
+    expected = result_of(tmp_path / "alone")
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= expected.keys()
+    rounding = STEPS_OF_LR * allowed.update
+    assert largest_difference(result_of(folder / "runs" / "untied"), expected) <= rounding
+    version = load_file(folder / "runs" / "untied" / "weights" / "step_6" / "model.safetensors")
+    assert largest_difference(version, expected) <= rounding
+    run = stopped_at_3(folder / "runs" / "untied", tmp_path / "run", model)
+    run_with(settings(model, run, **training({})).model_copy(update={"resume": True}), Ranks())
+    assert largest_difference(result_of(run), expected) <= rounding
 
 
 def test_a_checkpoint_of_two_processes_is_one_for_one(folder, alone, two, allowed, tmp_path) -> None:

@@ -265,6 +265,11 @@ class TrainerModelConfig(Section):
     """Keep only the input of each layer for the backward pass, and compute the rest again: less memory, about
     a third more time. Values and gradients stay the same."""
 
+    compile: bool = False
+    """Compile the decoder layers with `torch.compile` (inductor), apart from attention and experts. The first
+    micro batch waits for the compilers, and later ones of any size use its graphs. Needs g++, and Triton for
+    a GPU. Values differ by rounding; dropout draws other numbers. Not with `trainer.many_runs`."""
+
     def reduces_once(self, num_trained: int, memory_bytes: float) -> bool:
         """Returns whether processes with so much memory each add up their gradients once per step."""
         if self.reduce_gradients != "auto":
@@ -504,6 +509,11 @@ class TrainerConfig(Section):
         for key, value in {"micro_batch_max_tokens": cap, "experimental.token_export": export}.items():
             if self.many_runs is not None and value is not None:
                 yield f"trainer.{key} has no effect with trainer.many_runs; set it in the runs instead"
+        if self.model.compile and self.many_runs is not None:
+            yield (
+                "trainer.model.compile = true with trainer.many_runs: each run's adapter would need compiled "
+                "graphs of its own; leave one of them out"
+            )
         if self.max_tokens % self.pad_to_multiple_of:
             key = "model.seq_len" if cap is None else "micro_batch_max_tokens"
             yield (

@@ -91,10 +91,15 @@ class ModelSize:
         return self.vocabulary * self.hidden
 
     @property
+    def is_tied(self) -> bool:
+        """Whether head and embedding have the same weights."""
+        return self.num_outside < 2 * self.head_size
+
+    @property
     def num_rooted(self) -> int:
-        """Parameters that stay gathered for a whole micro batch: not those of an embedding of its own."""
-        is_tied = self.num_outside < 2 * self.head_size
-        return self.num_outside - (0 if is_tied else self.head_size)
+        """Parameters that stay gathered for a whole micro batch: not those of a head and an embedding of
+        their own."""
+        return self.num_outside - (0 if self.is_tied else 2 * self.head_size)
 
     def layer_activations(self, size: int) -> int:
         """Bytes per token that a layer keeps for its backward pass, computing in numbers of `size` bytes.
@@ -168,8 +173,9 @@ def trainer_memory(model: ModelSize, trainer: PlannedTrainer) -> TrainerMemory:
 
     The forward pass ends with all activations and the logits, whose backward pass takes as much. Then two
     layers are gathered, one of them is computed again under activation checkpointing, and there are gradients
-    of that layer and of the head. At the end, the gradients of what is in no layer are copied to float32 and
-    scattered. The optimizer, at last, needs one more array as large as its shard.
+    of that layer and of the head. Gradients are copied to float32 to be scattered: those of a tied head at
+    the end, those of another at once, so that their copy is what is left of them by then. The optimizer, at
+    last, needs one more array as large as its shard.
     """
     size, tokens = trainer.compute_bytes, trainer.own_tokens
     weights = FLOAT32 * model.num_params // trainer.shards
@@ -181,28 +187,25 @@ def trainer_memory(model: ModelSize, trainer: PlannedTrainer) -> TrainerMemory:
         kept = model.num_layers * size * model.hidden * tokens
         again = kept + per_layer
     differentiated = _MLP_GRADIENTS * size * model.mlp_width * tokens
-    rooted, layer, of_head, scattered = (
-        size * model.num_rooted,
-        size * model.largest_layer,
-        size * model.head_size,
-        0,
-    )
+    rooted, layer, of_head = size * model.num_rooted, size * model.largest_layer, size * model.head_size
+    head, left, scattered = 0 if model.is_tied else of_head, of_head, 0
     if not trainer.is_sharded:
-        rooted = layer = of_head = 0  # gathered is what is there anyway, and so are the gradients
+        rooted = layer = head = of_head = left = 0  # gathered is what is there anyway, and so are gradients
     elif model.num_adapter:
-        of_head = 0
+        of_head = left = 0
+    elif model.is_tied:
+        scattered = trained + (FLOAT32 + (FLOAT32 if trainer.reduces_once else size)) * model.num_rooted
     else:
-        # An embedding of its own is scattered while the rest is still gathered and has its gradients.
-        waiting = FLOAT32 if trainer.reduces_once else size
-        apart = model.num_outside - model.num_rooted
-        scattered = (waiting + FLOAT32) * (apart or model.num_rooted)
-        scattered += (waiting + size) * model.num_rooted if apart else 0
+        copied = FLOAT32 * model.head_size
+        scattered = gradients + kept + rooted + layer + copied + (0 if trainer.reduces_once else of_head)
+        left = 0 if trainer.reduces_once else copied  # the copy takes the place of the whole gradient
     is_chunked = tokens * model.vocabulary > min(trainer.max_logits, MAX_LOGITS)
     logits = _chunk_bytes(model, trainer) if is_chunked else _logit_bytes(model, trainer)
+    of_kept = 0 if is_chunked else of_head  # those of another head come after its logits, and are scattered
     moments = {
-        "logits": gradients + kept + rooted + layer + logits + (0 if is_chunked else of_head),
-        "backward": gradients + again + rooted + 3 * layer + of_head + differentiated,
-        "scatter": trained + scattered,
+        "logits": gradients + kept + rooted + (head or of_kept) + layer + logits,
+        "backward": gradients + again + rooted + 3 * layer + left + differentiated,
+        "scatter": scattered,
         "optimizer": trained + trained,
     }
     return TrainerMemory(
@@ -210,7 +213,7 @@ def trainer_memory(model: ModelSize, trainer: PlannedTrainer) -> TrainerMemory:
         gradients=gradients,
         optimizer=2 * trained,
         activations=again,
-        gathered=rooted + 3 * layer + of_head,
+        gathered=rooted + 3 * layer + left,
         working=max(logits, differentiated),
         peak=weights + 2 * trained + max(moments.values()),
     )
@@ -258,12 +261,13 @@ class Traffic:
 def traffic(model: ModelSize, trainer: PlannedTrainer, gpus_per_node: int, micro_batches: int) -> Traffic:
     """Counts what FSDP2 moves in a step of so many micro batches.
 
-    Each gathers layers and an embedding of its own twice, the rest once; gradients are float32, and are
-    reduced after each or once.
+    Each gathers layers and an embedding of its own twice, the head and the rest once; gradients are float32,
+    and are reduced after each or once.
     """
     size, shards = trainer.compute_bytes, trainer.shards
     moved = (shards - 1) / shards
-    gathered = size * (2 * model.num_params - model.num_rooted)
+    once = model.num_rooted + (0 if model.is_tied else model.head_size)
+    gathered = size * (2 * model.num_params - once)
     reduced = FLOAT32 * model.num_trained * (1 if trainer.reduces_once else micro_batches)
     replicas = trainer.dp_replicate
     # Queries, keys, values and outputs cross forward and backward, but for the share that stays.

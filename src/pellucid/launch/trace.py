@@ -26,7 +26,7 @@ from pellucid.config import TrainerConfig
 from pellucid.model import Layout, Policy, TokenOutput, packed_layout
 from pellucid.model.attention import ATTENTION, attention_function
 from pellucid.model.head import MAX_LOGITS
-from pellucid.trainer.parallel import BF16, Ranks, shard_module, units_of
+from pellucid.trainer.parallel import BF16, Ranks, shard_policy
 
 DEPTHS = (4, 6)
 """Layers of the traced models: more than FSDP2 has in flight, or a line through them would be too steep."""
@@ -118,7 +118,7 @@ def _trace(
             if trainer.model.activation_checkpointing:
                 policy.checkpoint_activations()
             if ranks.model_mesh is not None:
-                shard_module(policy, units_of(policy), ranks.model_mesh, ranks.precision)
+                shard_policy(policy, ranks.model_mesh, ranks.precision)
             adamw = torch.optim.AdamW(policy.parameters(), lr=1e-5)
             for parameter in policy.parameters():  # as after an earlier step and micro batch
                 parameter.grad = torch.zeros_like(parameter)
@@ -165,14 +165,15 @@ def _faked(layout: Layout, mode: FakeTensorMode) -> Layout:
 
 
 class _TracedPolicy(Policy):
-    def predict(self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, layout: Layout) -> TokenOutput:
+    def predict_rows(
+        self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, read: Tensor
+    ) -> TokenOutput:
         weight = self.hf.get_output_embeddings().weight
         assert self.max_logits is not None
-        if len(layout.predicted) * len(weight) <= min(self.max_logits, MAX_LOGITS):
-            return super().predict(hidden, token_ids, temperatures, layout)
+        if len(hidden) * len(weight) <= min(self.max_logits, MAX_LOGITS):
+            return super().predict_rows(hidden, token_ids, temperatures, read)
         chunk = max(1, self.max_logits // len(weight))
-        chosen = hidden[layout.predecessors]
-        arguments = (chosen, weight, temperatures[layout.predicted], chunk)
+        arguments = (hidden, weight, temperatures, chunk)
         return TokenOutput(*_OneChunk.apply(*arguments))  # type: ignore[no-untyped-call]
 
 

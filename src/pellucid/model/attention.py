@@ -311,3 +311,12 @@ def attention_function(
     output = plan.attend(module.layer_idx, query, key, padded, scaling)
     cut = output[..., :width] if num_missing else output
     return cut.transpose(1, 2).contiguous(), None
+
+
+def register_uncompiled() -> str:
+    """Registers with HF an attention function that compiled layers call as it is; returns its name."""
+    from transformers import AttentionInterface
+
+    name = f"{ATTENTION}_uncompiled"
+    AttentionInterface.register(name, torch.compiler.disable(attention_function))
+    return name

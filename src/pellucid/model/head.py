@@ -84,7 +84,8 @@ def predict(
     max_logits = max_logits or max_logits_on(hidden.device)
     if len(hidden) * len(weight) <= min(max_logits, MAX_LOGITS):
         logprobs = token_logprobs(linear(hidden, weight, bias), temperatures)
-        return TokenOutput(_chosen(logprobs, targets), entropy_of(logprobs.detach()))
+        # No view: FSDP hooks what a module returns, and operations in place on a view would drop the hook.
+        return TokenOutput(_chosen(logprobs, targets).clone(), entropy_of(logprobs.detach()))
     chunk = max(1, max_logits // len(weight))
     arguments = (hidden, weight, bias, targets, temperatures, read, chunk)
     return TokenOutput(*_ChunkedHead.apply(*arguments))  # type: ignore[no-untyped-call]

@@ -22,10 +22,13 @@ from torch.nn.functional import embedding, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.errors import ModelError
-from pellucid.model.attention import AttentionPlan
+from pellucid.model.attention import AttentionPlan, register_uncompiled
 from pellucid.model.head import TokenOutput, predict
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
+
+_ROUTED = ("Experts", "Router")
+"""Ends of the names of HF's modules that send tokens to experts."""
 
 NOT_YET = "pellucid cannot train or serve this model yet: see docs/models.md for those that it can"
 
@@ -42,6 +45,9 @@ class Policy(nn.Module):
 
         self.max_logits: int | None = None
         """Logits that may be in memory at once; more are computed in chunks. None: by the device's memory."""
+
+        head = hf.get_output_embeddings()
+        head.forward = partial(self._read_head, head.forward)
 
     @property
     def vocab_size(self) -> int:
@@ -101,6 +107,19 @@ class Policy(nn.Module):
 
         return computed
 
+    def compile_layers(self, backend: Any = "inductor") -> None:
+        """Makes each layer compute by compiled graphs, which hold for micro batches of any size.
+
+        All layers of one kind share them. Attention and experts stay as they are: a plan is an object of
+        Python, and how many tokens an expert gets depends on the data. Dropout draws other numbers.
+        """
+        self.hf.set_attn_implementation(register_uncompiled())
+        for layer in self.layers:
+            for part in layer.children():
+                if any(type(each).__name__.endswith(_ROUTED) for each in part.modules()):
+                    part.forward = torch.compiler.disable(part.forward)
+            layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
+
     def checkpoint_activations(self, *, is_random: bool = False) -> None:
         """Makes each layer keep only its input for the backward pass, which computes the rest again.
 
@@ -136,15 +155,28 @@ class Policy(nn.Module):
     def predict(self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, layout: Layout) -> TokenOutput:
         """Predicts the tokens of `layout.predicted` from the hidden states of `layout.computed`."""
         head, predicted = self.hf.get_output_embeddings(), layout.predicted
-        return predict(
-            hidden[layout.predecessors],
-            head.weight,
-            getattr(head, "bias", None),
-            token_ids[predicted],
-            temperatures[predicted],
-            layout.read,
-            max_logits=self.max_logits,
+        output: TokenOutput = head(
+            hidden[layout.predecessors], token_ids[predicted], temperatures[predicted], layout.read
         )
+        return output
+
+    def _read_head(
+        self, logits: Callable[[Tensor], Tensor], hidden: Tensor, *targets: Tensor
+    ) -> Tensor | TokenOutput:
+        """Computes logits, as the head does by itself; or, given token ids, temperatures and rows that are
+        read, what the hidden states predict.
+
+        It is the head's own forward: FSDP gathers the weights of a module while that runs, and no longer.
+        """
+        return self.predict_rows(hidden, *targets) if targets else logits(hidden)
+
+    def predict_rows(
+        self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, read: Tensor
+    ) -> TokenOutput:
+        """Predicts a token from each hidden state, by the weights of the head."""
+        head = self.hf.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        return predict(hidden, head.weight, bias, token_ids, temperatures, read, max_logits=self.max_logits)
 
     def forward(
         self,

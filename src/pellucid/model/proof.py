@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pellucid.data.tokenizer import first_line
-from pellucid.errors import ModelError
+from pellucid.errors import ConfigError, ModelError
 from pellucid.model.attention import (
     ATTENTION,
     NO_WINDOWS,
@@ -90,6 +90,20 @@ def check_kernel(device: torch.device) -> None:
             f"flash attention on {device} is off by {gap:.2g} where rounding explains {limit:.1g}: its "
             f"causal mask does not end at the last key of a sequence; {remedy}"
         )
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises ConfigError unless torch can compile for this device, which needs compilers outside of torch."""
+    compiled = torch.compile(lambda numbers: numbers * 2 + 1, dynamic=True)
+    try:
+        compiled(torch.zeros(8, device=device))
+    except (RuntimeError, OSError, ImportError) as error:
+        cause = getattr(error, "inner_exception", error)
+        raise ConfigError(
+            f"trainer.model.compile = true, but torch cannot compile for {device.type} "
+            f"({type(cause).__name__}: {first_line(cause)}); install g++, and Triton for a GPU, or leave it "
+            "out"
+        ) from error
 
 
 def key_shape(policy: Policy) -> tuple[int, int]:

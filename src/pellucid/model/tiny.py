@@ -41,10 +41,15 @@ def make_tiny_model(
     num_heads: int = 4,
     num_kv_heads: int = 4,
     max_length: int = 4096,
+    tied: bool = True,
     seed: int = 0,
 ) -> None:
-    """Writes a freshly initialised model (0.9 M parameters by default) and its tokenizer into a folder."""
-    _make(folder, "Qwen3", seed, (hidden_size, num_layers, num_heads, num_kv_heads, max_length))
+    """Writes a freshly initialised model (0.9 M parameters by default) and its tokenizer into a folder.
+
+    `tied`: the head has the weights of the embedding.
+    """
+    shape = (hidden_size, num_layers, num_heads, num_kv_heads, max_length)
+    _make(folder, "Qwen3", seed, shape, tie_word_embeddings=tied)
 
 
 def make_tiny_moe_model(
@@ -74,6 +79,7 @@ def make_tiny_moe_model(
         num_experts=num_experts,
         num_experts_per_tok=top_k,
         norm_topk_prob=True,
+        tie_word_embeddings=True,
         mlp_only_layers=list(dense_layers),
     )
 
@@ -102,7 +108,6 @@ def _make(
         num_key_value_heads=num_kv_heads,
         head_dim=hidden_size // num_heads,
         max_position_embeddings=max_length,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -15,6 +15,7 @@ from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
 from pellucid.model import Adapters, Policy
 from pellucid.model.load import check_tokenizer
+from pellucid.model.proof import check_compiler
 from pellucid.model.stored import StoredWeights
 from pellucid.trainer.batches import BatchSource
 from pellucid.trainer.optimizer import Optimizer, TrainedWeights
@@ -59,6 +60,9 @@ def prepare_policy(
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
     if settings.enable_router_replay:
         policy.replay_experts()
+    if settings.model.compile:
+        ranks.alike(lambda: check_compiler(ranks.device))
+        policy.compile_layers()  # before the next three, which wrap the compiled forward of a layer
     ranks.cast(policy)  # before the next: a layer that is computed again casts its weights again
     if settings.model.activation_checkpointing:
         policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)

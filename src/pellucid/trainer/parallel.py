@@ -16,7 +16,7 @@ a step, if every process has the memory for the whole gradient, else after each.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -303,7 +303,7 @@ class Ranks:
             self.context.check_heads(policy.num_heads)
         if self.model_mesh is not None:
             whole = policy.state_dict() if self.is_main else {}  # sharding puts other tensors in its place
-            shard_module(policy, units_of(policy), self.model_mesh, self.precision, self.device)
+            shard_policy(policy, self.model_mesh, self.precision, self.device)
             if stored is not None:
                 self.alike(stored.fill)
             else:
@@ -334,25 +334,40 @@ def _outcome_of(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def units_of(policy: Policy) -> list[nn.Module]:
-    """Returns the modules that FSDP gathers on their own: the layers, and an embedding that is not tied.
-
-    A head is read outside of its own forward, where FSDP would not have gathered it, and so is an embedding
-    that is tied to it: they stay with the root.
-    """
-    embedding, head = policy.hf.get_input_embeddings(), policy.hf.get_output_embeddings()
-    return [*policy.layers, *([] if embedding.weight is head.weight else [embedding])]
-
-
-def shard_module(
-    root: nn.Module,
-    layers: Sequence[nn.Module],
+def shard_policy(
+    policy: Policy,
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Shards these modules, and the rest with the root, over the last dimension of (replicas, shards).
+    """Shards a model, as `shard_module` does, so that FSDP gathers layers, embedding and head on their own.
 
+    The head is not freed after its forward, since its backward comes next. It is gathered while the last
+    layer computes: FSDP by itself would keep the buffer of its arrival, as large as the head, beside logits.
+    An embedding that is tied to the head stays with the root, and so does that head.
+    """
+    embedding, head = policy.hf.get_input_embeddings(), policy.hf.get_output_embeddings()
+    units = dict.fromkeys(policy.layers, True)
+    if embedding.weight is head.weight:
+        return shard_module(policy, units, mesh, precision, device)
+    shard_module(policy, {**units, embedding: True, head: False}, mesh, precision, device)
+
+    def gather_head(*_: object) -> None:
+        head.unshard(async_op=True)
+
+    policy.layers[-1].register_forward_pre_hook(gather_head)
+
+
+def shard_module(
+    root: nn.Module,
+    units: Mapping[nn.Module, bool],
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Shards these units, and the rest with the root, over the last dimension of (replicas, shards).
+
+    A unit that is True is freed after its forward, and gathered again for its backward.
     Weights on torch's meta device become zeros on `device`: a shard of each, and never more.
 
     The gradient is the sum over all processes. Both settings are needed on *every* module: with gloo,
@@ -361,8 +376,8 @@ def shard_module(
     options: dict[str, Any] = {"mesh": mesh if mesh.size(0) > 1 else mesh["shard"]}
     if precision is not None:
         options["mp_policy"] = precision
-    for module in (*layers, root):
-        fully_shard(module, **options)
+    for module, is_freed in {**units, root: False}.items():
+        fully_shard(module, reshard_after_forward=is_freed, **options)
     if device is not None:
         _allocate(root, device)
     for module in root.modules():

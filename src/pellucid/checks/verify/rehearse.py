@@ -40,9 +40,14 @@ class PhaseCounts(NamedTuple):
 
 
 def rehearse(config: VerifyConfig, memory_bytes: int = 80 * 10**9) -> tuple[list[PhaseCounts], Rehearsal]:
-    """Trains one micro batch of the configured shape on a pretend GPU with `memory_bytes` of memory."""
+    """Trains one micro batch of the configured shape on a pretend GPU with `memory_bytes` of memory.
+
+    Layers are not compiled: torch has no compiler for a pretend GPU.
+    """
     part = config.part(TrainerRunConfig, monitors={})
     assert isinstance(part, TrainerRunConfig)
+    model = part.trainer.model.model_copy(update={"compile": False})
+    part = part.model_copy(update={"trainer": part.trainer.model_copy(update={"model": model})})
     with rehearsing(holds_values=False, total_memory=memory_bytes) as rehearsal:
         with rehearsal.phase("build"):
             policy = Policy(empty_model(part.model, rehearsal.device)).eval()
