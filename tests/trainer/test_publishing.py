@@ -173,8 +173,7 @@ def test_training_goes_on_while_a_version_is_written(tiny_model, tmp_path, monke
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("precision", [None, BF16])
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize(("lora", "precision"), [(None, None), ({"rank": 4}, BF16)])
 def test_the_next_update_waits_for_weights_that_the_device_still_copies(
     tiny_model, tmp_path, monkeypatch, lora, precision
 ) -> None:

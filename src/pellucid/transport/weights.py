@@ -155,7 +155,7 @@ def _most_waiting(device: torch.device) -> float:
     """Returns how many bytes may wait on a device for their copy; a CPU copies at once."""
     if device.type == "cpu":
         return math.inf
-    return torch.get_device_module(device).get_device_properties(device).total_memory / 4
+    return float(torch.get_device_module(device).get_device_properties(device).total_memory) / 4
 
 
 def _write(weights: nn.Module | WeightsCopy, path: Path) -> None:
