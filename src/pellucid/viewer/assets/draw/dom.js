@@ -120,15 +120,14 @@ export function onDrag(node, callback) {
   node.addEventListener("pointerup", (event) => tell(event, "end"));
 }
 
-/** @type {Map<string, string>} of this frame */
+/** @type {Map<string, string>} */
 const colours = new Map();
 
-/** A colour of the page's theme: asking the browser for it may take a layout, so once per frame. @param {string} name */
+/** A colour of the page's theme: asking the browser for it may take a layout, so once. @param {string} name */
 export function themeColour(name) {
   const key = `${document.documentElement.dataset.theme} ${name}`;
   let colour = colours.get(key);
   if (colour === undefined) {
-    if (!colours.size) requestAnimationFrame(() => colours.clear());
     colour = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
     colours.set(key, colour);
   }
