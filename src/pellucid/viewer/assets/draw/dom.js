@@ -76,11 +76,17 @@ export function toggle(label, checked, onChange, title) {
   return element("label", { class: "toggle", title }, box, element("span", {}, label));
 }
 
+/** Text in which what stands between backticks is code; a single one is itself. @param {string} text @returns {Child[]} */
+export function prose(text) {
+  const parts = text.split("`");
+  return parts.length % 2 ? parts.map((part, i) => (i % 2 ? element("code", {}, part) : part)) : [text];
+}
+
 /** What stands where a view cannot be shown yet, or at all. @param {"loading" | "empty" | "error"} kind @param {string} title @param {string} [text]
  * @param {...Node} more */
 export function notice(kind, title, text, ...more) {
   return element("div", { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" },
-    element("strong", {}, title), text ? element("p", {}, text) : null, ...more);
+    element("strong", {}, title), text ? element("p", {}, ...prose(text)) : null, ...more);
 }
 
 /** A canvas for drawing in CSS pixels. @param {number} width @param {number} height @param {HTMLCanvasElement} [canvas]

@@ -213,7 +213,7 @@ export class RecordView {
       height: CHART_HEIGHT, x: places, log: this.metric.kind === "log",
       lines: [{ label: this.metric.label, values: places.map((i) => (record.isTrainable(i) ? values[i] : NaN)), colour: "line", width: 1.25 }],
       spans: trainableSpans(record),
-      points: record.length < 200, label: `${this.metric.label} over the positions`, marker: () => this.app.store.state.token,
+      points: record.length < 200, unit: "token", label: `${this.metric.label} over the positions`, marker: () => this.app.store.state.token,
       onClick: (token) => this.app.go({ token }),
       onHover: (index) => { if (index !== null) this.hover(places[index]); },
     });
