@@ -100,9 +100,11 @@ def test_a_trace_shows_its_tokens_and_says_what_was_not_recorded(
         "rewards": {"exact": {"score": 0.75, "weight": 1.0}},
     }
     write_lines(tmp_path / "traces.jsonl", trace)
-    page = visit(f"{page_of(tmp_path / 'traces.jsonl')}#record", ".token.pinned")
+    page = visit(f"{page_of(tmp_path / 'traces.jsonl')}#record", ".token")
     assert page.locator(".token").all_inner_texts() == ["#1", "#2", "#4", "#5", "#6"]
     assert page.locator(".gutter b").all_inner_texts() == ["user", "assistant"]
     assert "0.75" in page.locator(".record-head .facts").inner_text()
     assert page.locator(".look-none").inner_text() == "Mismatch KL is not recorded"
-    assert "inference logprob" in page.locator(".details").inner_text()
+    page.locator('.token[data-i="4"]').click()
+    details = page.locator(".details-body").inner_text()
+    assert "−0.25" in details and "trainer logprob" in details and "not recorded" in details

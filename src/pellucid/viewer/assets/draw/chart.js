@@ -41,7 +41,7 @@ export function lineChart(root, options) {
     axes: [
       { ...axis, size: 24, ...(options.axis?.ticks ? { splits: (/** @type {any} */ _, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => options.axis?.ticks?.(low, high) } : {}),
         values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => named(options.unit, ticks.map((tick) => (options.axis ? options.axis.text(tick) : options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : ""))), grid: { show: false } },
-      { ...axis, size: 52, space: 26, ...(log ? { splits: decades } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : short(tick, log ? 1 : 3))) },
+      { ...axis, size: 52, space: 26, ...(log ? { splits: decades, filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : short(tick, log ? 1 : 3))) },
     ],
     series: [{}, ...lines.map((line) => ({
       label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, dash: line.dash, spanGaps: true, points: { show: options.points ?? x.length < 40, size: 4 } }))],

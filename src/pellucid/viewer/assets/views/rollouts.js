@@ -38,7 +38,7 @@ export class RolloutsView {
         { key: "tokens", label: "tokens", width: "62px", cell: (row) => count(this.found[row].tokens) },
         { key: "turns", label: "turns", width: "56px", cell: (row) => count(this.found[row].turns.length) },
         { key: "env", label: "environment", width: "104px", text: true, cell: word("env") },
-        { key: "stop", label: "ended by", width: "72px", text: true, cell: word("stop") },
+        { key: "stop", label: "ended by", width: "82px", text: true, cell: word("stop") },
         { key: "prompt", label: "end of the prompt", width: "auto", text: true, cell: (row) => ending(promptOf(this.found[row])) },
         { key: "reply", label: "end of the reply", width: "auto", text: true, cell: (row) => ending(replyOf(this.found[row])) },
         { key: "reason", label: "reason", width: "auto", text: true, cell: (row) => this.found[row].reason || this.found[row].error || "" },

@@ -59,7 +59,7 @@ function fact(record, token, { label, name, formula, optional, needs_sampled: ne
   if (optional && (value === undefined || value === null)) return [];
   if (value === undefined) return row(label, "not recorded", formula, "absent");
   if (needsSampled && !isSampled(record, token)) return row(label, "not sampled", formula, "absent");
-  if (typeof value === "number" && name in PROBABILITIES) return row(label, `${precise(value)} · ${PROBABILITIES[name]}\u00a0${short(Math.exp(value), 4)}`, formula);
+  if (typeof value === "number" && name in PROBABILITIES) return row(label, `${precise(value)} ·\u00a0${PROBABILITIES[name]}\u00a0${short(Math.exp(value), 4)}`, formula);
   return value === null ? row(label, "none", formula, "absent") : row(label, precise(value), formula);
 }
 
