@@ -39,7 +39,7 @@ export function lineChart(root, options) {
     scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => widened(options.range ?? [low, high]) },
       y: log ? { distr: 3, range: logRange } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
-      { ...axis, size: 24, ...(options.axis?.ticks ? { splits: (/** @type {any} */ _, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => options.axis?.ticks?.(low, high) } : {}),
+      { ...axis, size: 26, gap: 7, ...(options.axis?.ticks ? { splits: (/** @type {any} */ _, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => options.axis?.ticks?.(low, high) } : {}),
         values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => named(options.unit, ticks.map((tick) => (options.axis ? options.axis.text(tick) : options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : ""))), grid: { show: false } },
       { ...axis, size: 52, space: 26, ...(log ? { splits: decades, filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : short(tick, log ? 1 : 3))) },
     ],
