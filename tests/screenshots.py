@@ -162,12 +162,17 @@ def served(path: Path) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(make_app(run), port=0, log_level="error"))
     for work in (server.run, run.summarise):
         threading.Thread(target=work, daemon=True).start()
-    while not server.started or run.pulse()["summarised"] < run.pulse()["steps"]:
+    while not server.started or not is_read(run):
         time.sleep(0.1)
-    time.sleep(0.3)  # saved rollouts are counted
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
     run.close()
     server.should_exit = True
+
+
+def is_read(run: ServedRun) -> bool:
+    """Whether all steps have a summary, and saved rollouts are counted."""
+    pulse = run.pulse()
+    return bool(pulse["summarised"] >= pulse["steps"]) and not json.loads(run.run())["counting"]
 
 
 def take(browser: Any, address: str, path: Path, theme: str, ready: str) -> None:

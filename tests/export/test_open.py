@@ -319,6 +319,18 @@ def test_a_damaged_line_of_a_step_is_named_as_the_file_counts_it(tmp_path) -> No
         JsonlSource(path, pytest.fail, (len(before), len(before + step)))
 
 
+ODD_LINES = {
+    "the last one of two counts": lambda line: line[:-1] + b',"entropy":[7.0,8.0]}',
+    "in another order": lambda line: orjson.dumps(orjson.loads(line), option=orjson.OPT_SORT_KEYS),
+    "another name at the place of a text": lambda line: line.replace(
+        b'"env_name":"math"', b'"env_name":null,"seed":1'
+    ),
+    "a name more": lambda line: b'{"odd":"",' + line[1:],
+    "blanks": lambda line: line.replace(b":", b" : "),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_LINES.values(), ids=ODD_LINES.keys())
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -326,7 +338,9 @@ def test_a_damaged_line_of_a_step_is_named_as_the_file_counts_it(tmp_path) -> No
         ({"env_name": 'a "entropy":[9,9], {b'}, "entropy"),  # a brace: the line is parsed whole
         ({"env_name": 'a "entropy":[9,9], b'}, "entropy"),
         ({"stop_reason": '"entropy":[9,9]'}, "entropy"),
-        ({"stop_reason": "a, b]"}, "stop_reason"),
+        ({"stop_reason": "a, b]:"}, "stop_reason"),
+        ({"stop_reason": ":"}, "stop_reason"),
+        ({"env_name": None}, "env_name"),
         ({"reward": 0.125}, "reward"),
         ({"reward": None}, "reward"),
         ({"role_spans": [["user", 0, 1], ["assistant", 1, 2]]}, "role_spans"),
@@ -335,7 +349,7 @@ def test_a_damaged_line_of_a_step_is_named_as_the_file_counts_it(tmp_path) -> No
         ({"extra": [3.0, 4.0]}, "extra"),
     ],
 )
-def test_some_columns_of_many_lines_are_those_of_each_line(tmp_path, changes, name) -> None:
+def test_some_columns_of_many_lines_are_those_of_each_line(tmp_path, changes, name, odd) -> None:
     """Many lines are cut, one is parsed whole."""
     record = {
         "schema_version": 1,
@@ -349,7 +363,7 @@ def test_some_columns_of_many_lines_are_those_of_each_line(tmp_path, changes, na
     } | changes
     lines = [orjson.dumps(record | {"export_sequence_idx": row}) for row in range(8)]
     lines += [json.dumps(record | {"export_sequence_idx": row}).encode() for row in range(8, 10)]
-    lines += [lines[0][:-1] + b',"entropy":[7.0,8.0]}']  # the last one of two counts
+    lines += [odd(lines[0])]
     path = tmp_path / "rank_0.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     source = JsonlSource(path, pytest.fail)
@@ -360,7 +374,30 @@ def test_some_columns_of_many_lines_are_those_of_each_line(tmp_path, changes, na
         assert whole[name].dtype == each[name].dtype
         np.testing.assert_array_equal(whole[name], each[name])
     if name == "entropy" and changes.get("entropy", 0) is not None:
-        np.testing.assert_array_equal(whole["entropy"], [0.5, np.nan] * 10 + [7.0, 8.0])
+        last = [7.0, 8.0] if odd is ODD_LINES["the last one of two counts"] else [0.5, np.nan]
+        np.testing.assert_array_equal(whole["entropy"], [0.5, np.nan] * 10 + last)
+
+
+def test_many_plain_lines_are_not_parsed_one_by_one(tmp_path, monkeypatch) -> None:
+    """Of a multi-turn run, too, whose records have spans of roles in any number."""
+    path = tmp_path / "rank_0.jsonl"
+    spans = [[["user", at, at + 1] for at in range(turns)] for turns in (1, 3, 2, 3, 1, 7)]
+    records = [
+        {
+            "step": 0,
+            "rank": 0,
+            "export_sequence_idx": row,
+            "token_ids": [row] * len(own),
+            "role_spans": own,
+            "is_masked": None,
+        }
+        for row, own in enumerate(spans)
+    ]
+    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    monkeypatch.setattr("pellucid.export.jsonl.as_record", pytest.fail)
+    batch = JsonlSource(path, pytest.fail).batch(range(6), ["token_ids", "role_spans", "is_masked"])
+    assert batch.lengths.tolist() == [1, 3, 2, 3, 1, 7] and batch["role_spans"].tolist() == spans
+    assert "is_masked" not in batch
 
 
 def test_lines_are_parsed_some_at_a_time(tmp_path, monkeypatch) -> None:

@@ -230,6 +230,43 @@ def test_of_a_very_long_record_only_what_is_in_sight_is_in_the_document(
     assert page.locator('.token[data-i="130000"]').count() == 0
 
 
+def test_another_record_is_drawn_once_and_keeps_its_token_in_sight(
+    visit: Any, page_of: Any, write_export: Any
+) -> None:
+    """Lines in sight first, then those around them. A new width keeps the token there."""
+    size = 4096
+    generator = np.random.default_rng(0)
+    records = [
+        {
+            "step": 0,
+            "export_sequence_idx": index,
+            "token_ids": generator.integers(0, 50_000, size).tolist(),
+            "loss_mask": [True] * size,
+            "mismatch_kl": [9.0 if i == 3000 else 0.01 for i in range(size)],
+        }
+        for index in range(2)
+    ]
+    page = visit(f"{page_of(write_export(*records))}#record?record=0&token=5", ".token.pinned")
+    page.evaluate("""() => {
+      const { text } = $main.app.view;
+      const make = text.token.bind(text);
+      window.made = [];
+      text.token = (at) => { made.push(at); return make(at); };
+    }""")
+    page.keyboard.press("j")
+    page.wait_for_selector('.token.pinned[data-i="3000"]')
+    page.wait_for_function("() => $main.app.view.text.overscan > 1")
+    made = page.evaluate("window.made")
+    shown = page.locator(".token").evaluate_all("nodes => nodes.map((node) => Number(node.dataset.i))")
+    assert sorted(made) == sorted(shown)  # so none of them twice
+    assert page.evaluate("document.activeElement.dataset.i") == "3000"
+
+    page.set_viewport_size({"width": 1000, "height": 850})
+    page.wait_for_function("() => $main.app.view.text.laidOutFor === $main.app.view.text.root.clientWidth")
+    pinned, tokens = page.locator(".token.pinned").bounding_box(), page.locator(".tokens").bounding_box()
+    assert tokens["y"] <= pinned["y"] <= tokens["y"] + tokens["height"]
+
+
 def test_a_token_is_explained_by_the_rule_that_trained_its_step(
     visit: Any, page_of: Any, made_run: Any, tmp_path: Path
 ) -> None:

@@ -110,7 +110,7 @@ def test_opening_a_record_selects_its_worst_token(visit: Any, address: str, made
     known = [kl if mask else -1 for kl, mask in zip(record["mismatch_kl"], record["loss_mask"], strict=True)]
     assert page.evaluate("() => $main.app.state.token") == known.index(max(known))
     details = page.locator(".details").inner_text()
-    assert "π =" in details and "μ =" in details
+    assert "π\u00a0=" in details and "μ\u00a0=" in details
     page.keyboard.press("Escape")
     page.wait_for_selector(".details .notice")
     page.evaluate("() => $main.app.go({ token: 0, table: true })")  # a token of the prompt

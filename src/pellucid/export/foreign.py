@@ -393,6 +393,7 @@ def _numbers(values: Any) -> dict[str, float]:
 
 
 def number_in(value: Any) -> float | None:
+    """Returns a value of somebody's JSON if it is a number of 64 bits, else None; a flag is 0 or 1."""
     is_number = isinstance(value, int | float) and value == value and abs(value) < 2**63
     return float(value) if is_number else None
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import chain, pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO
@@ -45,9 +46,6 @@ _JSON_STARTS = (b"", *(bytes([byte]) for byte in b'{["-0123456789tfn'))
 _KEPT_LINES = 4
 _BLOCK_BYTES = 1 << 22
 """Bytes of lines that are parsed at a time."""
-
-_FEW_FIELDS = 12
-"""Up to so many fields, cutting them out of a line is faster than parsing it."""
 
 _BLOCK = 1 << 20
 _TORN = object()
@@ -151,7 +149,7 @@ class JsonlSource:
             with suppress(orjson.JSONDecodeError):  # then the whole line tells
                 head = orjson.loads(text[start:cut].rstrip(b", \t") + b"}")
                 key = tuple(map(head.get, KEY))
-                if all(isinstance(number, int) for number in key):
+                if {*map(type, key)} == {int}:
                     return [key]
         line = text[start:stop]
         if not line.strip():
@@ -188,12 +186,13 @@ class JsonlSource:
     def _parse_row(self, file: BinaryIO, row: int, wanted: frozenset[str] | None = None) -> dict[str, Any]:
         number, start, stop, part = self._spans[row]
         file.seek(start)
-        line = file.read(stop - start)
-        value = _cut(line, wanted) if wanted is not None and len(wanted) <= _FEW_FIELDS else None
-        if value is None:
-            value = _parse(line, lambda: self._place(number), self._report)
+        value = _parse(file.read(stop - start), lambda: self._place(number), self._report)
         with self._located(number):
             return _as_records(value, wanted)[part]
+
+    def _lines(self, rows: Sequence[int]) -> list[bytes]:
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return [text[start:stop] for _, start, stop, _ in map(self._spans.__getitem__, rows)]
 
     def names(self, row: int) -> Sequence[str]:
         """Returns the columns that a record has. A null is the value of a sequence's field (no reward, say),
@@ -231,6 +230,9 @@ class JsonlSource:
             yield block
 
     def _block(self, rows: Sequence[int], names: Sequence[str]) -> TokenTable:
+        is_plain = len(rows) > _KEPT_LINES and FIELD_BY_NAME.keys() >= {*names}
+        if is_plain and (table := _plain_block(self._lines(rows), names)) is not None:
+            return table
         records = self._records(rows, names)
         lengths = np.array([len(record["token_ids"]) for record in records], np.int64)
         columns: dict[str, Values] = {}
@@ -288,6 +290,11 @@ def _column(records: Sequence[Mapping[str, Any]], name: str) -> Values:
     if records and _is_per_token(records[0], name) and (field is not None or _is_alike(records, name)):
         joined = list(chain.from_iterable(values))
         return _token_values(name, joined, np.dtype(np.float64 if field is None else field.dtype))
+    return _sequence_values(name, values)
+
+
+def _sequence_values(name: str, values: list[Any]) -> Values:
+    field = FIELD_BY_NAME.get(name)
     kinds = set(map(type, values))
     if field is not None and field.is_number and kinds <= {int, float, bool, NoneType}:
         known = [] if kinds == {NoneType} else [field.dtype]
@@ -314,36 +321,81 @@ def _token_values(name: str, values: list[Any], dtype: np.dtype[Any]) -> Values:
         raise DataError(f"{name} is not a list of numbers: {error}") from error
 
 
-def _cut(line: bytes, wanted: frozenset[str]) -> dict[str, Any] | None:
-    """Parses some fields of a record and leaves out the others, which takes a third of the time of all; None
-    for a line that is not as pellucid writes it: flat, without blanks, each name once.
+def _plain_block(lines: Sequence[bytes], names: Sequence[str]) -> TokenTable | None:
+    """Returns columns of records whose lines are as pellucid writes them; None if one is not, or if a value
+    is not what it has to be: then reading records one by one finds out.
 
-    In a flat object what looks like a name with its colon is one: within a text its quotes would be escaped.
+    A column's texts are put together and parsed at once: record by record that would take twice as long.
     """
-    start = line.find(b'"token_ids":[', 0, _HEAD_BYTES)
-    if start < 1 or line.count(b"{") != 1 or not line.endswith(b"}\n"):
+    texts = _field_texts(lines, [*dict.fromkeys(("token_ids", "schema_version", *names))])
+    if texts is None or "token_ids" not in texts:
         return None
+    lengths = np.zeros(len(lines), np.int64)
+    columns: dict[str, Values] = {}
     try:
-        record: dict[str, Any] = orjson.loads(line[: start - 1] + b"}")
-        for name in {"token_ids", "schema_version", *wanted}:
-            key = b'"%s":' % name.encode()
-            at = line.find(key, start)
-            if at < 0:
-                continue
-            if name in record or line.find(key, at + 1) >= 0:
+        for name, found in texts.items():
+            values = orjson.loads(found)
+            if name not in _TOKEN_NAMES:
+                if name in _RULES and not all(isinstance(value, _RULES[name]) for value in values):
+                    return None
+                columns[name] = _sequence_values(name, values)
+            elif set(map(type, values)) == {list} and found.count(b"[") == 1 + len(lines):
+                joined = list(chain.from_iterable(values))
+                if name == "token_ids":
+                    lengths[:] = list(map(len, values))
+                    if not set(map(type, joined)) <= {int}:
+                        return None
+                elif lengths.tolist() != list(map(len, values)):
+                    return None
+                columns[name] = _token_values(name, joined, np.dtype(FIELD_BY_NAME[name].dtype))
+            elif any(value is not None for value in values):
                 return None
-            at += len(key)
-            is_list = line[at : at + 1] == b"["
-            stop = line.find(b"]", at) + 1 if is_list else _end_of_number(line, at)
-            record[name] = orjson.loads(line[at:stop])
-    except orjson.JSONDecodeError:  # a list of lists, a text: then the whole line tells
+        check_values(columns)
+    except (DataError, orjson.JSONDecodeError):
         return None
-    return record
+    return TokenTable(lengths, {name: columns[name] for name in names if name in columns})
 
 
-def _end_of_number(line: bytes, start: int) -> int:
-    comma = line.find(b",", start)
-    return len(line) - 2 if comma < 0 else comma
+def _field_texts(lines: Sequence[bytes], names: Sequence[str]) -> dict[str, bytes] | None:
+    """Cuts some fields out of lines: a JSON list of each. Leaves out a field that no line has; None where
+    only some have it, or lines are not flat objects without escapes.
+
+    In such an object, every second part between quotes is a text, and those that a colon follows are names.
+    Lines with as many quotes mostly have the same names at the same places.
+    """
+    layouts: dict[int, _Layout] = {}
+    found: list[list[bytes]] = [[] for _ in names]
+    for line in lines:
+        if not line.startswith(b"{") or not line.endswith(b"}\n") or b"\\" in line or line.count(b"{") > 1:
+            return None
+        parts = line[1:-2].split(b'"')
+        layout = layouts.get(len(parts))
+        if layout is None or layout.read(parts) != layout.keys:
+            layout = layouts[len(parts)] = _Layout(parts, names)
+            if len({*layout.keys}) < len(layout.keys):
+                return None
+        for column, start, stop in layout.places:
+            text = parts[start] if stop == start + 1 else b'"'.join(parts[start:stop])
+            found[column].append(text.strip(b" ,:"))
+    if any(texts and len(texts) < len(lines) for texts in found):
+        return None
+    return {name: b"[%s]" % b",".join(texts) for name, texts in zip(names, found, strict=True) if texts}
+
+
+class _Layout:
+    """Where the names of a line are among the parts between its quotes, and some of its values."""
+
+    def __init__(self, parts: list[bytes], names: Sequence[str]) -> None:
+        at = [place for place in range(1, len(parts) - 1, 2) if parts[place + 1].lstrip()[:1] == b":"]
+        self.read = itemgetter(0, *at)
+        self.keys = self.read(parts)
+        spans = dict(zip(self.keys[1:], pairwise([*at, len(parts)]), strict=True))
+        self.places = [
+            (column, spans[key][0] + 1, spans[key][1])
+            for column, key in enumerate(name.encode() for name in names)
+            if key in spans
+        ]
+        """(number of the name, first part, last part) of each value that the line has."""
 
 
 def _as_records(value: Any, wanted: frozenset[str] | None = None) -> list[dict[str, Any]]:

@@ -163,6 +163,10 @@ class Records(Sequence[Record]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def keys(self) -> list[tuple[int, ...]]:
+        """Returns (step, rank, export_sequence_idx) of each record."""
+        return [source.keys[row] for source, row in self._entries]
+
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each record."""

@@ -19,6 +19,7 @@ from pellucid.errors import DataError, PellucidError
 from pellucid.export import Export, Records
 from pellucid.export import open as open_export
 from pellucid.export.dumps import Dump, find_dump
+from pellucid.export.foreign import number_in
 from pellucid.export.jsonl import read_json_lines
 from pellucid.export.parquet import ParquetSource
 from pellucid.export.paths import FOLDER, RUN_PARTS
@@ -412,6 +413,6 @@ def _add_curves(record: Any, found: dict[str, dict[int, float]], source: str) ->
     if type(step) is not int:
         return
     for name, value in record.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name not in ("step", "time") and len(name) <= MAX_NAME and is_number:
-            found.setdefault(f"{source}{name}", {})[step] = value
+        number = number_in(value)
+        if name not in ("step", "time") and len(name) <= MAX_NAME and number is not None:
+            found.setdefault(f"{source}{name}", {})[step] = number

@@ -24,10 +24,10 @@ import orjson
 from pellucid.data.files import MAX_LINE_BYTES, OUTCOME, read_whole, step_folders
 from pellucid.data.plain import clip_middle
 from pellucid.errors import PellucidError, printable
+from pellucid.export.foreign import number_in
 from pellucid.export.paths import FOLDER, MARKER, RUN_PARTS
 from pellucid.ledger.settings import UNNOTED, flatten, settings_files
 from pellucid.viewer.access import WRITES_WITHIN_S
-from pellucid.viewer.rollouts import number_of
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class DigestReader:
             num_steps,
             max_steps,
             _curve(trainer, "loss") if kind == "sft" else _curve(orchestrator or trainer, "reward/all"),
-            number_of(last.get("loss")),
+            number_in(last.get("loss")),
             next((last[name] for name in _TRAINED if type(last.get(name)) is int), None),
             next((seconds for _, seconds in reversed(elapsed(steps, resumed_at))), None),
             max((time_ns for time_ns, _ in seen.values()), default=0) / 1e9,
@@ -172,7 +172,7 @@ def elapsed(lines: Iterable[MetricLine], resumed_at: Sequence[int]) -> list[list
     found: list[list[float]] = []
     total, before = 0.0, None
     for line in lines:
-        now, own = number_of(line.get("time")), number_of(line.get("time/step_s")) or 0.0
+        now, own = number_in(line.get("time")), number_in(line.get("time/step_s")) or 0.0
         if now is None:
             continue
         is_resume = before is None or any(before[0] < step <= line["step"] for step in resumed_at)
@@ -265,7 +265,7 @@ def _parsed(line: bytes) -> MetricLine | None:
 
 
 def _curve(lines: Sequence[MetricLine], name: str) -> list[list[float]]:
-    points = [[line["step"], value] for line in lines if (value := number_of(line.get(name))) is not None]
+    points = [[line["step"], value] for line in lines if (value := number_in(line.get(name))) is not None]
     stride = max(1, len(points) // (2 * NUM_PLACES))
     return points if stride == 1 else [*points[:-1:stride], points[-1]]
 

@@ -16,16 +16,18 @@ answer.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from pellucid.data.schema import FIELDS, TOKEN_FIELDS
+from pellucid.data import TokenTable
+from pellucid.data.schema import FIELD_BY_NAME, FIELDS, TOKEN_FIELDS
 from pellucid.errors import DataError
-from pellucid.viewer.access import Exports
+from pellucid.export.parquet import to_arrow
+from pellucid.viewer.access import Exports, Records
 from pellucid.viewer.rows import WORDS
 
 HIGH_KL = 0.05
@@ -97,13 +99,17 @@ class RunQueries:
             with duckdb.connect() as connection:
                 if files is not None:
                     rows = connection.execute(sql.format(source=_PARQUET), [files, *values]).fetchall()
+                    found = _with_records(rows, map(self._exports.records, {row[0] for row in rows}))
                 else:
-                    tables = self._tables(sql)
-                    rows = [row for table in tables for row in _ask(connection, table, sql, values)]
-                    rows.sort(key=_ORDER[asked])
+                    found = []
+                    for table, records in self._tables(sql):
+                        connection.register("records", table)
+                        rows = connection.execute(sql.format(source="records"), values).fetchall()
+                        found += _with_records(rows, records)
+                    found.sort(key=_ORDER[asked])
         except (duckdb.Error, DataError, OSError):  # a column that is not recorded, a file that is damaged
             return None
-        return self._with_records(rows[: _limit(question)] if asked == "worst" else rows)
+        return found[: _limit(question)] if asked == "worst" else found
 
     def _parquet_files(self) -> list[str] | None:
         """Returns the Parquet files of all finished steps; None where DuckDB cannot read them as they are."""
@@ -119,40 +125,41 @@ class RunQueries:
             found += files
         return found
 
-    def _tables(self, sql: str) -> Iterator[Any]:
-        """Yields Arrow tables of the columns that a question needs, each of some steps."""
-        arrow = import_module("pyarrow")
+    def _tables(self, sql: str) -> Iterator[tuple[Any, list[Records]]]:
+        """Yields the columns that a question needs, of some steps at a time, as Arrow and the records."""
         names = [field.name for field in FIELDS if re.search(rf"\b{field.name}\b", sql)]
-        held, num_tokens = [], 0
+        held: list[TokenTable] = []
+        steps: list[Records] = []
         for step in self._exports.steps():
             records = self._exports.records(step)
-            held.append(records.arrow(names))
-            if "token_ids" not in held[-1].column_names:
+            table = records.batch(names)
+            if not table.num_tokens:
                 raise DataError(f"step {step} has no tokens")
-            num_tokens += len(held[-1].column("token_ids").combine_chunks().flatten())
-            if num_tokens >= TOKENS_AT_ONCE:
-                yield arrow.concat_tables(held, promote_options="default")
-                held, num_tokens = [], 0
+            num_tokens = sum(each.num_tokens for each in held)
+            if held and (num_tokens >= TOKENS_AT_ONCE or table.columns.keys() != held[0].columns.keys()):
+                yield _as_arrow(held, names), steps
+                held, steps = [], []
+            held.append(table)
+            steps.append(records)
         if held:
-            yield arrow.concat_tables(held, promote_options="default")
-
-    def _with_records(self, rows: list[tuple[Any, ...]]) -> list[list[Any]] | None:
-        """Replaces (step, rank, index in its file) by (step, record); None if that is not one record."""
-        places: dict[tuple[int, ...], int] = {}
-        num_records = 0
-        for step in {row[0] for row in rows}:
-            records = self._exports.records(step)
-            num_records += len(records)
-            places |= {record.key: place for place, record in enumerate(records)}
-        if len(places) < num_records or any(row[:3] not in places for row in rows):
-            return None
-        return [[row[0], places[row[:3]], *row[3:]] for row in rows]
+            yield _as_arrow(held, names), steps
 
 
-def _ask(connection: Any, table: Any, sql: str, values: list[Any]) -> list[tuple[Any, ...]]:
-    connection.register("records", table)
-    rows: list[tuple[Any, ...]] = connection.execute(sql.format(source="records"), values).fetchall()
-    return rows
+def _as_arrow(tables: list[TokenTable], names: list[str]) -> Any:
+    table = TokenTable.concat(tables)
+    return to_arrow(table, [FIELD_BY_NAME[name] for name in names if name in table])
+
+
+def _with_records(rows: list[tuple[Any, ...]], steps: Iterable[Records]) -> list[list[Any]]:
+    """Replaces (step, rank, index in its file) by (step, record); DataError if that is not one record."""
+    places: dict[tuple[int, ...], int] = {}
+    num_records = 0
+    for records in steps:
+        num_records += len(records)
+        places |= {key: place for place, key in enumerate(records.keys())}
+    if len(places) < num_records or any(row[:3] not in places for row in rows):
+        raise DataError("several records have the same step, rank and index")
+    return [[row[0], places[row[:3]], *row[3:]] for row in rows]
 
 
 def _find(question: Mapping[str, Any]) -> tuple[str, list[Any]]:
@@ -242,8 +249,8 @@ _ANSWERS: Mapping[Any, Callable[[Mapping[str, Any]], tuple[str, list[Any]]]] = {
     "find": _find,
     "worst": _worst,
 }
-_ORDER: Mapping[Any, Callable[[tuple[Any, ...]], Any]] = {
+_ORDER: Mapping[Any, Callable[[list[Any]], Any]] = {
     "find": lambda row: row,
-    "worst": lambda row: (-abs(row[4]), *row[:4]),
+    "worst": lambda row: (-abs(row[3]), *row[:3]),
 }
 """The order of each answer, for answers that are put together."""

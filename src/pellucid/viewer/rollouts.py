@@ -29,7 +29,7 @@ from pellucid.data.files import step_folders
 from pellucid.data.plain import to_json
 from pellucid.errors import DataError, PellucidError
 from pellucid.export.dumps import Dump, find_dump
-from pellucid.export.foreign import as_rollouts, format_of
+from pellucid.export.foreign import as_rollouts, format_of, number_in
 from pellucid.export.jsonl import read_json_lines
 
 MAX_TEXT = 20_000
@@ -107,7 +107,7 @@ class SavedRollouts:
     def attempts(self, step: int) -> list[tuple[str, str, float | None]]:
         """Returns (environment, example, reward) of every rollout of a step that names its example."""
         return [
-            (_text(record.get("env_name")), _text(record["example_id"]), number_of(record.get("reward")))
+            (_text(record.get("env_name")), _text(record["example_id"]), number_in(record.get("reward")))
             for _, record in self._records(step)
             if record.get("example_id") is not None
         ]
@@ -178,7 +178,7 @@ class SavedRollouts:
         return {
             "step": step,
             **{name: _text(record.get(key)) for name, key in _WORDS.items()},
-            **{name: number_of(record.get(key)) for name, key in _NUMBERS.items()},
+            **{name: number_in(record.get(key)) for name, key in _NUMBERS.items()},
             "truncated": self._num_truncated(record),
             "version": min(versions, default=None),
             "messages": messages,
@@ -308,7 +308,7 @@ def _turn(before: list[dict[str, Any]], turn: Mapping[str, Any], first: int, rep
     after, keeps = turn.get("after"), turn.get("keeps")
     spans = [span for span in _list(turn, "policy_versions") if isinstance(span, list) and len(span) == 2]
     known = before[-1]["sample"] if before else 0
-    start, wait = number_of(turn.get("start_s")), number_of(turn.get("wait_s"))
+    start, wait = number_in(turn.get("start_s")), number_in(turn.get("wait_s"))
     end = (before[-1]["start"] or 0) + (before[-1]["wait"] or 0) if before else 0
     return {
         "first": first,
@@ -329,7 +329,8 @@ def _turn(before: list[dict[str, Any]], turn: Mapping[str, Any], first: int, rep
 def _numbers(values: Any) -> dict[str, float]:
     if not isinstance(values, dict):
         return {}
-    return {str(name)[:MAX_TEXT]: value for name, value in values.items() if number_of(value) is not None}
+    numbers = {str(name)[:MAX_TEXT]: number_in(value) for name, value in values.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -348,12 +349,6 @@ def _list(record: Mapping[str, Any], name: str) -> list[Any]:
 def _whole(record: Mapping[str, Any], name: str) -> int:
     value = record.get(name)
     return value if type(value) is int else 0
-
-
-def number_of(value: Any) -> float | None:
-    """Returns a value of somebody's JSON if it is a number that fits into 64 bits, else None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < 2**63 else None
 
 
 def _whole_text(value: Any) -> str:

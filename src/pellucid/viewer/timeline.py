@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pellucid.data.spans import Span, read_spans, spans_folder
+from pellucid.export.foreign import number_in
 from pellucid.viewer.critical_path import Segment, critical_path
 from pellucid.viewer.lanes import EVALUATION, ORCHESTRATOR, OTHER, PHASES, TRAINER, Lane, make_lanes, phase_of
 
@@ -175,15 +176,15 @@ def approximate(metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str,
     found: dict[str, list[Span]] = {"trainer": [], "orchestrator": []}
     phases = ("checkpoint", "wait", "pack", None, "optimizer", "publish", "observe", "validate")
     for record, end, step in _logged(metrics.get("trainer", ())):
-        total = _number(record, "time/step_s")
-        known = {phase: _number(record, f"time/{phase}_s") for phase in phases if phase}
+        total = _seconds(record, "time/step_s")
+        known = {phase: _seconds(record, f"time/{phase}_s") for phase in phases if phase}
         rest = max(0.0, total - sum(known.values()))
         found["trainer"] += _in_a_row(
             end, step, [(phase or "compute", known.get(phase or "", rest)) for phase in phases]
         )
     for record, end, step in _logged(metrics.get("orchestrator", ())):
-        blocked = _number(record, "time/wait_weights_s")
-        sampled = max(0.0, _number(record, "time/batch_s") - blocked)
+        blocked = _seconds(record, "time/wait_weights_s")
+        sampled = max(0.0, _seconds(record, "time/batch_s") - blocked)
         found["orchestrator"] += _in_a_row(end, step, [("wait_weights", blocked), ("sample", sampled)])
     for record, end, version in _logged(metrics.get("eval", ())):
         names = [
@@ -192,7 +193,7 @@ def approximate(metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str,
             if name.startswith(EVALUATION) and name.endswith("/time_s")
         ]
         found["orchestrator"] += _in_a_row(
-            end, version, [(name, _number(record, f"{name}/time_s")) for name in names]
+            end, version, [(name, _seconds(record, f"{name}/time_s")) for name in names]
         )
     return found
 
@@ -205,10 +206,9 @@ def _logged(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str,
             yield record, end, step
 
 
-def _number(record: Mapping[str, Any], name: str) -> float:
-    value = record.get(name)
-    is_duration = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
-    return float(value) if is_duration else 0.0  # type: ignore[arg-type]
+def _seconds(record: Mapping[str, Any], name: str) -> float:
+    value = number_in(record.get(name))
+    return value if value is not None and 0 <= value < 1e9 else 0.0
 
 
 def _in_a_row(end: float, step: int, durations: Sequence[tuple[str, float]]) -> list[Span]:

@@ -5,7 +5,7 @@ import { Abandoned, Run } from "./data/run.js";
 import { recordAsJson, saveFile } from "./data/save.js";
 import { parseFilter, testOf } from "./data/select.js";
 import { openSource } from "./data/source.js";
-import { byId, element, notice } from "./draw/dom.js";
+import { byId, element, notice, prose } from "./draw/dom.js";
 import { currentTheme, domainOf, followSystemTheme } from "./draw/scale.js";
 import { BINDINGS, Store, listenForKeys } from "./state.js";
 import { AcrossView } from "./views/across.js";
@@ -267,7 +267,7 @@ export class App {
   /** @param {string} text */
   flash(text) {
     this.say(text);
-    const note = element("div", { class: "flash" }, text);
+    const note = element("div", { class: "flash" }, ...prose(text));
     document.body.append(note);
     setTimeout(() => note.remove(), 2200);
   }
@@ -302,7 +302,7 @@ export class App {
 
   showNotes() {
     const notes = byId("notes");
-    notes.replaceChildren(...this.run.head.notes.map((/** @type {string} */ text) => element("p", {}, text)));
+    notes.replaceChildren(...this.run.head.notes.map((/** @type {string} */ text) => element("p", {}, ...prose(text))));
     notes.hidden = !this.run.head.notes.length;
   }
 

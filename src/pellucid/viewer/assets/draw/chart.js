@@ -13,8 +13,8 @@ const NO_INTL = { NumberFormat: class { format = String; }, DateTimeFormat: clas
  * @typedef {{height: number, width?: number, x: ArrayLike<number>, lines: Line[], log?: boolean, sync?: string, spans?: [number, number][],
  *   points?: boolean, marker?: () => number | null, onClick?: (x: number) => void, onBrush?: (low: number, high: number) => void,
  *   onHover?: (index: number | null) => void, onReset?: () => void, range?: [number, number] | null, label?: string, percent?: boolean,
- *   fractions?: boolean, axis?: {text(x: number): string, ticks?(low: number, high: number): number[]}}} ChartOptions
- * `range`: of the x axis, whose ticks are whole numbers unless `fractions`, or as `axis` says; `label`: makes the chart usable by keyboard, and says what it is.
+ *   fractions?: boolean, unit?: string, axis?: {text(x: number): string, ticks?(low: number, high: number): number[]}}} ChartOptions
+ * `range`: of the x axis, whose ticks are whole numbers unless `fractions`, or as `axis` says; `unit`: what they count; `label`: makes the chart usable by keyboard, and says what it is.
  */
 
 const SECOND_CLICK_MS = 260;
@@ -39,9 +39,9 @@ export function lineChart(root, options) {
     scales: { x: { time: false, range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => widened(options.range ?? [low, high]) },
       y: log ? { distr: 3, range: logRange } : { range: (/** @type {any} */ _, /** @type {number} */ low, /** @type {number} */ high) => padded(low, high) } },
     axes: [
-      { ...axis, size: 24, ...(options.axis?.ticks ? { splits: (/** @type {any} */ _, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => options.axis?.ticks?.(low, high) } : {}),
-        values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (options.axis ? options.axis.text(tick) : options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : "")), grid: { show: false } },
-      { ...axis, size: 52, space: 26, ...(log ? { splits: decades } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : tidy(tick, log))) },
+      { ...axis, size: 26, gap: 7, ...(options.axis?.ticks ? { splits: (/** @type {any} */ _, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => options.axis?.ticks?.(low, high) } : {}),
+        values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => named(options.unit, ticks.map((tick) => (options.axis ? options.axis.text(tick) : options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : ""))), grid: { show: false } },
+      { ...axis, size: 52, space: 26, ...(log ? { splits: decades, filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : short(tick, log ? 1 : 3))) },
     ],
     series: [{}, ...lines.map((line) => ({
       label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, dash: line.dash, spanGaps: true, points: { show: options.points ?? x.length < 40, size: 4 } }))],
@@ -60,6 +60,12 @@ export function lineChart(root, options) {
   });
   observer.observe(root);
   return chart;
+}
+
+/** The first of some ticks tells what all of them are. @param {string | undefined} unit @param {string[]} texts */
+function named(unit, texts) {
+  const first = texts.findIndex(Boolean);
+  return unit ? texts.map((text, i) => (i === first ? `${unit} ${text}` : text)) : texts;
 }
 
 /** @param {[number, number]} range */
@@ -113,13 +119,16 @@ function logRange(_plot, low, high) {
   return [Math.max(low > 0 ? low / 1.3 : top * 1e-6, top * 1e-6), top];
 }
 
-/** Powers of ten, every one or every few. @param {any} _plot @param {number} _axis @param {number} low @param {number} high */
+/** Powers of ten, every one or every few; 1, 2 and 5 times of them where there is only one. @param {any} _plot @param {number} _axis @param {number} low @param {number} high */
 function decades(_plot, _axis, low, high) {
   const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
   const stride = Math.max(1, Math.ceil((last - first + 1) / 5));
   const powers = [];
   for (let power = first; power <= last; power += stride) powers.push(10 ** power);
-  return powers;
+  if (powers.length > 1) return powers;
+  const between = []; // 2, 5, 10, 20, … where there is no decade to read
+  for (let power = first - 1; power <= last + 1; power += 1) between.push(...[1, 2, 5].map((digit) => digit * 10 ** power));
+  return between.filter((tick) => tick >= low && tick <= high);
 }
 
 /** @param {number} low @param {number} high */
@@ -127,13 +136,6 @@ function padded(low, high) {
   if (low === null || high === null) return [0, 1];
   const room = (high - low || Math.abs(high) || 1) * 0.08;
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
-}
-
-/** @param {number} tick @param {boolean} log */
-function tidy(tick, log) {
-  if (!log) return short(tick);
-  const power = Math.log10(tick);
-  return Math.abs(power - Math.round(power)) < 1e-9 ? short(tick, 1) : "";
 }
 
 /** @param {any} plot @param {[number, number][]} spans */

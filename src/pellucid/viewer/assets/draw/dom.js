@@ -76,11 +76,17 @@ export function toggle(label, checked, onChange, title) {
   return element("label", { class: "toggle", title }, box, element("span", {}, label));
 }
 
+/** Text in which what stands between backticks is code; a single one is itself. @param {string} text @returns {Child[]} */
+export function prose(text) {
+  const parts = text.split("`");
+  return parts.length % 2 ? parts.map((part, i) => (i % 2 ? element("code", {}, part) : part)) : [text];
+}
+
 /** What stands where a view cannot be shown yet, or at all. @param {"loading" | "empty" | "error"} kind @param {string} title @param {string} [text]
  * @param {...Node} more */
 export function notice(kind, title, text, ...more) {
   return element("div", { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" },
-    element("strong", {}, title), text ? element("p", {}, text) : null, ...more);
+    element("strong", {}, title), text ? element("p", {}, ...prose(text)) : null, ...more);
 }
 
 /** A canvas for drawing in CSS pixels. @param {number} width @param {number} height @param {HTMLCanvasElement} [canvas]
@@ -120,15 +126,14 @@ export function onDrag(node, callback) {
   node.addEventListener("pointerup", (event) => tell(event, "end"));
 }
 
-/** @type {Map<string, string>} of this frame */
+/** @type {Map<string, string>} */
 const colours = new Map();
 
-/** A colour of the page's theme: asking the browser for it may take a layout, so once per frame. @param {string} name */
+/** A colour of the page's theme: asking the browser for it may take a layout, so once. @param {string} name */
 export function themeColour(name) {
   const key = `${document.documentElement.dataset.theme} ${name}`;
   let colour = colours.get(key);
   if (colour === undefined) {
-    if (!colours.size) requestAnimationFrame(() => colours.clear());
     colour = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
     colours.set(key, colour);
   }

@@ -5,7 +5,7 @@ import { element, perFrame } from "./dom.js";
 const MARGIN = 8;
 const AUTO_WIDTH = 130; // at least, of a column that takes the rest
 
-/** @typedef {{key: string, label: string, width: string, text?: boolean, title?: string, sortable?: boolean,
+/** @typedef {{key: string, label: string, width: string, least?: number, text?: boolean, title?: string, sortable?: boolean,
  * cell(row: number): Node | string}} TableColumn */
 
 export class VirtualTable {
@@ -38,7 +38,7 @@ export class VirtualTable {
     this.hidden = keys;
     const { columns } = this.options;
     columns.forEach(({ key }, i) => { this.heads[i].hidden = keys.has(key); });
-    this.table.style.minWidth = `${columns.filter(({ key }) => !keys.has(key)).reduce((sum, { width }) => sum + (Number.parseInt(width, 10) || AUTO_WIDTH), 0)}px`;
+    this.table.style.minWidth = `${columns.filter(({ key }) => !keys.has(key)).reduce((sum, { width, least = AUTO_WIDTH }) => sum + (Number.parseInt(width, 10) || least), 0)}px`;
   }
 
   /** @param {TableColumn} column */

@@ -1,11 +1,11 @@
 // The tokens of a record as text. Lines are laid out by width first; only those in sight are in the document.
 
 import { lastAtMost } from "../data/run.js";
-import { element, painted, perFrame } from "./dom.js";
+import { afterPaint, element, painted, perFrame } from "./dom.js";
 import { colouring } from "./scale.js";
 
 const GUTTER = 92;
-const OVERSCAN = 8;
+const OVERSCAN = 8; // lines beyond those in sight, once these are on screen
 const SLICE_MS = 8; // of a frame, for lines that nobody sees yet
 export const TOKEN_FONT = '13.5px ui-monospace, "SF Mono", SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace';
 const ASCII = /^[\x20-\x7e·]*$/;
@@ -55,6 +55,8 @@ export class TokenText {
     /** @type {Map<number, HTMLElement>} */
     this.lines = new Map();
     this.pinned = -1;
+    this.overscan = OVERSCAN;
+    this.scrollsTo = 0;
     const draw = perFrame(() => { this.draw(); handlers.onScroll?.(); });
     this.root.addEventListener("scroll", draw, { passive: true });
     this.root.addEventListener("click", (/** @type {Event} */ event) => this.tokenAt(event, handlers.onPin));
@@ -63,10 +65,16 @@ export class TokenText {
       if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.tokenAt(event, handlers.onPin); }
     });
     this.observer = new ResizeObserver(perFrame(() => {
-      if (this.record && this.root.clientWidth !== this.laidOutFor) { this.layOut(this.root.scrollTop + this.root.clientHeight); this.draw(true); }
+      this.size = this.measured();
+      if (this.record && this.size.width) this.fit();
     }));
     this.observer.observe(this.root);
   }
+
+  /** What is in sight, in pixels: asking for it takes a layout, so it is kept. */
+  size = { width: 0, height: 0 };
+
+  measured() { return { width: this.root.clientWidth, height: this.root.clientHeight }; }
 
   /** @param {Event} event @param {(token: number) => void} callback */
   tokenAt(event, callback) {
@@ -74,31 +82,61 @@ export class TokenText {
     if (node) callback(Number(/** @type {HTMLElement} */ (node).dataset.i));
   }
 
-  /** @param {import("../data/run.js").TokenRecord} record @param {import("../data/texts.js").Vocabulary} vocabulary @param {Look} look */
-  show(record, vocabulary, look) {
+  /** Shows a record, or the same one in another look, with a token pinned. Where to scroll to is told by `settle`, once all else of the
+   * page is in place: so it takes one layout. @param {import("../data/run.js").TokenRecord} record
+   * @param {import("../data/texts.js").Vocabulary} vocabulary @param {Look} look @param {number} pinned @param {boolean} [middle] */
+  show(record, vocabulary, look, pinned, middle = false) {
     const isNew = record !== this.record;
-    const isOther = record.step !== this.record?.step || record.record !== this.record.record;
-    this.record = record;
-    this.vocabulary = vocabulary;
-    this.look = look;
+    const isOther = record.step !== this.record?.step || record.record !== this.record.record; // else it is the whole of what was begun
+    Object.assign(this, { record, vocabulary, look, pinned });
+    if (!this.size.width) this.size = this.measured();
+    const scrollTop = isOther ? 0 : this.root.scrollTop;
     if (isNew) {
-      if (isOther) this.root.scrollTop = 0; // else it is the whole of what was begun
       this.ids = record.ids;
+      this.layOut(scrollTop);
     }
-    const { scrollTop, clientHeight } = this.root; // read before anything changes: it takes a layout
-    if (isNew) this.layOut(scrollTop + clientHeight);
-    this.draw(true, scrollTop, clientHeight);
+    this.scrollsTo = isNew ? this.placeOf(pinned, scrollTop, middle) : scrollTop;
+    this.sheet.style.height = `${this.laid.height}px`;
+    this.overscan = 1;
+    this.draw(true, this.scrollsTo);
+    afterPaint().then(() => {
+      if (this.look !== look) return;
+      this.overscan = OVERSCAN;
+      this.draw();
+    });
   }
 
-  /** @param {number} bottom of what is in sight */
-  layOut(bottom) {
-    const { ids, vocabulary, root } = this;
-    this.laidOutFor = root.clientWidth;
-    const room = Math.max(160, root.clientWidth - GUTTER - 2 * PADDING);
+  /** @param {boolean} focus of the pinned token */
+  settle(focus) {
+    this.root.scrollTop = this.scrollsTo;
+    if (focus) this.node(this.pinned)?.focus({ preventScroll: true });
+  }
+
+  /** @param {number} scrollTop */
+  layOut(scrollTop) {
+    const { ids, vocabulary, size } = this;
+    this.laidOutFor = size.width;
+    const room = Math.max(160, size.width - GUTTER - 2 * PADDING);
     this.laid = new Lines(this.record.segments, room, (at) => vocabulary.show(ids, at), widthOf);
-    this.laid.reach({ top: bottom + OVERSCAN * LINE });
+    this.laid.reach({ top: scrollTop + size.height + OVERSCAN * LINE });
     this.sheet.style.height = `${this.laid.height}px`;
     if (!this.laid.isDone) setTimeout(() => this.layOutMore(this.laid));
+  }
+
+  /** Lays out for another width: what is in sight stays there, above all the token that is pinned. */
+  fit() {
+    const isOther = this.size.width !== this.laidOutFor;
+    if (isOther) {
+      const { scrollTop } = this.root;
+      const [first, last] = this.window();
+      const anchor = this.pinned >= first && this.pinned < last ? this.pinned : first;
+      const below = this.laid.tops[this.laid.of(anchor)] - scrollTop;
+      this.layOut(scrollTop);
+      const top = this.laid.tops[this.laid.of(anchor)] - below;
+      this.sheet.style.height = `${this.laid.height}px`;
+      this.root.scrollTop = top;
+    }
+    this.draw(isOther);
   }
 
   /** The lines further down, a little at a time. @param {Lines} laid */
@@ -109,24 +147,26 @@ export class TokenText {
     if (!laid.isDone) setTimeout(() => this.layOutMore(laid));
   }
 
-  /** @param {boolean} [again] also the lines that are there already @param {number} [scrollTop] @param {number} [clientHeight] */
-  draw(again = false, scrollTop = this.root.scrollTop, clientHeight = this.root.clientHeight) {
+  /** @param {boolean} [again] also the lines that are there already @param {number} [scrollTop] */
+  draw(again = false, scrollTop = this.root.scrollTop) {
     if (!this.record) return;
-    const last = this.laid.atHeight(scrollTop + clientHeight + OVERSCAN * LINE);
-    const from = Math.max(0, this.laid.atHeight(scrollTop) - OVERSCAN);
+    const last = this.laid.atHeight(scrollTop + this.size.height + this.overscan * LINE);
+    const from = Math.max(0, this.laid.atHeight(scrollTop) - this.overscan);
     const to = Math.min(this.laid.length, last + 1);
+    if (again) this.lines.clear();
     for (const [line, node] of this.lines) {
-      if (again || line < from || line >= to) { node.remove(); this.lines.delete(line); }
+      if (line < from || line >= to) { node.remove(); this.lines.delete(line); }
     }
-    const fresh = document.createDocumentFragment();
+    const fresh = [];
     for (let line = from; line < to; line += 1) {
       if (!this.lines.has(line)) {
         const node = this.line(line);
         this.lines.set(line, node);
-        fresh.append(node);
+        fresh.push(node);
       }
     }
-    this.sheet.append(fresh);
+    if (again) this.sheet.replaceChildren(...fresh);
+    else this.sheet.append(...fresh);
   }
 
   /** @param {number} line */
@@ -159,28 +199,43 @@ export class TokenText {
 
   /** The tokens in sight: [first, last). @returns {[number, number]} */
   window() {
-    const last = this.laid.atHeight(this.root.scrollTop + this.root.clientHeight);
-    const first = this.laid.atHeight(this.root.scrollTop);
+    const { scrollTop } = this.root;
+    const last = this.laid.atHeight(scrollTop + this.size.height);
+    const first = this.laid.atHeight(scrollTop);
     return [this.laid.starts[first], this.laid.starts[last + 1]];
   }
 
-  /** @param {number} token @param {{focus?: boolean, middle?: boolean}} [options] */
-  pin(token, { focus = false, middle = false } = {}) {
-    const isOther = token !== this.pinned;
+  /** The element of a token, if it is in the document. @param {number} token @returns {HTMLElement | null} */
+  node(token) { return this.sheet.querySelector(`.token[data-i="${token}"]`); }
+
+  /** @param {number} token @param {boolean} focus */
+  pin(token, focus) {
+    for (const [at, isPinned] of /** @type {[number, boolean][]} */ ([[this.pinned, false], [token, true]])) {
+      const node = this.node(Math.max(0, at));
+      node?.classList.toggle("pinned", isPinned && at >= 0);
+      if (node) node.tabIndex = isPinned ? 0 : -1;
+    }
     this.pinned = token;
-    if (token >= 0) this.reveal(token, middle);
-    if (isOther || token >= 0) this.draw(isOther);
-    if (focus) this.sheet.querySelector(".token.pinned")?.focus({ preventScroll: true });
+    if (token >= 0) this.reveal(token);
+    this.draw();
+    if (focus) this.node(token)?.focus({ preventScroll: true });
   }
 
   /** @param {number} token @param {boolean} [middle] */
   reveal(token, middle = false) {
-    const top = this.laid.tops[this.laid.of(token)];
+    const { scrollTop } = this.root;
+    const place = this.placeOf(token, scrollTop, middle);
     this.sheet.style.height = `${this.laid.height}px`;
-    const { scrollTop, clientHeight } = this.root;
-    if (middle || top < scrollTop + LINE || top > scrollTop + clientHeight - 2 * LINE) {
-      this.root.scrollTop = Math.max(0, top - clientHeight / 2);
-    }
+    if (place !== scrollTop) this.root.scrollTop = place;
+  }
+
+  /** What to scroll to so that a token is in sight, or in the middle. @param {number} token @param {number} scrollTop @param {boolean} middle */
+  placeOf(token, scrollTop, middle) {
+    if (token < 0) return scrollTop;
+    const { height } = this.size;
+    const top = this.laid.tops[this.laid.of(token)];
+    if (!middle && top >= scrollTop + LINE && top <= scrollTop + height - 2 * LINE) return scrollTop;
+    return Math.max(0, Math.min(top - height / 2, this.laid.height - height));
   }
 }
 

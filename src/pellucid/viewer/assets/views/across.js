@@ -74,7 +74,7 @@ export class AcrossView {
     for (const [title, about, values, colour] of /** @type {[string, string, number[], string][]} */ ([["Reward", "mean of its rollouts", mean("reward"), "series-1"], ["Length", "trainable tokens, mean of its rollouts", mean("trainable"), "series-2"]])) {
       const root = element("div", { class: "strip-chart" });
       this.charts.append(element("div", { class: "card strip" }, element("header", {}, element("h3", {}, title), element("small", {}, about), saveChart(title, () => this.app.fileName(`${this.key}_${title}`))), root));
-      lineChart(root, { height: 150, x: steps, lines: [{ label: title, values, colour }], points: true, sync: "across", label: `${title} over steps`,
+      lineChart(root, { height: 150, x: steps, lines: [{ label: title, values, colour }], points: true, unit: "step", sync: "across", label: `${title} over steps`,
         onClick: (step) => { const one = this.found.find((other) => other.step === step); if (one) this.app.go({ step, record: one.record }); } });
     }
   }

@@ -35,6 +35,12 @@ export class RecordView {
   /** @type {number[] | null} */
   outliers = null;
 
+  /** The one that is explained; -1: none. */
+  token = -1;
+
+  /** What the controls of the colouring tell: as long as it is the same, they stay. */
+  shownLook = "";
+
   /** @type {any} */
   chart = null;
 
@@ -70,7 +76,7 @@ export class RecordView {
     } else {
       if (LOOKS.some((name) => changed.has(name))) await this.colour(state);
       if (turn !== this.turn) return;
-      if (changed.has("token")) this.pin(state, false);
+      if (changed.has("token") && state.token !== this.token) this.pin(state);
     }
   }
 
@@ -85,21 +91,12 @@ export class RecordView {
       await afterPaint();
     }
     const record = await run.record(state.step, state.record);
-    if (turn !== this.turn || !await this.present(record, state, turn)) return false;
-    if (state.token < 0) this.chooseWorst();
+    if (turn !== this.turn) return false;
+    const token = state.token < 0 ? worstToken(record, metricOf(state.fill)) : state.token;
+    if (!await this.present(record, { ...state, token }, turn, state.token >= 0)) return false;
+    this.app.store.set({ token });
     if (!record.index.measures) setTimeout(() => this.measure(record), STAYS_MS);
     return true;
-  }
-
-  /** Pins the token that stands out most by the colouring: what one most likely came for. */
-  chooseWorst() {
-    const { record } = this;
-    const values = this.values ?? valuesOf(record, metricOf("surprise"));
-    let worst = -1;
-    for (let i = 0; values && i < record.length; i += 1) {
-      if (record.isTrainable(i) && Number.isFinite(values[i]) && (worst < 0 || Math.abs(values[i]) > Math.abs(values[worst]))) worst = i;
-    }
-    if (worst >= 0) this.app.store.set({ token: worst });
   }
 
   /** The server reads the whole step for these numbers: only if one still looks at the record. @param {import("../data/run.js").TokenRecord} record */
@@ -109,13 +106,14 @@ export class RecordView {
     if (this.record === record) this.drawHead();
   }
 
-  /** @param {import("../data/run.js").TokenRecord} record @param {import("../state.js").State} state @param {number} turn */
-  async present(record, state, turn) {
+  /** @param {import("../data/run.js").TokenRecord} record @param {import("../state.js").State} state @param {number} turn
+   * @param {boolean} [middle] where its token is put */
+  async present(record, state, turn, middle = false) {
+    const takesFocus = this.hasFocus();
     this.record = record;
     this.isLead = record.length < record.field("tokens");
     this.drawHead();
-    await this.colour(state);
-    if (turn === this.turn) this.pin(state, true);
+    await this.colour(state, takesFocus, middle);
     return turn === this.turn;
   }
 
@@ -153,8 +151,8 @@ export class RecordView {
       element("p", { class: "ids" }, ...ids.map(([name, text]) => element("span", {}, `${name} `, element("code", {}, String(text))))));
   }
 
-  /** @param {import("../state.js").State} state */
-  async colour(state) {
+  /** @param {import("../state.js").State} state @param {boolean} [takesFocus] @param {boolean} [middle] */
+  async colour(state, takesFocus = this.text.root.contains(document.activeElement), middle = false) {
     const { record, app } = this;
     const metric = metricOf(state.fill);
     const values = valuesOf(record, metric);
@@ -169,11 +167,16 @@ export class RecordView {
     };
     this.text.root.hidden = state.table;
     this.tableRoot.hidden = !state.table;
+    this.drawLook(state);
+    const token = this.explain(state.token);
     if (state.table) {
       this.table ??= new TokenTable(app, this.tableRoot);
-      this.table.show(record, look, state.token);
-    } else this.text.show(record, app.run.vocabulary, look);
-    this.drawLook(state);
+      this.table.show(record, look, token);
+      this.table.reveal(token);
+    } else {
+      this.text.show(record, app.run.vocabulary, look, token, middle);
+      this.text.settle(takesFocus);
+    }
     // The text first: what stands above it waits for the next frame.
     if (!this.isLead) afterPaint().then(() => { if (this.record === record) this.drawOverview(look); });
   }
@@ -181,11 +184,14 @@ export class RecordView {
   /** @param {import("../state.js").State} state */
   drawLook(state) {
     const { app } = this;
-    const none = this.values ? null : element("span", { class: "look-none" }, `${this.metric.label} is ${this.record.column(this.metric.column) === null ? "without meaning here" : "not recorded"}`);
+    const none = this.values ? "" : `${this.metric.label} is ${this.record.column(this.metric.column) === null ? "without meaning here" : "not recorded"}`;
+    const shown = JSON.stringify([state.fill, state.scope, state.masks, state.table, this.scale.low, this.scale.high, this.scale.colours[0], none]);
+    if (shown === this.shownLook) return;
+    this.shownLook = shown;
     refill(this.look,
       choice("Colour", METRICS.map(({ key, label, shortcut }) => [key, `${shortcut ?? ""}  ${label}`]), state.fill, (fill) => app.go({ fill })),
       element("span", { class: "formula" }, this.metric.formula),
-      none ?? legend(this.scale, state.scope),
+      none ? element("span", { class: "look-none" }, none) : legend(this.scale, state.scope),
       choice("over", [["record", "this record"], ["step", "this step"], ["run", "the run"]], state.scope, (scope) => app.go({ scope })),
       toggle("masks", state.masks, (masks) => app.go({ masks }), "a rule above: masked high; below: masked low (m)"),
       toggle("table", state.table, (table) => app.go({ table }), "tokens as a table (t)"),
@@ -207,24 +213,35 @@ export class RecordView {
       height: CHART_HEIGHT, x: places, log: this.metric.kind === "log",
       lines: [{ label: this.metric.label, values: places.map((i) => (record.isTrainable(i) ? values[i] : NaN)), colour: "line", width: 1.25 }],
       spans: trainableSpans(record),
-      points: record.length < 200, label: `${this.metric.label} over the positions`, marker: () => this.app.store.state.token,
+      points: record.length < 200, unit: "token", label: `${this.metric.label} over the positions`, marker: () => this.app.store.state.token,
       onClick: (token) => this.app.go({ token }),
       onHover: (index) => { if (index !== null) this.hover(places[index]); },
     });
   }
 
-  /** @param {import("../state.js").State} state @param {boolean} isNew */
-  pin(state, isNew) {
-    const token = state.token < this.record.length ? state.token : -1;
+  /** Whether the keyboard is here, or nowhere. */
+  hasFocus() { return document.activeElement === document.body || this.root.contains(document.activeElement); }
+
+  /** @param {import("../state.js").State} state */
+  pin(state) {
+    const token = this.explain(state.token);
     if (state.table) this.table?.reveal(token);
-    else this.text.pin(token, { focus: document.activeElement === document.body || this.root.contains(document.activeElement), middle: isNew });
+    else this.text.pin(token, this.hasFocus());
     this.chart?.redraw(false);
+  }
+
+  /** Tells all of a token; the others are none. @param {number} wanted */
+  explain(wanted) {
+    const { app, record } = this;
+    const token = (this.token = wanted < record.length ? wanted : -1);
     if (token < 0) {
-      this.details.replaceChildren(notice("empty", "No token chosen", "Point at a token to read it, click to keep it here. Arrows move; n jumps to the next outlier.", element("button", { type: "button", onclick: () => this.chooseWorst() }, "the one that stands out most")));
-      return;
+      const choose = () => app.store.set({ token: worstToken(record, this.metric) });
+      this.details.replaceChildren(notice("empty", "No token chosen", "Point at a token to read it, click to keep it here. Arrows move; n jumps to the next outlier.", element("button", { type: "button", onclick: choose }, "the one that stands out most")));
+    } else {
+      this.details.replaceChildren(tokenDetails(app.run, record, token));
+      app.say(spokenToken(app.run, record, token, this.metric, this.values ? this.values[token] : null));
     }
-    this.details.replaceChildren(tokenDetails(this.app.run, this.record, token));
-    this.app.say(spokenToken(this.app.run, this.record, token, this.metric, this.values ? this.values[token] : null));
+    return token;
   }
 
   /** @param {number} token */
@@ -246,6 +263,17 @@ export class RecordView {
     }
     return this.outliers;
   }
+}
+
+/** The token that stands out most by a metric: what one most likely came for. @param {import("../data/run.js").TokenRecord} record
+ * @param {import("../data/metrics.js").Metric} metric */
+function worstToken(record, metric) {
+  const values = valuesOf(record, metric) ?? valuesOf(record, metricOf("surprise"));
+  let worst = -1;
+  for (let i = 0; values && i < record.length; i += 1) {
+    if (record.isTrainable(i) && Number.isFinite(values[i]) && (worst < 0 || Math.abs(values[i]) > Math.abs(values[worst]))) worst = i;
+  }
+  return worst;
 }
 
 /** @param {any} run @param {import("../data/run.js").TokenRecord} record @param {ArrayLike<number>} ids @param {number} i @param {boolean} masks */

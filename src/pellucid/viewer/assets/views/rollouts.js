@@ -38,7 +38,7 @@ export class RolloutsView {
         { key: "tokens", label: "tokens", width: "62px", cell: (row) => count(this.found[row].tokens) },
         { key: "turns", label: "turns", width: "56px", cell: (row) => count(this.found[row].turns.length) },
         { key: "env", label: "environment", width: "104px", text: true, cell: word("env") },
-        { key: "stop", label: "ended by", width: "72px", text: true, cell: word("stop") },
+        { key: "stop", label: "ended by", width: "82px", text: true, cell: word("stop") },
         { key: "prompt", label: "end of the prompt", width: "auto", text: true, cell: (row) => ending(promptOf(this.found[row])) },
         { key: "reply", label: "end of the reply", width: "auto", text: true, cell: (row) => ending(replyOf(this.found[row])) },
         { key: "reason", label: "reason", width: "auto", text: true, cell: (row) => this.found[row].reason || this.found[row].error || "" },
@@ -149,7 +149,7 @@ export class RolloutsView {
     this.table.hide(new Set([...["env", "stop", "outcome"].filter((name) => same((one) => /** @type {any} */ (one)[name])), ...(found.every(({ turns }) => turns.length < 2) ? ["turns"] : []),
       ...["reason", "reward", "advantage", "tokens"].filter((name) => found.every((one) => !one.error && (/** @type {any} */ (one)[name] ?? "") === ""))]));
     this.table.show(isColumn ? sorted(order, state.up, read) : order, { key: isColumn ? state.sort : "", up: state.up });
-    this.note.textContent = `${plural(found.length, "rollout")}${found.length >= LIMIT ? ", the newest" : ""}${looked < steps ? ` · ${count(looked)} of ${plural(steps, "step")} looked through` : ""}`;
+    this.note.textContent = isAll && !found.length ? "" : `${plural(found.length, "rollout")}${found.length >= LIMIT ? ", the newest" : ""}${looked < steps ? ` · ${count(looked)} of ${plural(steps, "step")} looked through` : ""}`;
     this.body.hidden = !found.length || state.talk;
     refill(this.empty, found.length || !isAll ? null : this.nothing(state));
     this.pin(state);
@@ -164,7 +164,7 @@ export class RolloutsView {
     const all = run.numRollouts();
     if (!all && run.head.counting) return notice("loading", "Counting the saved rollouts …");
     if (!all) {
-      const text = run.head.in_run ? "The run has no rollouts/step_N/train_rollouts.jsonl: rollouts are saved by `pellucid rl`, not by sft." : "Saved rollouts are found beside an export only in a run folder.";
+      const text = run.head.in_run ? "The run has no `rollouts/step_N/train_rollouts.jsonl`: rollouts are saved by `pellucid rl`, not by sft." : "Saved rollouts are found beside an export only in a run folder.";
       return notice("empty", "No saved rollouts", text, action("look at the run", { view: "run" }));
     }
     const here = run.numRollouts(state.outcome || undefined);

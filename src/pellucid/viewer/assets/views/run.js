@@ -211,7 +211,7 @@ export class RunView {
       return swatch(colour, `${lines.length > 1 ? `${label} ` : ""}${isShare ? percent(number) : short(number)}`, dash);
     }), at === null ? null : element("span", { class: "muted" }, this.axis.place(steps[at])));
     tell(null);
-    const chart = (/** @type {number} */ width) => lineChart(root, { height: 136, width, x: steps, lines, log, percent: isShare, sync: "run", points: steps.length < 3, range: shown, onHover: tell,
+    const chart = (/** @type {number} */ width) => lineChart(root, { height: 136, width, x: steps, lines, log, percent: isShare, sync: "run", points: steps.length < 3, range: shown, unit: this.axis.text ? undefined : "step", onHover: tell,
       label: `${title} over ${this.axis.name}`, axis: this.axis.text && { text: this.axis.text, ticks: this.axis.ticks },
       onClick: (x) => this.openAt(x),
       onBrush: (low, high) => this.show(low, high),

@@ -113,7 +113,7 @@ export class RunsView {
         { key: "chosen", label: "✓", title: "selected", width: "38px", text: true, cell: (row) => this.box(of(row)) },
         { key: "name", label: "run", width: nameWidth, text: true, cell: (row) => this.name(of(row)) },
         { key: "state", label: "state", width: stateWidth, text: true, cell: (row) => element("span", { class: `run-state run-${of(row).state}`, title: of(row).reason || undefined }, element("i", { "aria-hidden": "true" }, STATES[of(row).state]), of(row).state) },
-        { key: "reward", label: "reward", width: "116px", title: "mean over rollouts, first → last step", cell: (row) => ends(of(row)) },
+        { key: "reward", label: "reward", width: "138px", title: "mean over rollouts, first → last step", cell: (row) => ends(of(row)) },
         { key: "curve", label: "over steps", width: "104px", title: "reward, or the loss of sft", text: true, cell: (row) => sparkline(of(row)) },
         { key: "steps", label: "steps", width: "92px", cell: (row) => `${count(of(row).steps)}${of(row).max_steps && of(row).max_steps !== of(row).steps ? ` / ${count(of(row).max_steps)}` : ""}` },
         { key: "loss", label: "loss", width: "92px", title: "of the last step", cell: (row) => short(of(row).loss) },

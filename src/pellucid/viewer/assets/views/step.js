@@ -162,7 +162,7 @@ export class StepView {
     this.positionRoot.replaceChildren();
     if (!values) { this.positionRoot.append(notice("empty", `${metric.label} is not recorded`, "", element("button", { type: "button", onclick: () => this.app.go({ fill: "entropy" }) }, "show the entropy"))); return; }
     const { x, means } = meanPerPosition(this.all, values, chosen);
-    lineChart(this.positionRoot, { height: 150, x, log: metric.kind === "log", lines: [{ label: metric.label, values: means, colour: "line" }], points: x.length < 40, label: `${metric.label} per position` });
+    lineChart(this.positionRoot, { height: 150, x, log: metric.kind === "log", lines: [{ label: metric.label, values: means, colour: "line" }], points: x.length < 40, unit: "position", label: `${metric.label} per position` });
   }
 
   /** @param {import("../data/select.js").Selection} chosen */

@@ -34,7 +34,7 @@ export class RecordsTable {
         { key: "kl_max", label: "KL max", width: "70px", cell: number("kl_max", short) },
         { key: "entropy", label: "entropy", width: "64px", cell: number("entropy", short) },
         { key: "masked", label: "masked", width: "64px", title: "share of trainable tokens out of the trust region", cell: (row) => percent(maskedShare(this.index, row)) },
-        { key: "loss", label: "loss", width: "74px", title: "sum of its token losses", cell: number("loss", (value) => signed(value, Math.abs(value) < 10 ? 4 : 1)) },
+        { key: "loss", label: "loss", width: "74px", title: "sum of its token losses", cell: number("loss", (value) => signed(value, 3)) },
         { key: "stop", label: "ended by", width: "78px", text: true, cell: text("stop") },
       ],
     });

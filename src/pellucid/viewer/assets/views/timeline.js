@@ -1,7 +1,7 @@
 // The time line: who worked, who waited for whom, and in one sentence why the run is not faster.
 
 import { parseRange } from "../data/curves.js";
-import { element, facts, notice, painted, perFrame, refill } from "../draw/dom.js";
+import { element, facts, notice, painted, perFrame, prose, refill } from "../draw/dom.js";
 import { count, duration, percent, short } from "../draw/format.js";
 import { AXIS, COLOURS, LANE, clock, drawGantt, firstEndingAfter, spanAt } from "../draw/gantt.js";
 import { saveBar } from "../draw/saving.js";
@@ -90,7 +90,7 @@ export class TimelineView {
     const starts = Math.max(...data.lanes.map((/** @type {any} */ { lives }) => lives.length));
     refill(this.about, element("h2", {}, "Timeline"), facts([["from start to end", duration(data.end / 1000)], ["starts", starts > 1 ? count(starts) : null]]),
       data.approximate ? element("span", { class: "muted" }, "Approximate: this run recorded how long things took in each step, not when; sums are right, the order within a step is assumed, and engines are missing. Runs of this version record both.") : null,
-      data.since > 0 ? element("span", { class: "muted" }, `Shows the last ${duration((data.end - data.since) / 1000)}; \`pellucid trace\` writes all of it, and the numbers below are of all of it.`) : null);
+      data.since > 0 ? element("span", { class: "muted" }, ...prose(`Shows the last ${duration((data.end - data.since) / 1000)}; \`pellucid trace\` writes all of it, and the numbers below are of all of it.`)) : null);
     const { verdict } = data;
     this.verdict.hidden = !verdict;
     if (!verdict) return;

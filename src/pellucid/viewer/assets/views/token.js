@@ -51,7 +51,7 @@ function textOf(run, id) {
 const isSampled = (record, token) => (record.value("sampled", token) ?? record.value("loss_mask", token)) !== 0;
 
 /** What a logprob is the log of. @type {Record<string, string>} */
-const PROBABILITIES = { trainer_logprobs: "π =", inference_logprobs: "μ =" };
+const PROBABILITIES = { trainer_logprobs: "π\u00a0=", inference_logprobs: "μ\u00a0=" };
 
 /** @param {TokenRecord} record @param {number} token @param {import("../data/metrics.js").Field} field */
 function fact(record, token, { label, name, formula, optional, needs_sampled: needsSampled }) {
@@ -59,7 +59,7 @@ function fact(record, token, { label, name, formula, optional, needs_sampled: ne
   if (optional && (value === undefined || value === null)) return [];
   if (value === undefined) return row(label, "not recorded", formula, "absent");
   if (needsSampled && !isSampled(record, token)) return row(label, "not sampled", formula, "absent");
-  if (typeof value === "number" && name in PROBABILITIES) return row(label, `${precise(value)} · ${PROBABILITIES[name]} ${short(Math.exp(value), 4)}`, formula);
+  if (typeof value === "number" && name in PROBABILITIES) return row(label, `${precise(value)} ·\u00a0${PROBABILITIES[name]}\u00a0${short(Math.exp(value), 4)}`, formula);
   return value === null ? row(label, "none", formula, "absent") : row(label, precise(value), formula);
 }
 

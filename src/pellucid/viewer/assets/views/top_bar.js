@@ -79,7 +79,7 @@ export class TopBar {
     this.stepper.hidden = !this.app.run.steps.length;
     this.within.hidden = state.view === "rollouts";
     this.fill(this.stepSelect, this.app.run.steps.map((/** @type {number} */ step) => [String(step), `step ${step}`]), String(state.step));
-    this.fill(this.envSelect, [["", "all environments"], ...this.app.run.envs.map((/** @type {string} */ env) => [env, env || "no name"])], state.env);
+    this.fill(this.envSelect, [["", "all envs"], ...this.app.run.envs.map((/** @type {string} */ env) => [env, env || "no name"])], state.env);
     this.envSelect.hidden = this.app.run.envs.length < 2;
     const { rank, weights } = state; // shown where there are several, or one is asked for
     if (this.head !== this.app.run.head) {

@@ -47,7 +47,7 @@ export class WhatIfView {
       onChoose: (row) => app.go({ view: "record", record: this.all.owners[row], token: this.all.position(row), fill: "delta" }),
       columns: [
         { key: "change", label: "change", width: "132px", text: true, cell: (row) => (this.read("is_masked", row) === 1 ? "would train" : "would be masked") },
-        { key: "context", label: "token and what is around it", width: "auto", text: true, cell: (row) => contextLine(app.run.vocabulary, this.all, row, this.scale) },
+        { key: "context", label: "token and what is around it", width: "auto", least: 420, text: true, cell: (row) => contextLine(app.run.vocabulary, this.all, row, this.scale) },
         { key: "delta", label: "Δ", width: "84px", cell: (row) => signed(this.read("prob_delta", row), 4) },
         { key: "ratio", label: "r", width: "84px", cell: (row) => short(this.read("importance_ratio", row), 4) },
         { key: "adv", label: "A", width: "84px", cell: (row) => signed(this.read("advantages", row), 3) },
@@ -172,7 +172,7 @@ export class WhatIfView {
     const lines = shown.map(({ key, low, high }, i) => ({ label: key, colour: `series-${i + 2}`,
       values: x.map((value) => (value < low || value > high ? NaN : tokens.filter((token) => loss.decide({ ...bounds, [key]: value }, token).masked).length / (tokens.length || 1))) }));
     refill(this.curveRoot, element("p", { class: "strip-value" }, ...lines.map(({ label, colour }) => swatch(colour, label))));
-    lineChart(this.curveRoot, { height: 170, x, lines, points: false, percent: true, fractions: true });
+    lineChart(this.curveRoot, { height: 170, x, lines, points: false, percent: true, fractions: true, unit: "bound" });
   }
 }
 

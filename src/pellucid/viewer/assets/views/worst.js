@@ -37,7 +37,7 @@ export class WorstView {
       },
       columns: [
         { key: "value", label: "value", width: "92px", cell: (row) => short(this.found[row].value, 4) },
-        { key: "context", label: "token and ± 12 around it", width: "auto", text: true, cell: (row) => this.context(this.found[row]) },
+        { key: "context", label: "token and ± 12 around it", width: "auto", least: 420, text: true, cell: (row) => this.context(this.found[row]) },
         { key: "state", label: "state", width: "108px", text: true, cell: (row) => this.state(this.found[row]) },
         { key: "kl", label: "KL", width: "78px", cell: number("mismatch_kl", short) },
         { key: "delta", label: "Δ", width: "78px", cell: number("prob_delta", delta) },
