@@ -145,18 +145,11 @@ def two(folder) -> dict:
         "untied, gathered": ["gathered", "untied"],
         "dp2, head in chunks": ["parity", {}, "tied", False, 500],
         "cp2, one kv head": ["parity", {"cp": 2}, "few_kv_heads", False],
-        "dp2, compiled": ["compiled", {"activation_checkpointing": True}, "aot_eager"],
-        "cp2, compiled": ["compiled", {"cp": 2}, "eager"],
         "dp2, experts": ["replay", {}],
         "cp2, experts": ["replay", {"cp": 2, "activation_checkpointing": True}],
         "dp2, bf16": ["precision", {}],
         "cp2, bf16": ["precision", {"cp": 2}],
-        **{f"{model}, loading": ["loading", {}, model] for model in LOADED},
         "dp2, untied, bf16": ["precision", {}, "untied"],
-        "biased router, loading": ["loading", {}, "biased router"],
-        "stored twice, loading": ["loading", {}, "stored twice"],
-        "replicated, loading": ["loading", {"dp_replicate": 2}, "untied"],
-        "adapter, loading": ["loading", {}, "moe", True],
         "dp2, reductions": ["reductions", {}],
         "cp2, reductions": ["reductions", {"cp": 2}],
         "hsdp2, reductions": ["reductions", {"dp_replicate": 2}],
@@ -168,7 +161,6 @@ def two(folder) -> dict:
         "cp2, skipped": ["skipping", {"cp": 2}],
         "golden": ["golden", str(GOLDEN / "loss_normalisation.json")],
         "sharing": ["sharing"],
-        "no memory": ["no_memory"],
         "beside": ["beside", str(folder / "runs" / "beside")],
         "buffers": ["buffers", str(folder / "runs" / "buffers")],
         "dp2, adapter": ["adapter", {}],
@@ -177,15 +169,31 @@ def two(folder) -> dict:
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
         "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
         "refused": ["refuse", str(send_for_many(folder / "runs" / "refused", "full")), {}],
+        "train dp2": ["train", runs["dp2"], {}],
+        "train cp2": ["train", runs["cp2"], {"cp": 2}],
+        "train hsdp2": ["train", runs["hsdp2"], {"dp_replicate": 2}],
+        "train untied": ["train", runs["untied"], {}, False, "untied"],
+    }
+    return start(folder, 2, jobs)
+
+
+@pytest.fixture(scope="module")
+def two_more(folder) -> dict:
+    """What two processes found that load and compile models, or verify themselves."""
+    jobs = {
+        "dp2, compiled": ["compiled", {"activation_checkpointing": True}, "aot_eager"],
+        "cp2, compiled": ["compiled", {"cp": 2}, "eager"],
+        **{f"{model}, loading": ["loading", {}, model] for model in LOADED},
+        "biased router, loading": ["loading", {}, "biased router"],
+        "stored twice, loading": ["loading", {}, "stored twice"],
+        "replicated, loading": ["loading", {"dp_replicate": 2}, "untied"],
+        "adapter, loading": ["loading", {}, "moe", True],
+        "no memory": ["no_memory"],
         "verify dp2": ["verify", {}],
         "verify cp2": ["verify", {"cp": 2}],
         "verify, a denominator per rank": ["verify", {}, "a denominator per rank"],
         "verify, an average over processes": ["verify", {}, "an average over processes"],
         "verify, an update of one process": ["verify", {}, "an update of one process"],
-        "train dp2": ["train", runs["dp2"], {}],
-        "train cp2": ["train", runs["cp2"], {"cp": 2}],
-        "train hsdp2": ["train", runs["hsdp2"], {"dp_replicate": 2}],
-        "train untied": ["train", runs["untied"], {}, False, "untied"],
     }
     return start(folder, 2, jobs)
 
@@ -271,10 +279,10 @@ def test_two_processes_have_the_gradient_and_the_metrics_of_one(two, allowed, me
 
 @pytest.mark.parametrize("mesh", ["dp2", "cp2"])
 def test_compiled_layers_of_two_processes_have_the_gradient_and_the_metrics_of_one(
-    two, allowed, mesh
+    two_more, allowed, mesh
 ) -> None:
     """By 4 graphs, one of which `aot_eager` gets twice, and as many for single tokens: slices, dummies."""
-    found, num_graphs = two[f"{mesh}, compiled"]
+    found, num_graphs = two_more[f"{mesh}, compiled"]
     check_parity(found, allowed, thorough=False)
     assert num_graphs == ([5, 10] if mesh == "dp2" else [8, 8])
 
@@ -348,11 +356,11 @@ def test_persistent_buffers_are_published_and_saved(folder, two) -> None:
 
 
 @pytest.mark.parametrize("model", [*LOADED, "replicated", "adapter"])
-def test_each_process_reads_its_part_and_together_they_have_all(folder, two, four, model) -> None:
+def test_each_process_reads_its_part_and_together_they_have_all(folder, two_more, four, model) -> None:
     source = {"replicated": "untied", "adapter": "moe"}.get(model, model)
     files = [load_file(path) for path in (folder / "models" / source).glob("*.safetensors")]
     stored = sum(tensor.nbytes for file in files for tensor in file.values())
-    for found in (two, four):
+    for found in (two_more, four):
         num_whole, num_bytes, worst = zip(*found[f"{model}, loading"], strict=True)
         assert set(num_whole) == set(worst) == {0.0}
         num_copies = 2 if model == "replicated" else 1
@@ -360,16 +368,18 @@ def test_each_process_reads_its_part_and_together_they_have_all(folder, two, fou
         assert max(num_bytes) < 1.05 * num_copies * stored / len(num_bytes)
 
 
-def test_buffers_are_read_by_each_process(two) -> None:
-    assert [[num_whole, worst] for num_whole, _, worst in two["biased router, loading"]] == [[0, 0.0]] * 2
+def test_buffers_are_read_by_each_process(two_more) -> None:
+    assert [[num_whole, worst] for num_whole, _, worst in two_more["biased router, loading"]] == [
+        [0, 0.0]
+    ] * 2
 
 
-def test_one_process_reads_what_cannot_be_read_in_parts_and_all_have_it(two) -> None:
-    assert two["stored twice, loading"] == [[1, 0, 0.0], [0, 0, 0.0]]
+def test_one_process_reads_what_cannot_be_read_in_parts_and_all_have_it(two_more) -> None:
+    assert two_more["stored twice, loading"] == [[1, 0, 0.0], [0, 0, 0.0]]
 
 
-def test_all_processes_raise_where_the_first_has_no_memory_to_publish_and_go_on(two) -> None:
-    (message, is_published), other = two["no memory"]
+def test_all_processes_raise_where_the_first_has_no_memory_to_publish_and_go_on(two_more) -> None:
+    (message, is_published), other = two_more["no memory"]
     assert [message, is_published] == other
     assert is_published
     assert message.startswith("no host memory for a copy of the weights, 0.0 GB (DefaultCPUAllocator")
@@ -444,8 +454,8 @@ def verified(two: dict, job: str) -> tuple[list[int], list[dict]]:
 
 
 @pytest.mark.parametrize(("mesh", "num_ranks"), [("dp2", 2), ("cp2", 1)])
-def test_verify_compares_the_processes_with_one(two, mesh, num_ranks) -> None:
-    codes, findings = verified(two, f"verify {mesh}")
+def test_verify_compares_the_processes_with_one(two_more, mesh, num_ranks) -> None:
+    codes, findings = verified(two_more, f"verify {mesh}")
     assert codes == [0] * num_ranks
     of_processes = [finding for finding in findings if finding["check"] == "processes"]
     assert [finding["what"].split(",")[0] for finding in of_processes] == [
@@ -463,25 +473,25 @@ def failed(findings: list[dict]) -> dict[str, str]:
     return {finding["what"].split(",")[0]: finding["meaning"] for finding in ours if not finding["passed"]}
 
 
-def test_verify_names_a_denominator_per_rank(two) -> None:
-    codes, findings = verified(two, "verify, a denominator per rank")
+def test_verify_names_a_denominator_per_rank(two_more) -> None:
+    codes, findings = verified(two_more, "verify, a denominator per rank")
     assert codes == [1, 1]
     meanings = failed(findings)
     assert meanings.keys() == {"denominators", "loss", "gradient"}
     assert "a per-rank denominator" in meanings["denominators"]
 
 
-def test_verify_names_an_average_over_processes(two) -> None:
-    codes, findings = verified(two, "verify, an average over processes")
+def test_verify_names_an_average_over_processes(two_more) -> None:
+    codes, findings = verified(two_more, "verify, an average over processes")
     assert codes == [1, 1]
     meanings = failed(findings)
     assert meanings.keys() == {"gradient"}
     assert meanings["gradient"].startswith("the gradient is 0.5 times that of one process: it is averaged")
 
 
-def test_verify_names_an_update_of_one_process(two) -> None:
+def test_verify_names_an_update_of_one_process(two_more) -> None:
     """The second process keeps its shard as it is; the norm is halved, as if averaged over both."""
-    codes, findings = verified(two, "verify, an update of one process")
+    codes, findings = verified(two_more, "verify, an update of one process")
     assert codes == [1, 1]
     wrong = {each["what"].split(",")[0]: each["meaning"] for each in findings if not each["passed"]}
     assert wrong.keys() == {"norm", "published weights"}
