@@ -69,7 +69,7 @@ def test_it_is_back_when_its_server_is(browser: Any, client: TestClient) -> None
     page.wait_for_selector(".record-view .token")
     is_up = False
     page.evaluate("() => $main.app.go({ step: 2 })")
-    page.wait_for_selector("text=Is `pellucid view` still running?")
+    page.wait_for_selector("text=Is pellucid view still running?")
     page.wait_for_selector(".live.gone")
     is_up = True
     page.wait_for_selector(".record-view .token", timeout=120_000)
