@@ -151,6 +151,12 @@ def test_levels_rise_with_the_examples() -> None:
     assert most(0) < most(20)
 
 
+def test_levels_end_with_those_of_the_curriculum() -> None:
+    """chain_sum has 11 levels of terms, from 2 to 12, and 10 of digits."""
+    environment = gym("chain_sum", raise_every=1)
+    assert [environment.example(index).info["level"] for index in (0, 9, 10, 11, 99)] == [0, 9, 10, 10, 10]
+
+
 def test_settings_of_the_task_go_before_its_level() -> None:
     sums = questions(gym("chain_sum", level=8, max_digits=1, min_digits=1), 20)
     assert {len(number) for text in sums for number in re.findall(r"\d+", text)} == {1}
@@ -167,6 +173,7 @@ def test_settings_of_the_task_go_before_its_level() -> None:
         ({"task": "chain_sum", "max_level": 3}, "max_level = 3 needs raise_every"),
         ({"task": "chain_sum", "level": -1}, "level = -1 has to be at least 0"),
         ({"task": "gcd", "level": 3, "raise_every": 1, "max_level": 2}, "max_level = 2 is below level = 3"),
+        ({"task": "chain_sum", "level": 11}, "level 11 is above the last one of 'chain_sum', 10"),
         ({"task": "acre", "level": 1}, "task = 'acre' has no curriculum"),
         ({"task": "chain_sum", "answer": "last"}, "answer = 'last' has to be 'tag' or 'reply'"),
         ({}, "missing a required argument: 'task'"),

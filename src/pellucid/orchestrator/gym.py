@@ -89,11 +89,12 @@ class ReasoningGym(SingleTurnEnvironment):
 
     def reward(self, example: Example, text: str) -> Score:
         index = int(example.example_id)
+        level = self.level_at(index)
         answer = _library().utils.extract_answer(text) if self._has_tag else text.strip()
-        dataset = self._dataset(index // _EXAMPLES_PER_SEED, self.level_at(index))
+        dataset = self._dataset(index // _EXAMPLES_PER_SEED, level)
         score = 0.0 if answer is None else float(dataset.score_answer(answer, self._entry(index)))
         metrics = {"correct": float(score >= 1.0), "answered": float(answer is not None)}
-        if (level := self.level_at(index)) is not None:
+        if level is not None:
             metrics["level"] = float(level)
         return Score(score, metrics, {"answer": answer})
 
@@ -101,8 +102,7 @@ class ReasoningGym(SingleTurnEnvironment):
         """Returns the level of the example at `index`; None: the task is as hard as its settings say."""
         if self._level is None or self._raise_every is None:
             return self._level
-        level = self._level + index // self._raise_every
-        return level if self._max_level is None else min(level, self._max_level)
+        return min(self._level + index // self._raise_every, self._max_level)
 
     def _find_entry(self, index: int) -> Mapping[str, Any]:
         number, place = divmod(index, _EXAMPLES_PER_SEED)
@@ -160,18 +160,22 @@ def _known_task(task: str) -> str:
 
 def _checked_levels(
     task: str, level: int | None, raise_every: int | None, max_level: int | None
-) -> tuple[int | None, int | None, int | None]:
-    """Returns the levels, from 0 on if they rise; ValueError if there is no such curriculum."""
+) -> tuple[int | None, int | None, int]:
+    """Returns level, when it rises and the highest; ValueError if the curriculum lacks such levels."""
     if level is None and raise_every is None and max_level is None:
-        return None, None, None
+        return None, None, 0
     if raise_every is None and max_level is not None:
         raise ValueError(f"max_level = {max_level} needs raise_every, after which the level rises")
     if not _library().factory.has_curriculum(task):
         raise ValueError(f"task = {task!r} has no curriculum: leave out level and raise_every")
-    level = level or 0
+    attributes = _library().factory.create_curriculum(task).attributes.values()
+    last = max((len(attribute.levels) for attribute in attributes), default=1) - 1
+    level, max_level = level or 0, last if max_level is None else max_level
     if level < 0 or (raise_every is not None and raise_every < 1):
         raise ValueError(f"level = {level} has to be at least 0, raise_every = {raise_every} at least 1")
-    if max_level is not None and max_level < level:
+    if max(level, max_level) > last:
+        raise ValueError(f"level {max(level, max_level)} is above the last one of {task!r}, {last}")
+    if max_level < level:
         raise ValueError(f"max_level = {max_level} is below level = {level}")
     return level, raise_every, max_level
 
