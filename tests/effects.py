@@ -2,7 +2,7 @@
 
     weights, checkpoint   every tensor
     tokens                every column of every exported sequence, but for its place in a micro batch
-    rollouts              every field of every saved rollout
+    rollouts              every field of every saved rollout, but for what a clock tells
     ledger                counts by process, step and environment, but for those that packing decides
 
 Two runs differ by rounding alone if everything that is counted or named is equal, and no number is further
@@ -47,7 +47,7 @@ def facts_of(run: Path) -> Facts:
         facts[f"checkpoint {path.name}"] = path.read_bytes().hex()
     for kind, pattern in (("tokens", "token_exports/*/*.jsonl"), ("rollouts", "rollouts/*/*.jsonl")):
         for path in _files(run, pattern):
-            for index, record in enumerate(sorted(_records(path), key=_identity)):
+            for index, record in enumerate(sorted(map(unclocked, _records(path)), key=_identity)):
                 facts |= _columns(f"{kind} {path.parent.name} {index}", record)
     facts["ledger"] = _text(_ledger(run))
     return facts
@@ -110,6 +110,18 @@ def _columns(name: str, record: Mapping[str, Any]) -> Facts:
         else:
             facts[f"{name} {key}"] = _text(value)
     return facts
+
+
+CLOCKED = ("time_s", "start_s", "wait_s")
+"""Fields of a saved rollout and of its turns that depend on the machine."""
+
+
+def unclocked(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a saved rollout, or any other record, without what a clock told it."""
+    kept = {key: value for key, value in record.items() if key not in CLOCKED}
+    if "trajectory" in kept:
+        kept["trajectory"] = [unclocked(turn) for turn in kept["trajectory"]]
+    return kept
 
 
 def _identity(record: Mapping[str, Any]) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from effects import unclocked
+
 ROOT = Path(__file__).resolve().parents[1]
 PELLUCID = ("-m", "pellucid.cli")
 SFT = (*PELLUCID, "sft", "@", "TREE/examples/reverse_text/sft.toml", "--trainer.threads", "1")
@@ -116,10 +118,7 @@ def values(folder: Path) -> Iterator[tuple[str, str, Any]]:
             for number, line in enumerate(file.read_text().splitlines()):
                 record = json.loads(line)
                 place = f"step {record['step']}{where}{number if where else ''}"
-                for turn in record.get("trajectory", ()):
-                    for clocked in ("start_s", "wait_s"):
-                        turn.pop(clocked, None)
-                for key, value in record.items():
+                for key, value in unclocked(record).items():
                     if kind == "token_exports" or not is_clocked(key):
                         yield f"{name} {key}", place, value
     for key, value in json.loads((folder / "ledger.json").read_text()).items():

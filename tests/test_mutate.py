@@ -131,12 +131,23 @@ def test_results_of_a_module_that_has_changed_since_do_not_count(tmp_path: Path)
 
 
 def a_run(
-    folder: Path, *, weight: float = 1.0, logprob: float = -4.5, place: int = 0, sent: int = 8
+    folder: Path,
+    *,
+    weight: float = 1.0,
+    logprob: float = -4.5,
+    place: int = 0,
+    sent: int = 8,
+    wait_s: float = 0.1,
+    text: str = "ba",
 ) -> Facts:
     """What is known of a run of one step with one sequence."""
     files = {
         "token_exports/step_0/rank_0.jsonl": {"micro_step": place, "token_ids": [7], "logprobs": [logprob]},
-        "rollouts/step_0/train_rollouts.jsonl": {"rollout_id": "g0-r0", "reward": 0.5},
+        "rollouts/step_0/train_rollouts.jsonl": {
+            "rollout_id": "g0-r0",
+            "reward": 0.5,
+            "trajectory": [{"text": text, "wait_s": wait_s}],
+        },
         "ledger/orchestrator.jsonl": {"env": "e", "counts": {"sent": sent}},
         "ledger/trainer.jsonl": {"step": 0, "env": "e", "counts": {"trained": 8, "computed": 8 + place}},
     }
@@ -154,6 +165,8 @@ def a_run(
     [
         ({}, ("same", "")),
         ({"place": 3}, ("same", "")),
+        ({"wait_s": 0.2}, ("same", "")),
+        ({"text": "ab"}, ("differs", "rollouts step_0 0 trajectory")),
         ({"logprob": -4.500001}, ("rounding", "tokens step_0 0 logprobs")),
         ({"logprob": -4.501}, ("differs", "tokens step_0 0 logprobs")),
         ({"weight": 1.00001}, ("rounding", "tensor weights/step_1/model.safetensors w")),
