@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from pellucid.config import InferenceRunConfig
 from pellucid.errors import ConfigError, InferenceError, TransportError
@@ -13,12 +14,16 @@ from pellucid.inference.server import open_engine
 from pellucid.inference.slots import Request, Scoring, run_to_end
 from pellucid.inference.vllm_engine import (
     MAX_SCORINGS,
+    PublishedWeights,
     SampledToken,
     Scored,
     VllmEngine,
+    agreed,
     engine_args,
     max_lora_rank,
 )
+from pellucid.transport.digests import read_digests
+from pellucid.transport.weights import write_version
 
 ENV = Account("run", "env")
 BLOCK = 4
@@ -36,6 +41,7 @@ class FakeCore:
 
     def __init__(self) -> None:
         self.num_loaded = 0
+        self.digests: dict[str, str] = {}
         self.has_adapter = False
         self.started: list[tuple[list[int], SamplingParams, str]] = []
         self.num_steps = 0
@@ -277,6 +283,29 @@ def test_logprobs_that_are_not_finite_are_a_divergence(core) -> None:
     own.submit(request([1], [], max_tokens=2))
     with pytest.raises(InferenceError, match="policy version 0 gives logits that are not finite"):
         own.step()
+
+
+def test_digests_of_several_workers_are_those_on_which_all_agree() -> None:
+    assert agreed([{"a": "F32-0", "b": "F32-1"}]) == {"a": "F32-0", "b": "F32-1"}
+    assert agreed([{"a": "F32-0", "b": "F32-1"}, {"a": "F32-0"}]) == {"a": "F32-0"}
+    assert agreed([{"a": "F32-0"}, {"a": "F32-0"}, {"a": "F32-9"}]) == {"a": "F32-9"}
+
+
+def test_what_vllm_takes_is_digested_as_it_is_handed_over(tmp_path) -> None:
+    model = torch.nn.Linear(3, 2)
+    write_version(model, tmp_path)
+    taken: dict[str, torch.Tensor] = {}
+
+    class Worker(PublishedWeights):
+        class model_config:
+            class hf_text_config:
+                tie_word_embeddings = False
+
+        def reload_weights(self, weights_iterator) -> None:
+            taken.update(weights_iterator)
+
+    assert Worker().load_published(str(tmp_path)) == read_digests(tmp_path).tensors
+    assert torch.equal(taken["weight"], model.weight)
 
 
 def config(model=None, **vllm) -> InferenceRunConfig:
