@@ -34,6 +34,8 @@ def test_a_difference_is_written_down_and_raised_with_its_remedy(tmp_path) -> No
     ):
         book.enter(2, "s0", PUBLISHED, {**PUBLISHED, "b": "F32-99"})
     assert book.metrics()["weights/verified"] == 3 / 4
+    with pytest.raises(WeightsError, match=r"version 2, e has digest F32-0e there and none as published"):
+        WeightsBook().enter(2, "s0", PUBLISHED, {**PUBLISHED, "e": "F32-0e"})
     summary = read_weights_book(tmp_path)
     assert (summary.num_versions, summary.num_verified) == (2, 1)
     assert summary.line() == (

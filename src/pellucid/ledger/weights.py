@@ -54,7 +54,8 @@ class WeightsBook:
     ) -> None:
         """Compares the digests that a server reports, by tensor, with those that were published.
 
-        `served` is None for a server that cannot report. Raises WeightsError if a tensor differs.
+        `served` is None for a server that cannot report. Raises WeightsError if a tensor differs, or was not
+        published at all.
         """
         reported = served or {}
         differs = {
@@ -63,6 +64,9 @@ class WeightsBook:
             if reported.get(name, digest) != digest
         }
         num_equal = len(published.keys() & reported.keys()) - len(differs)
+        if published and not as_read:  # a head that is no longer tied, for one, keeps what it had
+            unpublished = sorted(reported.keys() - published.keys())
+            differs |= {name: ("none", reported[name]) for name in unpublished}
         entry = WeightsEntry(
             version,
             server,
@@ -125,10 +129,10 @@ def _append(path: Path, entry: WeightsEntry) -> None:
 def _other_weights(entry: WeightsEntry, num_differ: int) -> WeightsError:
     name, (published, served) = next(iter(entry.differs.items()))
     return WeightsError(
-        f"{entry.server} serves other weights than the trainer published: in policy version {entry.version}, "
-        f"{name} has digest {served} there and {published} as published ({num_differ} of {entry.published} "
-        "tensors differ). No token of it was taken. Restart that server and go on with --resume; if it "
-        "happens again, its memory or its loading of weights is faulty: `pellucid verify --only weights`"
+        f"the server {entry.server} serves other weights than the trainer published: in policy version "
+        f"{entry.version}, {name} has digest {served} there and {published} as published ({num_differ} of "
+        f"{entry.published} tensors differ). Restart that server and go on with --resume; if it happens "
+        "again, its memory or its loading of weights is faulty: `pellucid verify --only weights`"
     )
 
 
