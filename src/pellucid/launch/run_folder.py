@@ -55,7 +55,8 @@ _ROOM_BYTES = 1 << 16
 """Free space that the folder needs for a run to start at all."""
 
 _NO_FOLDER = "output_dir = {} is not a folder; choose another path"
-_RESULTS = ("metrics", "rollouts", "batches", "weights", "token_exports", "profiles", "model", "page.html")
+_WEIGHTS = ("weights", "weights_offered", "weights_cache")
+_RESULTS = ("metrics", "rollouts", "batches", *_WEIGHTS, "token_exports", "profiles", "model", "page.html")
 WRITTEN_BY_A_RUN = ("configs", "logs", "ledger", "checkpoints", "spans", "tensorboard", KEY_NAME, *_RESULTS)
 
 
