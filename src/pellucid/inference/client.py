@@ -97,6 +97,9 @@ class ServerClient(InferenceClient, Protocol):
 
     async def health(self) -> "Health": ...
 
+    async def fetch_weights(self, version: int) -> None:
+        """Has the server read a version that the trainer offers; does nothing where they share a folder."""
+
     async def served_weights(self) -> "ServedWeightsReport | None":
         """Returns the digests of the weights that the server serves; None if it cannot tell."""
 
@@ -140,6 +143,9 @@ class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     url: str = ""
     """In the place of a folder: `URL/weights/step_VERSION`, with the address of the trainer's offer that the
     server was started with."""
+
+    only_fetch: bool = False
+    """Whether the server only reads the version from `url`, to serve it later."""
 
     run: str = ""
     """Identity of the run that published them; `/health` tells it from then on."""

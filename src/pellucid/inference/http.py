@@ -181,6 +181,13 @@ class HttpInferenceClient:
             body = UpdateWeightsRequest(version, str(folder.resolve()), run=run)
         await self._request("POST", "/update_weights", body)
 
+    async def fetch_weights(self, version: int) -> None:
+        if self._weights_url:
+            url = offered_at(self._weights_url, version)
+            await self._request(
+                "POST", "/update_weights", UpdateWeightsRequest(version, url=url, only_fetch=True)
+            )
+
     async def served_weights(self) -> ServedWeightsReport | None:
         try:
             answer = await self._request("GET", "/weights")

@@ -270,6 +270,8 @@ class Server:
             folder = self._own_weights(body)
         else:
             folder = await self._pulled(self._puller, body)
+            if body.only_fetch:
+                return await self.health(http)
         await self._thread.update_weights(body.version, folder, body.run)
         return await self.health(http)
 

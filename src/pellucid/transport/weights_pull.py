@@ -211,6 +211,7 @@ class WeightsPuller:
     def _patiently(self, ask: Callable[[], T]) -> T:
         """Asks until there is an answer; raises what went wrong last after `patience_s`."""
         deadline, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        is_said = False
         while True:
             try:
                 return ask()
@@ -219,7 +220,9 @@ class WeightsPuller:
             except TransportError as error:
                 if time.monotonic() + pause_s > deadline:
                     raise TransportError(f"given up after {self._patience_s:g} s: {error}") from error
-                logger.warning("%s; trying again", error)
+                if not is_said:
+                    logger.warning("%s; trying again for %g s", error, self._patience_s)
+                is_said = True
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
