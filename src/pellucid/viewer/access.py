@@ -202,7 +202,9 @@ def has_masks(batch: TokenTable) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / part).is_dir() for part in (*RUN_PARTS, FOLDER))
+    """Whether a folder has a part of a run. A Python package of that name is none: `src/pellucid/ledger`."""
+    parts = (folder / part for part in (*RUN_PARTS, FOLDER))
+    return any(part.is_dir() and next(part.glob("*.py"), None) is None for part in parts)
 
 
 def trainable(batch: TokenTable) -> NDArray[np.bool_]:
