@@ -30,7 +30,7 @@ export class TopBar {
     this.envSelect = element("select", { "aria-label": "Environment", onchange: () => app.go({ env: this.envSelect.value }) });
     this.rankSelect = element("select", { "aria-label": "Rank", title: "records of one data rank", onchange: () => app.go({ rank: Number(this.rankSelect.value) }) });
     this.weightsSelect = element("select", { "aria-label": "Weights", title: "records by the oldest weights that had a part in them", onchange: () => app.go({ weights: this.weightsSelect.value }) });
-    this.search = element("input", { type: "search", placeholder: "search text or #id", title: "text, /a pattern/, #123 or #123 45: token ids", "aria-label": "Search", spellcheck: "false", autocomplete: "off" });
+    this.search = element("input", { type: "search", placeholder: "search or #id", title: "text, /a pattern/, #123 or #123 45: token ids", "aria-label": "Search", spellcheck: "false", autocomplete: "off" });
     this.within = element("select", { "aria-label": "Search in", onchange: () => app.go({ within: this.within.value }) },
       ...["record", "step", "run"].map((name) => element("option", { value: name }, `in ${name}`)));
     this.filter = element("input", { type: "search", placeholder: "filter: kl > 0.5", title: "tokens that fulfil an expression: kl > 0.5 & adv < 0 & env = math", "aria-label": "Filter", spellcheck: "false", autocomplete: "off" });
