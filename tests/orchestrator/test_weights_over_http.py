@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -21,7 +23,7 @@ from pellucid.inference.http import HttpInferenceClient
 from pellucid.inference.pool import ServerPool
 from pellucid.ledger.weights import WEIGHTS_BOOK, WeightsBook, read_weights_book
 from pellucid.model import Policy, load_policy
-from pellucid.orchestrator.servers import OfferedVersionsList, follow_weights
+from pellucid.orchestrator.servers import LAST_WORD_S, OfferedVersionsList, follow_weights
 from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import retract_folder, stable_steps
 from pellucid.transport.digests import DIGESTS, PublishedDigests, read_digests, write_digests
@@ -147,6 +149,26 @@ def test_the_list_of_versions_is_what_the_trainer_offers(tmp_path, offer, caplog
     offered._update()
     assert stable_steps(tmp_path / "seen") == [2, 3]
     assert read_digests(tmp_path / "seen" / "step_2").tensors == {"a": "F32-2a"}
+
+
+def test_a_trainer_that_starts_late_is_told_that_no_more_weights_are_needed(tmp_path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+    offered = OfferedVersionsList(
+        OfferClient(f"http://127.0.0.1:{port}", weights_key(KEY)), tmp_path / "seen"
+    )
+
+    async def finish() -> None:
+        finishing = asyncio.create_task(offered.finish())
+        await asyncio.sleep(0)
+        with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", port, weights_key(KEY))) as offer:
+            await finishing
+            await asyncio.to_thread(offer.wait_until_quiet)
+
+    started = time.monotonic()
+    asyncio.run(finish())
+    assert time.monotonic() - started < LAST_WORD_S
+    asyncio.run(offered.finish(patience_s=0.01))  # nobody is there any more
 
 
 def test_a_trainer_with_another_key_ends_the_run_and_one_that_is_away_does_not(

@@ -219,6 +219,7 @@ def rehearse(config: Section) -> None:
         config.check_addresses()
         _check_batch_address(config.transport)
     elif isinstance(config, TrainerRunConfig) and config.trainer.data.fake is None:
+        config.weights.check_address()
         _check_batch_address(config.transport)
     if isinstance(config, OrchestratorRunConfig):
         _rehearse_sampling(config)
@@ -233,7 +234,9 @@ def rehearse(config: Section) -> None:
 def _rehearse_serving(config: InferenceRunConfig) -> None:
     if config.inference.backend == "vllm":
         require_vllm()
-    _check_keys({"inference.key_file": config.inference.key_file})
+    _check_keys(
+        {"inference.key_file": config.inference.key_file, "weights.key_file": config.weights.key_file}
+    )
     check_model_folder(config.model.name, chats=False)
 
 
@@ -269,6 +272,7 @@ def _rehearse_training(config: TrainerRunConfig) -> None:
     if isinstance(config.transport, ZmqTransportConfig) and config.transport.keys is not None:
         own_keys(config.transport.keys, "trainer")
         allowed_keys(config.transport.keys)
+    _check_keys({"weights.key_file": config.weights.key_file})
     check_model_folder(config.model.name, chats=False, routes=config.trainer.enable_router_replay)
 
 

@@ -49,7 +49,7 @@ from pellucid.orchestrator.failures import FailureLog, pause_before
 from pellucid.orchestrator.group import Evaluation, Evaluator, GroupRun, Scorer
 from pellucid.orchestrator.records import BatchProgress, remove_progress, write_progress
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
-from pellucid.orchestrator.servers import follow_weights, open_offered_versions
+from pellucid.orchestrator.servers import LAST_WORD_S, follow_weights, open_offered_versions
 from pellucid.orchestrator.session import Sampler
 from pellucid.orchestrator.snapshot import Snapshot, settle_orchestrator
 from pellucid.orchestrator.tasks import Pace, RateLimit, cancel, finish_despite_cancellation
@@ -382,11 +382,12 @@ class Orchestrator:
             self._books.finish(step)
         if self._teacher_books is not None:
             self._teacher_books.close()
-        if is_finished and self._offered is not None:
-            await self._offered.finish()
         if is_finished:
             say("handing over its last batches", at_stake="these", silence_s=DISK_SILENCE_S)
             await asyncio.to_thread(self._sender.close)
+        if is_finished and self._offered is not None:
+            say("telling the trainer that it needs no more weights", silence_s=LAST_WORD_S + SILENCE_S)
+            await self._offered.finish()
 
     async def _wind_down(self) -> None:
         """Cancels running attempts and waits up to a limit until their tokens are received."""

@@ -9,6 +9,7 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 _MAX_IDENTITY_BYTES = 4096
 _POLL_S = 0.01
 _POLL_OFFER_S = 0.1
+LAST_WORD_S = 60.0
+"""Seconds for which a trainer that does not answer is told that the run needs no more weights."""
+
 _RETRY_S = 0.5
 _MAX_TRIES = 3
 
@@ -139,10 +143,14 @@ class OfferedVersionsList:
                 self.is_known.set()
             await asyncio.sleep(_POLL_OFFER_S)
 
-    async def finish(self) -> None:
-        """Tells the trainer that this run needs no more versions; one that is gone by now need not know."""
-        with suppress(TransportError):
-            await asyncio.to_thread(self._offer.versions, is_done=True)
+    async def finish(self, patience_s: float = LAST_WORD_S) -> None:
+        """Tells the trainer that this run needs no more versions; it may still be loading its model."""
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            with suppress(TransportError):
+                await asyncio.to_thread(self._offer.versions, is_done=True)
+                return
+            await asyncio.sleep(_RETRY_S)
 
     def _update(self) -> None:
         offered = self._offer.versions()

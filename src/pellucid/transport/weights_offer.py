@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -78,6 +79,8 @@ class WeightsOffer:
         """When the listing was asked for last, or this began."""
         self._is_done = False
         """Whether who asked last will not ask again."""
+        self._known: dict[int, tuple[tuple[int, int], str]] = {}
+        """Inode and time of each version's digests, with their digest: they are asked for often."""
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
@@ -125,13 +128,17 @@ class WeightsOffer:
 
     def _versions(self) -> dict[int, str]:
         folder = self._run_dir / "weights"
-        found = {}
+        known, self._known = self._known, {}
         for version in stable_steps(folder):
-            try:
-                found[version] = digest_of_bytes((folder / f"step_{version}" / DIGESTS).read_bytes())
-            except FileNotFoundError:  # withdrawn meanwhile, or of an older pellucid
-                continue
-        return found
+            path = folder / f"step_{version}" / DIGESTS
+            with suppress(FileNotFoundError):  # withdrawn meanwhile, or of an older pellucid
+                about = path.stat()
+                file = about.st_ino, about.st_mtime_ns
+                if version in known and known[version][0] == file:
+                    self._known[version] = known[version]
+                else:
+                    self._known[version] = file, digest_of_bytes(path.read_bytes())
+        return {version: digest for version, (_, digest) in self._known.items()}
 
     async def _file(self, http: Request) -> Response:
         if refusal := self._refusal(http):
