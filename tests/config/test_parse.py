@@ -440,8 +440,8 @@ def test_weights_over_http_are_for_a_trainer_of_one_run() -> None:
     over_http = ["--weights.transport", "http"]
     shared = [*NAMED, "--model.lora", "--trainer.many-runs"]
     assert problems(TrainerRunConfig, *shared, *over_http) == [
-        'trainer.many_runs with weights.transport = "http": a trainer of many runs publishes to their folders '
-        "only; leave one out"
+        'trainer.many_runs with weights.transport = "http": a trainer of many runs publishes to their '
+        "folders only; leave one out"
     ]
     (problem,) = problems(TrainerRunConfig, *NAMED, "--weights.port", "5558")
     assert problem.endswith('"filesystem"; leave them out or set the transport')
