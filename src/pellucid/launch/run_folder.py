@@ -39,7 +39,8 @@ from pellucid.errors import ConfigError, DataError, LedgerError
 from pellucid.export.paths import ExportPaths
 from pellucid.guard import KEY_NAME
 from pellucid.launch.console import make_console
-from pellucid.ledger import State, read_journal, reconcile, settle_engines
+from pellucid.ledger import Stage, State, read_journal, reconcile, settle_engines
+from pellucid.ledger.journal import journals_of
 from pellucid.ledger.settings import Change, changed_settings
 from pellucid.metrics import drop_metrics
 from pellucid.orchestrator.records import PROGRESS_FILE
@@ -156,7 +157,7 @@ def has_begun(folder: Path) -> bool:
         return True
     if step_folders(folder / "checkpoints"):  # a stopped orchestrator leaves a snapshot there in any case
         return True
-    journals = (folder / "ledger").glob("*.jsonl")
+    journals = (path for stage in Stage for path in journals_of(folder / "ledger", stage))
     return any(entry.counts for path in journals for entry in read_journal(path))
 
 
