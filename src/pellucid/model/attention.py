@@ -6,6 +6,7 @@ because HF's own fallback for packed inputs silently attends across sequences.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,8 +26,32 @@ from pellucid.model.segments import (
 )
 
 ATTENTION = "pellucid"
-_UNSUPPORTED = ("softcap", "s_aux")
 NO_WINDOWS = "pellucid's attention has no windows yet: set seq_len within it, or choose a model without"
+
+
+class Rule(NamedTuple):
+    """What a layer asks of attention beyond seeing every token up to its own.
+
+    Rule(window=3, softcap=50.0, sinks=tensor([0.2, -1.0])), with two query heads: token 9 sees the tokens
+    7, 8 and 9, by scores s that have become 50 · tanh(s / 50). In head 0 these three share what e^0.2 leaves
+    them: their weights add up to Σ e^s / (e^0.2 + Σ e^s).
+    """
+
+    window: int | None = None
+    """Keys that a token sees at most, its own included; None: all up to its own."""
+
+    softcap: float | None = None
+    """Bound that scores approach: a score becomes cap · tanh(score / cap)."""
+
+    sinks: Tensor | None = None
+    """One logit per query head, which takes its share of each softmax and gives nothing."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.softcap is None and self.sinks is None
+
+
+PLAIN = Rule()
 
 
 class AttentionPlan(Protocol):
@@ -34,8 +59,13 @@ class AttentionPlan(Protocol):
     def longest(self) -> int:
         """Length of the longest sequence, in tokens."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attends; queries, keys, values and the result are [batch, heads, tokens, width]."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
+    ) -> Tensor:
+        """Attends; queries, keys, values and the result are [batch, heads, tokens, width].
+
+        Raises ModelError for a rule that it does not have.
+        """
 
 
 class SharedAttention:
@@ -74,7 +104,11 @@ class SharedAttention:
         """Row of each token in the calls' outputs, for families with a prefix."""
         return torch.cat([call.tokens for call in self._calls]).argsort() if self._calls else None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
+    ) -> Tensor:
+        if not rule.is_plain:
+            raise ModelError(f"attention with {rule} is not there yet")
         if not takes_segments(query):
             return self._attend_by_calls(query, key, value, scale)
         if self._placed is None or self._placed.query_starts.device != query.device:
@@ -287,15 +321,16 @@ def attention_function(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     plan: AttentionPlan | None = None,
+    windows: Mapping[int, int] = MappingProxyType({}),
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attends by the plan; HF's attention modules call it. Values are padded to the width of keys."""
+    """Attends by the plan; HF's attention modules call it. Values are padded to the width of keys.
+
+    `windows` are those of the layers that have one: HF's masks say which, not the options of its modules.
+    """
     name = type(module).__name__
     if plan is None:
         raise ModelError(f"{name}: forward without an attention plan; sequences would leak into each other")
-    for option in _UNSUPPORTED:
-        if options.get(option) is not None:
-            raise ModelError(f"{name} asks for {option}; pellucid's attention does not have it yet")
     if attention_mask is not None:
         raise ModelError(f"{name} has an attention mask of its own; pellucid's attention does not take it")
     window = options.get("sliding_window")
@@ -308,7 +343,8 @@ def attention_function(
     if num_missing < 0:
         raise ModelError(f"{name} has wider values ({width}) than keys ({key.shape[3]})")
     padded = pad(value, (0, num_missing)) if num_missing else value
-    output = plan.attend(module.layer_idx, query, key, padded, scaling)
+    rule = Rule(windows.get(module.layer_idx), softcap=options.get("softcap"), sinks=options.get("s_aux"))
+    output = plan.attend(module.layer_idx, query, key, padded, scaling, rule)
     cut = output[..., :width] if num_missing else output
     return cut.transpose(1, 2).contiguous(), None
 
