@@ -58,8 +58,8 @@ def folder(tmp_path_factory) -> Path:
     make_tiny_model(models / "few_kv_heads", hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=1)
     make_tiny_moe_model(models / "moe", hidden_size=32, num_layers=2)
     make_biased_router(models / "biased router")
-    make_family(models / "windows and sinks", "GraniteSwa", sliding_window=4, logits_scaling=2.0)
-    make_family(models / "convolutions", "Lfm2", layer_types=["conv", "full_attention"])
+    make_family(models / "windows and sinks", "granite_swa", sliding_window=4, logits_scaling=2.0)
+    make_family(models / "convolutions", "lfm2", layer_types=["conv", "full_attention"])
     save_again(models / "untied", models / "bf16", dtype=torch.bfloat16)
     save_again(models / "moe", models / "many files", max_shard_size="40KB")
     assert len(list((models / "many files").glob("model-*.safetensors"))) > 3
@@ -115,10 +115,10 @@ def make_biased_router(folder: Path) -> None:
 
 def make_family(folder: Path, family: str, **options) -> None:
     """A family whose layers are not those of Llama; the second one goes in rows."""
-    import transformers
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     tokenizer = character_tokenizer()
-    config = getattr(transformers, f"{family}Config")(
+    config = CONFIG_MAPPING[family](
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
@@ -131,7 +131,7 @@ def make_family(folder: Path, family: str, **options) -> None:
         pad_token_id=tokenizer.pad_token_id,
         **options,
     )
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("sinks"):

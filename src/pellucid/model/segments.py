@@ -148,7 +148,7 @@ def attend_segments(
 class _Sunk(torch.autograd.Function):
     """Flash attention with sinks, from that without: the kernel's log-sum-exp tells what a sink takes.
 
-    With ℓ = log Σ e^s and the sink b, the output becomes o · σ(ℓ − b), and the log-sum-exp ℓ' = log(e^ℓ + e^b).
+    With ℓ = log Σ e^s and the sink b, the output becomes o · σ(ℓ − b), the log-sum-exp ℓ' = log(e^ℓ + e^b).
     The kernel's backward pass takes both as they are: it makes of them the weights w = e^(s − ℓ'), and the
     gradients of scores w · (∂w − ∂o · o). The sink, whose value is zero, has −w_sink · (∂o · o).
     """
