@@ -52,8 +52,8 @@ def check_lengths(name: str, *, trained: int, served: int) -> None:
     if kind == "longrope" and original and (trained > original) != (served > original):
         raise ModelError(
             f"trainer.model.seq_len = {trained} and inference.max_model_len = {served} lie on both sides of "
-            f"{original} tokens, up to which model.name = {name!r} has other rotary positions (longrope); set "
-            "both to one number, which seq_len does"
+            f"{original} tokens, up to which model.name = {name!r} has other rotary positions (longrope); "
+            "set both to one number, which seq_len does"
         )
 
 

@@ -58,7 +58,7 @@ def prove(
     cannot be packed if that is known. Raises ModelError if no way is right, and ConfigError if that of
     `layout` is not.
     """
-    with torch.no_grad(), _float32(policy):
+    with torch.no_grad(), in_float32(policy):
         why_not = own_code or _why_not_packed(policy, max_length)
         if why_not and layout == "packed":
             raise ConfigError(
@@ -258,7 +258,7 @@ def _refusing(policy: Policy) -> Iterator[None]:
 
 
 @contextmanager
-def _float32(policy: Policy) -> Iterator[None]:
+def in_float32(policy: Policy) -> Iterator[None]:
     """Context manager: converts each decoder layer, and each module outside of them, while it computes."""
     inside = {module for layer in policy.layers for module in layer.modules()}
     outside = [module for module in policy.hf.modules() if module not in inside]
