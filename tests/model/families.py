@@ -366,7 +366,8 @@ def main() -> int:
         print(f"{last.trains:8} {last.samples:8} {name:28} {last.reason}", flush=True)
     counts = Counter(each for outcome in outcomes for each in (outcome.trains, outcome.samples) if each)
     for kind in KINDS:
-        print(f"{kind}: {', '.join(outcome.family for outcome in outcomes if outcome.trains == kind)}")
+        of_kind = [outcome.family for outcome in outcomes if outcome.trains == kind]
+        print(f"| {kind} ({len(of_kind)}) | {', '.join(of_kind)} |")
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))

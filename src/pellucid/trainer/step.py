@@ -157,7 +157,7 @@ class ModelShape:
         if getattr(config, "kv_lora_rank", None):  # latent attention: the mean width of keys and values
             width = int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
         else:
-            width = int(getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
+            width = _head_width(config, heads)
         attended = config.num_hidden_layers * heads * width
         is_frozen = not policy.hf.get_output_embeddings().weight.requires_grad
         return cls(_num_active(policy.hf, config), attended, is_frozen)
@@ -174,6 +174,15 @@ class ModelShape:
         """
         of_weights = 2 * self.num_active * num_tokens
         return (2 if self.is_frozen else 3) * of_weights + 3 * 4 * self.attended * num_pairs
+
+
+def _head_width(config: Any, heads: int) -> int:
+    try:
+        width = getattr(config, "head_dim", None)
+    except RuntimeError:  # it differs from layer to layer, as in Gemma 4
+        widths = [each.head_dim for each in config.per_layer_config]
+        width = round(sum(widths) / len(widths))
+    return int(width or config.hidden_size // max(1, heads))
 
 
 def _num_active(model: Any, config: Any) -> float:
