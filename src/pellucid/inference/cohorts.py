@@ -17,7 +17,7 @@ import inspect
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+)
 
 from pellucid.data.tensors import read_together, to_device
 from pellucid.data.tokenizer import first_line
@@ -35,6 +40,7 @@ from pellucid.errors import ModelError
 from pellucid.inference.decoder import Decoder, Prompt, Row
 from pellucid.inference.slots import Scoring
 from pellucid.model import ExpertRecorder, Policy, token_logprobs
+from pellucid.model.policy import NOT_YET
 from pellucid.model.proof import in_float32
 
 logger = logging.getLogger(__name__)
@@ -47,7 +53,7 @@ class SideBySide:
     num_rows: int
     length: int = 0
     kept: Any = None
-    """The name and the cache that the model takes, or the token ids [rows, length]; None: no tokens yet."""
+    """The model's cache, by the name of its argument, or the token ids [rows, length]; None: no tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -189,8 +195,10 @@ class Method:
         self.gives_positions = gives_positions
         self._hf = hf
         self._options = {"use_cache": keeps_cache}
-        if "logits_to_keep" in inspect.signature(hf.forward).parameters:
+        parameters = inspect.signature(hf.forward).parameters
+        if "logits_to_keep" in parameters:
             self._options["logits_to_keep"] = 1
+        self._takes_cache = [name for name in _CACHES if name in parameters]
 
     def __str__(self) -> str:
         batches = "members of a group side by side" if self.is_batched else "each sequence alone"
@@ -199,8 +207,8 @@ class Method:
     def extend(self, sequences: SideBySide, token_ids: Tensor) -> Tensor:
         """Appends tokens [rows, tokens] to the sequences; returns the logits that follow the last."""
         options: dict[str, Any] = dict(self._options)
-        if sequences.kept is not None and self.keeps_cache:
-            name, options[name] = sequences.kept
+        if self.keeps_cache:
+            options |= self._new_cache() if sequences.kept is None else sequences.kept
         elif sequences.kept is not None:
             token_ids = torch.cat([sequences.kept, token_ids], dim=1)
             sequences.length = 0
@@ -209,9 +217,22 @@ class Method:
             positions = torch.arange(first, sequences.length, device=token_ids.device)
             options["position_ids"] = positions.expand(sequences.num_rows, -1)
         output = self._hf(input_ids=token_ids, **options)
-        sequences.kept = _cache_of(output) if self.keeps_cache else token_ids
+        sequences.kept = self._cache_after(output, options) if self.keeps_cache else token_ids
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def _new_cache(self) -> dict[str, Any]:
+        """Makes the cache that `generate` would give to the model; {} for one that makes its own."""
+        if not self._takes_cache or not self._hf._supports_default_dynamic_cache():
+            return {}
+        return {self._takes_cache[0]: DynamicCache(config=self._hf.config.get_text_config(decoder=True))}
+
+    def _cache_after(self, output: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        for name in self._takes_cache:
+            cache = getattr(output, name, None)
+            if cache is not None or name in given:
+                return {name: given[name] if cache is None else cache}
+        raise ModelError(f"{type(self._hf).__name__} has no cache that it takes and returns")
 
     def all_logits(self, token_ids: Tensor) -> Tensor:
         """Computes the logits that follow each token of one sequence."""
@@ -230,14 +251,7 @@ class Method:
 
 
 _CACHES = ("past_key_values", "cache_params", "state")
-"""Names of a cache, as models return and take it."""
-
-
-def _cache_of(output: Any) -> tuple[str, Any]:
-    for name in _CACHES:
-        if getattr(output, name, None) is not None:
-            return name, getattr(output, name)
-    raise ModelError(f"{type(output).__name__} has no cache")
+"""Names by which models take and return a cache."""
 
 
 def _select(value: Any, rows: Tensor, num_rows: int) -> Any:
@@ -269,8 +283,8 @@ def _select(value: Any, rows: Tensor, num_rows: int) -> Any:
 
 _CONSTANT = (bool, int, float, str, type, torch.dtype, torch.device, PreTrainedConfig)
 
-_PROBED = 12
-"""Tokens of a probed sequence: more than a convolution of width four covers, before and after its prompt."""
+_PROBED = 40
+"""Tokens of a probed sequence: more than convolutions cover, and than the blocks of most sparse attention."""
 
 _ROUNDINGS = 64
 """Rounding errors that add up in a layer: a product of 4,096 terms makes √4096 of them."""
@@ -281,29 +295,39 @@ def choose_method(policy: Policy) -> Method:
     """Returns the fastest method whose logprobs are those of the model's own forward of each sequence alone.
 
     Three sequences are computed as `CohortDecoder` would: repeated, dropped, and taken up again from the same
-    prefix. The last method, which computes every sequence alone and anew for each token, is right by
-    definition.
+    prefix. The last method computes every sequence alone and anew for each token: where it differs, a model
+    is not causal. Raises ModelError then.
     """
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, policy.vocab_size, (3, _PROBED), generator=generator).to(policy.device)
-    takes_positions = "position_ids" in inspect.signature(policy.hf.forward).parameters
     with _exact(policy):
         alone = [policy.hf(input_ids=row[None], use_cache=False).logits[0] for row in token_ids]
         expected = torch.stack([logits[-_COMPARED:] for logits in alone])
-        for keeps_cache, is_batched in ((True, True), (True, False), (False, True), (False, False)):
-            for gives_positions in (True, False) if takes_positions else (False,):
-                method = Method(
-                    policy.hf,
-                    keeps_cache=keeps_cache,
-                    is_batched=is_batched,
-                    gives_positions=gives_positions,
-                )
-                reason = _reason_against(method, token_ids, expected)
-                if not reason:
-                    logger.info("%s samples by %s", type(policy.hf).__name__, method)
-                    return method
-                logger.debug("not by %s: %s", method, reason)
-    return method
+        for method in _methods(policy.hf):
+            reason = _reason_against(method, token_ids, expected)
+            if not reason:
+                logger.info("%s samples by %s", type(policy.hf).__name__, method)
+                return method
+            logger.debug("not by %s: %s", method, reason)
+    raise ModelError(
+        f"{type(policy.hf).__name__} predicts a token differently once others follow it: {reason}; it is not "
+        f"causal, so nothing can sample from it. {NOT_YET}"
+    )
+
+
+def _methods(hf: Any) -> Iterator[Method]:
+    """Yields methods, the fastest first.
+
+    A model that takes positions, but other ones than those in a sequence, counts them by what tokens are
+    there: padding has none. A cache does not know that.
+    """
+    takes_positions = "position_ids" in inspect.signature(hf.forward).parameters
+    for keeps_cache in (True, False):
+        for is_batched in (True, False):
+            yield Method(hf, keeps_cache=keeps_cache, is_batched=is_batched, gives_positions=takes_positions)
+    if takes_positions:
+        for is_batched in (True, False):
+            yield Method(hf, keeps_cache=False, is_batched=is_batched, gives_positions=False)
 
 
 def _exact(policy: Policy) -> AbstractContextManager[None]:
