@@ -16,9 +16,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from pellucid.data.shared_prompts import is_masked
 from pellucid.data.tensors import to_device
 from pellucid.errors import ModelError
+from pellucid.model.ruled import attend_ruled
 from pellucid.model.segments import (
     Family,
     PlacedSegments,
+    Segments,
     attend_segments,
     place,
     segments_of,
@@ -77,10 +79,11 @@ class SharedAttention:
                             x x x x .
                             x x . . x
 
-    On a GPU all of them are one call: see `model/segments.py`. On a CPU, families without a prefix, which
-    come first, take one call of SDPA each, the others at most one per member and prefix. A masked call may
-    compute more pairs of tokens than the members would alone, but that costs less than the rest of the model
-    saves on the prefix: see `data/shared_prompts.py`.
+    On a GPU all of them are one call: see `model/segments.py`. On a CPU, `model/ruled.py` computes windows,
+    soft caps and sinks. Without these, families without a prefix, which come first, take one call of SDPA
+    each, the others at most one per member and prefix. A masked call may compute more pairs of tokens than
+    the members would alone, but that costs less than the rest of the model saves on the prefix: see
+    `data/shared_prompts.py`.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
@@ -96,6 +99,10 @@ class SharedAttention:
         return sum(size**2 for size in self._sizes) // 2 + sum(call.num_pairs for call in self._calls)
 
     @cached_property
+    def _segments(self) -> Segments:
+        return segments_of(self._families)
+
+    @cached_property
     def _calls(self) -> list["_SdpaCall"]:
         return _calls(self._families[len(self._sizes) :], sum(self._sizes))
 
@@ -107,16 +114,20 @@ class SharedAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
     ) -> Tensor:
-        if not rule.is_plain:
-            raise ModelError(f"attention with {rule} is not there yet")
-        if not takes_segments(query):
+        if rule.window is not None and rule.window >= self.longest:
+            rule = rule._replace(window=None)
+        if takes_segments(query) and rule.softcap is None:
+            if self._placed is None or self._placed.query_starts.device != query.device:
+                self._placed = place(self._segments, query.device)
+            return attend_segments(
+                query, key, value, self._placed, scale, window=rule.window, sinks=rule.sinks
+            )
+        key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
+        if rule.is_plain:
             return self._attend_by_calls(query, key, value, scale)
-        if self._placed is None or self._placed.query_starts.device != query.device:
-            self._placed = place(segments_of(self._families), query.device)
-        return attend_segments(query, key, value, self._placed, scale)
+        return attend_ruled(query, key, value, self._segments, scale, **rule._asdict())
 
     def _attend_by_calls(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
         outputs = []
         if self._sizes:
             alone = (tensor[:, :, : sum(self._sizes)] for tensor in (query, key, value))
