@@ -192,7 +192,7 @@ class Engine(SlottedEngine[Row]):
             self._running[target].experts += self._running[source].experts[:num_bytes]
 
     def _experts_of(self, request: Request) -> PackedArray | None:
-        return None if self._recorder is None else self._recorder.pack(request.experts)
+        return None if self._recorder is None else self._recorder.shape.pack(request.experts)
 
     def _free(self, slot: Row) -> None:
         self._decoder.remove(slot)
