@@ -194,7 +194,7 @@ class Method:
         self.is_batched = is_batched
         self.gives_positions = gives_positions
         self._hf = hf
-        self._options = {"use_cache": keeps_cache}
+        self._options: dict[str, Any] = {"use_cache": keeps_cache}
         parameters = inspect.signature(hf.forward).parameters
         if "logits_to_keep" in parameters:
             self._options["logits_to_keep"] = 1
