@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 
 from pellucid.data.tensors import read_together, to_device
-from pellucid.inference.decoder import Decoder, Prompt, Row
+from pellucid.inference.decoder import Decoder, Prompt, SequenceRow
 from pellucid.inference.methods import SideBySide, choose_method
 from pellucid.inference.slots import Scoring
 from pellucid.model import ExpertRecorder, Policy, token_logprobs
 
 
 @dataclass(eq=False, slots=True)
-class CohortRow(Row):
+class CohortRow(SequenceRow):
     prefix: SideBySide | None = None
     """The prompt that it starts with, without the last token, and others of the same length; None if that
     leaves no token."""
 
     place: int = 0
-    """Row of its prompt in `prefix`."""
+    """SequenceRow of its prompt in `prefix`."""
 
     is_removed: bool = False
 

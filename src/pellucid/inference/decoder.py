@@ -20,14 +20,14 @@ from pellucid.inference.slots import Scoring
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class SequenceRow:
     """What is computed of one sequence."""
 
     length: int
     """Tokens of the sequence, with the one that the next step computes."""
 
 
-RowT = TypeVar("RowT", bound=Row)
+RowT = TypeVar("RowT", bound=SequenceRow)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data.tensors import read_together, to_device
-from pellucid.inference.decoder import Decoder, Prompt, Row
+from pellucid.inference.decoder import Decoder, Prompt, SequenceRow
 from pellucid.inference.slots import Scoring
 from pellucid.model import (
     ExpertRecorder,
@@ -38,7 +38,7 @@ _FIRST_ROWS = 8
 
 
 @dataclass(eq=False, slots=True)
-class CacheRow(Row):
+class CacheRow(SequenceRow):
     """Where the keys and values of one sequence are; the cache moves it as the sequence grows."""
 
     shelf: "Shelf"
