@@ -34,7 +34,7 @@ class CohortRow(SequenceRow):
     leaves no token."""
 
     place: int = 0
-    """SequenceRow of its prompt in `prefix`."""
+    """Row of its prompt in `prefix`."""
 
     is_removed: bool = False
 
