@@ -123,11 +123,6 @@ class Method:
                 return {name: given[name] if cache is None else cache}
         raise ModelError(f"{type(self._hf).__name__} has no cache that it takes and returns")
 
-    def all_logits(self, token_ids: Tensor) -> Tensor:
-        """Computes the logits that follow each token of one sequence."""
-        logits: Tensor = self._hf(input_ids=token_ids[None], use_cache=False).logits[0]
-        return logits
-
     def take(self, sequences: SideBySide, rows: Sequence[int]) -> SideBySide:
         """Copies rows, in this order and possibly repeatedly."""
         if not self.is_batched:
