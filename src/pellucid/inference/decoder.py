@@ -1,4 +1,4 @@
-"""What computes the next logits of the engine's running sequences, and keeps what they need for it.
+"""Computes the next logits of the engine's running sequences, and keeps what that takes.
 
     PackedDecoder    kv_cache.py    policies that attention plans are proven for: one forward per step
     CohortDecoder    cohorts.py     any other, by transformers' own forward: one forward per cohort and step
@@ -25,7 +25,7 @@ from pellucid.model.policy import HiddenStates
 
 @dataclass(eq=False, slots=True)
 class SequenceRow:
-    """What is computed of one sequence."""
+    """All that is computed of one sequence."""
 
     length: int
     """Tokens of the sequence, with the one that the next step computes."""

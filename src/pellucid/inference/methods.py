@@ -220,7 +220,7 @@ class _Probe:
         self._method = method
         self._token_ids = token_ids
         self._seen: list[list[tuple[int, Tensor]]] = [[] for _ in token_ids]
-        """Of each sequence, the places of tokens and the logits that followed them."""
+        """Places of tokens, and the logits that followed them, for each sequence."""
 
     def run(self) -> None:
         if self._method.joins:
