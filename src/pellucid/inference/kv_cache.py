@@ -289,7 +289,7 @@ class _ShelfPart:
 
 
 _Window = tuple[Tensor, Tensor | None]
-"""Mask [rows, 1, keys], True where a key is hidden, and which of the shelf's keys these are; None: each row's."""
+"""Mask [rows, 1, keys], True where a key is hidden, and which of the shelf's keys these are; None: all."""
 
 _GATHERED = 4
 """Times that gathering costs more per key than reading keys in their order."""
