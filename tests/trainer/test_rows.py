@@ -140,3 +140,16 @@ def test_a_dummy_of_rows_is_one_token() -> None:
     (first,), (second,) = (list(packed.micro_batches(rank)) for rank in range(2))
     assert (first.counts.tokens, first.counts.padding_tokens) == (5, 0)
     assert (second.counts.tokens, second.counts.padding_tokens) == (1, 1)
+
+
+def test_a_family_that_does_not_compute_in_bfloat16_is_refused(tmp_path) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    folder, tokenizer = tmp_path / "mamba", character_tokenizer()
+    config = MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ConfigError, match='MambaForCausalLM does not compute in bfloat16 .* = "float32"'):
+        gradients_of(folder, tmp_path / "half", model={"precision": "bfloat16"})
+    found, _ = gradients_of(folder, tmp_path / "whole")
+    assert max(float(each.abs().max()) for each in found.values()) > 1e-3
