@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data.tensors import to_device
-from pellucid.model import PackedAttention, Policy, key_shape
+from pellucid.errors import ModelError
+from pellucid.model import PackedAttention, Policy, Rule, key_shape
 
 _FIRST_CAPACITY = 64
 _FIRST_ROWS = 8
@@ -165,11 +166,15 @@ class StepAttention:
                 self._parts.append(_ShelfPart(shelf, first, _writes(prompts, shelf), device))
                 first += len(shelf.rows)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
+    ) -> Tensor:
+        if not rule.is_plain:
+            raise ModelError(f"the engine has no attention with {rule} yet")
         outputs = []
         if self._packed is not None:
             q, k, v = (tensor[:, :, : self._num_prompt_tokens] for tensor in (query, key, value))
-            outputs.append(self._packed.attend(layer, q, k, v, scale)[0].transpose(0, 1))
+            outputs.append(self._packed.attend(layer, q, k, v, scale, rule)[0].transpose(0, 1))
         scaled = query * (scale or query.shape[3] ** -0.5)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (scaled, key, value))
         outputs += [part.attend(layer, q, k, v) for part in self._parts]

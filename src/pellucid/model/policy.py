@@ -11,10 +11,10 @@ results differ from HF's by rounding alone. Models of any other kind go through 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.errors import ModelError
-from pellucid.model.attention import AttentionPlan, register_uncompiled
+from pellucid.model.attention import AttentionPlan, Rule, register_uncompiled
 from pellucid.model.head import TokenOutput, predict
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
@@ -42,6 +42,13 @@ class Policy(nn.Module):
 
         self.compute_dtype: torch.dtype | None = None
         """Dtype that parameters are cast to in a forward, after `compute_in`; None: they stay as they are."""
+
+        self.way: Literal["packed", "rows"] = "packed"
+        """How sequences go through the model: side by side in one row, with a plan that masks attention, or
+        each in a row of its own through HF's own attention."""
+
+        self.windows: dict[int, int] = {}
+        """Keys that a token sees at most, its own included, in each layer with a sliding window."""
 
         self.max_logits: int | None = None
         """Logits that may be in memory at once; more are computed in chunks. None: by the device's memory."""
@@ -144,7 +151,9 @@ class Policy(nn.Module):
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Computes the last hidden states; ids and positions are [batch, tokens]."""
-        output = self.hf.base_model(input_ids=token_ids, position_ids=positions, use_cache=False, plan=plan)
+        output = self.hf.base_model(
+            input_ids=token_ids, position_ids=positions, use_cache=False, plan=plan, windows=self.windows
+        )
         states: Tensor = output.last_hidden_state
         return states
 
@@ -222,7 +231,7 @@ _LEAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 def lean_forward(policy: Policy) -> HiddenStates:
     """Returns the lean forward if the model is of a known kind, else HF's."""
-    return _LeanModel(policy.hf.model) if _is_known(policy.hf) else hf_forward(policy)
+    return _LeanModel(policy.hf.model, policy.windows) if _is_known(policy.hf) else hf_forward(policy)
 
 
 def hf_forward(policy: Policy) -> HiddenStates:
@@ -249,15 +258,14 @@ def _is_plain(layer: Any) -> bool:
         for name, part in (*layer.self_attn.named_children(), *layer.mlp.named_children())
         if "_proj" in name
     ]
-    is_full = getattr(layer.self_attn, "sliding_window", None) is None
-    return is_full and all(type(projection) is nn.Linear for projection in projections)
+    return all(type(projection) is nn.Linear for projection in projections)
 
 
 class _LeanModel:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, windows: Mapping[int, int]) -> None:
         self._embedding = model.embed_tokens.weight
         self._rotary = model.rotary_emb
-        self._layers = [_LeanLayer(layer) for layer in model.layers]
+        self._layers = [_LeanLayer(layer, windows.get(layer.self_attn.layer_idx)) for layer in model.layers]
         self._norm = _Norm(model.norm)
 
     @torch.inference_mode()
@@ -270,7 +278,8 @@ class _LeanModel:
 
 
 class _LeanLayer:
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, window: int | None) -> None:
+        self._rule = Rule(window)
         attention, mlp = layer.self_attn, layer.mlp
         self._index = attention.layer_idx
         self._scale = attention.scaling
@@ -293,7 +302,7 @@ class _LeanLayer:
         key = _rotate(self._key_norm(self._key(normed).view(by_head)), cos, sin)
         value = self._value(normed).view(by_head)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        attended = plan.attend(self._index, query, key, value, self._scale)[0].transpose(0, 1)
+        attended = plan.attend(self._index, query, key, value, self._scale, self._rule)[0].transpose(0, 1)
         states = states + self._output(attended.reshape(len(states), -1))
         normed = self._before_mlp(states)
         gated = silu(self._gate(normed)).mul_(self._up(normed))

@@ -29,8 +29,10 @@ from pellucid.errors import ConfigError, ModelError
 from pellucid.model.attention import (
     ATTENTION,
     NO_WINDOWS,
+    PLAIN,
     AttentionPlan,
     PackedAttention,
+    Rule,
     SharedAttention,
     attention_function,
 )
@@ -78,9 +80,9 @@ def check_kernel(device: torch.device) -> None:
     )
     remedy = 'set trainer.model.precision and model.dtype to "float32", which need no flash attention'
     with torch.no_grad():
-        expected = plan.attend(0, query.float(), key.float(), value.float(), None)
+        expected = plan.attend(0, query.float(), key.float(), value.float(), None, PLAIN)
         try:
-            found = plan.attend(0, query, key, value, None)
+            found = plan.attend(0, query, key, value, None, PLAIN)
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(f"no flash attention on {device}: {first_line(error)}; {remedy}") from error
         gap = float((found.float() - expected).abs().max())
@@ -124,10 +126,12 @@ class _ObservedPlan:
         self._num_calls: Counter[int] = Counter()
         self._keys: dict[int, tuple[int, int]] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
+    ) -> Tensor:
         self._num_calls[layer] += 1
         self._keys[layer] = (key.shape[1], key.shape[3])
-        return self._plan.attend(layer, query, key, value, scale)
+        return self._plan.attend(layer, query, key, value, scale, rule)
 
     def key_shape(self, policy: Policy) -> tuple[int, int]:
         """Returns (heads, width) of keys; raises ModelError unless all layers called once with the same."""
