@@ -63,10 +63,10 @@ def _compare_forwards(model: str, num_sequences: int, num_steps: int) -> Result:
         for number in range(num_sequences):
             engine.submit(Request([5 + number] * 30, params, Account(), lambda completion: None))
         engine.step()
-        forwards = (engine._hidden, hf_forward(policy))
+        forwards = (engine._decoder.hidden, hf_forward(policy))
         fastest = [float("inf")] * 2
         for step in range(2 * num_steps):
-            engine._hidden = forwards[step % 2]
+            engine._decoder.hidden = forwards[step % 2]
             started = time.thread_time()
             engine.step()
             fastest[step % 2] = min(fastest[step % 2], time.thread_time() - started)

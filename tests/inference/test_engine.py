@@ -13,16 +13,24 @@ from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, _locate, draw
 from pellucid.inference.slots import QueueFullError, Request, run_to_end
-from pellucid.model import load_policy, packed_layout
+from pellucid.model import load_policy, packed_layout, token_logprobs
 from pellucid.transport.weights import publish_version, write_version
 from tolerance import bound, near, near_logprobs
 
 ENV = Account("run", "env")
 
 
-@pytest.fixture
-def policy(tiny_model):
-    return load_policy(ModelConfig(name=str(tiny_model)))
+def loaded(folder, way):
+    policy = load_policy(ModelConfig(name=str(folder)))
+    if way == "rows":
+        policy.way = way
+        policy.hf.set_attn_implementation("sdpa")
+    return policy
+
+
+@pytest.fixture(params=["packed", "rows"])
+def policy(tiny_model, request):
+    return loaded(tiny_model, request.param)
 
 
 def request(prompt, finished, **params):
@@ -33,6 +41,10 @@ def request(prompt, finished, **params):
 def trainer_logprobs(policy, prompt, completion, temperature):
     ids = torch.tensor([*prompt, *completion])
     with torch.no_grad():
+        if policy.way == "rows":
+            logits = policy.hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            alone = token_logprobs(logits, torch.full((len(logits),), temperature))
+            return alone.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0]
         temperatures = torch.full((len(ids),), temperature)
         output = policy(ids, torch.arange(len(ids)), temperatures, packed_layout([len(ids)]))
     return output.logprobs[len(prompt) :]
@@ -79,6 +91,31 @@ def test_logprobs_are_the_trainers_as_sequences_outgrow_their_shelves(policy) ->
         assert finished[index].logprobs == near_logprobs(expected, policy, lengths[index])
 
 
+@pytest.mark.parametrize("windows", [{0: 5}, {0: 100, 1: 7}])
+def test_a_token_sees_its_window_alone(tiny_model, windows) -> None:
+    """Prompts and completions outgrow windows and shelves; a group shares its prompt."""
+    policy = loaded(tiny_model, "packed")
+    policy.windows = windows
+    finished = {}
+    prompts = [[5 + index] * (7 * index + 1) for index in range(4)] + [list(range(20, 90))] * 2
+    requests = [
+        Request(
+            prompt,
+            SamplingParams(max_tokens=130 - 20 * index, seed=index),
+            ENV,
+            lambda completion, index=index: finished.__setitem__(index, completion),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    run_to_end(Engine(policy, num_slots=4, max_length=300), requests)
+    for index, prompt in enumerate(prompts):
+        expected = trainer_logprobs(policy, prompt, finished[index].token_ids, 1.0)
+        assert finished[index].logprobs == near_logprobs(expected, policy, 160)
+    policy.windows = {}
+    unbounded = trainer_logprobs(policy, prompts[4], finished[4].token_ids, 1.0)
+    assert finished[4].logprobs != near_logprobs(unbounded, policy, 160)
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 12)),
@@ -91,9 +128,9 @@ ACTIONS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def shared_policy(tiny_model):
-    return load_policy(ModelConfig(name=str(tiny_model)))
+@pytest.fixture(scope="module", params=["packed", "rows"])
+def shared_policy(tiny_model, request):
+    return loaded(tiny_model, request.param)
 
 
 @settings(max_examples=25, deadline=None)

@@ -169,7 +169,7 @@ def test_an_engine_that_fails_tells_whoever_waits_for_a_score(policy, monkeypatc
     def fail(*arguments):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine_module, "score", fail)
+    monkeypatch.setattr(engine._decoder, "score", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step()
     engine.abort_all()

@@ -56,7 +56,7 @@ def prove_attention(policy: Policy, max_length: int | None) -> None:
     """
     length = max(max_length or 0, 3 * _LENGTH)  # so that near and far positions never adjoin
     name = type(policy.hf).__name__
-    with torch.no_grad(), _float32(policy), _blaming(name):
+    with torch.no_grad(), in_float32(policy), _blaming(name):
         row = _ProbedRow(policy, length)
         packed = row.packed(policy)
         _check_masks(policy, row, length)
@@ -279,7 +279,7 @@ def _blaming(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _float32(policy: Policy) -> Iterator[None]:
+def in_float32(policy: Policy) -> Iterator[None]:
     """Context manager: converts each decoder layer, and each module outside of them, while it computes."""
     inside = {module for layer in policy.layers for module in layer.modules()}
     outside = [module for module in policy.hf.modules() if module not in inside]
