@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pellucid.checks.rehearsal import _REPLACED, emulated_varlen, rehearsing
 from pellucid.errors import ModelError
 from pellucid.model.attention import PLAIN, PackedAttention, SharedAttention
-from pellucid.model.proof import check_kernel
+from pellucid.model.kernels import check_kernel
 from pellucid.model.segments import (
     Family,
     attend_segments,

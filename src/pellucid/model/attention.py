@@ -16,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from pellucid.data.shared_prompts import is_masked
 from pellucid.data.tensors import to_device
 from pellucid.errors import ModelError
+from pellucid.model.rows import PaddedRows
 from pellucid.model.ruled import attend_ruled
 from pellucid.model.segments import (
     Family,
@@ -28,11 +29,10 @@ from pellucid.model.segments import (
 )
 
 ATTENTION = "pellucid"
-NO_WINDOWS = "pellucid's attention has no windows yet: set seq_len within it, or choose a model without"
 
 
 class Rule(NamedTuple):
-    """What a layer asks of attention beyond seeing every token up to its own.
+    """Wishes of a layer, beyond that a token sees every one up to its own.
 
     Rule(window=3, softcap=50.0, sinks=tensor([0.2, -1.0])), with two query heads: token 9 sees the tokens
     7, 8 and 9, by scores s that have become 50 · tanh(s / 50). In head 0 these three share what e^0.2 leaves
@@ -92,6 +92,7 @@ class SharedAttention:
         self._sizes = [family.num_tokens for family in families if not family.prefix]
         assert all(family.prefix for family in families[len(self._sizes) :])
         self._placed: PlacedSegments | None = None
+        self._rows: PaddedRows | None = None
 
     @cached_property
     def num_pairs(self) -> int:
@@ -110,6 +111,12 @@ class SharedAttention:
     def _places(self) -> Tensor | None:
         """Row of each token in the calls' outputs, for families with a prefix."""
         return torch.cat([call.tokens for call in self._calls]).argsort() if self._calls else None
+
+    def rows(self, device: torch.device) -> PaddedRows:
+        """Returns the rows of the sequences, each of its own."""
+        if self._rows is None or self._rows.device != device:
+            self._rows = PaddedRows(self._segments, device)
+        return self._rows
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
@@ -344,12 +351,6 @@ def attention_function(
         raise ModelError(f"{name}: forward without an attention plan; sequences would leak into each other")
     if attention_mask is not None:
         raise ModelError(f"{name} has an attention mask of its own; pellucid's attention does not take it")
-    window = options.get("sliding_window")
-    if window is not None and window < plan.longest:
-        raise ModelError(
-            f"{name} asks for sliding_window = {window}, and sequences may have {plan.longest} tokens; "
-            f"{NO_WINDOWS}"
-        )
     width, num_missing = value.shape[3], key.shape[3] - value.shape[3]
     if num_missing < 0:
         raise ModelError(f"{name} has wider values ({width}) than keys ({key.shape[3]})")

@@ -34,7 +34,7 @@ class LoadedMicroBatch:
     """Weight of each token's loss in the step's mean; None: all weigh 1."""
 
     num_filled: int = 0
-    """Padding tokens, not in the table, that make the slices of context parallelism equally long."""
+    """Padding tokens, not in the table, that make rows or slices of context parallelism equally long."""
 
     is_last: bool = True
     """Whether it is the last one of its step, or of a part of it, on every rank."""
@@ -90,10 +90,13 @@ class StepBatch:
     def micro_batches(self) -> Iterator[LoadedMicroBatch]:
         for index, micro_batch in enumerate(self.packed.micro_batches(self.rank), self.num_before):
             table, weights, num_filled = micro_batch.table, None, 0
-            layout = layout_of(table, share_prompts=self.share_prompts)
+            in_rows = self.packed.in_rows
+            layout = layout_of(table, share_prompts=self.share_prompts and not in_rows)
             is_computed = np.zeros(table.num_tokens, np.bool_)
             is_computed[layout.computed.numpy()] = True
-            if (context := self.context) is not None:
+            if in_rows:
+                num_filled = int(table.num_sequences * table.lengths.max()) - table.num_tokens
+            elif (context := self.context) is not None:
                 num_filled = layout.slice_size(context.size) * context.size - len(layout.computed)
                 layout = layout.slice(context)
             if self.weights is not None:
