@@ -299,8 +299,9 @@ class _ShelfPart:
         hidden, index = self._windows[window]
         if index is None:
             return keys, values, hidden
-        gathered = (each.view(-1, width).index_select(0, index) for each in (keys, values))
-        return *(each.view(len(keys), -1, width) for each in gathered), hidden
+        shape = (len(keys), -1, width)
+        keys, values = (each.view(-1, width).index_select(0, index).view(shape) for each in (keys, values))
+        return keys, values, hidden
 
 
 _Window = tuple[Tensor, Tensor | None]
