@@ -25,11 +25,10 @@ class LoraConfig(Section):
     """Share of an adapter's inputs that are set to 0 in training. The server sets none to 0, so that dropout
     adds to the mismatch: leave it at 0 for rl."""
 
-    targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
-    )
-    """Linear layers that get an adapter, by the last part of their name, in every decoder layer. The head
-    and the embedding cannot be among them."""
+    targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Linear layers of the decoder that get an adapter, by the end of their name: `q_proj`, `mlp.gate_proj`.
+    Default: all of them, fused ones such as `qkv_proj` included, without routers. The head, the embedding and
+    experts cannot be among them."""
 
 
 class ModelConfig(Section):

@@ -1,5 +1,6 @@
 """Puts a run together from its configuration."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +26,8 @@ from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run
 from pellucid.workers import num_cores
 
+logger = logging.getLogger(__name__)
+
 
 def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -> list[TrainedWeights]:
     """Loads this process's shard of the model, and returns what each run trains of it.
@@ -43,6 +46,8 @@ def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -
     whole = TrainedWeights(policy, config.model, tokenizer, is_sharded=ranks.group is not None)
     if adapters is None:
         return [whole]
+    if ranks.is_main:
+        logger.info(adapters.summary)
     return [replace(whole, adapter=adapters[slot]) for slot in range(num_runs)]
 
 
