@@ -153,6 +153,51 @@ def test_the_gradient_is_the_same_under_any_packing(build, table, checkpointed) 
     assert verify.difference(expected, own) > 0.1
 
 
+BALANCED = {"seq_len": 128, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_balancing_loss_is_one_of_the_whole_step(build, table, replays, checkpointed) -> None:
+    """Its gradient and value are the same under any packing and number of ranks; the loss is without it."""
+    table = shuffled(table) if replays else table
+    model = {**BALANCED, "activation_checkpointing": checkpointed}
+    run = build(model=model, enable_router_replay=replays)
+    plain = build(enable_router_replay=replays)
+    expected = verify.gradients(run, table, cap=500)
+    allowed = gradient_bound(run.policy, table.num_tokens)
+    for how in PACKINGS:
+        assert verify.difference(expected, verify.gradients(run, table, **how)) <= allowed, how
+    assert verify.difference(expected, verify.gradients(plain, table, cap=500)) > 0.01
+    reports = []
+    for each, cap in ((run, 128), (run, 24), (plain, 24)):
+        each.config = each.config.model_copy(update={"micro_batch_max_tokens": cap})
+        observer = accumulate(each, each.pack(0, table))
+        reports.append(observer.report([observer.metrics()]))
+    value = reports[0]["router_balance_loss"]
+    assert 1.5 < value < 8
+    assert reports[1]["router_balance_loss"] == near(value, terms=table.num_tokens)
+    assert "router_balance_loss" not in reports[2]
+    assert reports[1]["loss"] == reports[2]["loss"]
+
+
+def test_the_weight_of_the_balancing_loss_is_its_gradients(build, table) -> None:
+    """With the record of its own experts, replay or not, the loss is the same."""
+    plain, half, whole, replayed = (
+        verify.gradients(run, table, cap=500)
+        for run in (
+            build(enable_router_replay=False),
+            build(model=BALANCED, enable_router_replay=False),
+            build(model={**BALANCED, "router_aux_loss_coef": 1.0}, enable_router_replay=False),
+            build(model={**BALANCED, "router_aux_loss_coef": 1.0}),
+        )
+    )
+    allowed = gradient_bound(build().policy, table.num_tokens)
+    doubled = {name: 2 * half[name] - plain[name] for name in plain}
+    assert verify.difference(whole, doubled) <= 4 * allowed
+    assert verify.difference(whole, replayed) <= allowed
+
+
 def replace_rates(run, table, *, cap) -> dict[str, float]:
     run.config = run.config.model_copy(update={"micro_batch_max_tokens": cap})
     observer = accumulate(run, run.pack(0, table))

@@ -275,6 +275,12 @@ class TrainerModelConfig(Section):
     """Keep only the input of each layer for the backward pass, and compute the rest again: less memory, about
     a third more time. Values and gradients stay the same."""
 
+    router_aux_loss_coef: float = Field(default=0.0, ge=0, lt=float("inf"))
+    """For models with experts: weight of the loss that keeps experts equally busy over a step, beside the
+    loss of the tokens; transformers' formula, as in pre-training (often 0.001). 0: none, whatever
+    `config.json` says. Without `enable_router_replay` a step computes one more forward. Not with
+    `trainer.many_runs`."""
+
     compile: bool = False
     """Compile the decoder layers with `torch.compile` (inductor), apart from attention and experts. The first
     micro batch waits for the compilers, and later ones of any size use its graphs. Needs g++, and Triton for
@@ -519,6 +525,13 @@ class TrainerConfig(Section):
         for key, value in {"micro_batch_max_tokens": cap, "experimental.token_export": export}.items():
             if self.many_runs is not None and value is not None:
                 yield f"trainer.{key} has no effect with trainer.many_runs; set it in the runs instead"
+        shares = [key for key in ("many_runs", "join") if getattr(self, key) is not None]
+        if self.model.router_aux_loss_coef and shares:
+            yield (
+                f"trainer.model.router_aux_loss_coef = {self.model.router_aux_loss_coef} with "
+                f"trainer.{shares[0]}: a step of one run among several is trained in parts, and the loss is "
+                "one of the whole step; set it to 0"
+            )
         if self.model.compile and self.many_runs is not None:
             yield (
                 "trainer.model.compile = true with trainer.many_runs: each run's adapter would need compiled "

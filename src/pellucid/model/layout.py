@@ -127,6 +127,12 @@ class OwnPredictions:
         logprobs, *others = whole
         return TokenOutput(logprobs.index_put((self.rows,), own.logprobs), *others)
 
+    def total(self, share: Tensor) -> Tensor:
+        """Adds up a number over the ranks; the gradient is that of this rank's share alone."""
+        others = share.detach().clone()
+        dist.all_reduce(others, group=self.context.group)
+        return share + (others - share.detach())
+
 
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]

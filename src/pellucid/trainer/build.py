@@ -68,6 +68,8 @@ def prepare_policy(
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
     if settings.enable_router_replay:
         policy.replay_experts()
+    if settings.model.router_aux_loss_coef:
+        policy.balance_experts()
     if settings.model.compile:
         ranks.alike(lambda: check_compiler(ranks.device))
         policy.compile_layers()  # before the next three, which wrap the compiled forward of a layer
