@@ -127,6 +127,10 @@ class InferenceConfig(Section):
     """For models with experts: answer with the experts that each token was sent to. Default: in `rl`, if
     `trainer.enable_router_replay` needs them; set it for a server that you start on its own."""
 
+    record_expert_weights: bool | None = None
+    """Answer with the weights of these experts, too: 4 bytes per token, layer and expert. Includes
+    `record_experts`. Default: in `rl`, if `trainer.replay_expert_weights` needs them. Not with vLLM."""
+
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default: all cores that the process may use, half of them in `rl`."""
 
@@ -135,6 +139,18 @@ class InferenceConfig(Section):
             yield (
                 'inference.vllm is for inference.backend = "vllm", and the backend is "embedded"; leave it '
                 "out or set the backend"
+            )
+
+        if self.record_expert_weights and self.record_experts is False:
+            yield (
+                "inference.record_experts = false contradicts inference.record_expert_weights = true, which "
+                "needs it; leave one out"
+            )
+        if self.record_expert_weights and self.backend == "vllm":
+            yield (
+                'inference.record_expert_weights = true with inference.backend = "vllm": vLLM tells which '
+                "experts it sent tokens to, not how it weighed them; leave it out, or set the backend to "
+                '"embedded"'
             )
 
     @property

@@ -444,6 +444,10 @@ class TrainerConfig(Section):
     """For models with experts: send each token to the experts that the engine chose, weighed by the trainer's
     own router. Fills `inference.record_experts` of `rl`. Samples without routed experts are refused."""
 
+    replay_expert_weights: bool = False
+    """With `enable_router_replay`: the engine's weights of the experts are replayed, too, as constants. Then
+    the token losses have no gradient for the routers. Fills `inference.record_expert_weights` of `rl`."""
+
     many_runs: ManyRunsConfig | None = None
     """Present: `pellucid trainer` trains the runs that join it, and has no run of its own."""
 
@@ -510,6 +514,11 @@ class TrainerConfig(Section):
             yield (
                 "trainer.enable_router_replay = true has nothing to replay on trainer.data.fake: no engine "
                 "sent these tokens to experts; leave one of them out"
+            )
+        if self.replay_expert_weights and not self.enable_router_replay:
+            yield (
+                "trainer.replay_expert_weights = true weighs the experts that trainer.enable_router_replay "
+                "sends tokens to; set that to true as well"
             )
         if self.join is not None and self.many_runs is not None:
             yield (

@@ -213,14 +213,15 @@ def shared_layout(
     temperatures: NDArray[np.float32] | None = None,
     loss_mask: Mask | None = None,
     routed_experts: NDArray[np.integer[Any]] | None = None,
+    expert_weights: NDArray[np.float32] | None = None,
 ) -> Layout:
     """Lets neighbours of the same group (not "") compute their common prefix once.
 
-    A prefix is common if its tokens, their temperatures and their experts are equal.
+    A prefix is common if its tokens, their temperatures and their experts with their weights are equal.
     """
     sizes = np.asarray(lengths, np.int64)
     offsets = _starts(sizes)
-    known = (token_ids, temperatures, routed_experts)
+    known = (token_ids, temperatures, routed_experts, expert_weights)
     columns: list[NDArray[Any]] = [column for column in known if column is not None]
     families = []
     for group, members in groupby(range(len(sizes)), key=lambda index: groups[index]):

@@ -206,9 +206,10 @@ class Policy(nn.Module):
                 context_fn=contexts,
             )
 
-    def replay_experts(self) -> None:
-        """Makes every forward send tokens to the experts that it is given, not to those of the routers."""
-        self.replay = ExpertReplay(self.hf)
+    def replay_experts(self, *, weights: bool = False) -> None:
+        """Makes every forward send tokens to the experts that it is given, not to those of the routers; with
+        `weights`, weighed as it is told, not by the routers."""
+        self.replay = ExpertReplay(self.hf, weights=weights)
 
     def balance_experts(self) -> None:
         """Makes the forwards of a step give their shares of the balancing loss of its experts."""
@@ -289,6 +290,7 @@ class Policy(nn.Module):
         temperatures: Tensor,
         layout: Layout,
         routed_experts: Tensor | None = None,
+        expert_weights: Tensor | None = None,
         trainable: Tensor | None = None,
     ) -> TokenOutput:
         """Computes logprob and entropy of every token of packed sequences; arguments are one row of tokens.
@@ -296,7 +298,7 @@ class Policy(nn.Module):
         A token is predicted by the hidden state of the token before it, at its own temperature. `trainable`
         tells the tokens that the balancing loss counts, if there is one.
         """
-        arguments = token_ids, positions, temperatures, layout, routed_experts
+        arguments = token_ids, positions, temperatures, layout, routed_experts, expert_weights
         if self.balance is None or not self.balance.is_begun or trainable is None:
             return self._predict_all(*arguments)
         with self.balance.reading() as logits:
@@ -311,6 +313,7 @@ class Policy(nn.Module):
         temperatures: Tensor,
         layout: Layout,
         routed_experts: Tensor | None,
+        expert_weights: Tensor | None,
     ) -> TokenOutput:
         ids, places = token_ids[layout.computed][None], positions[layout.computed][None]
         replaced = None
@@ -318,9 +321,12 @@ class Policy(nn.Module):
             hidden = self.hidden(ids, places, layout.plan).squeeze(0)
         else:
             recorded = routed_experts[layout.computed]
+            weights = None if expert_weights is None else expert_weights[layout.computed]
             rows = self.rows_of(layout.plan) if self.way == "rows" else None
-            recorded = recorded if rows is None else rows.spread_flat(recorded, fill=-1)
-            with self.replay.of(recorded) as replayed:
+            if rows is not None:
+                recorded = rows.spread_flat(recorded, fill=-1)
+                weights = None if weights is None else rows.spread_flat(weights, fill=math.nan)
+            with self.replay.of(recorded, weights) as replayed:
                 hidden = self.hidden(ids, places, layout.plan).squeeze(0)
             of_computed = replayed.share_replaced()
             of_computed = of_computed if rows is None else rows.gather(of_computed)
@@ -355,6 +361,7 @@ class Policy(nn.Module):
         temperatures: Tensor,
         layout: Layout,
         routed_experts: Tensor | None,
+        expert_weights: Tensor | None,
         trainable: Tensor,
     ) -> Tensor:
         """Counts how often each expert is chosen for tokens that predict a trainable one: by the record if it
@@ -365,7 +372,7 @@ class Policy(nn.Module):
             recorded = routed_experts[layout.computed]
             return count_experts(recorded, weights, self.replay.shape.num_experts)
         with self.balance.reading() as logits:
-            self(token_ids, positions, temperatures, layout, routed_experts)
+            self(token_ids, positions, temperatures, layout, routed_experts, expert_weights)
         return self.balance.count(self._by_token(logits, layout), weights)
 
 

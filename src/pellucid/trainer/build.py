@@ -67,7 +67,7 @@ def prepare_policy(
     check_way(policy, settings.model)
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
     if settings.enable_router_replay:
-        policy.replay_experts()
+        policy.replay_experts(weights=settings.replay_expert_weights)
     if settings.model.router_aux_loss_coef:
         policy.balance_experts()
     if settings.model.compile:

@@ -17,7 +17,7 @@ from pellucid.checkpoint import STATE, Progress, newest_intact, take_back
 from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
-from pellucid.data.rules import check_experts, check_text
+from pellucid.data.rules import check_expert_weights, check_experts, check_text
 from pellucid.data.spans import SpanLog
 from pellucid.data.tensors import TokenTensors
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, working
@@ -205,7 +205,10 @@ class Run:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
         check_text(table.columns)
         if self.policy.replay is not None:
-            check_experts(table.columns, self.policy.replay.shape.experts)
+            shape = self.policy.replay.shape
+            check_experts(table.columns, shape.experts)
+            if shape.has_weights:
+                check_expert_weights(table.columns, shape.experts)
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
         with self.timed("pack", step):
@@ -276,6 +279,7 @@ class Run:
             tokens["temperatures"],
             layout,
             tokens.get("routed_experts"),
+            tokens.get("expert_weights"),
         )
         return output
 
@@ -471,9 +475,9 @@ class Run:
 def _arguments(micro_batch: LoadedMicroBatch) -> tuple[Any, ...]:
     """Returns the arguments of a forward that is trained."""
     tokens = micro_batch.tokens
-    experts = tokens.get("routed_experts")
+    experts = tokens.get("routed_experts"), tokens.get("expert_weights")
     places, temperatures = tokens.positions, tokens["temperatures"]
-    return tokens["token_ids"], places, temperatures, micro_batch.layout, experts, tokens["loss_mask"]
+    return tokens["token_ids"], places, temperatures, micro_batch.layout, *experts, tokens["loss_mask"]
 
 
 def say_finishing(what: str, step_s: float) -> None:

@@ -112,6 +112,7 @@ def check_training(
             "micro_batch_max_tokens": None,
             "pad_to_multiple_of": 1,
             "enable_router_replay": False,
+            "replay_expert_weights": False,
             "optim": {
                 "max_norm": min(optim.max_norm, 0.7 * grad_norm),
                 "weight_decay": max(optim.weight_decay, 0.01),
