@@ -25,10 +25,10 @@ def _compare(length: int, window: int) -> list[Result]:
     mask = (places[None] <= places[:, None]) & (places[None] > places[:, None] - window)
 
     def under(rule: Rule) -> Callable[[], None]:
-        return lambda: _train(lambda *given: plan.attend(0, *given, None, rule), query, key, value)
+        return lambda: _train(lambda q, k, v: plan.attend(0, q, k, v, None, rule), query, key, value)
 
     def theirs() -> None:
-        _train(lambda *given: scaled_dot_product_attention(*given, attn_mask=mask), query, key, value)
+        _train(lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask), query, key, value)
 
     ours_s, full_s, their_s = fastest_each_s([under(Rule(window)), under(Rule()), theirs], repeats=4)
     name = f"a window of {window:,} in {length:,} tokens"

@@ -13,19 +13,15 @@ from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, _locate, draw
 from pellucid.inference.slots import QueueFullError, Request, run_to_end
-from pellucid.model import load_policy, packed_layout, token_logprobs
+from pellucid.model import load_policy, packed_layout
 from pellucid.transport.weights import publish_version, write_version
 from tolerance import bound, near, near_logprobs
 
 ENV = Account("run", "env")
 
 
-def loaded(folder, way):
-    policy = load_policy(ModelConfig(name=str(folder)))
-    if way == "rows":
-        policy.way = way
-        policy.hf.set_attn_implementation("sdpa")
-    return policy
+def loaded(folder, layout):
+    return load_policy(ModelConfig(name=str(folder)), layout=layout)
 
 
 @pytest.fixture(params=["packed", "rows"])
@@ -41,10 +37,6 @@ def request(prompt, finished, **params):
 def trainer_logprobs(policy, prompt, completion, temperature):
     ids = torch.tensor([*prompt, *completion])
     with torch.no_grad():
-        if policy.way == "rows":
-            logits = policy.hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            alone = token_logprobs(logits, torch.full((len(logits),), temperature))
-            return alone.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0]
         temperatures = torch.full((len(ids),), temperature)
         output = policy(ids, torch.arange(len(ids)), temperatures, packed_layout([len(ids)]))
     return output.logprobs[len(prompt) :]

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from pellucid.config import ModelConfig
 from pellucid.data.tokenizer import quiet_transformers
+from pellucid.errors import ModelError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
-from pellucid.inference.slots import Request, run_to_end
-from pellucid.model import Policy, token_logprobs
-from pellucid.model.attention import ATTENTION, attention_function
+from pellucid.inference.methods import Method, choose_method
+from pellucid.inference.slots import Request, Scoring, run_to_end
+from pellucid.model import load_policy, token_logprobs
 from tolerance import near_logprobs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
@@ -20,71 +22,58 @@ import families
 
 ENV = Account("run", "env")
 
-PACKED = [
-    "llama",
-    "mistral",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "cohere2",
-    "deepseek_v3",
-    "qwen3_moe",
-]
-ROWS = [
-    "qwen3_next",
-    "qwen3_5_text",
-    "jamba",
-    "lfm2",
-    "falcon_h1",
-    "mamba",
-    "minimax",
-    "recurrent_gemma",
-    "rwkv",
-]
+PACKED = {
+    "llama": "attention",
+    "mistral": "windows",
+    "gemma2": "windows and full layers, soft caps of scores and logits",
+    "gemma3_text": "windows and full layers with other positions",
+    "gpt_oss": "windows and full layers with sinks, experts",
+    "cohere2": "windows with positions, full layers without, scaled logits",
+    "deepseek_v3": "latent attention, experts",
+    "qwen3_moe": "experts",
+}
+
+JOINED = {
+    "qwen3_next": "gated delta nets, attention, experts",
+    "qwen3_5_text": "gated delta nets, attention",
+    "jamba": "state spaces, attention, experts",
+    "lfm2": "convolutions, attention",
+    "falcon_h1": "state spaces beside attention",
+    "mamba": "state spaces alone",
+    "bloom": "attention code of its own",
+}
+
+APART = {
+    "minimax": "lightning attention in a cache of its own",
+    "rwkv": "states whose rows cannot be told apart",
+    "recurrent_gemma": "states outside of the cache",
+}
 
 
-def made(name, way):
-    from transformers import AttentionInterface
-
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> None:
     quiet_transformers()
-    policy = Policy(families.make(name))
-    policy.way = way
-    if way == "packed":
-        AttentionInterface.register(ATTENTION, attention_function)
-        policy.hf.set_attn_implementation(ATTENTION)
-        config = policy.hf.config
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-        if getattr(config, "sliding_window", None):
-            policy.windows = {
-                layer: config.sliding_window
-                for layer, kind in enumerate(kinds)
-                if kind == "sliding_attention"
-            }
-    return policy
 
 
 @torch.no_grad()
-def alone(policy, prompt, token_ids, temperature):
+def alone(model, prompt, token_ids, temperature) -> torch.Tensor:
     """Logprobs of the completion by the model's own forward of the sequence."""
     ids = torch.tensor([*prompt, *token_ids])
-    if policy.way == "packed":
-        policy.hf.set_attn_implementation("eager")
-    logits = policy.hf(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
     logprobs = token_logprobs(logits, torch.full((len(logits),), temperature))
-    if policy.way == "packed":
-        policy.hf.set_attn_implementation(ATTENTION)
     return logprobs.gather(-1, ids[len(prompt) :, None])[:, 0]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [*((name, "packed") for name in PACKED), *((name, "rows") for name in ROWS)]
-)
-def test_logprobs_are_those_of_each_sequence_alone(name, way) -> None:
-    """A group of three and ragged others, more than slots; one that is abandoned leaves no trace."""
-    policy = made(name, way)
+@pytest.mark.parametrize("name", [*PACKED, *JOINED, *APART])
+def test_logprobs_are_those_of_each_sequence_alone(name, tmp_path) -> None:
+    """A group of three and ragged others, more than slots; one is abandoned, and a sequence is scored."""
+    model = families.make(name)
+    model.save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(name=str(tmp_path)), max_length=families.CONTEXT)
+    assert policy.way == ("packed" if name in PACKED else "rows")
     rows = families.sequences()
     prompts = [rows[0][:25].tolist()] * 3 + [rows[1][:1].tolist(), rows[2].tolist(), rows[3].tolist()]
-    finished = {}
+    finished, scored = {}, []
     requests = [
         Request(
             prompt,
@@ -97,16 +86,59 @@ def test_logprobs_are_those_of_each_sequence_alone(name, way) -> None:
     engine = Engine(policy, num_slots=4, max_length=families.CONTEXT)
     for request in requests:
         engine.submit(request)
+    engine.submit_scoring(Scoring(rows[1].tolist(), 0.7, scored.append))
     for _ in range(5):
         engine.step()
     engine.abandon(requests[1])
     run_to_end(engine, [])
     assert sorted(finished) == [0, 2, 3, 4, 5]
-    worst = 0
     for index, completion in finished.items():
-        asked = requests[index]
-        expected = alone(policy, prompts[index], completion.token_ids, asked.params.temperature)
-        n = near_logprobs(expected, policy.hf, 90)
-        gap = (torch.tensor(completion.logprobs) - expected).abs().max()
-        worst = max(worst, float(gap) / n.bound.max())
-    print(name, "ratio of bound", worst, n.bound)
+        temperature = requests[index].params.temperature
+        expected = alone(model, prompts[index], completion.token_ids, temperature)
+        assert completion.logprobs == near_logprobs(expected, model, families.CONTEXT)
+    expected = alone(model, rows[1][:1].tolist(), rows[1][1:].tolist(), 0.7)
+    assert scored[0][1:] == near_logprobs(expected, model, families.CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps_cache", "is_batched", "joins"),
+    [
+        ("qwen3_next", True, True, True),
+        ("mistral", True, True, True),
+        ("minimax", True, True, False),
+        ("rwkv", True, False, False),
+        ("recurrent_gemma", False, True, False),
+        ("roberta", False, True, False),
+    ],
+)
+def test_the_fastest_method_that_is_right_is_chosen(name, keeps_cache, is_batched, joins) -> None:
+    method = choose_method(rows_policy(name))
+    assert (method.keeps_cache, method.is_batched, method.joins) == (keeps_cache, is_batched, joins)
+
+
+def rows_policy(name):
+    from pellucid.model import Policy
+
+    return Policy(families.make(name))
+
+
+def test_a_cache_that_gives_other_values_is_not_used() -> None:
+    """A model whose logits are off by a hundredth when it goes on from its cache."""
+    policy = rows_policy("mamba")
+    own = policy.hf.forward
+
+    def leaking(input_ids, cache_params=None, use_cache=None, **options):
+        goes_on = cache_params is not None and cache_params.has_previous_state(0)
+        output = own(input_ids, cache_params=cache_params, use_cache=use_cache, **options)
+        if goes_on:
+            output.logits = output.logits + 0.01 * output.logits.roll(1, -1)
+        return output
+
+    policy.hf.forward = leaking
+    method = choose_method(policy)
+    assert isinstance(method, Method) and not method.keeps_cache and method.is_batched
+
+
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    with pytest.raises(ModelError, match="CpmAntForCausalLM predicts a token differently once others follow"):
+        choose_method(rows_policy("cpmant"))

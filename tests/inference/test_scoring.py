@@ -24,9 +24,9 @@ from tolerance import near_logprobs
 ENV = Account("run", "env")
 
 
-@pytest.fixture(scope="module")
-def policy(tiny_model):
-    return load_policy(ModelConfig(name=str(tiny_model)))
+@pytest.fixture(scope="module", params=["packed", "rows"])
+def policy(tiny_model, request):
+    return load_policy(ModelConfig(name=str(tiny_model)), layout=request.param)
 
 
 def trainer_logprobs(policy, token_ids, temperature):

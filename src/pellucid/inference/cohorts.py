@@ -11,7 +11,6 @@ Invariants:
 - A prefix never changes, and is kept as long as a row that starts with it.
 - A row that is removed leaves its cohort before the next forward."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pellucid.data.tensors import read_together, to_device
-from pellucid.inference.decoder import Decoder, Prompt, Row
+from pellucid.data.tensors import to_device
+from pellucid.inference.decoder import Decoder, Prompt, SequenceRow, score_together
 from pellucid.inference.methods import SideBySide, choose_method
 from pellucid.inference.slots import Scoring
-from pellucid.model import ExpertRecorder, Policy, token_logprobs
+from pellucid.model import ExpertRecorder, Policy, hf_forward
 
 
 @dataclass(eq=False, slots=True)
-class CohortRow(Row):
+class CohortRow(SequenceRow):
     prefix: SideBySide | None = None
     """The prompt that it starts with, without the last token, and others of the same length; None if that
     leaves no token."""
@@ -48,6 +47,7 @@ class _Cohort:
 
 class CohortDecoder(Decoder[CohortRow]):
     def __init__(self, policy: Policy, recorder: ExpertRecorder | None) -> None:
+        self._policy = policy
         self._device = policy.device
         self._method = choose_method(policy)
         self.starts_together = self._method.is_batched and not self._method.joins
@@ -143,17 +143,5 @@ class CohortDecoder(Decoder[CohortRow]):
         return torch.cat(self._experts)
 
     def score(self, scorings: Sequence[Scoring]) -> list[list[float]]:
-        """Computes one sequence after the other."""
-        return [self._score(each) for each in scorings]
-
-    def _score(self, scoring: Scoring) -> list[float]:
-        ids, temperatures = to_device(
-            [
-                np.asarray(scoring.token_ids, np.int64),
-                np.full(len(scoring.token_ids) - 1, scoring.temperature, np.float32),
-            ],
-            self._device,
-        )
-        logprobs = token_logprobs(self._method.all_logits(ids)[:-1], temperatures)
-        (found,) = read_together([logprobs.gather(-1, ids[1:, None])[:, 0]])
-        return [math.nan, *found.tolist()]
+        """Computes one sequence after the other: padded to the longest, they would take its memory each."""
+        return [score_together(self._policy, hf_forward(self._policy), [each])[0] for each in scorings]

@@ -1,4 +1,4 @@
-"""What computes the next logits of the engine's running sequences, and keeps what they need for it.
+"""Computes the next logits of the engine's running sequences, and keeps what that takes.
 
     PackedDecoder    kv_cache.py    policies that attention plans are proven for: one forward per step
     CohortDecoder    cohorts.py     any other, by transformers' own forward: one forward per cohort and step
@@ -13,21 +13,25 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pellucid.data.tensors import read_together, to_device
 from pellucid.inference.slots import Scoring
+from pellucid.model import Policy, packed_layout
+from pellucid.model.policy import HiddenStates
 
 
 @dataclass(eq=False, slots=True)
-class Row:
-    """What is computed of one sequence."""
+class SequenceRow:
+    """All that is computed of one sequence."""
 
     length: int
     """Tokens of the sequence, with the one that the next step computes."""
 
 
-RowT = TypeVar("RowT", bound=Row)
+RowT = TypeVar("RowT", bound=SequenceRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +79,25 @@ class Decoder(ABC, Generic[RowT]):
     @abstractmethod
     def score(self, scorings: Sequence[Scoring]) -> list[list[float]]:
         """Returns one logprob per token of each sequence; that of the first is NaN."""
+
+
+def score_together(
+    policy: Policy, hidden_states: HiddenStates, scorings: Sequence[Scoring]
+) -> list[list[float]]:
+    """Scores sequences by one forward of the trainer."""
+    device = policy.device
+    lengths = [len(each.token_ids) for each in scorings]
+    layout = packed_layout(lengths).to(device)
+    token_ids, positions, temperatures = to_device(
+        [
+            np.concatenate([np.asarray(each.token_ids, np.int64) for each in scorings]),
+            np.concatenate([np.arange(length) for length in lengths]),
+            np.repeat(np.array([each.temperature for each in scorings], np.float32), lengths),
+        ],
+        device,
+    )
+    hidden = hidden_states(token_ids, positions, layout.plan)
+    logprobs = torch.full((len(token_ids),), torch.nan, device=device)
+    logprobs[layout.predicted] = policy.predict(hidden, token_ids, temperatures, layout).logprobs
+    (found,) = read_together([logprobs])
+    return [part.tolist() for part in np.split(found, np.cumsum(lengths)[:-1])]

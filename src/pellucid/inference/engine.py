@@ -26,7 +26,7 @@ from torch import Tensor
 from pellucid.data import PackedArray
 from pellucid.data.tensors import read_together, to_device
 from pellucid.inference.cohorts import CohortDecoder
-from pellucid.inference.decoder import Decoder, Prompt, Row
+from pellucid.inference.decoder import Decoder, Prompt, SequenceRow
 from pellucid.inference.kv_cache import PackedDecoder
 from pellucid.inference.slots import Request, Scoring, SlottedEngine
 from pellucid.model import ExpertRecorder, Policy, token_logprobs
@@ -35,7 +35,7 @@ from pellucid.transport.weights import ServedWeights
 MAX_PREFILL_TOKENS = 8192
 
 
-class Engine(SlottedEngine[Row]):
+class Engine(SlottedEngine[SequenceRow]):
     def __init__(
         self,
         policy: Policy,
@@ -70,6 +70,9 @@ class Engine(SlottedEngine[Row]):
     def update_weights(self, version: int, folder: Path) -> None:
         self._weights.load(folder)
         self.version = version
+
+    def served_digests(self) -> dict[str, str]:
+        return self._weights.digests()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -112,9 +115,9 @@ class Engine(SlottedEngine[Row]):
                 self.counts.scored_tokens += len(logprobs)
                 scoring.finish(logprobs, self.version)
 
-    def _admit(self, donors: Mapping[bytes, Row]) -> dict[bytes, list[Row]]:
+    def _admit(self, donors: Mapping[bytes, SequenceRow]) -> dict[bytes, list[SequenceRow]]:
         """Gives free slots to waiting requests; returns their rows, by prompt."""
-        admitted: dict[bytes, list[Row]] = {}
+        admitted: dict[bytes, list[SequenceRow]] = {}
         budget = MAX_PREFILL_TOKENS
         while self._waiting and len(self._running) < self.num_slots and budget > 0:
             request = next(iter(self._waiting))
@@ -143,7 +146,7 @@ class Engine(SlottedEngine[Row]):
             self._latest_prompt = (prompt_ids, np.asarray(prompt_ids, np.int64).tobytes())
         return self._latest_prompt[1]
 
-    def _donors(self) -> dict[bytes, Row]:
+    def _donors(self) -> dict[bytes, SequenceRow]:
         """Returns rows whose prompt was computed under the current weights, by prompt."""
         if not self._waiting:
             return {}
@@ -153,7 +156,9 @@ class Engine(SlottedEngine[Row]):
             if request.started_at == self.version
         }
 
-    def _share(self, admitted: Mapping[bytes, list[Row]], donors: Mapping[bytes, Row]) -> list[Prompt[Row]]:
+    def _share(
+        self, admitted: Mapping[bytes, list[SequenceRow]], donors: Mapping[bytes, SequenceRow]
+    ) -> list[Prompt[SequenceRow]]:
         """Copies the prompts that are in the cache already; returns the others, to be computed once each.
 
         The last token of a prompt is always computed by its request: it predicts the first token sampled.
@@ -173,7 +178,7 @@ class Engine(SlottedEngine[Row]):
         return [prompt for prompt in fresh if len(prompt.token_ids)]
 
     def _keep_experts(
-        self, experts: NDArray[Any], prompts: Sequence[Prompt[Row]], rows: Sequence[Row]
+        self, experts: NDArray[Any], prompts: Sequence[Prompt[SequenceRow]], rows: Sequence[SequenceRow]
     ) -> None:
         """Stores the routed experts of a step's tokens with their requests.
 
@@ -189,7 +194,7 @@ class Engine(SlottedEngine[Row]):
         for row, own in zip(rows, experts[first:], strict=True):
             self._running[row].experts += own.tobytes()
 
-    def _copy_experts(self, source: Row, target: Row, num_tokens: int) -> None:
+    def _copy_experts(self, source: SequenceRow, target: SequenceRow, num_tokens: int) -> None:
         if self._recorder is not None:
             num_bytes = num_tokens * self._recorder.shape.num_bytes
             self._running[target].experts += self._running[source].experts[:num_bytes]
@@ -197,7 +202,7 @@ class Engine(SlottedEngine[Row]):
     def _experts_of(self, request: Request) -> tuple[PackedArray | None, PackedArray | None]:
         return (None, None) if self._recorder is None else self._recorder.shape.pack(request.experts)
 
-    def _free(self, slot: Row) -> None:
+    def _free(self, slot: SequenceRow) -> None:
         self._decoder.remove(slot)
 
 

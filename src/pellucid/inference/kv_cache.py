@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pellucid.data.tensors import read_together, to_device
-from pellucid.inference.decoder import Decoder, Prompt, Row
+from pellucid.data.tensors import to_device
+from pellucid.inference.decoder import Decoder, Prompt, SequenceRow, score_together
 from pellucid.inference.slots import Scoring
 from pellucid.model import (
     ExpertRecorder,
@@ -30,7 +30,6 @@ from pellucid.model import (
     Rule,
     key_shape,
     lean_forward,
-    packed_layout,
 )
 
 _FIRST_CAPACITY = 64
@@ -38,7 +37,7 @@ _FIRST_ROWS = 8
 
 
 @dataclass(eq=False, slots=True)
-class CacheRow(Row):
+class CacheRow(SequenceRow):
     """Where the keys and values of one sequence are; the cache moves it as the sequence grows."""
 
     shelf: "Shelf"
@@ -177,22 +176,7 @@ class PackedDecoder(KVCache, Decoder[CacheRow]):
 
     def score(self, scorings: Sequence[Scoring]) -> list[list[float]]:
         """Computes all sequences in one packed forward."""
-        device = self._policy.device
-        lengths = [len(each.token_ids) for each in scorings]
-        layout = packed_layout(lengths).to(device)
-        token_ids, positions, temperatures = to_device(
-            [
-                np.concatenate([np.asarray(each.token_ids, np.int64) for each in scorings]),
-                np.concatenate([np.arange(length) for length in lengths]),
-                np.repeat(np.array([each.temperature for each in scorings], np.float32), lengths),
-            ],
-            device,
-        )
-        hidden = self.hidden(token_ids, positions, layout.plan)
-        logprobs = torch.full((len(token_ids),), torch.nan, device=device)
-        logprobs[layout.predicted] = self._policy.predict(hidden, token_ids, temperatures, layout).logprobs
-        (found,) = read_together([logprobs])
-        return [part.tolist() for part in np.split(found, np.cumsum(lengths)[:-1])]
+        return score_together(self._policy, self.hidden, scorings)
 
 
 class StepAttention:
@@ -305,7 +289,7 @@ class _ShelfPart:
 
 
 _Window = tuple[Tensor, Tensor | None]
-"""What is hidden of each row, [rows, 1, keys], and which of the shelf's keys these are; None: each row's."""
+"""Mask [rows, 1, keys], True where a key is hidden, and which of the shelf's keys these are; None: all."""
 
 _GATHERED = 4
 """Times that gathering costs more per key than reading keys in their order."""

@@ -123,11 +123,6 @@ class Method:
                 return {name: given[name] if cache is None else cache}
         raise ModelError(f"{type(self._hf).__name__} has no cache that it takes and returns")
 
-    def all_logits(self, token_ids: Tensor) -> Tensor:
-        """Computes the logits that follow each token of one sequence."""
-        logits: Tensor = self._hf(input_ids=token_ids[None], use_cache=False).logits[0]
-        return logits
-
     def take(self, sequences: SideBySide, rows: Sequence[int]) -> SideBySide:
         """Copies rows, in this order and possibly repeatedly."""
         if not self.is_batched:
@@ -225,7 +220,7 @@ class _Probe:
         self._method = method
         self._token_ids = token_ids
         self._seen: list[list[tuple[int, Tensor]]] = [[] for _ in token_ids]
-        """Of each sequence, the places of tokens and the logits that followed them."""
+        """Places of tokens, and the logits that followed them, for each sequence."""
 
     def run(self) -> None:
         if self._method.joins:

@@ -71,7 +71,7 @@ def read_windows(policy: Policy, token_ids: Tensor, max_length: int | None) -> d
     far = max(max_length or 0, _FAR, 2 * window if isinstance(window, int) else 0)
     known: dict[_MaskFunction | None, int | None] = {None: None}
     for layer, rule in given.items():
-        if rule not in known:
+        if rule is not None and rule not in known:
             known[rule] = _window_of(layer, rule, far, max_length or far, policy.device)
     return {layer: window for layer, rule in given.items() if (window := known[rule]) is not None}
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from pellucid.config.trainer import SequenceLayout
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import ConfigError, ModelError
-from pellucid.model.attention import PackedAttention
+from pellucid.model.attention import ATTENTION, PackedAttention
 from pellucid.model.masks import NotPacked, computing_by, read_windows, short_windows
 from pellucid.model.policy import NOT_YET, Policy
 
@@ -58,6 +58,8 @@ def prove(
     cannot be packed if that is known. Raises ModelError if no way is right, and ConfigError if that of
     `layout` is not.
     """
+    if not own_code:
+        policy.way, policy.attention = "packed", ATTENTION
     with torch.no_grad(), in_float32(policy):
         why_not = own_code or _why_not_packed(policy, max_length)
         if why_not and layout == "packed":

@@ -148,7 +148,7 @@ def attend_segments(
 class _Sunk(torch.autograd.Function):
     """Flash attention with sinks, from that without: the kernel's log-sum-exp tells what a sink takes.
 
-    With ℓ = log Σ e^s and the sink b, the output becomes o · σ(ℓ − b), and the log-sum-exp ℓ' log(e^ℓ + e^b).
+    With ℓ = log Σ e^s and the sink b, the output becomes o · σ(ℓ − b), the log-sum-exp ℓ' = log(e^ℓ + e^b).
     The kernel's backward pass takes both as they are: it makes of them the weights w = e^(s − ℓ'), and the
     gradients of scores w · (∂w − ∂o · o). The sink, whose value is zero, has −w_sink · (∂o · o).
     """
@@ -173,10 +173,10 @@ class _Sunk(torch.autograd.Function):
         )
         of_sinks = sinks.float()[:, None]
         share = torch.sigmoid(log_sums - of_sinks)  # [heads, tokens]
-        out = (out * share.T[..., None]).to(out.dtype)
+        sunk: Tensor = (out * share.T[..., None]).to(out.dtype)
         log_sums = torch.logaddexp(log_sums, of_sinks)
-        ctx.save_for_backward(query, key, value, sinks, out, log_sums, random, *places[:2])
-        return out
+        ctx.save_for_backward(query, key, value, sinks, sunk, log_sums, random, *places[:2])
+        return sunk
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

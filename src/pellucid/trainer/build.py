@@ -10,13 +10,13 @@ import torch
 from pellucid.config import TrainerRunConfig
 from pellucid.config.trainer import TrainerModelConfig
 from pellucid.data.spans import SpanLog
-from pellucid.data.tokenizer import load_tokenizer
+from pellucid.data.tokenizer import first_line, load_tokenizer
 from pellucid.errors import ConfigError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, Stage
 from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
-from pellucid.model import Adapters, Policy
+from pellucid.model import Adapters, Policy, packed_layout
 from pellucid.model.kernels import check_compiler
 from pellucid.model.load import check_tokenizer
 from pellucid.model.stored import StoredWeights
@@ -77,6 +77,8 @@ def prepare_policy(
     if settings.model.activation_checkpointing:
         policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)
     ranks.shard(policy, stored)
+    if policy.way == "rows" and ranks.computes_in == "bfloat16" and policy.replay is None:
+        _check_half(policy)
     return adapters
 
 
@@ -93,6 +95,19 @@ def check_way(policy: Policy, settings: TrainerModelConfig) -> None:
                 f"trainer.model.{key} = {str(value).lower()} needs packed sequences, and those of "
                 f"{type(policy.hf).__name__} go in rows: {policy.why_rows}; leave trainer.model.{key} out"
             )
+
+
+def _check_half(policy: Policy) -> None:
+    """Raises ConfigError if the family's own code mixes bfloat16 with float32; every process calls it."""
+    ids = torch.zeros(2, dtype=torch.long, device=policy.device)
+    try:
+        with torch.no_grad():
+            policy(ids, ids, torch.ones(2, device=policy.device), packed_layout([2]).to(policy.device))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{type(policy.hf).__name__} does not compute in bfloat16 ({first_line(error)}); set "
+            'trainer.model.precision = "float32"'
+        ) from error
 
 
 def build_run(
