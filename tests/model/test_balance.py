@@ -91,7 +91,7 @@ def test_value_and_gradient_are_those_of_transformers(family, tmp_path) -> None:
     ids = torch.randint(5, families.VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     trainable = (positions > 0).to(torch.bool)
-    arguments = ids, positions, torch.ones(len(ids)), packed_layout(LENGTHS), None, trainable
+    arguments = ids, positions, torch.ones(len(ids)), packed_layout(LENGTHS), None, None, trainable
     counts = policy.count_experts(*arguments)
     assert policy(*arguments).balance is None  # of a validation, say
     with policy.balance.step(counts, int(trainable.sum())):
