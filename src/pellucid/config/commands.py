@@ -297,6 +297,15 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
             return
         if self.inference.record_experts is False:
             yield f"inference.record_experts = false contradicts {replay}, which needs it; leave one out"
+        if self.trainer.replay_expert_weights:
+            weights = "trainer.replay_expert_weights = true"
+            if self.inference.record_expert_weights is False:
+                yield f"inference.record_expert_weights = false contradicts {weights}; leave one out"
+            if self.inference.backend == "vllm":
+                yield (
+                    f'{weights} with inference.backend = "vllm", which tells experts without their weights; '
+                    'leave it out, or set the backend to "embedded"'
+                )
         if teacher is not None and teacher.mode == "sft":
             yield (
                 f'{replay} with orchestrator.teacher.mode = "sft": the tokens were sent to the experts of '

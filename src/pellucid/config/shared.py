@@ -25,11 +25,10 @@ class LoraConfig(Section):
     """Share of an adapter's inputs that are set to 0 in training. The server sets none to 0, so that dropout
     adds to the mismatch: leave it at 0 for rl."""
 
-    targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
-    )
-    """Linear layers that get an adapter, by the last part of their name, in every decoder layer. The head
-    and the embedding cannot be among them."""
+    targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Linear layers of the decoder that get an adapter, by the end of their name: `q_proj`, `mlp.gate_proj`.
+    Default: all of them, fused ones such as `qkv_proj` included, without routers. The head, the embedding and
+    experts cannot be among them."""
 
 
 class ModelConfig(Section):
@@ -128,6 +127,10 @@ class InferenceConfig(Section):
     """For models with experts: answer with the experts that each token was sent to. Default: in `rl`, if
     `trainer.enable_router_replay` needs them; set it for a server that you start on its own."""
 
+    record_expert_weights: bool | None = None
+    """Answer with the weights of these experts, too: 4 bytes per token, layer and expert. Includes
+    `record_experts`. Default: in `rl`, if `trainer.replay_expert_weights` needs them. Not with vLLM."""
+
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default: all cores that the process may use, half of them in `rl`."""
 
@@ -136,6 +139,18 @@ class InferenceConfig(Section):
             yield (
                 'inference.vllm is for inference.backend = "vllm", and the backend is "embedded"; leave it '
                 "out or set the backend"
+            )
+
+        if self.record_expert_weights and self.record_experts is False:
+            yield (
+                "inference.record_experts = false contradicts inference.record_expert_weights = true, which "
+                "needs it; leave one out"
+            )
+        if self.record_expert_weights and self.backend == "vllm":
+            yield (
+                'inference.record_expert_weights = true with inference.backend = "vllm": vLLM tells which '
+                "experts it sent tokens to, not how it weighed them; leave it out, or set the backend to "
+                '"embedded"'
             )
 
     @property

@@ -178,6 +178,9 @@ class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     columns: dict[str, list[float]] = {}
     """Further columns of the schema that the engine fills; see `Completion`."""
 
+    expert_weights: PackedArray | None = None
+    """[base64 of the bytes, shape, "float32"]; see `Completion`."""
+
 
 class GenerateManyRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """`POST /inference/v1/generate_many`: answered with one line of JSON per request, as each ends."""

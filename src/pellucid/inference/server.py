@@ -411,6 +411,7 @@ def _choice(completion: Completion, compact: bool) -> Choice:
         logprobs=None if compact else {"content": content},
         routed_experts=completion.routed_experts,
         columns=completion.columns,
+        expert_weights=completion.expert_weights,
     )
 
 
@@ -501,4 +502,5 @@ def open_engine(config: InferenceRunConfig, tokenizer: Any) -> SlottedEngine[Any
         max_queued=settings.max_queued,
         decode_text=tokenizer.decode,
         record_experts=bool(settings.record_experts),
+        record_expert_weights=bool(settings.record_expert_weights),
     )

@@ -72,7 +72,13 @@ def share_cores(config: RLConfig, cores: int) -> RLConfig:
     half = max(1, cores // 2)
     inference, trainer = config.inference, config.trainer
     records = inference.record_experts or trainer.enable_router_replay
-    inference = _with(inference, threads=inference.threads or half, record_experts=records)
+    weighs = bool(inference.record_expert_weights or trainer.replay_expert_weights)
+    inference = _with(
+        inference,
+        threads=inference.threads or half,
+        record_experts=records or weighs,
+        record_expert_weights=weighs,
+    )
     return _with(config, inference=inference, trainer=_with(trainer, threads=trainer.threads or half))
 
 
@@ -158,7 +164,14 @@ def resolved(config: Section) -> Section:
         run = _with(run, orchestrator=_resolved_orchestrator(run))
     if isinstance(run, InferenceRunConfig):
         server = run.inference
-        server = _with(server, threads=server.threads or cores, record_experts=bool(server.record_experts))
+        weighs = bool(server.record_expert_weights)
+        records = bool(server.record_experts) or weighs
+        server = _with(
+            server,
+            threads=server.threads or cores,
+            record_experts=records,
+            record_expert_weights=weighs,
+        )
         run = _with(run, inference=server)
     if isinstance(run, SFTConfig) and (run.data.path is None or run.data.path.is_dir()):
         run = _with(run, data=_with(run.data, split=run.data.part[1]))

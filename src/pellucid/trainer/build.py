@@ -1,5 +1,6 @@
 """Puts a run together from its configuration."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,6 +30,7 @@ from pellucid.workers import num_cores
 
 if TYPE_CHECKING:
     from pellucid.transport.weights_offer import WeightsOffer
+logger = logging.getLogger(__name__)
 
 
 def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -> list[TrainedWeights]:
@@ -48,6 +50,8 @@ def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -
     whole = TrainedWeights(policy, config.model, tokenizer, is_sharded=ranks.group is not None)
     if adapters is None:
         return [whole]
+    if ranks.is_main:
+        logger.info(adapters.summary)
     return [replace(whole, adapter=adapters[slot]) for slot in range(num_runs)]
 
 
@@ -67,7 +71,9 @@ def prepare_policy(
     check_way(policy, settings.model)
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
     if settings.enable_router_replay:
-        policy.replay_experts()
+        policy.replay_experts(weights=settings.replay_expert_weights)
+    if settings.model.router_aux_loss_coef:
+        policy.balance_experts()
     if settings.model.compile:
         ranks.alike(lambda: check_compiler(ranks.device))
         policy.compile_layers()  # before the next three, which wrap the compiled forward of a layer
