@@ -67,7 +67,7 @@ ROUNDING, SURVIVED = "rounding", "survived"
 UNCOUNTED = (NOT_ASKED, NOT_REACHED, NO_EFFECT, ROUNDING)
 BROKEN = ("import", "crash", "hang")
 CHECKS = ("ledger", "replay", "verify")
-TIMEOUT_FACTOR, SHORTEST_TIMEOUT_S = 4.0, 30.0
+SHORTEST_TIMEOUT_S = 30.0
 SUITE_TIMEOUT_S = 1800.0
 STARTING = threading.Lock()
 """Held while a command is started: the first start makes the one warm Python."""
@@ -234,8 +234,8 @@ class Baseline:
     def reaches(self, mutant: Mutant) -> bool:
         return any(f"{mutant.file}:{line}" in self.lines for line in mutant.lines)
 
-    def timeout_s(self, command: str) -> float:
-        return max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * self.seconds[command])
+    def timeout_s(self, command: str, patience: float) -> float:
+        return max(SHORTEST_TIMEOUT_S, patience * self.seconds[command])
 
 
 def make_wide_model(dense: Path, folder: Path) -> None:
@@ -271,6 +271,9 @@ class Laboratory:
     third_party: tuple[str, ...]
     changing: bool = False
     """Whether a mutant that leaves the run the same is shown to no other command."""
+
+    patience: float = 4.0
+    """How many times as long as with the package as it is a command may take before it is said to hang."""
 
     def __post_init__(self) -> None:
         from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
@@ -359,7 +362,7 @@ class Laboratory:
         facts: Facts = {}
         seconds: dict[str, float] = {}
         for command, parts in scenario.commands(self.folder).items():
-            timeout_s = baseline.timeout_s(command) if baseline else 600.0
+            timeout_s = baseline.timeout_s(command, self.patience) if baseline else 600.0
             for arguments in parts:
                 answer = self._run(arguments, timeout_s, env or {})
                 seconds[command] = seconds.get(command, 0.0) + answer.seconds
@@ -561,7 +564,7 @@ def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
         examination = Examination(
             chosen.into,
             _digest(chosen.changing),
-            [Laboratory(folder, third_party, chosen.changing) for folder in folders],
+            [Laboratory(folder, third_party, chosen.changing, chosen.patience) for folder in folders],
         )
         if chosen.suite:
             survivors = [mutant for mutant in mutants if known.get(mutant.name) == SURVIVED]
@@ -668,6 +671,9 @@ def main() -> None:
     parser.add_argument("--quiet", type=float, default=math.inf, help="stop after so many quiet ones")
     parser.add_argument("--changing", action="store_true", help="ask about those that change the run alone")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--patience", type=float, default=4.0, help="a command hangs after so many times its usual seconds"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="mutants that are tried at a time")
     parser.add_argument(
         "--again", action="store_true", help="try the survivors in --into again, and no others"
