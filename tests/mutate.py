@@ -575,7 +575,7 @@ def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
         reached = [mutant for mutant in mutants if examination.scenario_of(mutant) is not None]
         unreached = {mutant.name for mutant in mutants} - {mutant.name for mutant in reached}
         examination.note_unreached([each for each in mutants if each.name in unreached - known.keys()])
-        sample = reached if chosen.sample is None else stratified(reached, chosen.sample, chosen.seed)
+        sample = stratified(reached, chosen.sample or len(reached), chosen.seed)
         untried = [each for each in sample if known.get(each.name, NOT_ASKED) in (NOT_ASKED, NOT_REACHED)]
         survivors = [mutant for mutant in reached if known.get(mutant.name) == SURVIVED]
         examination.examine(survivors if chosen.again else untried, chosen.quiet)
