@@ -1,13 +1,14 @@
 """A run against itself: what follows from the record has to be in the record."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pellucid.checks.finding import Finding
+from pellucid.checks.finding import COUNTS, Finding
 from pellucid.checks.oracle.training import learning_rate
 from pellucid.checks.replay.recompute import (
     MASKS,
@@ -46,8 +47,8 @@ STAGES: Mapping[str, str] = {
     "ratios": _LOSS_HINT,
     "masks": _LOSS_HINT,
     "losses": _LOSS_HINT,
-    "ledger": "the trainer booked other tokens as trained or masked than its export shows: the ledger does "
-    "not tell where they went",
+    "ledger": "the trainer booked other tokens than its export shows, or logged others than it booked: the "
+    "ledger does not tell where they went",
     "record": _LOSS_HINT,
     "loss": "Tokens are missing from the export, or carry another loss than was optimised",
     "learning rate": "the learning rate is not that of [trainer.optim] and [trainer.scheduler] at this step: "
@@ -142,6 +143,7 @@ class Checks:
         self._check_rollouts(number, step)
         self._check_levels(number, step)
         self._check_rate(number)
+        self._check_counts(number)
         return {**recomputed, **self._check_weights(number, step)}
 
     def _compare(
@@ -248,6 +250,26 @@ class Checks:
             expected += [num_masked, int((trainable & is_theirs).sum()) - num_skipped - num_masked]
         what, name = "trained and masked tokens", names.__getitem__
         self._compare("ledger", what, recorded, expected, name, tolerance=0.0, unit="counts")
+
+    def _check_counts(self, number: int) -> None:
+        """Holds the counts that the trainer logged of a step to its ledger, and running totals to the sum."""
+        logged, booked = self.run.logged_steps.get(number), self.run.booked.get(number)
+        if logged is None or self.run.is_foreign or self.run.at(number).orchestrator is None:
+            return
+        names = [name for name in COUNTS if {name, f"total/{name}"} <= logged.counts.keys()]
+        recorded = [logged.counts[name] for name in names]
+        if booked is not None and (number == 0 or number - 1 in self.run.booked):
+            tokens = sum((Counter(counts) for counts in booked.values()), Counter[str]())
+            expected = [sum(tokens[part] for part in COUNTS[name]) for name in names]
+            what = "logged counts of tokens"
+            self._compare("ledger", what, recorded, expected, names.__getitem__, tolerance=0.0, unit="counts")
+        before = self.run.logged_steps.get(number - 1)
+        if number == 0 or before is not None:
+            so_far = {} if before is None else before.counts
+            totals = [logged.counts[f"total/{name}"] for name in names]
+            expected = [so_far.get(f"total/{name}", 0) + logged.counts[name] for name in names]
+            what = "running totals of tokens"
+            self._compare("ledger", what, totals, expected, names.__getitem__, tolerance=0.0, unit="counts")
 
     def _check_rate(self, number: int) -> None:
         """Holds the logged learning rate to the oracle's, where the settings are known."""

@@ -47,6 +47,8 @@ class LoggedStep(NamedTuple):
     """NaN if it was not finite."""
 
     lr: float | None
+    counts: Mapping[str, float]
+    """All other numbers of the step, by name."""
 
 
 class LoggedLevels(NamedTuple):
@@ -193,7 +195,9 @@ class RecordedRun:
                 case {"step": int(step), "loss": int() | float() | None as loss}:
                     rate = entry.get("lr")
                     is_number = isinstance(rate, int | float)
-                    logged[step] = LoggedStep(math.nan if loss is None else loss, rate if is_number else None)
+                    counts = {name: each for name, each in entry.items() if type(each) in (int, float)}
+                    number = math.nan if loss is None else loss
+                    logged[step] = LoggedStep(number, rate if is_number else None, counts)
                 case {"loss": _} | list() | str() | int() | float() | None:
                     raise DataError(f"{place} has no step and loss that are numbers; delete that line")
         return logged
