@@ -28,12 +28,14 @@ from pellucid.inference import engine
 from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
+from pellucid.model.adapter import Adapter
 from pellucid.model.policy import Policy
 from pellucid.orchestrator import advantage, chat, records, scheduler, session, verdict
 from pellucid.trainer import observer, optimizer, run, saver
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import LossResult
+from pellucid.transport import weights
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +171,19 @@ def test_other_settings_agree(opened: subject.Subject, settings: dict[str, Any])
     assert ["pellucid.loss:sft_loss" in finding.meaning for finding in findings if not finding.is_held] == (
         [True] if is_custom else []
     )
+
+
+def test_an_adapter_that_does_not_start_from_the_seed(opened: subject.Subject, monkeypatch: Patch) -> None:
+    original = Adapter.reset
+    monkeypatch.setattr(Adapter, "reset", lambda self, seed: original(self, seed + 1))
+    settings = {
+        "model": {"name": opened.config.model.name, "lora": {"rank": 4}},
+        "trainer": {"threads": 1},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+    }
+    with subject.opened(VerifyConfig.model_validate(settings)) as other:
+        failed = [finding for finding in path.check_oracle(other) if not finding.passed]
+    assert failed[0].meaning.startswith("the first stage that differs: start, base_model.")
 
 
 def test_a_model_with_experts_agrees(tiny_moe: Path) -> None:
@@ -337,6 +352,13 @@ def stale_publication(patch: Patch) -> None:
         return write
 
     patch.setattr(optimizer.TrainedWeights, "take", first_only)
+
+
+def buffers_published(patch: Patch) -> None:
+    """Files of weights have what a model computes anew whenever it is loaded, too."""
+    patch.setattr(
+        weights, "named_weights", lambda model: dict([*model.named_parameters(), *model.named_buffers()])
+    )
 
 
 def rendered_again(patch: Patch) -> None:
@@ -690,6 +712,7 @@ def test_a_fault_of_the_orchestrator_is_named_by_its_stage(
         (tenfold_rate, "update"),
         (no_clipping, "update"),
         (stale_publication, "published"),
+        (buffers_published, "published"),
     ],
 )
 def test_a_fault_of_the_trainer_is_named_by_its_stage(

@@ -85,6 +85,7 @@ STAGES: Mapping[str, str] = {
     "books of batches": "tokens of rollouts → outcomes in the orchestrator's ledger",
     "metrics of batches": "batches → rewards and off-policy levels that are logged",
     "snapshots": "groups and batches → what a resumed orchestrator goes on from",
+    "start": "model and seed → the weights that training starts from",
     "truncation": "samples → sequences of at most seq_len tokens",
     "off-policy levels": "versions of sampled tokens → export",
     "exported fields": "samples → the fields of the export that the trainer does not compute",

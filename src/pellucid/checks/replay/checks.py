@@ -257,19 +257,20 @@ class Checks:
         if logged is None or self.run.is_foreign or self.run.at(number).orchestrator is None:
             return
         names = [name for name in COUNTS if {name, f"total/{name}"} <= logged.counts.keys()]
-        recorded = [logged.counts[name] for name in names]
-        if booked is not None and (number == 0 or number - 1 in self.run.booked):
-            tokens = sum((Counter(counts) for counts in booked.values()), Counter[str]())
-            expected = [sum(tokens[part] for part in COUNTS[name]) for name in names]
-            what = "logged counts of tokens"
+        counts = [logged.counts[name] for name in names]
+
+        def compare(what: str, recorded: Sequence[float], expected: Sequence[float]) -> None:
             self._compare("ledger", what, recorded, expected, names.__getitem__, tolerance=0.0, unit="counts")
+
+        if booked is not None and (number == 0 or number - 1 in self.run.booked):
+            tokens = sum((Counter(each) for each in booked.values()), Counter[str]())
+            known = [sum(tokens[part] for part in COUNTS[name]) for name in names]
+            compare("logged counts of tokens", counts, known)
         before = self.run.logged_steps.get(number - 1)
         if number == 0 or before is not None:
             so_far = {} if before is None else before.counts
-            totals = [logged.counts[f"total/{name}"] for name in names]
-            expected = [so_far.get(f"total/{name}", 0) + logged.counts[name] for name in names]
-            what = "running totals of tokens"
-            self._compare("ledger", what, totals, expected, names.__getitem__, tolerance=0.0, unit="counts")
+            sums = [so_far.get(f"total/{name}", 0) + each for name, each in zip(names, counts, strict=True)]
+            compare("running totals of tokens", [logged.counts[f"total/{name}"] for name in names], sums)
 
     def _check_rate(self, number: int) -> None:
         """Holds the logged learning rate to the oracle's, where the settings are known."""

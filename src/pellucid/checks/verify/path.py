@@ -33,6 +33,7 @@ from pellucid.checks.verify.training_stages import (
     check_gradient,
     check_model,
     check_record,
+    check_start,
     check_step_metrics,
     check_trainer_books,
     check_update,
@@ -119,6 +120,7 @@ def check_training(
     )
     oracle = _OracleBeside(expected, model, differences)
     with closing(build_quiet_run(config, folder, batches=oracle, records=True)) as run:
+        check_start(run, model.initial(config.seed), differences)
         oracle.train(run, RESUMED_AT)
         weights = trained_weights(run)
         check_checkpoints(run, [RESUMED_AT], oracle.journal, oracle.totals, differences)

@@ -373,9 +373,22 @@ def check_moved(
     differences.near(stage, expected.numpy(), found.double().cpu().numpy(), allowed.numpy(), where)
 
 
+def check_start(run: Run, expected: Mapping[str, Tensor], differences: Differences) -> None:
+    """Holds the weights of a run that has not begun to the oracle's, bit by bit."""
+    found = trained_weights(run)
+    for name, weight in expected.items():
+        is_same = torch.equal(weight.to(found[name].dtype), found[name].cpu())
+        differences.holds("start", is_same, f"{name} is not what the model or the seed gives")
+
+
 def check_weights(stage: str, run: Run, folder: Path, differences: Differences, where: str) -> None:
     """Holds the files of a folder to the weights of the run, bit by bit."""
-    _check_written(stage, run, read_weights(folder), differences, where)
+    written, known = read_weights(folder), trained_weights(run).keys()
+    if run.trained.adapter is None:
+        known |= run.policy.hf.state_dict().keys()
+    unknown = sorted(written.keys() - known)
+    differences.same(stage, [], unknown, f"{where}: tensors that are no weights of the model")
+    _check_written(stage, run, written, differences, where)
 
 
 def check_model(run: Run, folder: Path, differences: Differences) -> None:
