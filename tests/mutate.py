@@ -11,7 +11,7 @@ have are asked: `rl` for six steps, `ledger` and `replay --weights` of that run,
     import        the package cannot be imported
     crash, hang   a command ends with a traceback, or `rl` in any other way than well; or not at all
     alarm         the run ends well, and an alarm rang
-    ledger, replay, verify    the first command that names a fault
+    ledger, replay, verify    the first command that names a fault; `rl` reads the ledger in the end, too
     rounding      none does, and the run is the same but for packing and what float32 rounds
     no effect     none does, and the run is the same
     survived      none does, and the run has other weights, tokens, rollouts, counts or checkpoints
@@ -67,6 +67,8 @@ ROUNDING, SURVIVED = "rounding", "survived"
 UNCOUNTED = (NOT_ASKED, NOT_REACHED, NO_EFFECT, ROUNDING)
 BROKEN = ("import", "crash", "hang")
 CHECKS = ("ledger", "replay", "verify")
+UNBALANCED = "tokens are unaccounted for"
+"""What `rl` says in the end where the ledger does not balance: the run is over, and named."""
 SHORTEST_TIMEOUT_S = 30.0
 SUITE_TIMEOUT_S = 1800.0
 STARTING = threading.Lock()
@@ -366,8 +368,10 @@ class Laboratory:
             for arguments in parts:
                 answer = self._run(arguments, timeout_s, env or {})
                 seconds[command] = seconds.get(command, 0.0) + answer.seconds
-                if (verdict := _verdict(command, answer)) is not None:
+                if (verdict := verdict_of(command, answer)) is not None:
                     last = answer.output.strip().splitlines()[-12:]
+                    if (command, verdict) == ("rl", "ledger"):
+                        facts = facts_of(self.folder / "run")
                     return {"verdict": verdict, "command": command, "output": last}, facts, seconds
             if command == "rl":
                 facts = facts_of(self.folder / "run")
@@ -411,11 +415,13 @@ class Laboratory:
         }
 
 
-def _verdict(command: str, answer: Answer) -> str | None:
+def verdict_of(command: str, answer: Answer) -> str | None:
     if answer.code is None:
         return "hang"
     if answer.code == IMPORT_FAILED:
         return "import"
+    if answer.code != 0 and command == "rl" and UNBALANCED in answer.output:
+        return "ledger"
     if answer.code != 0:
         return command if command in CHECKS and "Traceback" not in answer.output else "crash"
     return None

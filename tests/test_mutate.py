@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from effects import Facts, difference, facts_of
 from mutants import Mutant, all_mutants, mutants_of, rooms
-from mutate import read, report, stratified, wilson
+from mutate import Answer, read, report, stratified, verdict_of, wilson
 from mutated import record_lines
 
 PACKAGE = Path(__file__).parents[1] / "src" / "pellucid"
@@ -89,6 +89,23 @@ def lines_of(*verdicts: str) -> list[dict[str, Any]]:
         {"name": f"m{number}", "file": "a.py", "module": "1", "verdict": verdict, "where": "ledger"}
         for number, verdict in enumerate(verdicts)
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "output", "verdict"),
+    [
+        ("rl", 0, "", None),
+        ("rl", 1, "error: 64 tokens are unaccounted for; see `pellucid ledger run`", "ledger"),
+        ("rl", 1, "error: the trainer is gone", "crash"),
+        ("verify", 1, "oracle: the first stage that differs: loss", "verify"),
+        ("verify", 1, "Traceback (most recent call last):", "crash"),
+        ("rl", None, "", "hang"),
+    ],
+)
+def test_a_fault_that_a_command_names_is_no_crash(
+    command: str, code: int | None, output: str, verdict: str | None
+) -> None:
+    assert verdict_of(command, Answer(code, output, 1.0)) == verdict
 
 
 def test_rates_are_about_mutants_that_have_an_effect_or_that_a_command_names() -> None:
