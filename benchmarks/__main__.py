@@ -32,6 +32,7 @@ BENCHMARKS = {
     "transport": "samples on the wire: columnar bytes against lists",
     "train": "a whole training step against that of TRL's GRPO trainer (`make bench-train`)",
     "viewer": "the viewer in a browser against its budgets: first content, switching, sizes, 100M tokens",
+    "windows": "attention under a sliding window: against all tokens, and against HF's masked SDPA",
     "tensors": "from samples to a micro batch's tensors: one hop against lists all the way",
 }
 

@@ -6,6 +6,8 @@ that little is padded. A row ends at its own length, which nobody knows beforeha
 longest. Both sides run on one thread and deliver the logprob of every token. They take turns, and the fastest
 of several runs counts.
 
+A model of gated delta nets ("hybrid") goes through the engine in cohorts of groups, each by HF's own forward.
+
 Then steps of the engine: the lean forward (`model/policy.py`) against HF's modules, in turns. The CPU
 time of the fastest step counts.
 """
@@ -24,13 +26,13 @@ from benchmarks.shapes import made_policy
 from pellucid.data import Completion
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
+from pellucid.inference.kv_cache import PackedDecoder
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, hf_forward
-from pellucid.model.attention import ATTENTION
 
 SLOTS = 64
-CASES = [("tiny", 256, 128), ("tiny", 64, 128), ("135M", 64, 24)]
-"""(model, requests, longest completion)."""
+CASES = [("tiny", 256, 128, 1), ("tiny", 64, 128, 1), ("135M", 64, 24, 1), ("hybrid", 128, 128, 8)]
+"""(model, requests, longest completion, requests with the same prompt)."""
 
 STEPS = [("tiny", 1, 150), ("tiny", 8, 150), ("tiny", 64, 120), ("135M", 8, 16)]
 """(model, sequences, steps of each forward)."""
@@ -44,29 +46,31 @@ def run() -> list[Result]:
     return [_compare(*case) for case in CASES] + [_compare_forwards(*case) for case in STEPS]
 
 
-def _compare(model: str, num_requests: int, longest: int) -> Result:
+def _compare(model: str, num_requests: int, longest: int, group: int) -> Result:
     with made_policy(model) as policy:
-        asked = _requests(policy.vocab_size, num_requests, longest)
+        asked = _requests(policy.vocab_size, num_requests, longest, group)
         sides = (partial(_sample, policy), partial(_generate, policy))
         for side in sides:
             side(asked[:8])
         our_s, their_s = fastest_each_s([partial(side, asked) for side in sides])
     tokens = sum(count for _, count in asked)
-    name = f"engine, {model}, {num_requests} requests"
+    name = f"engine, {model}, {num_requests} requests" + (f" in groups of {group}" if group > 1 else "")
     return Result(name, tokens / our_s, tokens / their_s, "tok/s", "HF generate")
 
 
 def _compare_forwards(model: str, num_sequences: int, num_steps: int) -> Result:
     with made_policy(model) as policy:
         engine = Engine(policy, num_slots=num_sequences, max_length=1024)
+        decoder = engine._decoder
+        assert isinstance(decoder, PackedDecoder)
         params = SamplingParams(max_tokens=900)
         for number in range(num_sequences):
             engine.submit(Request([5 + number] * 30, params, Account(), lambda completion: None))
         engine.step()
-        forwards = (engine._hidden, hf_forward(policy))
+        forwards = (decoder.hidden, hf_forward(policy))
         fastest = [float("inf")] * 2
         for step in range(2 * num_steps):
-            engine._hidden = forwards[step % 2]
+            decoder.hidden = forwards[step % 2]
             started = time.thread_time()
             engine.step()
             fastest[step % 2] = min(fastest[step % 2], time.thread_time() - started)
@@ -75,15 +79,14 @@ def _compare_forwards(model: str, num_sequences: int, num_steps: int) -> Result:
     return Result(name, 1 / our_s, 1 / their_s, "steps/s", "HF's forward")
 
 
-def _requests(vocab_size: int, num_requests: int, longest: int) -> Asked:
+def _requests(vocab_size: int, num_requests: int, longest: int, group: int) -> Asked:
     generator = random.Random(0)
-    return [
-        (
-            [generator.randrange(5, vocab_size) for _ in range(generator.randint(10, 60))],
-            generator.randint(8, longest),
-        )
-        for _ in range(num_requests)
-    ]
+    asked: list[tuple[list[int], int]] = []
+    for number in range(num_requests):
+        if number % group == 0:
+            prompt = [generator.randrange(5, vocab_size) for _ in range(generator.randint(10, 60))]
+        asked.append((prompt, generator.randint(8, longest)))
+    return asked
 
 
 def _sample(policy: Policy, asked: Asked) -> list[Completion]:
@@ -107,6 +110,7 @@ class _OwnLengths(StoppingCriteria):  # type: ignore[misc]
 @torch.inference_mode()
 def _generate(policy: Policy, asked: Asked, **options: Any) -> list[tuple[list[int], list[float]]]:
     """Token ids and logprobs per request."""
+    own = policy.hf.config._attn_implementation
     policy.hf.set_attn_implementation("sdpa")
     by_prompt_length = sorted(asked, key=lambda request: len(request[0]))
     finished = []
@@ -140,5 +144,5 @@ def _generate(policy: Policy, asked: Asked, **options: Any) -> list[tuple[list[i
             (tokens[row, :count].tolist(), logprobs[row, :count].tolist())
             for row, (_, count) in enumerate(batch)
         ]
-    policy.hf.set_attn_implementation(ATTENTION)
+    policy.hf.set_attn_implementation(own)
     return finished

@@ -9,7 +9,7 @@ from pathlib import Path
 from pellucid.config import ModelConfig
 from pellucid.data.tokenizer import quiet_transformers
 from pellucid.model import Policy, load_policy
-from pellucid.model.tiny import character_tokenizer, make_tiny_model
+from pellucid.model.tiny import character_tokenizer, make_tiny_hybrid_model, make_tiny_model
 
 
 def make_llama_135m(folder: Path) -> None:
@@ -36,6 +36,7 @@ def make_llama_135m(folder: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     "tiny": partial(make_tiny_model, max_length=8192),  # a batch of the demo in one micro batch
     "135M": make_llama_135m,
+    "hybrid": partial(make_tiny_hybrid_model, hidden_size=128, num_layers=4),
 }
 """What writes a model and its tokenizer into a folder."""
 

@@ -7,6 +7,9 @@ The baseline of each line is its budget: a ratio of at most 1 is within it.
     write   64 records of 4,096 tokens: writing the page, in a process of its own
     server  100 steps of 1,003,520 tokens, a Parquet file of 23 MB for each, with the summaries, metrics and
             ledger that training leaves; `pellucid view` in a process of its own, once it has read those
+    scan    400 steps of 4,224 tokens as JSONL (1,689,600; 300 MB), with the summaries that training leaves:
+            from the click to the rows of the 200 worst tokens of the whole run, and the server's CPU time for
+            it; none of the steps was opened before
     list    200 runs of 400 steps in one folder: `pellucid view` lists them, as soon as it answers for the
             first time, and again
     time    the spans of 1,000 steps (16,000), as a page: from the click on Timeline until it is drawn, and
@@ -17,6 +20,7 @@ the navigation; "complete" is when all lines are laid out and overview, chart an
 """
 
 import json
+import os
 import shutil
 import socket
 import statistics
@@ -25,7 +29,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +44,7 @@ from pellucid.errors import ConfigError
 NUM_SERVED_STEPS = 100
 NUM_LISTED_RUNS = 200
 OPENINGS = 5
+SCANS = 3
 SWITCHES = 12
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 """In order of preference: the shell takes two fifths of the CPU time of a browser that could have windows."""
@@ -91,6 +96,7 @@ def run() -> list[Result]:
                 *_long(folder, browser),
                 *_write(folder),
                 *_server(folder, browser),
+                *_scan(folder, browser),
                 *_list(folder, browser),
                 *_timeline(folder, browser),
             ]
@@ -151,10 +157,10 @@ def _write(folder: Path) -> list[Result]:
 
 def _server(folder: Path, browser: Any, num_steps: int = NUM_SERVED_STEPS) -> list[Result]:
     write_run(folder / "run", make_batch(245, 4096), num_steps)
-    with _serve(folder / "run") as (address, peak_bytes):
-        run_view = min(_open_first(browser, address, ".strip canvas") for _ in range(OPENINGS))
+    with _serve(folder / "run") as server:
+        run_view = min(_open_first(browser, server.address, ".strip canvas") for _ in range(OPENINGS))
         tab = browser.new_page()
-        tab.goto(address)
+        tab.goto(server.address)
         tab.wait_for_selector(".strip canvas")
         records, steps = [], []
         for step in range(3, 3 + 2 * OPENINGS, 2):  # none of them was looked at before
@@ -162,7 +168,7 @@ def _server(folder: Path, browser: Any, num_steps: int = NUM_SERVED_STEPS) -> li
             changes = {"view": "step", "step": step + 1}
             steps.append(tab.evaluate(GO, [changes, f"Step {step + 1}", ".histogram canvas"]))
         tab.close()
-        memory = peak_bytes()
+        memory = server.peak_bytes()
     return [
         _within("100M tokens, server: a record", min(records), 150, "ms"),
         _within("100M tokens, server: a step's histograms", min(steps), 200, "ms"),
@@ -171,10 +177,29 @@ def _server(folder: Path, browser: Any, num_steps: int = NUM_SERVED_STEPS) -> li
     ]
 
 
+def _scan(folder: Path, browser: Any) -> list[Result]:
+    write_run(folder / "scanned", make_batch(128, 33), 400, suffix=".jsonl")
+    shown, spent = [], []
+    for _ in range(SCANS):
+        with _serve(folder / "scanned") as server:
+            tab = browser.new_page()
+            tab.goto(server.address)
+            tab.wait_for_selector(".strip canvas")
+            before = server.cpu_s()
+            asked = {"view": "worst", "within": "run", "kind": "all"}
+            shown.append(float(tab.evaluate(GO, [asked, "Worst tokens", "tbody tr[data-row]"])) / 1e3)
+            spent.append(server.cpu_s() - before)
+            tab.close()
+    return [
+        _within("1.7M tokens as JSONL: the worst of the run", min(shown), 3, "s"),
+        _within("1.7M tokens as JSONL: the server's CPU", min(spent), 3, "s"),
+    ]
+
+
 def _list(folder: Path, browser: Any) -> list[Result]:
     write_sweep(folder / "sweep", NUM_LISTED_RUNS, 400)
-    with _serve(folder / "sweep") as (address, _):
-        first, *others = [_open_first(browser, address, "tr[data-row]") for _ in range(OPENINGS)]
+    with _serve(folder / "sweep") as server:
+        first, *others = [_open_first(browser, server.address, "tr[data-row]") for _ in range(OPENINGS)]
     return [
         _within("200 runs, server: the list at first", first, 300, "ms"),
         _within("200 runs, server: the list", min(others), 300, "ms"),
@@ -265,9 +290,26 @@ def _browser() -> Iterator[Any]:
         browser.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Server:
+    address: str
+    process: Path
+    """Its folder below `/proc`."""
+
+    def peak_bytes(self) -> float:
+        status = (self.process / "status").read_text().splitlines()
+        most = next(line for line in status if line.startswith("VmHWM"))
+        return float(most.split()[1]) * 1024
+
+    def cpu_s(self) -> float:
+        """CPU time of all threads so far."""
+        user, system = (self.process / "stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def _serve(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
-    """The address of a viewer that has read all summaries, and what tells the most memory that it had."""
+def _serve(folder: Path) -> Iterator[_Server]:
+    """A viewer, in a process of its own, that has read all summaries."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -281,7 +323,7 @@ def _serve(folder: Path) -> Iterator[tuple[str, Callable[[], float]]]:
                     f"benchmark viewer: {' '.join(command)} ended with status {server.returncode}"
                 )
             time.sleep(0.1)
-        yield address, lambda: _peak_bytes(Path(f"/proc/{server.pid}/status"))
+        yield _Server(address, Path(f"/proc/{server.pid}"))
     finally:
         server.terminate()
         server.wait()
@@ -294,8 +336,3 @@ def _pulse(address: str) -> dict[str, Any] | None:
             return pulse
     except OSError:  # it does not listen yet
         return None
-
-
-def _peak_bytes(status: Path) -> float:
-    most = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return float(most.split()[1]) * 1024

@@ -94,7 +94,7 @@ def write_file(path: Path, batch: TokenTable) -> None:
     sink.close()
 
 
-def write_run(folder: Path, batch: TokenTable, num_steps: int) -> None:
+def write_run(folder: Path, batch: TokenTable, num_steps: int, suffix: str = ".parquet") -> None:
     """A finished run as training leaves it: a file per step, its summary, metrics and a ledger.
 
     Every step has all of its tokens in a file of its own; they are the same numbers in each.
@@ -104,7 +104,7 @@ def write_run(folder: Path, batch: TokenTable, num_steps: int) -> None:
     for step in range(num_steps):
         own = TokenTable(batch.lengths, {**batch.columns, "step": np.full(batch.num_sequences, step)})
         path = folder / "token_exports" / f"step_{step}"
-        write_file(path / "rank_0.parquet", own)
+        write_file(path / f"rank_0{suffix}", own)
         (path / "summary.rank_0.json").write_bytes(orjson.dumps(summary.as_dict()))
         (path / "STABLE").touch()
     _write_metrics(folder / "metrics", num_steps)

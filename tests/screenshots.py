@@ -3,6 +3,9 @@
     PYTHONPATH=. python tests/screenshots.py outputs/reverse_text/rl docs/images
     PYTHONPATH=. python tests/screenshots.py --agent docs/images        the conversation alone; needs no run
 
+With `--sweep outputs/sweep` also of three runs over each other: 60 steps of the demo, those with
+`--trainer.optim.lr 1e-4`, and those with `--max-async-level 0 --trainer.loss.type icepop`.
+
 Which steps and records the pictures show is part of the story that docs/viewer.md tells: of a run of its own,
 change both. The conversation is recorded here, by a session as in any run, from scripted replies.
 """
@@ -31,31 +34,47 @@ from pellucid.orchestrator.group import GroupRun
 from pellucid.orchestrator.records import RolloutLog
 from pellucid.orchestrator.session import Sampler
 from pellucid.orchestrator.verdict import Verdict
-from pellucid.viewer.access import Exports
-from pellucid.viewer.server import make_app
+from pellucid.viewer.access import Exports, is_run
+from pellucid.viewer.runs import RunList
+from pellucid.viewer.server import make_app, make_list_app
 from pellucid.viewer.source import ServedRun
 
-SIZE = {"width": 1440, "height": 800}
-SHOTS = (
+SIZE = {"width": 1440, "height": 860}
+Shot = tuple[str, str, str, str]
+"""Name, theme, address within the page, and the element whose presence says that all is drawn."""
+
+SHOTS: tuple[Shot, ...] = (
     ("viewer", "light", "#run", ".strip canvas"),
-    ("viewer-closer", "light", "#run?steps=205:265", ".strip:nth-child(8) canvas"),
-    ("viewer-timeline", "light", "#timeline", ".gantt-legend span"),
-    ("viewer-step", "light", "#step?step=228", ".histogram canvas"),
-    ("viewer-ids", "light", "#step?step=228&ids=1&sort=kl", '[aria-label="Tokens by id"] tbody tr[data-row]'),
-    ("viewer-worst", "light", "#worst?step=228&kind=masked", "tbody tr[data-row]"),
-    ("viewer-record", "light", "#record?step=228&record=RECORD&token=TOKEN", ".token.pinned"),
-    ("viewer-group", "light", "#group?step=228&record=RECORD", ".member"),
+    ("viewer-closer", "light", "#run?steps=240:300", ".strip:nth-child(8) canvas"),
+    ("viewer-step", "light", "#step?step=272&sort=kl_max", ".histogram canvas"),
+    (
+        "viewer-position",
+        "light",
+        "#step?step=272&sort=kl_max",
+        ".step-side:has(.per-position canvas)",
+    ),
+    ("viewer-worst", "light", "#worst?step=272&kind=masked", "tbody tr[data-row]"),
+    ("viewer-record", "light", "#record?step=272&record=117&token=27", ".token.pinned"),
+    ("viewer-group", "light", "#group?step=272&record=117", ".member"),
+    ("viewer-ids", "light", "#step?step=271&ids=1&sort=kl", '[aria-label="Tokens by id"] tbody tr[data-row]'),
     (
         "viewer-what-if",
         "light",
-        "#whatif?step=228&loss=icepop&bounds=min_ratio%3D0.5,max_ratio%3D2,kl_tau%3D0",
+        "#whatif?step=271&loss=icepop&bounds=min_ratio%3D0.5,max_ratio%3D2,kl_tau%3D0",
         ".plain-table",
     ),
-    ("viewer-dark", "dark", "#record?step=228&record=RECORD&token=TOKEN&fill=delta", ".token.pinned"),
+    ("viewer-dark", "dark", "#record?step=271&record=16&token=27&fill=delta", ".token.pinned"),
+    ("viewer-timeline", "light", "#timeline?window=56500:59500", ".gantt-legend span"),
+)
+COMPARE: Shot = (
+    "viewer-compare",
+    "light",
+    "#compare?runs=baseline%2F%2Flr-1e-4%2F%2Ficepop-sync&smooth=5",
+    ".strip canvas",
 )
 
 
-CONVERSATION = (
+CONVERSATION: Shot = (
     "viewer-conversation",
     "light",
     "#rollouts?rollout=7%2Fg54-r2&talk=1",
@@ -127,45 +146,46 @@ def record_agent(run: Path) -> None:
     asyncio.run(group.attempt(rollout))
     RolloutLog(run, {}).append(7, [[Verdict(rollout, Flow.SENT, "", 0.45)]])
     tokenizer.save_pretrained(run / "model")
-    (run / "configs").mkdir()
+    for folder in ("configs", "logs"):
+        (run / folder).mkdir()
+    (run / "logs" / "OUTCOME").write_text("finished")
     (run / "configs" / "rl.toml").write_text(f'[model]\nname = "{run / "model"}"\n')
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("run", type=Path, nargs="?", help="outputs/reverse_text/rl")
     parser.add_argument("output", type=Path)
     parser.add_argument("--agent", action="store_true", help="takes the picture of the conversation only")
-    parser.add_argument("--record", type=int, default=83, help="record of the step that the pictures show")
-    parser.add_argument("--token", type=int, default=33)
+    parser.add_argument("--sweep", type=Path, help="folder with the runs that are compared")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         record_agent(Path(place, "trips"))
-        take_all(arguments, Path(place, "trips"))
-
-
-def take_all(arguments: argparse.Namespace, agent: Path) -> None:
-    with chromium() as browser:
-        shots = [(agent, CONVERSATION)]
+        shots: dict[Path, tuple[Shot, ...]] = {Path(place, "trips"): (CONVERSATION,)}
         if not arguments.agent:
-            shots += [(arguments.run.resolve(), shot) for shot in SHOTS]
-        for run, (name, theme, where, ready) in shots:
-            where = where.replace("RECORD", str(arguments.record)).replace("TOKEN", str(arguments.token))
-            with served(run) as address:
-                take(browser, address + where, arguments.output / f"{name}.png", theme, ready)
+            shots[arguments.run.resolve()] = SHOTS
+        if arguments.sweep is not None:
+            shots[arguments.sweep.resolve()] = (COMPARE,)
+        with chromium() as browser:
+            for run, wanted in shots.items():
+                with served(run) as address:
+                    for name, theme, where, ready in wanted:
+                        take(browser, address + where, arguments.output / f"{name}.png", theme, ready)
 
 
 @contextmanager
 def served(path: Path) -> Iterator[str]:
-    """The address of a viewer that has read all of a run."""
-    run = ServedRun(Exports(path))
-    server = uvicorn.Server(uvicorn.Config(make_app(run), port=0, log_level="error"))
-    for work in (server.run, run.summarise):
+    """The address of a viewer that has read all of a run, or lists the runs of a folder."""
+    run = ServedRun(Exports(path)) if is_run(path) else None
+    app = make_app(run) if run else make_list_app(RunList([path]), lambda one: ServedRun(Exports(one)))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    for work in (server.run, *([run.summarise] if run else [])):
         threading.Thread(target=work, daemon=True).start()
-    while not server.started or not is_read(run):
+    while not server.started or (run and not is_read(run)):
         time.sleep(0.1)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    run.close()
+    if run:
+        run.close()
     server.should_exit = True
 
 
@@ -180,7 +200,7 @@ def take(browser: Any, address: str, path: Path, theme: str, ready: str) -> None
     page.goto(address)
     page.wait_for_selector(ready)
     page.wait_for_timeout(700)
-    page.locator(ready).first.scroll_into_view_if_needed()
+    page.locator(ready).first.evaluate("element => element.scrollIntoView({ block: 'nearest' })")
     page.screenshot(path=path)
     page.close()
 

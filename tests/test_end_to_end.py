@@ -20,6 +20,7 @@ from pellucid.data.alarms import CHANCE, read_alarms
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.ledger import reconcile
 from pellucid.metrics import read_metrics
+from pellucid.model.tiny import make_tiny_hybrid_model
 from pellucid.viewer.access import RunFolder
 from pellucid.viewer.timeline import verdict
 from tolerance import logprob_bound, mismatch_kl_bound, near, partial_sum
@@ -111,6 +112,25 @@ def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
     assert "balanced: every one of the" in result.stdout
     steps = [metrics["step"] for metrics in read_metrics(tmp_path / "demo" / "metrics" / "trainer.jsonl")]
     assert steps == list(range(STEPS))
+
+
+def test_a_model_with_states_samples_and_trains_in_rows(tmp_path) -> None:
+    """Gated delta nets and attention: the engine goes by HF's cache, and computes what the trainer does."""
+    make_tiny_hybrid_model(tmp_path / "hybrid")
+    folder = tmp_path / "demo"
+    flags = ("--max-steps", "2", "--max-async-level", "0")
+    result = warm.run([*command(tmp_path / "hybrid", folder), *flags])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "balanced: every one of the" in result.stdout
+    for server in ("trainer", "inference"):
+        said = (folder / "logs" / f"{server}.log").read_text()
+        assert "Qwen3NextForCausalLM: sequences go in rows, not packed" in said
+    assert "Qwen3NextForCausalLM samples by transformers' own forward and cache, all sequences in" in said
+    steps = list(read_metrics(folder / "metrics" / "trainer.jsonl"))
+    assert len(steps) == 2
+    # Each token's r - l - 1, where the engine's roundings and the trainer's make l: a batch of 16 rows of 40.
+    largest = mismatch_kl_bound(logprob_bound(tmp_path / "hybrid", 40))
+    assert all(0 <= step["mismatch_kl/all/max"] <= largest < 1e-6 for step in steps)
 
 
 def test_a_trainer_in_two_processes(tiny_model, tmp_path) -> None:

@@ -33,6 +33,7 @@ from pellucid.checks.oracle.training import (
     clip_factor,
     learning_rate,
 )
+from pellucid.checks.verify.training_stages import Bounds
 from pellucid.config import LossConfig, ModelConfig, SchedulerConfig
 from pellucid.data import Completion, Example, Rollout, Turn
 from pellucid.loss import LossInputs, Ratios, loss_for, sequence_weights
@@ -45,6 +46,7 @@ from tolerance import eps, near, near_logprobs
 
 ORACLE = Path(pellucid.checks.oracle.__file__).parent
 LOSSES = TypeAdapter(LossConfig)
+DPPO = {"dppo_mask_low": 0.2, "dppo_mask_high": 0.2, "adv_tau": 1.0, "teacher_tau": 0.0}
 
 
 def test_it_imports_nothing_of_what_it_judges() -> None:
@@ -392,3 +394,27 @@ def test_the_gradient_is_the_derivative_of_the_loss(tiny_model: Path) -> None:
     slope = (losses[0] - losses[1]) / (2 * h)
     # Central differences err by h²; the losses themselves are known to eps, divided by h.
     assert slope == near(step.grad_norm**2, within=1e-6 * step.grad_norm**2 + 64 * eps(np.float64) / h)
+
+
+def test_what_is_left_of_a_gradient_that_cancels_is_held_to_its_parts(tiny_model: Path) -> None:
+    """A token that is all but certain, with a ratio of e¹⁶: in float32 nothing of its gradient is right."""
+    policy = load_policy(ModelConfig(name=str(tiny_model)), trainable=True)
+    model = ReferenceModel(str(tiny_model), parameters_of(policy))
+    prompt = [3, 9, 14, 5, 5, 20]
+    ids = [*prompt, model.likeliest(prompt)]
+    trainable = np.arange(len(ids)) == len(prompt)
+    temperature = 1.0
+    while model.top_probability(prompt, temperature) < 1 - 1e-9:
+        temperature /= 1.2
+    temperatures, log_mu = np.full(len(ids), temperature), np.where(trainable, -16.0, 0.0)
+    sequence = ReferenceSequence(ids, trainable, log_mu, -np.ones(len(ids)), temperatures)
+    step = model.step([sequence], {"type": "dppo", "kl_tau": 0.0, **DPPO}, "token")
+    layout = packed_layout([len(ids)], trainable)
+    places, scales = torch.arange(len(ids)), torch.tensor(temperatures, dtype=torch.float32)
+    ratio = (policy(torch.tensor(ids), places, scales, layout).logprobs - torch.tensor(log_mu)).exp()
+    ratio[-1].backward()
+    found = {name.removeprefix("hf."): value.grad.double() for name, value in policy.named_parameters()}
+    gap = max(float((found[name] - value).abs().max()) for name, value in step.gradients.items())
+    largest = max(float(value.abs().max()) for value in step.gradients.values())
+    allowed = Bounds.of(policy, len(ids)).gradient(1, float(np.abs(step.logprobs[0]).max()))
+    assert allowed * largest < gap <= allowed * step.largest_part

@@ -84,9 +84,9 @@ def test_a_fault_of_bfloat16_alone(config, monkeypatch) -> None:
     """A scale of attention that is off where flash attention would compute it."""
     attend = attention.SharedAttention.attend
 
-    def scaled(plan, layer, query, key, value, scale):
+    def scaled(plan, layer, query, key, value, scale, rule):
         is_half = query.dtype == torch.bfloat16
-        return attend(plan, layer, query, key, value, scale * 8 if is_half else scale)
+        return attend(plan, layer, query, key, value, scale * 8 if is_half else scale, rule)
 
     monkeypatch.setattr(attention.SharedAttention, "attend", scaled)
     assert failures(in_bfloat16(config), gradients.check_packing) == {}

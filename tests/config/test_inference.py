@@ -31,8 +31,6 @@ def test_settings_of_vllm_need_vllm() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"trainer": {"enable_router_replay": True}}, "only the embedded engine records experts"),
-        ({"inference": {"backend": "vllm", "record_experts": True}}, "only the embedded engine records them"),
         (
             {"orchestrator": {"teacher": TEACHER}, "temperature": 0.7},
             "temperature = 0.7 with a teacher on vLLM",

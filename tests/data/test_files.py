@@ -4,12 +4,12 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 
 from full_disk import full_disk
-from pellucid.data.files import append_whole, replace_file, writing
+from pellucid.data.files import append_whole, read_whole, replace_file, require_file, writing
 
 FULL = Path("/dev/full")
 needs_full_device = pytest.mark.skipif(not FULL.is_char_device(), reason="needs /dev/full")
@@ -21,6 +21,23 @@ def test_appending_goes_on_at_the_end(tmp_path: Path) -> None:
         with path.open("ab", buffering=0) as file:
             append_whole(file, line)
     assert path.read_bytes() == b"one\ntwo\n"
+
+
+class Vanishing(PosixPath):
+    """A file that another process deletes as soon as somebody has looked at it."""
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        found = super().stat(follow_symlinks=follow_symlinks)
+        self.unlink()
+        return found
+
+
+def test_a_file_that_vanishes_is_missing_and_no_pipe(tmp_path: Path) -> None:
+    (tmp_path / "OUTCOME").touch()
+    require_file(Vanishing(tmp_path / "OUTCOME"))
+    (tmp_path / "OUTCOME").touch()
+    with pytest.raises(FileNotFoundError):
+        read_whole(Vanishing(tmp_path / "OUTCOME"))
 
 
 SHORT_WRITES = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pellucid.data.model_folder import check_model_folder, model_fingerprint
+from pellucid.data.model_folder import check_lengths, check_model_folder, model_fingerprint
 from pellucid.errors import ModelError
 
 
@@ -135,3 +135,16 @@ def test_a_fingerprint_tells_weights_and_not_how_they_are_stored(folder: Path, t
 @pytest.mark.parametrize("name", ["nobody/nothing", "no/such/folder", "nothing"])
 def test_a_model_that_is_not_here_has_no_fingerprint(name: str) -> None:
     assert model_fingerprint(name) == ""
+
+
+def test_trainer_and_server_choose_the_same_factors_of_longrope(tmp_path) -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": rope}))
+    check_lengths(str(tmp_path), trained=4096, served=2048)
+    check_lengths(str(tmp_path), trained=8192, served=5000)
+    with pytest.raises(
+        ModelError, match="seq_len = 8192 and inference.max_model_len = 4096 lie on both sides"
+    ):
+        check_lengths(str(tmp_path), trained=8192, served=4096)
+    (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"rope_type": "yarn"}}))
+    check_lengths(str(tmp_path), trained=8192, served=4096)

@@ -20,9 +20,13 @@ from tolerance import bound, near, near_logprobs
 ENV = Account("run", "env")
 
 
-@pytest.fixture
-def policy(tiny_model):
-    return load_policy(ModelConfig(name=str(tiny_model)))
+def loaded(folder, layout):
+    return load_policy(ModelConfig(name=str(folder)), layout=layout)
+
+
+@pytest.fixture(params=["packed", "rows"])
+def policy(tiny_model, request):
+    return loaded(tiny_model, request.param)
 
 
 def request(prompt, finished, **params):
@@ -79,6 +83,31 @@ def test_logprobs_are_the_trainers_as_sequences_outgrow_their_shelves(policy) ->
         assert finished[index].logprobs == near_logprobs(expected, policy, lengths[index])
 
 
+@pytest.mark.parametrize("windows", [{0: 5}, {0: 100, 1: 7}])
+def test_a_token_sees_its_window_alone(tiny_model, windows) -> None:
+    """Prompts and completions outgrow windows and shelves; a group shares its prompt."""
+    policy = loaded(tiny_model, "packed")
+    policy.windows = windows
+    finished = {}
+    prompts = [[5 + index] * (7 * index + 1) for index in range(4)] + [list(range(20, 90))] * 2
+    requests = [
+        Request(
+            prompt,
+            SamplingParams(max_tokens=130 - 20 * index, seed=index),
+            ENV,
+            lambda completion, index=index: finished.__setitem__(index, completion),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    run_to_end(Engine(policy, num_slots=4, max_length=300), requests)
+    for index, prompt in enumerate(prompts):
+        expected = trainer_logprobs(policy, prompt, finished[index].token_ids, 1.0)
+        assert finished[index].logprobs == near_logprobs(expected, policy, 160)
+    policy.windows = {}
+    unbounded = trainer_logprobs(policy, prompts[4], finished[4].token_ids, 1.0)
+    assert finished[4].logprobs != near_logprobs(unbounded, policy, 160)
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.integers(0, 3), st.integers(1, 12)),
@@ -91,9 +120,9 @@ ACTIONS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def shared_policy(tiny_model):
-    return load_policy(ModelConfig(name=str(tiny_model)))
+@pytest.fixture(scope="module", params=["packed", "rows"])
+def shared_policy(tiny_model, request):
+    return loaded(tiny_model, request.param)
 
 
 @settings(max_examples=25, deadline=None)

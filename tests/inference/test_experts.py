@@ -23,9 +23,9 @@ from tolerance import near_logprobs
 ENV = Account("run", "env")
 
 
-@pytest.fixture
-def policy(tiny_moe):
-    return load_policy(ModelConfig(name=str(tiny_moe)))
+@pytest.fixture(params=["packed", "rows"])
+def policy(tiny_moe, request):
+    return load_policy(ModelConfig(name=str(tiny_moe)), layout=request.param)
 
 
 def request(prompt, finished, index, **params):

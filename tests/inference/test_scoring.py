@@ -24,9 +24,9 @@ from tolerance import near_logprobs
 ENV = Account("run", "env")
 
 
-@pytest.fixture(scope="module")
-def policy(tiny_model):
-    return load_policy(ModelConfig(name=str(tiny_model)))
+@pytest.fixture(scope="module", params=["packed", "rows"])
+def policy(tiny_model, request):
+    return load_policy(ModelConfig(name=str(tiny_model)), layout=request.param)
 
 
 def trainer_logprobs(policy, token_ids, temperature):
@@ -169,7 +169,7 @@ def test_an_engine_that_fails_tells_whoever_waits_for_a_score(policy, monkeypatc
     def fail(*arguments):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine_module, "score", fail)
+    monkeypatch.setattr(engine._decoder, "score", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.step()
     engine.abort_all()

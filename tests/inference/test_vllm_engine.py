@@ -3,8 +3,12 @@
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
 from pellucid.config import InferenceRunConfig
 from pellucid.errors import ConfigError, InferenceError, TransportError
@@ -13,12 +17,20 @@ from pellucid.inference.server import open_engine
 from pellucid.inference.slots import Request, Scoring, run_to_end
 from pellucid.inference.vllm_engine import (
     MAX_SCORINGS,
+    PublishedWeights,
+    RecordedLayers,
     SampledToken,
     Scored,
+    VllmCore,
     VllmEngine,
+    agreed,
     engine_args,
     max_lora_rank,
+    require_experts,
 )
+from pellucid.model import RouterShape
+from pellucid.transport.digests import read_digests
+from pellucid.transport.weights import write_version
 
 ENV = Account("run", "env")
 BLOCK = 4
@@ -34,8 +46,12 @@ class FakeCore:
     `bad` does not fit, `torn` fails half-way, `adapter` is an adapter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, experts: RouterShape | None = None) -> None:
+        """With `experts`, a token's are its id in the first layer, and the number of loads in the others."""
+        self._shape = experts
+        self._unsent: dict[str, list[int]] = {}
         self.num_loaded = 0
+        self.digests: dict[str, str] = {}
         self.has_adapter = False
         self.started: list[tuple[list[int], SamplingParams, str]] = []
         self.num_steps = 0
@@ -54,6 +70,7 @@ class FakeCore:
         self._cached.update(blocks)
         self._last[key], self._left[key] = token_ids[-1], params.max_tokens
         self._to_compute[key] = len(token_ids)
+        self._unsent[key] = list(token_ids)
 
     def score(self, key, token_ids) -> None:
         self._to_score[key] = list(token_ids)
@@ -71,8 +88,15 @@ class FakeCore:
         for key in [key for key in self._left if self._to_compute[key] <= 0]:
             self._last[key] += 1
             sampled.append(
-                SampledToken(key, self._last[key], -float(self.num_loaded), self._shared.pop(key, None))
+                SampledToken(
+                    key,
+                    self._last[key],
+                    -float(self.num_loaded),
+                    self._shared.pop(key, None),
+                    self._experts(key),
+                )
             )
+            self._unsent[key] = [self._last[key]]
             self._left[key] -= 1
             if not self._left[key]:
                 del self._left[key]
@@ -84,6 +108,13 @@ class FakeCore:
         for key, _ in scored:
             del self._to_score[key]
         return sampled, scored
+
+    def _experts(self, key) -> bytes:
+        if self._shape is None:
+            return b""
+        layers, top_k = self._shape.num_layers, self._shape.top_k
+        rows = [[[token] * top_k] + [[self.num_loaded] * top_k] * (layers - 1) for token in self._unsent[key]]
+        return np.array(rows, self._shape.dtype).tobytes()
 
     def load(self, folder: Path) -> bool:
         if folder.name == "bad":
@@ -277,6 +308,116 @@ def test_logprobs_that_are_not_finite_are_a_divergence(core) -> None:
     own.submit(request([1], [], max_tokens=2))
     with pytest.raises(InferenceError, match="policy version 0 gives logits that are not finite"):
         own.step()
+
+
+SHAPE = RouterShape(num_layers=2, top_k=3, num_experts=64)
+
+
+def of_tokens(completion) -> list[list[int]]:
+    """For each token of the record, its experts in both layers: of the fake, one number per layer."""
+    experts = completion.routed_experts.array()
+    assert experts.shape[1:] == (2, 3) and (experts == experts[:, :, :1]).all()
+    return experts[:, :, 0].tolist()
+
+
+def test_experts_come_with_the_tokens_whoever_ends_the_request() -> None:
+    """A request that stops itself, one that vLLM ends, and one that is cut short; two share a prompt."""
+    finished: list = []
+    core = FakeCore(SHAPE)
+    own = engine(core, experts=SHAPE, num_slots=3)
+    own.submit(request([5, 6, 7], finished, max_tokens=9, stop_token_ids=[9]))
+    own.submit(request([5, 6, 7], finished, max_tokens=3))
+    own.submit(Request([30], SamplingParams(max_tokens=9), ENV, finished.append, "cut"))
+    own.step()
+    own.update_weights(1, Path("step_1"))
+    own.step()
+    own.abort(["cut"])
+    while not own.is_idle:
+        own.step()
+    by_length = {(len(each.token_ids), each.finish_reason): each for each in finished}
+    assert of_tokens(by_length[2, "stop"]) == [[5, 0], [6, 0], [7, 0], [8, 1]]
+    assert of_tokens(by_length[2, "abort"]) == [[30, 0], [31, 1]]
+    assert of_tokens(by_length[3, "length"]) == [[5, 0], [6, 0], [7, 0], [8, 1], [9, 1]]
+
+
+def test_a_request_that_starts_again_has_the_experts_of_its_second_start() -> None:
+    finished: list = []
+    own = engine(FakeCore(SHAPE), experts=SHAPE)
+    own.submit(request([5], finished, max_tokens=3))
+    own.step()
+    own.update_weights(1, Path("adapter"))
+    while not own.is_idle:
+        own.step()
+    assert of_tokens(finished[0]) == [[5, 1], [6, 1], [7, 1]]
+
+
+def test_experts_that_are_missing_are_refused() -> None:
+    own = engine(FakeCore(), experts=SHAPE)
+    own.submit(request([5, 6], [], max_tokens=3))
+    with pytest.raises(InferenceError, match="gave 0 bytes of routed experts for 2 tokens of 6; .* 0.32.0"):
+        own.step()
+
+
+class Processor(NamedTuple):
+    """What vLLM gathers of running requests."""
+
+    external_req_ids: dict[str, list[str]]
+    request_states: dict[str, Any]
+
+
+def test_vllm_is_asked_for_the_layers_that_have_routers() -> None:
+    """Its record has all three decoder layers; the middle one is dense. Numbers above 255 take two bytes."""
+    shape = RouterShape(num_layers=2, top_k=1, num_experts=300)
+    rows = np.array([[[1], [0], [299]], [[2], [0], [3]], [[4], [0], [5]]], np.uint16)
+    running = SimpleNamespace(routed_experts_chunks=[rows[:1], rows[1:2]])
+    core = VllmCore.__new__(VllmCore)
+    core._recorded = RecordedLayers(shape, [0, 2])
+    core._engine = SimpleNamespace(output_processor=Processor({"7": ["7-ab"]}, {"7-ab": running}))
+    going_on = SimpleNamespace(request_id="7", finished=False, outputs=[])
+    ended = SimpleNamespace(request_id="7", finished=True, outputs=[SimpleNamespace(routed_experts=rows[2:])])
+    taken = [core._experts(going_on), core._experts(going_on), core._experts(ended)]
+    assert [len(each) for each in taken] == [8, 0, 4]
+    packed = shape.pack(b"".join(taken))
+    assert packed.array()[:, :, 0].tolist() == [[1, 299], [2, 3], [4, 5]]
+
+
+def test_experts_are_asked_for_where_they_are_recorded() -> None:
+    asked = config()
+    recording = asked.model_copy(
+        update={"inference": asked.inference.model_copy(update={"record_experts": True})}
+    )
+    assert engine_args(recording, dtype="bfloat16", on_cpu=False)["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in engine_args(asked, dtype="bfloat16", on_cpu=False)
+
+
+def test_a_vllm_that_returns_no_experts_is_refused_with_one_that_does() -> None:
+    recent = type("Recent", (), {"enable_return_routed_experts": False, "routed_experts": None})
+    require_experts("0.32.0", recent, recent)
+    with pytest.raises(ConfigError, match="vLLM 0.8.1 returns no routed experts; install vLLM 0.32.0"):
+        require_experts("0.8.1", recent, object)
+
+
+def test_digests_of_several_workers_are_those_on_which_all_agree() -> None:
+    assert agreed([{"a": "F32-0", "b": "F32-1"}]) == {"a": "F32-0", "b": "F32-1"}
+    assert agreed([{"a": "F32-0", "b": "F32-1"}, {"a": "F32-0"}]) == {"a": "F32-0"}
+    assert agreed([{"a": "F32-0"}, {"a": "F32-0"}, {"a": "F32-9"}]) == {"a": "F32-9"}
+
+
+def test_what_vllm_takes_is_digested_as_it_is_handed_over(tmp_path) -> None:
+    model = torch.nn.Linear(3, 2)
+    write_version(model, tmp_path)
+    taken: dict[str, torch.Tensor] = {}
+
+    class Worker(PublishedWeights):
+        class model_config:
+            class hf_text_config:
+                tie_word_embeddings = False
+
+        def reload_weights(self, weights_iterator) -> None:
+            taken.update(weights_iterator)
+
+    assert Worker().load_published(str(tmp_path)) == read_digests(tmp_path).tensors
+    assert torch.equal(taken["weight"], model.weight)
 
 
 def config(model=None, **vllm) -> InferenceRunConfig:

@@ -1,17 +1,20 @@
-"""Every causal language model of transformers at tiny size: is it right, refused, or wrong?
+"""Every causal language model of transformers at tiny size: does it train and sample, and how?
 
     python tests/model/families.py [--json FILE] [FAMILY ...]
 
-Each family is made with random weights, saved and loaded as a user's model would be. *Right* are those whose
-packed logprobs, and the logprobs of an engine that samples, are those of HF's own forward of each sequence
-alone. *Refused* are those that raise a `ModelError`. Anything else is *wrong*, and ends the script with 1.
+Each family is made with random weights, saved and loaded as a user's model would be. The trainer computes it
+*packed* or in *rows* if its logprobs are those of HF's own forward of each sequence alone, and *refuses* it
+by a `ModelError`. An engine *samples* if its logprobs are those, too. Anything else is *wrong*, and ends the
+script with 1.
 """
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +28,8 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout
+from pellucid.model.rope import fix_frequencies
+from pellucid.trainer.step import ModelShape
 
 VOCABULARY = 101
 LENGTHS = (40, 23, 64, 9)
@@ -194,8 +199,11 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 @dataclass(frozen=True, slots=True)
 class Outcome:
     family: str
-    verdict: str
-    """right, refused, wrong, or unmade: transformers itself cannot make or run it at this size."""
+    trains: str
+    """packed, rows, refused, wrong, or unmade: transformers itself cannot make or run it at this size."""
+
+    samples: str
+    """samples, refused, wrong, or ""."""
 
     reason: str
 
@@ -248,14 +256,12 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.float().log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0]
 
 
-@torch.no_grad()
 def alone(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Logprobs of a sequence through HF's own forward and attention, without its first token."""
     return logprobs(model(input_ids=tokens[None], use_cache=False).logits[0], tokens)
 
 
-@torch.no_grad()
-def packed(policy: Policy, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+def computed(policy: Policy, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     lengths = [len(row) for row in rows]
     positions = torch.cat([torch.arange(length) for length in lengths])
     ids = torch.cat(rows)
@@ -279,34 +285,70 @@ def sampled(policy: Policy, prompts: list[list[int]]) -> list[tuple[torch.Tensor
     return found
 
 
+def gradients(found: list[torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """Of the weights that have one, of a sum in which tokens weigh differently."""
+    total = torch.stack([(each * torch.linspace(-1, 2, len(each))).sum() for each in found]).sum()
+    weights = dict(model.named_parameters())
+    each = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
+    return {name: own for name, own in zip(weights, each, strict=True) if own is not None}
+
+
+def difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+    """The largest over all weights, relative to the largest gradient of any."""
+    if expected.keys() != found.keys():
+        return math.inf
+    scale = max(float(each.abs().max()) for each in expected.values())
+    return max(float((found[name] - each).abs().max()) for name, each in expected.items()) / scale
+
+
 def examine(name: str, folder: Path) -> Outcome:
     from transformers import AutoModelForCausalLM
 
     try:
         make(name).save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        fix_frequencies(model, CONTEXT)  # as trainer and engine do, whatever the length of a sequence
         rows = sequences()
         expected = [alone(model, row) for row in rows]
+        gradient = gradients(expected, model)
     except Exception as error:
-        return Outcome(name, "unmade", f"{type(error).__name__}: {error}".splitlines()[0][:120])
+        return Outcome(name, "unmade", "", f"{type(error).__name__}: {error}".splitlines()[0][:120])
     try:
         policy = load_policy(ModelConfig(name=str(folder)), trainable=True, max_length=CONTEXT)
-        found = packed(policy, rows)
+        ModelShape.of(policy)
+        found = computed(policy, rows)
+        own_gradient = gradients(found, policy.hf)
+    except ModelError as error:
+        return Outcome(name, "refused", "", str(error))
+    except Exception as error:
+        return Outcome(name, "wrong", "", f"{type(error).__name__}: {error}".splitlines()[0])
+    gap = max(float((own - other).detach().abs().max()) for own, other in zip(found, expected, strict=True))
+    off = difference(gradient, own_gradient)
+    if not (gap < RIGHT and off < RIGHT):
+        return Outcome(name, "wrong", "", f"{policy.way}, {gap:.1e} nats off, gradient {off:.1e}")
+    samples, said = sampling(policy, model, rows)
+    why = f" ({policy.why_rows})" if policy.way == "rows" else ""
+    found_out = f"trainer within {gap:.1e} nats and {off:.1e} of the gradient"
+    return Outcome(name, policy.way, samples, f"{found_out}{why}, {said}")
+
+
+def sampling(policy: Policy, model: Any, rows: list[torch.Tensor]) -> tuple[str, str]:
+    try:
         drawn = sampled(policy, [row[: 7 + index].tolist() for index, row in enumerate(rows)])
     except ModelError as error:
-        return Outcome(name, "refused", str(error))
+        return "refused", f"engine: {error}"
     except Exception as error:
-        return Outcome(name, "wrong", f"{type(error).__name__}: {error}".splitlines()[0])
-    gap = max(float((own - other).abs().max()) for own, other in zip(found, expected, strict=True))
-    engine_gap = max(
-        float((own - alone(model, whole)[prompt - 1 :]).abs().max()) for whole, own, prompt in drawn
-    )
-    verdict = "right" if max(gap, engine_gap) < RIGHT else "wrong"
-    return Outcome(name, verdict, f"packed within {gap:.1e} nats of alone, engine within {engine_gap:.1e}")
+        return "wrong", f"engine: {type(error).__name__}: {error}".splitlines()[0]
+    with torch.no_grad():
+        gap = max(
+            float((own - alone(model, whole)[prompt - 1 :]).abs().max()) for whole, own, prompt in drawn
+        )
+    return "samples" if gap < RIGHT else "wrong", f"engine within {gap:.1e}"
 
 
 RIGHT = 1e-3
-"""Nats. Rounding makes up to 1e-5 at this size and precision; what leaks makes 0.01 and more."""
+"""Nats, and shares of a gradient. Rounding makes up to 1e-5 at this size and precision, and what leaks 0.01
+and more."""
 
 
 def main() -> int:
@@ -320,15 +362,19 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             outcomes.append(examine(name, Path(folder)))
-        print(f"{outcomes[-1].verdict:8} {name:28} {outcomes[-1].reason}", flush=True)
-    counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in VERDICTS}
+        last = outcomes[-1]
+        print(f"{last.trains:8} {last.samples:8} {name:28} {last.reason}", flush=True)
+    counts = Counter(each for outcome in outcomes for each in (outcome.trains, outcome.samples) if each)
+    for kind in KINDS:
+        of_kind = [outcome.family for outcome in outcomes if outcome.trains == kind]
+        print(f"| {kind} ({len(of_kind)}) | {', '.join(of_kind)} |")
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     return 1 if counts["wrong"] else 0
 
 
-VERDICTS = ("right", "refused", "wrong", "unmade")
+KINDS = ("packed", "rows", "refused", "wrong", "unmade")
 
 if __name__ == "__main__":
     sys.exit(main())

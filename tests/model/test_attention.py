@@ -14,7 +14,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, load_policy, packed_layout, shared_layout
-from pellucid.model.attention import _CALL_PAIRS, ATTENTION, SharedAttention
+from pellucid.model.attention import _CALL_PAIRS, ATTENTION, PLAIN, SharedAttention
 from pellucid.model.segments import Family
 from pellucid.model.tiny import make_tiny_model
 from tolerance import gradient_chain, near, near_logprobs
@@ -211,7 +211,7 @@ def test_any_families_attend_as_their_matrix_says(shapes) -> None:
         exact[0], *(each.expand_as(exact[0]) for each in exact[1:]), attn_mask=sees
     )
     weights = torch.randn(expected.shape, generator=generator)
-    found = SharedAttention(families).attend(0, query, key, value, None)
+    found = SharedAttention(families).attend(0, query, key, value, None, PLAIN)
     assert found == near(expected, terms=size + 4, scale=value.abs().max())
     gradients = torch.autograd.grad((expected * weights).sum(), exact)
     scale = max(gradient.abs().max() for gradient in gradients)

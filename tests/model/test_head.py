@@ -22,16 +22,22 @@ def inputs(*, bias: bool = False):
     return hidden, weight, offset, ids, temperatures, upstream
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, None), (False, 1.5), (True, 4.0)])
 @pytest.mark.parametrize("max_logits", [1, 4 * VOCABULARY, 7 * VOCABULARY + 3, TOKENS * VOCABULARY])
-def test_chunks_give_what_full_logits_give(bias, max_logits) -> None:
+def test_chunks_give_what_full_logits_give(bias, softcap, max_logits) -> None:
     hidden, weight, offset, ids, temperatures, upstream = inputs(bias=bias)
     parameters = [each for each in (hidden, weight, offset) if each is not None]
     logits = hidden.double() @ weight.double().T + (0 if offset is None else offset.double())
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     full = torch.log_softmax(logits / temperatures[:, None], -1)
     chosen = full.gather(-1, ids.long()[:, None])[:, 0]
     expected = torch.autograd.grad((chosen * upstream).sum(), parameters)
-    output = predict(hidden, weight, offset, ids, temperatures, torch.arange(TOKENS), max_logits=max_logits)
+    output = predict(
+        *(hidden, weight, offset, ids, temperatures, torch.arange(TOKENS)),
+        max_logits=max_logits,
+        softcap=softcap,
+    )
     found = torch.autograd.grad((output.logprobs * upstream).sum(), parameters)
     terms, scale = WIDTH + VOCABULARY, full.abs().max().item()
     assert output.logprobs == near(chosen, terms=terms, scale=scale)

@@ -84,6 +84,20 @@ def test_a_routers_own_experts_change_not_a_bit(tiny_moe, tokens, recorded) -> N
     assert len(gates) == 2 and all(gate.abs().max() > 1e-3 for gate in gates)
 
 
+def test_experts_are_replayed_in_rows(tiny_moe, tokens, recorded) -> None:
+    """Other experts than the routers', so that a row that is off by one would show."""
+    others = (recorded[0].long() + 3) % 8
+    outputs = []
+    for layout in ("packed", "rows"):
+        policy = policy_of(tiny_moe, trainable=True, layout=layout)
+        policy.replay_experts()
+        outputs.append(policy(*tokens, packed_layout(LENGTHS), others))
+    packed, rows = outputs
+    assert rows.logprobs == near_logprobs(packed.logprobs.detach(), policy, max(LENGTHS))
+    assert torch.equal(rows.replaced, packed.replaced)
+    assert packed.replaced.max() == 1.0
+
+
 def hooked_router(top_k: int, norm: bool):
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter

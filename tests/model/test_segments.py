@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pellucid.checks.rehearsal import _REPLACED, emulated_varlen, rehearsing
 from pellucid.errors import ModelError
-from pellucid.model.attention import PackedAttention, SharedAttention
-from pellucid.model.proof import check_kernel
+from pellucid.model.attention import PLAIN, PackedAttention, SharedAttention
+from pellucid.model.kernels import check_kernel
 from pellucid.model.segments import (
     Family,
     attend_segments,
@@ -111,7 +111,7 @@ def test_segments_give_what_calls_give(families) -> None:
     """In float64, where rounding hides nothing: values and gradients, with two query heads per key head."""
     size = sum(family.num_tokens for family in families)
     inputs = states(size, torch.float64)
-    expected = SharedAttention(families).attend(0, *inputs, None)
+    expected = SharedAttention(families).attend(0, *inputs, None, PLAIN)
     found = attend_segments(*inputs, place(segments_of(families), CPU), None, kernel=kernel)
     assert found == near(expected, terms=size + 8, dtype=torch.float64)
     upstream = torch.randn(found.shape, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_the_path_of_a_gpu_gives_what_a_cpu_gives(name) -> None:
     size = sum(family.num_tokens for family in families)
     inputs = states(size, torch.bfloat16)
     exact = [each.detach().double().requires_grad_() for each in inputs]
-    expected = SharedAttention(families).attend(0, *exact, 0.3)
+    expected = SharedAttention(families).attend(0, *exact, 0.3, PLAIN)
     upstream = torch.randn(expected.shape).bfloat16()
     expected_gradients = torch.autograd.grad(expected, exact, upstream.double())
     with rehearsing() as rehearsal:
@@ -155,13 +155,13 @@ def test_the_path_of_a_gpu_gives_what_a_cpu_gives(name) -> None:
         gradient = upstream.to(rehearsal.device)
         plan = SharedAttention(families)
         with rehearsal.phase("attend"):
-            found = plan.attend(0, *moved, 0.3)
+            found = plan.attend(0, *moved, 0.3, PLAIN)
             gradients = torch.autograd.grad(found, moved, gradient)
         assert rehearsal.count("sync", "attend") == 0, rehearsal.table()
         assert [event.operation for event in rehearsal.events["attention"]] == ["varlen"]
         assert (rehearsal.count("h2d", "attend"), rehearsal.count("attention")) == (1, 1)
         with rehearsal.phase("next layer"):
-            plan.attend(1, *moved, 0.3)
+            plan.attend(1, *moved, 0.3, PLAIN)
         assert rehearsal.count("h2d", "next layer") == 0
         # Numbers are added up in float32; results are rounded to bfloat16, gradients of keys twice.
         largest = max(gradient.abs().max() for gradient in expected_gradients)
@@ -184,8 +184,8 @@ def test_what_flash_attention_does_not_take_goes_another_way() -> None:
             assert takes_segments(moved[0]) == is_taken
             assert not takes_segments(inputs[0])
             if dtype == torch.float32:
-                expected = SharedAttention(families).attend(0, *inputs, None)
-                found = SharedAttention(families).attend(0, *moved, None)
+                expected = SharedAttention(families).attend(0, *inputs, None, PLAIN)
+                found = SharedAttention(families).attend(0, *moved, None, PLAIN)
                 assert found.cpu() == near(expected, terms=30 + 8)
 
 
@@ -218,6 +218,6 @@ def test_launches_do_not_depend_on_the_number_of_sequences() -> None:
         with rehearsing() as rehearsal:
             moved = [each.detach().to(rehearsal.device) for each in states(40, torch.bfloat16)]
             with rehearsal.phase("attend"):
-                PackedAttention(lengths).attend(0, *moved, None)
+                PackedAttention(lengths).attend(0, *moved, None, PLAIN)
             launches.add(rehearsal.count("launch", "attend"))
     assert launches == {1}

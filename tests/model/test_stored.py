@@ -20,7 +20,7 @@ from pellucid.trainer.parallel import Ranks, _allocate
 
 sys.path.insert(0, str(Path(__file__).parent))
 import families
-from test_proof import REFUSED, RIGHT
+from test_proof import REFUSED, ROWS
 
 HOST = torch.device("cpu")
 
@@ -46,15 +46,20 @@ def change(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file(kept, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2", "llama with longrope RoPE", *ROWS]
+)
 def test_weights_and_buffers_are_those_that_transformers_loads(name, tmp_path) -> None:
     families.make(name).save_pretrained(tmp_path)
     config = ModelConfig(name=str(tmp_path))
-    policy, stored = unread_policy(config)
+    policy, stored = unread_policy(config, families.CONTEXT)
     prove_unread(policy, config, families.CONTEXT)
     _allocate(policy, HOST)
     stored.fill()
-    expected = load_policy(config, trainable=True).hf
+    loaded = load_policy(config, trainable=True, max_length=families.CONTEXT)
+    expected = loaded.hf
+    assert policy.traits._replace(why_rows="") == loaded.traits._replace(why_rows="")
+    assert policy.why_rows.split(" by up to ")[0] == loaded.why_rows.split(" by up to ")[0]
     own = {**dict(policy.hf.named_parameters()), **dict(policy.hf.named_buffers())}
     others = {**dict(expected.named_parameters()), **dict(expected.named_buffers())}
     assert own.keys() == others.keys()
@@ -164,7 +169,7 @@ class TwoMachines(Ranks):
     """A process whose only neighbour answers as it does, but for the hash of its weights."""
 
     def gather_all(self, value):
-        return [value, ("", "another hash") if isinstance(value, tuple) else value]
+        return [value, ("", "another hash", None) if isinstance(value, tuple) else value]
 
 
 def test_machines_with_other_weights_under_the_same_name_are_refused(folder, ranks) -> None:

@@ -31,6 +31,28 @@ def sequences(shapes) -> Sequences:
 
 
 @given(SHAPES, st.integers(2, 80), st.integers(1, 5))
+def test_every_plan_of_rows(shapes, max_tokens, num_ranks) -> None:
+    batch = sequences(shapes)
+    steps = plan(batch, max_tokens=max_tokens, num_ranks=num_ranks, cost=COST, in_rows=True)
+    bins = [chosen for step in steps for chosen in step.bins]
+    assert sorted(index for chosen in bins for index in chosen) == list(range(len(shapes)))
+    for step in steps:
+        assert len(step.bins) == num_ranks
+        assert {int(batch.kinds[index]) for chosen in step.bins for index in chosen} == {step.kind}
+    for chosen in bins:
+        assert len(chosen) <= 1 or len(chosen) * batch.lengths[chosen].max() <= max_tokens
+    for kind in set(batch.kinds.tolist()):
+        own = [chosen for step in steps if step.kind == kind for chosen in step.bins]
+        if not all(own):
+            assert max(map(len, own)) == 1, "a bin is split rather than a dummy added"
+
+
+def test_rows_of_a_bin_are_alike() -> None:
+    steps = plan(Sequences.apart(np.array([5, 3, 4, 9])), max_tokens=10, num_ranks=1, cost=COST, in_rows=True)
+    assert [step.bins for step in steps] == [[[3]], [[0, 2]], [[1]]]
+
+
+@given(SHAPES, st.integers(2, 80), st.integers(1, 5))
 def test_every_plan(shapes, max_tokens, num_ranks) -> None:
     batch = sequences(shapes)
     lengths, kinds, groups = batch.lengths.copy(), batch.kinds.copy(), batch.groups.copy()

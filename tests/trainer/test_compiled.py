@@ -13,7 +13,7 @@ from pellucid.checks.verify.gradients import difference
 from pellucid.config import TrainerConfig
 from pellucid.errors import ConfigError
 from pellucid.model import PackedAttention
-from pellucid.model.proof import check_compiler
+from pellucid.model.kernels import check_compiler
 from pellucid.trainer.build import build_run
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run

@@ -28,6 +28,8 @@ from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer import run_with
 from pellucid.trainer.parallel import Ranks
 from pellucid.transport import Batch, FilesystemSender, encode_batch, retract_folder, stable_steps
+from pellucid.transport.digests import read_digests
+from pellucid.transport.weights import digest_of
 from processes import LOSSES, MANY, joining, mixed_batch, packings, settings, training
 from tolerance import adapter_bound, gradient_bound, logprob_bound, near, update_bound
 
@@ -58,6 +60,8 @@ def folder(tmp_path_factory) -> Path:
     make_tiny_model(models / "few_kv_heads", hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=1)
     make_tiny_moe_model(models / "moe", hidden_size=32, num_layers=2)
     make_biased_router(models / "biased router")
+    make_family(models / "windows and sinks", "granite_swa", sliding_window=4, logits_scaling=2.0)
+    make_family(models / "convolutions", "lfm2", layer_types=["conv", "full_attention"])
     save_again(models / "untied", models / "bf16", dtype=torch.bfloat16)
     save_again(models / "moe", models / "many files", max_shard_size="40KB")
     assert len(list((models / "many files").glob("model-*.safetensors"))) > 3
@@ -65,7 +69,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-LOADED = ("tied", "untied", "moe", "bf16", "many files")
+LOADED = ("tied", "untied", "moe", "bf16", "many files", "convolutions")
 
 
 def save_again(source: Path, target: Path, dtype: torch.dtype = torch.float32, **options) -> None:
@@ -111,6 +115,33 @@ def make_biased_router(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def make_family(folder: Path, family: str, **options) -> None:
+    """A family whose layers are not those of Llama; the second one goes in rows."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    tokenizer = character_tokenizer()
+    config = CONFIG_MAPPING[family](
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):
+                weight.normal_()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def send_batches(folder: Path) -> Path:
     """Of all steps; with the books of an engine and an orchestrator that lost nothing."""
     for step in range(NUM_STEPS):
@@ -145,6 +176,10 @@ def two(folder) -> dict:
         "untied, gathered": ["gathered", "untied"],
         "dp2, head in chunks": ["parity", {}, "tied", False, 500],
         "cp2, one kv head": ["parity", {"cp": 2}, "few_kv_heads", False],
+        "cp2, windows and sinks": ["parity", {"cp": 2}, "windows and sinks", False],
+        "dp2, rows": ["parity", {}, "convolutions", False],
+        "dp2, rows, checkpointing": ["parity", {"activation_checkpointing": True}, "convolutions", False],
+        "dp2, rows, bf16": ["precision", {}, "convolutions"],
         "dp2, experts": ["replay", {}],
         "cp2, experts": ["replay", {"cp": 2, "activation_checkpointing": True}],
         "dp2, bf16": ["precision", {}],
@@ -239,6 +274,7 @@ def four(folder, two) -> dict:
 
 
 TWO = ("dp2", "cp2", "hsdp2", "dp2, untied", "cp2, untied head in chunks", "dp2, head in chunks")
+TWO += ("cp2, windows and sinks", "dp2, rows", "dp2, rows, checkpointing")
 TWO += ("cp2, one kv head", "dp2, checkpointing", "cp2, checkpointing", "dp2, untied, checkpointing")
 FOUR = ("dp2cp2", "hsdp 2×2", "hsdp 2×cp2", "cp4, one kv head", "hsdp 2×2, untied")
 
@@ -254,7 +290,8 @@ class Allowed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def allowed(folder) -> Allowed:
-    names, table = ("tied", "untied", "few_kv_heads", "moe"), mixed_batch()
+    names = ("tied", "untied", "few_kv_heads", "moe", "windows and sinks", "convolutions")
+    table = mixed_batch()
     models = [folder / "models" / name for name in names]
     return Allowed(
         gradient=max(gradient_bound(model, table.num_tokens) for model in models),
@@ -321,7 +358,7 @@ def test_all_processes_skip_a_step_that_is_not_finite_for_one_of_them(two, mesh)
         assert ranks == [[True, 0.0, 0]] * (2 if mesh == "dp2" else 1), name
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "cp2", "dp2, untied"])
+@pytest.mark.parametrize("mesh", ["dp2", "cp2", "dp2, untied", "dp2, rows"])
 def test_bfloat16_with_a_float32_reduction_comes_close(two, mesh) -> None:
     """As it is meant for GPUs; on a CPU only to see that it does what it says."""
     assert all(1e-4 < difference < 3e-2 for difference in two[f"{mesh}, bf16"]), two[f"{mesh}, bf16"]
@@ -345,6 +382,8 @@ def test_persistent_buffers_are_published_and_saved(folder, two) -> None:
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     initial = AutoModelForCausalLM.from_pretrained(folder / "models" / "biased router").state_dict()
     published = load_file(folder / "runs" / "buffers" / "published" / "model.safetensors")
+    digests = read_digests(folder / "runs" / "buffers" / "published").tensors
+    assert digests == {name: digest_of(tensor) for name, tensor in published.items()}
     assert published[bias].tolist() == initial[bias].tolist() == [0.5, -1.0, 0.25, 2.0]
     assert largest_difference(published, {name: initial[name] for name in published}) == 0
     saved = AutoModelForCausalLM.from_pretrained(folder / "runs" / "buffers" / "saved").state_dict()

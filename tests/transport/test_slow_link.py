@@ -147,7 +147,10 @@ def test_a_connection_that_breaks_is_gone_on_with_where_it_broke(stack, tmp_path
         assert encode_batch(receiver.receive(0)) == payload
         sender.check()
     assert link.num_connections >= 3
-    assert "cannot be reached any more; it had asked for" in caplog.text
+    # Whether the cut or a second without a word from the trainer, which had asked for all, is noticed first
+    # depends on the machine, too.
+    noticed = r"(cannot be reached any more|has asked for nothing more for 1 s); it had asked for"
+    assert re.search(noticed, caplog.text)
     # How much was on its way at each cut, and is sent again, depends on the machine; what had arrived is not.
     begun_at = [int(each) for each in re.findall(r"goes on at byte (\d+)", caplog.text)]
     assert len(begun_at) >= 2 and 0 < begun_at[0] < begun_at[-1]

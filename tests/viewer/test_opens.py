@@ -83,6 +83,15 @@ def test_a_running_run_opens_before_its_first_step_and_follows(bare: Path, made_
 def test_it_is_live_only_while_something_writes(bare: Path) -> None:
     folder = RunFolder(bare)
     assert folder.is_being_written(time.time())
+    (bare / "logs").mkdir()
+    outcome = bare / "logs" / "OUTCOME"
+    outcome.touch()
+    assert folder.is_being_written(time.time())
+    outcome.write_text("finished")
+    os.utime(outcome, (folder.written_at(), folder.written_at()))
+    assert not folder.is_being_written(time.time())
+    os.utime(outcome, (1_000, 1_000))  # and then something else wrote to it
+    assert folder.is_being_written(time.time())
     for path in (bare, *bare.rglob("*")):
         os.utime(path, (1_000, 1_000))
     assert not folder.is_being_written(time.time())

@@ -118,6 +118,7 @@ def test_opening_a_record_selects_its_worst_token(visit: Any, address: str, made
     cells = page.locator(".token-table tr[data-row='0'] td").all_inner_texts()
     heads = page.locator(".token-table th:visible").all_inner_texts()
     assert cells[heads.index("Mismatch KL")] == "" and cells[heads.index("Entropy")] != ""
+    assert not {"Advantage", "Reward"} & set(heads)  # the same for all tokens: the record's head tells them
     assert "not sampled" in page.locator(".details").inner_text()
 
 
@@ -137,7 +138,7 @@ def test_every_metric_is_shown_in_groups_smoothed_and_on_log_axes(visit: Any, ad
     ]
     strip = "$main.app.view.drawn.find(({ title }) => title === 'mismatch_kl')"
     lines = f"() => {strip}.lines.map(({{ label }}) => label)"
-    assert page.evaluate(lines) == ["all max", "all mean"]
+    assert page.evaluate(lines) == ["all mean", "all max"]
     page.get_by_role("searchbox", name="Find metrics").fill("grad")
     page.get_by_role("searchbox", name="Find metrics").press("Enter")
     page.wait_for_function(f"() => ({titles})().length === 1")
@@ -162,6 +163,27 @@ def test_hovering_a_step_tells_its_values_in_all_curves(visit: Any, address: str
     )
 
 
+def test_a_range_of_steps_counts_its_own_rollouts_and_counts_have_whole_ticks(
+    visit: Any, address: str
+) -> None:
+    page = visit(f"{address}#run?steps=1:2&pick=grad", ".strip canvas")
+    page.wait_for_function("() => $main.app.view.charts.length === 1")
+    facts = page.locator(".run-view .facts")
+    assert facts.locator("dt:has-text('rollouts') + dd").inner_text() == "5"
+    assert page.evaluate("() => $main.app.view.charts[0].axes[1]._values") == ["1", "2"]
+    assert page.evaluate("() => [32150, 9999, -1e4, 123456].map((one) => $draw_format.short(one))") == [
+        "32,200",
+        "10,000",
+        "−10,000",
+        "1.2e5",
+    ]
+
+
+CUT = """() => [...document.querySelectorAll("th, h3, #views button, .save-bar button")]
+  .filter((node) => node.checkVisibility() && node.clientWidth && node.scrollWidth > node.clientWidth + 1)
+  .map((node) => node.innerText)"""
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_view_fits_1440_and_390_pixels(visit: Any, address: str, theme: str) -> None:
     for width in (1440, 390):
@@ -175,6 +197,8 @@ def test_every_view_fits_1440_and_390_pixels(visit: Any, address: str, theme: st
             )
             assert max(wide) <= width, (name, wide)
             assert page.locator("#top").bounding_box()["height"] <= (48 if width == 1440 else 844 * 0.12)
+            if width == 1440:
+                assert page.evaluate(CUT) == [], name
 
 
 def test_the_records_of_a_step_are_read_by_their_ends(visit: Any, address: str) -> None:
@@ -202,6 +226,8 @@ def test_histograms_and_scatter_work_by_keyboard(visit: Any, address: str) -> No
     page.locator(".histogram canvas").first.press("Delete")
     page.wait_for_function("() => $main.app.state.brush === ''")
     scatter = page.locator(".scatter canvas")
+    card = page.locator(".scatter").bounding_box()
+    assert scatter.bounding_box()["width"] == pytest.approx(card["width"], abs=2)
     scatter.press("ArrowRight")
     scatter.press("Enter")
     page.wait_for_selector(".record-view .token.pinned")

@@ -21,7 +21,7 @@ from pellucid.viewer import page as page_module
 from pellucid.viewer import run_view
 from pellucid.viewer.access import Exports
 from pellucid.viewer.digest import NUM_PLACES, DigestReader, Setting, read_metric_lines
-from pellucid.viewer.runs import LOOK_AGAIN_S, RunList, differing, value_text
+from pellucid.viewer.runs import LOOK_AGAIN_S, RunList, differing, find_runs, value_text
 from pellucid.viewer.server import make_list_app
 from pellucid.viewer.source import ServedRun
 from pellucid.viewer.summary import as_json
@@ -297,6 +297,23 @@ def test_a_data_set_beside_runs_is_no_export(three: Path, capsys: pytest.Capture
     view(three, terminal=True)
     shown = capsys.readouterr().out
     assert all(words in shown for words in ("baseline", "fast", "settings that differ"))
+
+
+def test_packages_of_code_are_no_runs(three: Path) -> None:
+    """`src/pellucid` and `tests` have folders named `metrics`, `ledger` and `rollouts`, too."""
+    (three / "src" / "metrics").mkdir(parents=True)
+    (three / "src" / "metrics" / "__init__.py").touch()
+    (three / "begun" / "metrics").mkdir(parents=True)
+    names = [path.name for path in find_runs(three)]
+    assert sorted(names) == ["baseline", "begun", "fast", "icepop"]
+
+
+def test_a_narrow_terminal_shows_what_matters_most(three: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    view(three / "baseline", three / "fast", terminal=True)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    first = next(line for line in lines if line.startswith("baseline"))
+    assert re.fullmatch(r"baseline +finished +3 +0\.1 → 0\.5 +300 +30 s", first)
 
 
 def test_the_terminal_has_a_table_and_the_settings_that_differ(

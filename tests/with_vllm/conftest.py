@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pellucid.model.tiny import make_tiny_model
+from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,16 +41,24 @@ def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def vllm_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first of three layers is dense."""
+    folder = tmp_path_factory.mktemp("moe")
+    make_tiny_moe_model(folder, hidden_size=128, dense_layers=[0])
+    return folder
+
+
+@pytest.fixture(scope="session")
 def vllm_server(vllm_python: str, vllm_model: Path) -> Callable[..., AbstractContextManager[str]]:
     """`with vllm_server(folder, *flags) as url`."""
 
     @contextmanager
-    def serve(folder: Path, *flags: str) -> Iterator[str]:
+    def serve(folder: Path, *flags: str, model: Path = vllm_model) -> Iterator[str]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         argv = [
-            *(vllm_python, "-m", "pellucid.cli", "inference", "--model.name", str(vllm_model)),
+            *(vllm_python, "-m", "pellucid.cli", "inference", "--model.name", str(model)),
             *("--inference.backend", "vllm", "--inference.port", str(port), "--inference.threads", "1"),
             *("--inference.max-model-len", "256", "--inference.max-concurrent", "8"),
             *("--inference.vllm.kv-cache-bytes", str(64 << 20), "--output-dir", str(folder), *flags),

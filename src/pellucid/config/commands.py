@@ -273,11 +273,6 @@ class RLConfig(OrchestratorRunConfig, TrainerRunConfig):
         replay = "trainer.enable_router_replay = true"
         if not self.trainer.enable_router_replay:
             return
-        if self.inference.backend == "vllm":
-            yield (
-                f'{replay} with inference.backend = "vllm": only the embedded engine records experts; leave '
-                "one of them out"
-            )
         if self.inference.record_experts is False:
             yield f"inference.record_experts = false contradicts {replay}, which needs it; leave one out"
         if teacher is not None and teacher.mode == "sft":

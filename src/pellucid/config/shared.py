@@ -137,11 +137,6 @@ class InferenceConfig(Section):
                 'inference.vllm is for inference.backend = "vllm", and the backend is "embedded"; leave it '
                 "out or set the backend"
             )
-        if self.backend == "vllm" and self.record_experts:
-            yield (
-                'inference.record_experts = true with inference.backend = "vllm": only the embedded engine '
-                "records them; leave one of them out"
-            )
 
     @property
     def gpus_per_server(self) -> int:

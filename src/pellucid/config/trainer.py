@@ -238,6 +238,9 @@ LossConfig = Annotated[
 ]
 
 
+SequenceLayout = Literal["auto", "packed", "rows"]
+
+
 class TrainerModelConfig(Section):
     seq_len: int = Field(default=2048, ge=2)
     """Longest sample in tokens; the rest of a longer one is truncated and counted. Filled by `seq_len`."""
@@ -249,6 +252,13 @@ class TrainerModelConfig(Section):
     dp_replicate: int = Field(default=1, ge=1)
     """Copies of the model (HSDP), each sharded over its share of the processes. 1: one copy over all of
     them."""
+
+    layout: SequenceLayout = "auto"
+    """How the sequences of a micro batch go through the model: `packed` side by side in one row, without
+    padding, and with a shared prompt once; `rows` each in a row of its own, padded to the longest. `auto`
+    packs a model if that is proved right when it is loaded, and takes rows otherwise; one log line says
+    which, and why. `packed` is refused for a model for which it is not right. Rows share no prompts, do
+    without `trainer.pad_to_multiple_of`, and cannot be combined with `cp` above 1 or `compile`."""
 
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of weights and activations while they are computed with: `auto` is bfloat16 on a GPU and float32

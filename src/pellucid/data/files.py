@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -41,11 +42,15 @@ def read_whole(path: Path, max_bytes: int = MAX_WHOLE_BYTES) -> bytes:
 def require_file(path: Path) -> None:
     """Raises DataError if the path exists and is no file: opening a pipe would wait for a writer."""
     try:
-        is_other = path.exists() and not path.is_file()
-    except OSError as error:  # a cycle of links
+        mode = path.stat().st_mode  # asked once: another process may delete the file at any time
+    except ValueError:  # a name that no file can have
+        return
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    if is_other:
-        kind = "a folder" if path.is_dir() else "a pipe, socket or device"
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
         raise DataError(f"{path} is {kind}, where a file is expected; was the folder copied whole?")
 
 

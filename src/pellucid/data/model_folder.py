@@ -39,6 +39,24 @@ def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
         raise ModelError(no_chat_template(name))
 
 
+def check_lengths(name: str, *, trained: int, served: int) -> None:
+    """Raises ModelError if the longest sequences of trainer and server, in tokens, choose different factors
+    of `longrope`: logprobs of one and the same token would differ."""
+    if not Path(name).is_dir():
+        return  # a hub name
+    config = _read_config(name)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    known = (rope.get("original_max_position_embeddings"), config.get("original_max_position_embeddings"))
+    original = next((each for each in known if each), None)
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind == "longrope" and original and (trained > original) != (served > original):
+        raise ModelError(
+            f"trainer.model.seq_len = {trained} and inference.max_model_len = {served} lie on both sides of "
+            f"{original} tokens, up to which model.name = {name!r} has other rotary positions (longrope); "
+            "set both to one number, which seq_len does"
+        )
+
+
 def everywhere(name: str) -> str:
     """Makes the name of a folder absolute, so that it holds for a process in another folder."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name

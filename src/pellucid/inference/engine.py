@@ -14,6 +14,7 @@ Invariants, besides those of `slots.py`:
   that share a prompt have the same ones for it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,17 @@ from torch import Tensor
 
 from pellucid.data import PackedArray
 from pellucid.data.tensors import read_together, to_device
-from pellucid.inference.kv_cache import CacheRow, KVCache, Prompt, StepAttention
+from pellucid.inference.cohorts import CohortDecoder
+from pellucid.inference.decoder import Decoder, Prompt, SequenceRow
+from pellucid.inference.kv_cache import PackedDecoder
 from pellucid.inference.slots import Request, Scoring, SlottedEngine
-from pellucid.model import ExpertRecorder, Policy, lean_forward, packed_layout, token_logprobs
-from pellucid.model.policy import HiddenStates
+from pellucid.model import ExpertRecorder, Policy, token_logprobs
 from pellucid.transport.weights import ServedWeights
 
 MAX_PREFILL_TOKENS = 8192
 
 
-class Engine(SlottedEngine[CacheRow]):
+class Engine(SlottedEngine[SequenceRow]):
     def __init__(
         self,
         policy: Policy,
@@ -53,15 +55,21 @@ class Engine(SlottedEngine[CacheRow]):
         )
         self._policy = policy
         self._weights = ServedWeights(policy.hf)
-        self._hidden = lean_forward(policy)
         self._recorder = ExpertRecorder(policy.hf) if record_experts else None
-        self._cache = KVCache(policy, num_slots, max_length)
+        self._decoder: Decoder[Any] = (
+            PackedDecoder(policy, num_slots, max_length, self._recorder)
+            if policy.way == "packed"
+            else CohortDecoder(policy, self._recorder)
+        )
         self._latest_prompt: tuple[Sequence[int], bytes] = ([], b"")
         """The prompt admitted last, as it came and as bytes."""
 
     def update_weights(self, version: int, folder: Path) -> None:
         self._weights.load(folder)
         self.version = version
+
+    def served_digests(self) -> dict[str, str]:
+        return self._weights.digests()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -72,18 +80,17 @@ class Engine(SlottedEngine[CacheRow]):
     def _sample(self) -> None:
         donors = self._donors()
         admitted = self._admit(donors)
-        rows = self._cache.arrange()
+        prompts = self._share(admitted, donors)
+        rows = self._decoder.arrange()
         if not rows:
             return
-        prompts = self._share(admitted, donors)
-        hidden = self._forward(prompts, rows)
         requests = [self._running[row] for row in rows]
         drawn = draw(
-            self._policy.logits(hidden),
+            self._decoder.logits(prompts, rows, [request.last_token for request in requests]),
             [request.params.temperature for request in requests],
             [request.generator.random() for request in requests],
         )
-        recorded = [] if self._recorder is None else [self._recorder.last()]
+        recorded = [] if self._recorder is None else [self._decoder.experts()]
         tokens, logprobs, *experts = read_together([*drawn, *recorded])
         for each in experts:
             self._keep_experts(each, prompts, rows)
@@ -100,24 +107,35 @@ class Engine(SlottedEngine[CacheRow]):
                 break
             due.append(scoring)
         if due:
-            for scoring, logprobs in zip(due, score(self._policy, self._hidden, due), strict=True):
+            for scoring, logprobs in zip(due, self._decoder.score(due), strict=True):
                 del self._scorings[scoring]
                 self.counts.scored_tokens += len(logprobs)
                 scoring.finish(logprobs, self.version)
 
-    def _admit(self, donors: Mapping[bytes, CacheRow]) -> dict[bytes, list[CacheRow]]:
+    def _admit(self, donors: Mapping[bytes, SequenceRow]) -> dict[bytes, list[SequenceRow]]:
         """Gives free slots to waiting requests; returns their rows, by prompt."""
-        admitted: dict[bytes, list[CacheRow]] = {}
+        admitted: dict[bytes, list[SequenceRow]] = {}
         budget = MAX_PREFILL_TOKENS
         while self._waiting and len(self._running) < self.num_slots and budget > 0:
             request = next(iter(self._waiting))
-            row = self._cache.add(len(request.prompt_ids))
             request.prompt = self._as_bytes(request.prompt_ids)
+            if request.prompt not in admitted and not self._fits(request):
+                break
+            row = self._decoder.add(len(request.prompt_ids))
             self._start(request, row)
             if request.prompt not in admitted and request.prompt not in donors:
                 budget -= row.length
             admitted.setdefault(request.prompt, []).append(row)
         return admitted
+
+    def _fits(self, first: Request) -> bool:
+        """Returns whether a request, the first that waits, can start with those behind it that share its
+        prompt, as many as there are slots for."""
+        if not self._decoder.starts_together:
+            return True
+        mates = takewhile(lambda each: each.prompt_ids == first.prompt_ids, self._waiting)
+        num_mates = sum(1 for _ in islice(mates, self.num_slots))
+        return num_mates <= self.num_slots - len(self._running)
 
     def _as_bytes(self, prompt_ids: Sequence[int]) -> bytes:
         """Returns the ids as int64 bytes; the members of a group share one list, which is converted once."""
@@ -125,7 +143,7 @@ class Engine(SlottedEngine[CacheRow]):
             self._latest_prompt = (prompt_ids, np.asarray(prompt_ids, np.int64).tobytes())
         return self._latest_prompt[1]
 
-    def _donors(self) -> dict[bytes, CacheRow]:
+    def _donors(self) -> dict[bytes, SequenceRow]:
         """Returns rows whose prompt was computed under the current weights, by prompt."""
         if not self._waiting:
             return {}
@@ -136,8 +154,8 @@ class Engine(SlottedEngine[CacheRow]):
         }
 
     def _share(
-        self, admitted: Mapping[bytes, list[CacheRow]], donors: Mapping[bytes, CacheRow]
-    ) -> list[Prompt]:
+        self, admitted: Mapping[bytes, list[SequenceRow]], donors: Mapping[bytes, SequenceRow]
+    ) -> list[Prompt[SequenceRow]]:
         """Copies the prompts that are in the cache already; returns the others, to be computed once each.
 
         The last token of a prompt is always computed by its request: it predicts the first token sampled.
@@ -151,25 +169,13 @@ class Engine(SlottedEngine[CacheRow]):
                 self.counts.prefill_tokens += len(token_ids)
             else:
                 for row in rows:
-                    self._cache.copy_prefix(donor, row, len(token_ids))
+                    self._decoder.copy_prefix(donor, row, len(token_ids))
                     self._copy_experts(donor, row, len(token_ids))
             self.counts.shared_tokens += len(token_ids) * (len(rows) - (donor is None))
         return [prompt for prompt in fresh if len(prompt.token_ids)]
 
-    def _forward(self, prompts: Sequence[Prompt], rows: Sequence[CacheRow]) -> Tensor:
-        """Returns the last hidden state of each row."""
-        device = self._policy.device
-        last_tokens = [self._running[row].last_token for row in rows]
-        last_positions = [row.length - 1 for row in rows]
-        token_ids = np.concatenate([*(prompt.token_ids for prompt in prompts), last_tokens])
-        positions = np.concatenate([*(np.arange(len(p.token_ids)) for p in prompts), last_positions])
-        plan = StepAttention(prompts, self._cache.shelves, device)
-        ids, places = to_device([token_ids, positions], device)
-        hidden = self._hidden(ids, places, plan)
-        return hidden[-len(rows) :]
-
     def _keep_experts(
-        self, experts: NDArray[Any], prompts: Sequence[Prompt], rows: Sequence[CacheRow]
+        self, experts: NDArray[Any], prompts: Sequence[Prompt[SequenceRow]], rows: Sequence[SequenceRow]
     ) -> None:
         """Stores the routed experts of a step's tokens with their requests.
 
@@ -185,16 +191,16 @@ class Engine(SlottedEngine[CacheRow]):
         for row, own in zip(rows, experts[first:], strict=True):
             self._running[row].experts += own.tobytes()
 
-    def _copy_experts(self, source: CacheRow, target: CacheRow, num_tokens: int) -> None:
+    def _copy_experts(self, source: SequenceRow, target: SequenceRow, num_tokens: int) -> None:
         if self._recorder is not None:
             num_bytes = num_tokens * self._recorder.shape.num_bytes
             self._running[target].experts += self._running[source].experts[:num_bytes]
 
     def _experts_of(self, request: Request) -> PackedArray | None:
-        return None if self._recorder is None else self._recorder.pack(request.experts)
+        return None if self._recorder is None else self._recorder.shape.pack(request.experts)
 
-    def _free(self, slot: CacheRow) -> None:
-        self._cache.remove(slot)
+    def _free(self, slot: SequenceRow) -> None:
+        self._decoder.remove(slot)
 
 
 _BLOCK = 256
@@ -244,23 +250,3 @@ def _locate(masses: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.searchsorted(ends, inside, right=True).clamp_(max=masses.shape[1] - 1)
     starts = ends.gather(-1, index) - masses.gather(-1, index)
     return index[:, 0], (inside - starts).clamp_(min=0)[:, 0]
-
-
-def score(policy: Policy, hidden_states: HiddenStates, scorings: Sequence[Scoring]) -> list[list[float]]:
-    """Returns one logprob per token of each sequence, computed in one packed forward."""
-    device = policy.device
-    lengths = [len(each.token_ids) for each in scorings]
-    layout = packed_layout(lengths).to(device)
-    token_ids, positions, temperatures = to_device(
-        [
-            np.concatenate([np.asarray(each.token_ids, np.int64) for each in scorings]),
-            np.concatenate([np.arange(length) for length in lengths]),
-            np.repeat(np.array([each.temperature for each in scorings], np.float32), lengths),
-        ],
-        device,
-    )
-    hidden = hidden_states(token_ids, positions, layout.plan)
-    logprobs = torch.full((len(token_ids),), torch.nan, device=device)
-    logprobs[layout.predicted] = policy.predict(hidden, token_ids, temperatures, layout).logprobs
-    (found,) = read_together([logprobs])
-    return [part.tolist() for part in np.split(found, np.cumsum(lengths)[:-1])]

@@ -21,18 +21,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pellucid.data.tensors import to_device
-from pellucid.model import PackedAttention, Policy, key_shape
+from pellucid.inference.decoder import Decoder, Prompt, SequenceRow, score_together
+from pellucid.inference.slots import Scoring
+from pellucid.model import (
+    ExpertRecorder,
+    PackedAttention,
+    Policy,
+    Rule,
+    key_shape,
+    lean_forward,
+)
 
 _FIRST_CAPACITY = 64
 _FIRST_ROWS = 8
 
 
 @dataclass(eq=False, slots=True)
-class CacheRow:
+class CacheRow(SequenceRow):
     """Where the keys and values of one sequence are; the cache moves it as the sequence grows."""
-
-    length: int
-    """Tokens of the sequence, with the one that the next step computes."""
 
     shelf: "Shelf"
     index: int
@@ -142,16 +148,41 @@ def _capacities(max_length: int) -> list[int]:
 Indices = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt that this step computes, without its last token, and the rows that start with it."""
+class PackedDecoder(KVCache, Decoder[CacheRow]):
+    """Computes new prompts and one token of every row in one forward, whose attention reads the cache."""
 
-    token_ids: Indices
-    rows: list[CacheRow]
+    def __init__(
+        self, policy: Policy, num_slots: int, max_length: int, recorder: ExpertRecorder | None
+    ) -> None:
+        super().__init__(policy, num_slots, max_length)
+        self._policy = policy
+        self._recorder = recorder
+        self.hidden = lean_forward(policy)
+
+    def logits(
+        self, prompts: Sequence[Prompt[CacheRow]], rows: Sequence[CacheRow], last_tokens: Sequence[int]
+    ) -> Tensor:
+        device = self._policy.device
+        last_positions = [row.length - 1 for row in rows]
+        token_ids = np.concatenate([*(prompt.token_ids for prompt in prompts), last_tokens])
+        positions = np.concatenate([*(np.arange(len(p.token_ids)) for p in prompts), last_positions])
+        plan = StepAttention(prompts, self.shelves, device)
+        ids, places = to_device([token_ids, positions], device)
+        return self._policy.logits(self.hidden(ids, places, plan)[-len(rows) :])
+
+    def experts(self) -> Tensor:
+        assert self._recorder is not None
+        return self._recorder.last()
+
+    def score(self, scorings: Sequence[Scoring]) -> list[list[float]]:
+        """Computes all sequences in one packed forward."""
+        return score_together(self._policy, self.hidden, scorings)
 
 
 class StepAttention:
-    def __init__(self, prompts: Sequence[Prompt], shelves: Sequence[Shelf], device: torch.device) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt[CacheRow]], shelves: Sequence[Shelf], device: torch.device
+    ) -> None:
         lengths = [len(prompt.token_ids) for prompt in prompts]
         self.longest = max(
             (row.length for shelf in shelves for row in shelf.rows if row is not None), default=0
@@ -165,19 +196,21 @@ class StepAttention:
                 self._parts.append(_ShelfPart(shelf, first, _writes(prompts, shelf), device))
                 first += len(shelf.rows)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
+    ) -> Tensor:
         outputs = []
         if self._packed is not None:
             q, k, v = (tensor[:, :, : self._num_prompt_tokens] for tensor in (query, key, value))
-            outputs.append(self._packed.attend(layer, q, k, v, scale)[0].transpose(0, 1))
+            outputs.append(self._packed.attend(layer, q, k, v, scale, rule)[0].transpose(0, 1))
         scaled = query * (scale or query.shape[3] ** -0.5)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (scaled, key, value))
-        outputs += [part.attend(layer, q, k, v) for part in self._parts]
+        outputs += [part.attend(layer, q, k, v, rule) for part in self._parts]
         merged = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return merged.transpose(0, 1)[None]
 
 
-def _writes(prompts: Sequence[Prompt], shelf: Shelf) -> list[Indices]:
+def _writes(prompts: Sequence[Prompt[CacheRow]], shelf: Shelf) -> list[Indices]:
     """Returns the prompts' tokens that this shelf stores, and the row and position of each; [] if none."""
     tokens, rows, positions = [], [], []
     first = 0
@@ -213,9 +246,11 @@ class _ShelfPart:
         written = [tokens] if prompts else []
         self._targets, seen, *indices = to_device([targets.reshape(-1), last, *written], device)
         self._written: slice | Tensor = indices[0] if indices else self._own
+        self._last = seen
         self._hidden = torch.arange(shelf.capacity, device=device) > seen[:, None, None]
+        self._windows: dict[int, _Window] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Writes the step's keys and values into the cache and returns the attention output of this shelf's
         tokens.
 
@@ -226,7 +261,50 @@ class _ShelfPart:
         keys.view(-1, width).index_copy_(0, self._targets, key[self._written].reshape(-1, width))
         values.view(-1, width).index_copy_(0, self._targets, value[self._written].reshape(-1, width))
         own = query[self._own]
+        hidden = self._hidden
+        if rule.window is not None and rule.window < keys.shape[1]:
+            keys, values, hidden = self._within(rule.window, keys, values)
         scores = torch.bmm(own.reshape(len(keys), -1, width), keys.transpose(1, 2))
-        scores.view(len(own), -1, keys.shape[1]).masked_fill_(self._hidden, -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.float32).to(own.dtype)
+        if rule.softcap is not None:
+            scores = (scores / rule.softcap).tanh_().mul_(rule.softcap)
+        scores.view(len(own), -1, keys.shape[1]).masked_fill_(hidden, -torch.inf)
+        if rule.sinks is None:
+            weights = scores.softmax(-1, dtype=torch.float32).to(own.dtype)
+        else:
+            weights = _softmax_beside(rule.sinks, scores).to(own.dtype)
         return torch.bmm(weights, values).view_as(own)
+
+    def _within(self, window: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the keys and values of a window that ends at each row's last token, and what is hidden of
+        it; all keys and values, if gathering those of the window would cost more than it saves."""
+        width = keys.shape[2]
+        if window not in self._windows:
+            self._windows[window] = _window(window, self._last, self._hidden, len(keys))
+        hidden, index = self._windows[window]
+        if index is None:
+            return keys, values, hidden
+        shape = (len(keys), -1, width)
+        keys, values = (each.view(-1, width).index_select(0, index).view(shape) for each in (keys, values))
+        return keys, values, hidden
+
+
+_Window = tuple[Tensor, Tensor | None]
+"""Mask [rows, 1, keys], True where a key is hidden, and which of the shelf's keys these are; None: all."""
+
+_GATHERED = 4
+"""Times that gathering costs more per key than reading keys in their order."""
+
+
+def _window(window: int, last: Tensor, hidden: Tensor, num_rows: int) -> _Window:
+    capacity = hidden.shape[2]
+    if _GATHERED * window > capacity:
+        return hidden | (torch.arange(capacity, device=last.device) <= (last - window)[:, None, None]), None
+    places = (last - window + 1)[:, None] + torch.arange(window, device=last.device)
+    starts = torch.arange(num_rows, device=last.device).view(len(last), -1, 1) * capacity
+    return (places < 0)[:, None], (starts + places.clamp(min=0)[:, None]).view(-1)
+
+
+def _softmax_beside(sinks: Tensor, scores: Tensor) -> Tensor:
+    """Computes weights from scores [rows × key heads, queries of each, keys]; sinks take their shares."""
+    beside = sinks.view(-1, scores.shape[1], 1).repeat(len(scores) * scores.shape[1] // len(sinks), 1, 1)
+    return torch.cat([scores, beside], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1]

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,22 @@ import torch
 
 from pellucid.config import InferenceRunConfig
 from pellucid.config.shared import require_vllm
+from pellucid.data import PackedArray
 from pellucid.data.tokenizer import check_vocabulary
 from pellucid.errors import ConfigError, InferenceError, ModelError, TransportError
 from pellucid.inference.client import SamplingParams
 from pellucid.inference.slots import Request, Scoring, SlottedEngine
+from pellucid.model import RouterShape
 from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
-from pellucid.transport.weights import check_adapter, check_weights, is_adapter, read_weights, weight_shapes
+from pellucid.model.routing import known_routers, routed_layers, router_shape, routers_of
+from pellucid.transport.weights import (
+    check_adapter,
+    check_weights,
+    digest_of,
+    is_adapter,
+    read_weights,
+    weight_shapes,
+)
 
 WORKER = "pellucid.inference.vllm_engine.PublishedWeights"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -55,6 +65,7 @@ def engine_args(config: InferenceRunConfig, *, dtype: str, on_cpu: bool) -> dict
         "worker_extension_cls": WORKER,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "enforce_eager": on_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
+        **({"enable_return_routed_experts": True} if settings.record_experts else {}),
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
         **({"kv_cache_memory_bytes": cache} if cache else {}),
     }
@@ -84,6 +95,9 @@ class SampledToken(NamedTuple):
     num_shared: int | None
     """Tokens of the prompt that were in the cache already; None after the first token."""
 
+    experts: bytes = b""
+    """Routed experts of the tokens before it that have come with no earlier one, if they are recorded."""
+
 
 class Scored(NamedTuple):
     key: str
@@ -91,14 +105,18 @@ class Scored(NamedTuple):
 
 
 class VllmEngine(SlottedEngine[str]):
+    digests_as_read = True
+
     def __init__(
         self,
         core: "VllmCore",
+        experts: RouterShape | None = None,
         **options: Any,
     ) -> None:
-        """`options`: those of `SlottedEngine`."""
+        """`experts`: shape of those that the core returns, if any. `options`: those of `SlottedEngine`."""
         super().__init__(**options)
         self._core = core
+        self._experts = experts
         self._keys = map(str, itertools.count())
         self._scoring: dict[str, Scoring] = {}
         """Scorings that the core is computing, by key."""
@@ -138,6 +156,9 @@ class VllmEngine(SlottedEngine[str]):
             self._core.stop(key)
         self._scoring.clear()
 
+    def served_digests(self) -> dict[str, str]:
+        return self._core.digests
+
     def step(self) -> None:
         if self._failure is not None:
             raise InferenceError("weights could not be loaded, and it is not known which are served") from (
@@ -146,6 +167,7 @@ class VllmEngine(SlottedEngine[str]):
         self._admit()
         sampled, scored = self._core.step()
         self._count_prompts(sampled)
+        self._keep_experts(sampled)
         if sampled:
             self._take(
                 [self._running[each.key] for each in sampled],
@@ -179,6 +201,7 @@ class VllmEngine(SlottedEngine[str]):
         del self._running[old]
         self._running[key] = request
         request.slot, request.started_at = key, self.version
+        request.experts.clear()  # all tokens are computed again, maybe by other experts
         params = request.params
         num_sampled = len(request.token_ids)
         self._core.start(
@@ -201,6 +224,24 @@ class VllmEngine(SlottedEngine[str]):
                 self.counts.shared_tokens += each.num_shared
                 self.counts.prefill_tokens += num_prompt - each.num_shared
 
+    def _keep_experts(self, sampled: Sequence[SampledToken]) -> None:
+        """Stores the experts that came with the tokens: of every token before each, once."""
+        if self._experts is None:
+            return
+        for each in sampled:
+            request = self._running[each.key]
+            request.experts += each.experts
+            num_tokens = len(request.prompt_ids) + len(request.token_ids)
+            if len(request.experts) != num_tokens * self._experts.num_bytes:
+                raise InferenceError(
+                    f"vLLM gave {len(request.experts)} bytes of routed experts for {num_tokens} tokens of "
+                    f"{self._experts.num_bytes}; set inference.record_experts = false, or install vLLM "
+                    f"{_RETURNS_EXPERTS}"
+                )
+
+    def _experts_of(self, request: Request) -> PackedArray | None:
+        return None if self._experts is None else self._experts.pack(request.experts)
+
     def _free(self, slot: str) -> None:
         self._core.stop(slot)
 
@@ -213,22 +254,55 @@ _ADAPTER = 1
 def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
     require_vllm()
     settings, name = config.inference, config.model.name
-    shapes = weight_shapes(empty_model(config.model))
-    if any(".experts." in parameter for parameter in shapes):
+    model = empty_model(config.model)
+    shapes = weight_shapes(model)
+    if any(".experts." in parameter for parameter in shapes) and not known_routers(model):
         raise ModelError(
-            f'model.name = {name!r} has experts, and inference.backend = "vllm" takes new weights of models '
-            'without them only; use "embedded"'
+            f"model.name = {name!r} has experts of another kind than Qwen2-MoE, Qwen3-MoE and OLMoE, and "
+            'inference.backend = "vllm" takes no new weights of these; use "embedded"'
         )
+    recorded = None
+    if settings.record_experts:
+        from vllm import __version__
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.outputs import CompletionOutput
+
+        require_experts(__version__, EngineArgs, CompletionOutput)
+        routers = routers_of(model, "inference.record_experts")
+        recorded = RecordedLayers(router_shape(routers), routed_layers(model, routers))
     num_ids = vocab_size(config.model)
     check_vocabulary(name, num_tokens=len(tokenizer), vocab_size=num_ids)
     return VllmEngine(
-        VllmCore(config, shapes),
+        VllmCore(config, shapes, recorded),
+        None if recorded is None else recorded.shape,
         num_slots=settings.max_concurrent,
         max_length=settings.max_model_len,
         max_queued=settings.max_queued,
         vocab_size=num_ids,
         decode_text=tokenizer.decode,
     )
+
+
+_RETURNS_EXPERTS = "0.32.0"
+"""A version that returns routed experts."""
+
+
+class RecordedLayers(NamedTuple):
+    """The layers whose experts vLLM records."""
+
+    shape: RouterShape
+    layers: list[int]
+    """Decoder layers with a router; vLLM returns experts for every layer."""
+
+
+def require_experts(version: str, arguments: type, output: type) -> None:
+    """Raises ConfigError unless a vLLM with these classes returns routed experts with the tokens."""
+    if not (hasattr(arguments, "enable_return_routed_experts") and hasattr(output, "routed_experts")):
+        raise ConfigError(
+            f"inference.record_experts = true, and vLLM {version} returns no routed experts; install vLLM "
+            f'{_RETURNS_EXPERTS}, set inference.backend = "embedded", or leave out '
+            "trainer.enable_router_replay"
+        )
 
 
 def restart_with_threads(num_threads: int) -> None:
@@ -246,7 +320,13 @@ def restart_with_threads(num_threads: int) -> None:
 class VllmCore:
     """The part of vLLM that the engine uses. Keys name requests and are never used twice."""
 
-    def __init__(self, config: InferenceRunConfig, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(
+        self,
+        config: InferenceRunConfig,
+        shapes: Mapping[str, torch.Size],
+        recorded: RecordedLayers | None = None,
+    ) -> None:
+        """`recorded`: layers whose experts are returned with the tokens."""
         device = default_device()
         dtype = str(resolve_dtype(config.model, device)).removeprefix("torch.")
         args = engine_args(config, dtype=dtype, on_cpu=device.type == "cpu")
@@ -257,12 +337,19 @@ class VllmCore:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if recorded is not None:
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one returns no experts
         self._engine = _start(args)
         self._shapes = shapes
+        self._recorded = recorded
         self._max_rank: int | None = args.get("max_lora_rank")
         self._adapter: Any = None
         self._new: set[str] = set()
         """Keys of requests that have no token yet."""
+
+        self.digests: dict[str, str] = {}
+        """Digests of the published tensors that the workers read last, each as it was handed to vLLM. vLLM
+        fuses, shards and packs them, and reads adapters itself: of those there are none."""
 
     def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
         """Starts to sample up to `params.max_tokens`; stop tokens and strings are left to the caller."""
@@ -308,11 +395,33 @@ class VllmCore:
                 scored.append(Scored(key, [math.nan, *(found[token].logprob for token, found in pairs)]))
                 continue
             choice = output.outputs[0]
+            experts = self._experts(output)
             for token, logprobs in zip(choice.token_ids, choice.logprobs, strict=True):
                 shared = output.num_cached_tokens if key in self._new else None
                 self._new.discard(key)
-                sampled.append(SampledToken(key, token, logprobs[token].logprob, shared))
+                sampled.append(SampledToken(key, token, logprobs[token].logprob, shared, experts))
+                experts = b""
         return sampled, scored
+
+    def _experts(self, output: Any) -> bytes:
+        """Returns the routed experts that this step added to a request.
+
+        vLLM gives all of them with a request's last token. A request that is stopped has no last token for
+        vLLM, so those of other steps are taken from where vLLM gathers them.
+        """
+        if self._recorded is None:
+            return b""
+        if output.finished:
+            rows = output.outputs[0].routed_experts
+            chunks = [] if rows is None else [rows]
+        else:
+            processor = self._engine.output_processor
+            (internal,) = processor.external_req_ids[output.request_id]
+            gathered = processor.request_states[internal].routed_experts_chunks
+            chunks = gathered[:]
+            gathered.clear()
+        dtype, layers = self._recorded.shape.dtype, self._recorded.layers
+        return b"".join(chunk[:, layers].astype(dtype).tobytes() for chunk in chunks)
 
     def load(self, folder: Path) -> bool:
         """Loads published weights; returns whether running requests continue under them.
@@ -323,9 +432,10 @@ class VllmCore:
         before = self._adapter
         if is_adapter(folder):
             self._load_adapter(folder)
+            self.digests = {}
         else:
             check_weights(folder, self._shapes)
-            self._engine.collective_rpc("load_published", args=(str(folder),))
+            self.digests = agreed(self._engine.collective_rpc("load_published", args=(str(folder),)))
             self._adapter = None
         return (before is None) == (self._adapter is None)
 
@@ -335,6 +445,20 @@ class VllmCore:
         check_adapter(folder, self._shapes, max_rank=self._max_rank or 0)
         self._engine.add_lora(LoRARequest("policy", _ADAPTER, str(folder), load_inplace=True))
         self._adapter = LoRARequest("policy", _ADAPTER, str(folder))
+
+
+def agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Returns the digests of what every worker was handed; one that differs stands for all.
+
+    `agreed([{"a": "F32-0"}, {"a": "F32-0", "b": "F32-1"}]) == {"a": "F32-0"}`
+    """
+    first, *others = workers
+    found = {}
+    for name, digest in first.items():
+        digests = [worker.get(name) for worker in others]
+        if None not in digests:
+            found[name] = next((each for each in digests if each is not None and each != digest), digest)
+    return found
 
 
 def _start(args: Mapping[str, Any]) -> Any:
@@ -351,11 +475,25 @@ class PublishedWeights:
     model_runner: Any
     reload_weights: Any
 
-    def load_published(self, folder: str) -> None:
-        """Loads the weights; each worker reads the whole file and keeps its shard."""
-        self.reload_weights(weights_iterator=read_weights(Path(folder)))
+    def load_published(self, folder: str) -> dict[str, str]:
+        """Loads the weights; each worker reads the whole file and keeps its shard.
+
+        Returns the digests of the tensors that vLLM took.
+        """
+        digests: dict[str, str] = {}
+        self.reload_weights(weights_iterator=_digested(read_weights(Path(folder)), digests))
         if self.model_config.hf_text_config.tie_word_embeddings:
             # vLLM prepares again what it has loaded, and a tied head loads nothing of its own. On a CPU it
             # multiplies with a packed copy of the embedding, which would stay as it was.
             head = self.model_runner.get_model().lm_head
             head.quant_method.process_weights_after_loading(head)
+        return digests
+
+
+def _digested(
+    weights: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes tensors on, and notes the digest of each before it is handed over."""
+    for name, tensor in weights:
+        digests[name] = digest_of(tensor)
+        yield name, tensor

@@ -37,7 +37,7 @@ from pellucid.config.commands import PARTS
 from pellucid.config.imports import load_function, require_package
 from pellucid.config.shared import VLLM_REMEDY, base_url, require_vllm
 from pellucid.config.tools import EnvSettings, PlanConfig, RenderConfig
-from pellucid.data.model_folder import check_model_folder
+from pellucid.data.model_folder import check_lengths, check_model_folder
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, ModelError
 from pellucid.export.paths import ExportPaths
@@ -301,6 +301,11 @@ def check_rl(config: RLConfig) -> None:
     config.trainer.check_num_processes(config.gpus.trainer or config.trainer.num_processes)
     _check_server(config.inference)
     check_model_folder(config.model.name, chats=True, routes=config.trainer.enable_router_replay)
+    check_lengths(
+        config.model.name,
+        trained=config.trainer.model.seq_len,
+        served=config.inference.max_model_len,
+    )
     if orchestrator.teacher is not None and orchestrator.teacher.model is not None:
         _check_teacher(orchestrator.teacher.model, config.model.name)
 

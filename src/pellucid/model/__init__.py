@@ -1,12 +1,12 @@
 """Loading, attention and logprobs for trainer and engine alike, so that their logprobs can be compared."""
 
 from pellucid.model.adapter import Adapter, Adapters
-from pellucid.model.attention import PackedAttention
+from pellucid.model.attention import PackedAttention, Rule
 from pellucid.model.head import TokenOutput, token_logprobs
 from pellucid.model.layout import ContextParallel, Layout, packed_layout, shared_layout
 from pellucid.model.load import load_policy
+from pellucid.model.masks import key_shape
 from pellucid.model.policy import Policy, hf_forward, lean_forward
-from pellucid.model.proof import key_shape
 from pellucid.model.routing import ExpertRecorder, RouterShape
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "PackedAttention",
     "Policy",
     "RouterShape",
+    "Rule",
     "TokenOutput",
     "hf_forward",
     "key_shape",

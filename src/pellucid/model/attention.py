@@ -6,6 +6,7 @@ because HF's own fallback for packed inputs silently attends across sequences.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,9 +16,12 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from pellucid.data.shared_prompts import is_masked
 from pellucid.data.tensors import to_device
 from pellucid.errors import ModelError
+from pellucid.model.rows import PaddedRows
+from pellucid.model.ruled import attend_ruled
 from pellucid.model.segments import (
     Family,
     PlacedSegments,
+    Segments,
     attend_segments,
     place,
     segments_of,
@@ -25,8 +29,31 @@ from pellucid.model.segments import (
 )
 
 ATTENTION = "pellucid"
-_UNSUPPORTED = ("softcap", "s_aux")
-NO_WINDOWS = "pellucid's attention has no windows yet: set seq_len within it, or choose a model without"
+
+
+class Rule(NamedTuple):
+    """Wishes of a layer, beyond that a token sees every one up to its own.
+
+    Rule(window=3, softcap=50.0, sinks=tensor([0.2, -1.0])), with two query heads: token 9 sees the tokens
+    7, 8 and 9, by scores s that have become 50 · tanh(s / 50). In head 0 these three share what e^0.2 leaves
+    them: their weights add up to Σ e^s / (e^0.2 + Σ e^s).
+    """
+
+    window: int | None = None
+    """Keys that a token sees at most, its own included; None: all up to its own."""
+
+    softcap: float | None = None
+    """Bound that scores approach: a score becomes cap · tanh(score / cap)."""
+
+    sinks: Tensor | None = None
+    """One logit per query head, which takes its share of each softmax and gives nothing."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.softcap is None and self.sinks is None
+
+
+PLAIN = Rule()
 
 
 class AttentionPlan(Protocol):
@@ -34,8 +61,13 @@ class AttentionPlan(Protocol):
     def longest(self) -> int:
         """Length of the longest sequence, in tokens."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attends; queries, keys, values and the result are [batch, heads, tokens, width]."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
+    ) -> Tensor:
+        """Attends; queries, keys, values and the result are [batch, heads, tokens, width].
+
+        Raises ModelError for a rule that it does not have.
+        """
 
 
 class SharedAttention:
@@ -47,10 +79,11 @@ class SharedAttention:
                             x x x x .
                             x x . . x
 
-    On a GPU all of them are one call: see `model/segments.py`. On a CPU, families without a prefix, which
-    come first, take one call of SDPA each, the others at most one per member and prefix. A masked call may
-    compute more pairs of tokens than the members would alone, but that costs less than the rest of the model
-    saves on the prefix: see `data/shared_prompts.py`.
+    On a GPU all of them are one call: see `model/segments.py`. On a CPU, `model/ruled.py` computes windows,
+    soft caps and sinks. Without these, families without a prefix, which come first, take one call of SDPA
+    each, the others at most one per member and prefix. A masked call may compute more pairs of tokens than
+    the members would alone, but that costs less than the rest of the model saves on the prefix: see
+    `data/shared_prompts.py`.
     """
 
     def __init__(self, families: Sequence[Family]) -> None:
@@ -59,11 +92,16 @@ class SharedAttention:
         self._sizes = [family.num_tokens for family in families if not family.prefix]
         assert all(family.prefix for family in families[len(self._sizes) :])
         self._placed: PlacedSegments | None = None
+        self._rows: PaddedRows | None = None
 
     @cached_property
     def num_pairs(self) -> int:
         """Pairs of tokens that calls compute, padding included; a causal call computes half of a square."""
         return sum(size**2 for size in self._sizes) // 2 + sum(call.num_pairs for call in self._calls)
+
+    @cached_property
+    def _segments(self) -> Segments:
+        return segments_of(self._families)
 
     @cached_property
     def _calls(self) -> list["_SdpaCall"]:
@@ -74,15 +112,29 @@ class SharedAttention:
         """Row of each token in the calls' outputs, for families with a prefix."""
         return torch.cat([call.tokens for call in self._calls]).argsort() if self._calls else None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        if not takes_segments(query):
+    def rows(self, device: torch.device) -> PaddedRows:
+        """Returns the rows of the sequences, each of its own."""
+        if self._rows is None or self._rows.device != device:
+            self._rows = PaddedRows(self._segments, device)
+        return self._rows
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
+    ) -> Tensor:
+        if rule.window is not None and rule.window >= self.longest:
+            rule = rule._replace(window=None)
+        if takes_segments(query) and rule.softcap is None:
+            if self._placed is None or self._placed.query_starts.device != query.device:
+                self._placed = place(self._segments, query.device)
+            return attend_segments(
+                query, key, value, self._placed, scale, window=rule.window, sinks=rule.sinks
+            )
+        key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
+        if rule.is_plain:
             return self._attend_by_calls(query, key, value, scale)
-        if self._placed is None or self._placed.query_starts.device != query.device:
-            self._placed = place(segments_of(self._families), query.device)
-        return attend_segments(query, key, value, self._placed, scale)
+        return attend_ruled(query, key, value, self._segments, scale, **rule._asdict())
 
     def _attend_by_calls(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        key, value = (repeat_heads(tensor, query.shape[1]) for tensor in (key, value))
         outputs = []
         if self._sizes:
             alone = (tensor[:, :, : sum(self._sizes)] for tensor in (query, key, value))
@@ -287,28 +339,24 @@ def attention_function(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     plan: AttentionPlan | None = None,
+    windows: Mapping[int, int] = MappingProxyType({}),
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attends by the plan; HF's attention modules call it. Values are padded to the width of keys."""
+    """Attends by the plan; HF's attention modules call it. Values are padded to the width of keys.
+
+    `windows` are those of the layers that have one: HF's masks say which, not the options of its modules.
+    """
     name = type(module).__name__
     if plan is None:
         raise ModelError(f"{name}: forward without an attention plan; sequences would leak into each other")
-    for option in _UNSUPPORTED:
-        if options.get(option) is not None:
-            raise ModelError(f"{name} asks for {option}; pellucid's attention does not have it yet")
     if attention_mask is not None:
         raise ModelError(f"{name} has an attention mask of its own; pellucid's attention does not take it")
-    window = options.get("sliding_window")
-    if window is not None and window < plan.longest:
-        raise ModelError(
-            f"{name} asks for sliding_window = {window}, and sequences may have {plan.longest} tokens; "
-            f"{NO_WINDOWS}"
-        )
     width, num_missing = value.shape[3], key.shape[3] - value.shape[3]
     if num_missing < 0:
         raise ModelError(f"{name} has wider values ({width}) than keys ({key.shape[3]})")
     padded = pad(value, (0, num_missing)) if num_missing else value
-    output = plan.attend(module.layer_idx, query, key, padded, scaling)
+    rule = Rule(windows.get(module.layer_idx), softcap=options.get("softcap"), sinks=options.get("s_aux"))
+    output = plan.attend(module.layer_idx, query, key, padded, scaling, rule)
     cut = output[..., :width] if num_missing else output
     return cut.transpose(1, 2).contiguous(), None
 

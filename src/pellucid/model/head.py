@@ -74,8 +74,11 @@ def predict(
     read: Tensor,
     *,
     max_logits: int | None = None,
+    softcap: float | None = None,
 ) -> TokenOutput:
     """Computes logprob and entropy of each token from the hidden state that predicts it.
+
+    With `softcap`, a logit is cap · tanh(logit / cap) before the temperature divides it.
 
     In chunks, only the rows `read` get a gradient. There are chunks if the logits are more than `max_logits`,
     or than the device's memory should hold.
@@ -83,12 +86,16 @@ def predict(
     targets = token_ids.long()
     max_logits = max_logits or max_logits_on(hidden.device)
     if len(hidden) * len(weight) <= min(max_logits, MAX_LOGITS):
-        logprobs = token_logprobs(linear(hidden, weight, bias), temperatures)
+        logprobs = token_logprobs(capped(linear(hidden, weight, bias), softcap), temperatures)
         # No view: FSDP hooks what a module returns, and operations in place on a view would drop the hook.
         return TokenOutput(_chosen(logprobs, targets).clone(), entropy_of(logprobs.detach()))
     chunk = max(1, max_logits // len(weight))
-    arguments = (hidden, weight, bias, targets, temperatures, read, chunk)
+    arguments = (hidden, weight, bias, targets, temperatures, read, chunk, softcap)
     return TokenOutput(*_ChunkedHead.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits.float() / softcap) * softcap
 
 
 def _chosen(logprobs: Tensor, targets: Tensor) -> Tensor:
@@ -106,12 +113,13 @@ class _ChunkedHead(torch.autograd.Function):
         temperatures: Tensor,
         read: Tensor,
         size: int,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         per_token = (hidden, targets, temperatures)
-        parts = [_predict_chunk(weight, bias, *chunk) for chunk in _chunks(size, *per_token)]
+        parts = [_predict_chunk(weight, bias, softcap, *chunk) for chunk in _chunks(size, *per_token)]
         logprobs, entropy = (torch.cat(part) for part in zip(*chain.from_iterable(parts), strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, read, logprobs)
-        ctx.size = size
+        ctx.size, ctx.softcap = size, softcap
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -126,7 +134,7 @@ class _ChunkedHead(torch.autograd.Function):
         of_states = torch.empty_like(states)
         per_read = (states, of_states, *(each[read] for each in per_row))
         for own, of_own, *given in _chunks(ctx.size, *per_read):
-            of_logits = _logit_gradients(weight, bias, own, *given)
+            of_logits = _logit_gradients(weight, bias, ctx.softcap, own, *given)
             torch.mm(of_logits, weight, out=of_own)
             if of_weight is not None:
                 _add_product(of_weight, of_logits.T, own)
@@ -138,17 +146,24 @@ class _ChunkedHead(torch.autograd.Function):
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(bias.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
 def _predict_chunk(
-    weight: Tensor, bias: Tensor | None, hidden: Tensor, targets: Tensor, temperatures: Tensor
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    hidden: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
 ) -> list[tuple[Tensor, Tensor]]:
     """Computes logprobs and entropies, block by block. At most two numbers per logit exist at once."""
     found = []
     logits = linear(hidden, weight, bias).float()
     for part, words, heat in _blocks(logits, targets, temperatures):
+        if softcap is not None:
+            part.div_(softcap).tanh_().mul_(softcap)
         logprobs = torch.log_softmax(part.div_(heat[:, None]), dim=-1)
         chosen = _chosen(logprobs, words)
         probabilities = torch.exp(logprobs, out=part)
@@ -157,11 +172,18 @@ def _predict_chunk(
     return found
 
 
-def _logit_gradients(weight: Tensor, bias: Tensor | None, hidden: Tensor, *per_row: Tensor) -> Tensor:
+def _logit_gradients(
+    weight: Tensor, bias: Tensor | None, softcap: float | None, hidden: Tensor, *per_row: Tensor
+) -> Tensor:
     """Computes the gradients of a chunk's logits, in the dtype of the weight."""
     logits = linear(hidden, weight, bias).float()
-    for part in _blocks(logits, *per_row):
-        _differentiate(*part)
+    for part, *given in _blocks(logits, *per_row):
+        if softcap is None:
+            _differentiate(part, *given)
+        else:
+            slope = 1 - part.div_(softcap).tanh_().square()
+            _differentiate(part.mul_(softcap), *given)
+            part.mul_(slope)
     return logits.to(weight.dtype)
 
 

@@ -39,7 +39,7 @@ from torch.nn.functional import pad
 from pellucid.data.shared_prompts import takes_part
 from pellucid.data.tensors import to_device
 from pellucid.errors import ConfigError
-from pellucid.model.attention import AttentionPlan, SharedAttention, repeat_heads
+from pellucid.model.attention import AttentionPlan, Rule, SharedAttention, repeat_heads
 from pellucid.model.head import TokenOutput
 from pellucid.model.segments import Family
 
@@ -69,7 +69,9 @@ class UlyssesAttention:
         self._context = context
         self._num_tokens = num_tokens
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, rule: Rule
+    ) -> Tensor:
         size, group = self._context.size, self._context.group
         # Every rank needs at least one key and value head: those of its query heads.
         num_heads = math.lcm(key.shape[1], size)
@@ -80,7 +82,9 @@ class UlyssesAttention:
         # -> [1, own heads, all tokens, width]
         heads = received.transpose(0, 1).flatten(1, 2)[None]
         real = heads[:, :, : self._num_tokens].split([part.shape[1] // size for part in parts], dim=1)
-        output = self._plan.attend(layer, real[0], real[1], real[2], scale)
+        if rule.sinks is not None:
+            rule = rule._replace(sinks=rule.sinks.view(size, -1)[self._context.rank])
+        output = self._plan.attend(layer, real[0], real[1], real[2], scale, rule)
         padded = pad(output, (0, 0, 0, heads.shape[2] - self._num_tokens))
         # -> [ranks, own heads, tokens of each, width] -> [1, all heads, own tokens, width]
         by_rank = padded[0].unflatten(1, (size, -1)).transpose(0, 1)

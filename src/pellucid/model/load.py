@@ -1,25 +1,30 @@
 """Loading a policy by hub name or folder, with errors that say what to do."""
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pellucid.config import ModelConfig
+from pellucid.config.trainer import SequenceLayout
 from pellucid.data.rules import Experts
 from pellucid.data.tokenizer import check_vocabulary, first_line, quiet_transformers, require_folder
 from pellucid.errors import ModelError
 from pellucid.model.attention import ATTENTION, attention_function
-from pellucid.model.policy import NOT_YET, Policy
-from pellucid.model.proof import prove_attention
+from pellucid.model.kernels import check_kernel
+from pellucid.model.policy import Policy
+from pellucid.model.proof import prove
+from pellucid.model.rope import fix_frequencies
 from pellucid.model.routing import router_shape, routers_of
 from pellucid.model.stored import NotByRows, StoredWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_UNSUPPORTED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+logger = logging.getLogger(__name__)
 
 
 def load_policy(
@@ -28,42 +33,64 @@ def load_policy(
     trainable: bool = False,
     max_length: int | None = None,
     device: torch.device | None = None,
+    layout: SequenceLayout = "auto",
 ) -> Policy:
     """Loads the model in evaluation mode: dropout would make trainer and inference disagree.
 
     `device` is the GPU if there is one, unless it is given.
     A trainable model is float32 whatever `model.dtype` says: small updates vanish in bfloat16 weights.
-    Raises a `ModelError` unless packed sequences of up to `max_length` tokens are computed correctly.
+    It computes packed sequences if those of up to `max_length` tokens are proved right, or else sequences in
+    rows; see `model/proof.py`. Raises a `ModelError` if neither is right.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     quiet_transformers()
     require_folder(config.name)
-    # Without a mask function of the same name, HF builds no mask of its own: the plan masks attention.
-    AttentionInterface.register(ATTENTION, attention_function)
     device = device or default_device()
     dtype = torch.float32 if trainable else resolve_dtype(config, device)
     try:
-        hf, info = AutoModelForCausalLM.from_pretrained(
-            config.name,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            trust_remote_code=False,  # left out, transformers asks on the terminal
+        (hf, info), own_code = _attending(
+            lambda attention: AutoModelForCausalLM.from_pretrained(
+                config.name,
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                trust_remote_code=False,  # left out, transformers asks on the terminal
+            )
         )
     except Exception as error:  # of all kinds: OSError, ValueError, SafetensorError, of strict dataclasses
         raise ModelError(_not_loadable(config.name, error)) from error
     _check_complete(config.name, info)
-    return _proved(hf, device, max_length, trainable=trainable)
+    return _proved(hf, device, max_length, layout, own_code, trainable=trainable)
 
 
-def _proved(hf: Any, device: torch.device, max_length: int | None, *, trainable: bool) -> Policy:
-    for scaling in _UNSUPPORTED:
-        if getattr(hf.config, scaling, None) not in (None, 1.0):
-            raise ModelError(
-                f"{hf.config.model_type} models scale their logits ({scaling}); not supported yet"
-            )
+_Made = TypeVar("_Made")
+
+
+def _attending(make: Callable[[str], _Made]) -> tuple[_Made, str]:
+    """Makes a model that attends by plans, or by its own code; returns also why it cannot be packed then."""
+    from transformers import AttentionInterface
+
+    # Without a mask function of the same name, HF builds no mask of its own: the plan masks attention.
+    AttentionInterface.register(ATTENTION, attention_function)
+    try:
+        return make(ATTENTION), ""
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        return make("eager"), "it has attention code of its own"
+
+
+def _proved(
+    hf: Any,
+    device: torch.device,
+    max_length: int | None,
+    layout: SequenceLayout,
+    own_code: str,
+    *,
+    trainable: bool,
+) -> Policy:
     context = _context(hf.config)
     if max_length is not None and context is not None and max_length > context:
         key = "trainer.model.seq_len" if trainable else "inference.max_model_len"
@@ -72,11 +99,14 @@ def _proved(hf: Any, device: torch.device, max_length: int | None, *, trainable:
             f"(max_position_embeddings in its config.json); set {key} to at most {context}"
         )
     policy = Policy(hf).to(device).eval()
-    prove_attention(policy, max_length)
+    if said := fix_frequencies(hf, max_length):
+        logger.info("%s: %s", type(hf).__name__, said)
+    prove(policy, max_length, layout, own_code=own_code)
+    check_kernel(device)
     return policy
 
 
-def unread_policy(config: ModelConfig) -> tuple[Policy, StoredWeights]:
+def unread_policy(config: ModelConfig, max_length: int | None = None) -> tuple[Policy, StoredWeights]:
     """Makes a trainable policy on torch's meta device, and looks up its weights in the model's files.
 
     Raises NotByRows if a process cannot read its part of them alone, and ModelError, as `load_policy` does,
@@ -84,7 +114,7 @@ def unread_policy(config: ModelConfig) -> tuple[Policy, StoredWeights]:
     """
     quiet_transformers()
     try:
-        policy = empty_policy(config)
+        policy = empty_policy(config, max_length)
     except Exception as error:  # of all kinds; loading the model says what is wrong with it
         raise NotByRows(first_line(error)) from error
     stored = StoredWeights(config.name, policy.hf)
@@ -92,8 +122,10 @@ def unread_policy(config: ModelConfig) -> tuple[Policy, StoredWeights]:
     return policy, stored
 
 
-def prove_unread(policy: Policy, config: ModelConfig, max_length: int | None) -> None:
-    """Proves a policy that has no weights by one like it with random ones; gives it the buffers of that one.
+def prove_unread(
+    policy: Policy, config: ModelConfig, max_length: int | None, layout: SequenceLayout = "auto"
+) -> None:
+    """Proves a policy that has no weights by one like it with random ones; gives it buffers and traits of it.
 
     The proof asks which layers call the plan, what masks hide, and whether positions, buffers or parts beside
     attention tell sequences apart. The answers follow from the architecture, config.json and `max_length`. Of
@@ -115,19 +147,22 @@ def prove_unread(policy: Policy, config: ModelConfig, max_length: int | None) ->
             shared[kind] = _random(name, tensor, generator)
         weights[name] = shared[kind]
     try:
-        hf, info = type(policy.hf).from_pretrained(
-            None,
-            config=policy.hf.config,
-            state_dict=weights,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION,
-            output_loading_info=True,
+        (hf, info), own_code = _attending(
+            lambda attention: type(policy.hf).from_pretrained(
+                None,
+                config=policy.hf.config,
+                state_dict=weights,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                output_loading_info=True,
+            )
         )
     except Exception as error:
         raise NotByRows(first_line(error)) from error
     if info["missing_keys"] or info["mismatched_keys"]:
         raise NotByRows(f"transformers maps {min(info['missing_keys'] or weights)} to another name")
-    proved = _proved(hf, torch.device("cpu"), max_length, trainable=True)
+    proved = _proved(hf, torch.device("cpu"), max_length, layout, own_code, trainable=True)
+    policy.traits = proved.traits
     for name, buffer in proved.hf.named_buffers():
         path, _, attribute = name.rpartition(".")
         policy.hf.get_submodule(path)._buffers[attribute] = buffer
@@ -173,19 +208,26 @@ def _read_config(config: ModelConfig) -> Any:
 
 def empty_model(config: ModelConfig, device: str | torch.device = "meta") -> torch.nn.Module:
     """Makes the model, by default with names and shapes alone; loads no weights."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    AttentionInterface.register(ATTENTION, attention_function)
     with torch.device(device):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            _read_config(config), dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+        model, _ = _attending(
+            lambda attention: AutoModelForCausalLM.from_config(
+                _read_config(config),
+                dtype=torch.float32,
+                attn_implementation=attention,
+                trust_remote_code=False,
+            )
         )
-    return model
+    made: torch.nn.Module = model
+    return made
 
 
-def empty_policy(config: ModelConfig) -> Policy:
+def empty_policy(config: ModelConfig, max_length: int | None = None) -> Policy:
     """Makes a trainable policy on torch's meta device, for weights that another process has loaded."""
-    return Policy(empty_model(config)).eval()
+    policy = Policy(empty_model(config)).eval()
+    fix_frequencies(policy.hf, max_length)
+    return policy
 
 
 def default_device() -> torch.device:
@@ -225,11 +267,6 @@ def _context(config: Any) -> int | None:
 
 
 def _not_loadable(name: str, error: Exception) -> str:
-    if isinstance(error, KeyError) and error.args == (ATTENTION,):
-        return (
-            f"model.name = {name!r} has attention code of its own, which packed sequences would leak "
-            f"through; {NOT_YET}"
-        )
     reason = first_line(error)
     remedy = (
         "check that it holds config.json and safetensors"

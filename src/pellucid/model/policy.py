@@ -10,11 +10,12 @@ forward shares the parameters of the HF model: weights that are loaded in place 
 results differ from HF's by rounding alone. Models of any other kind go through HF.
 """
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,32 @@ from torch.nn.functional import embedding, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
 from pellucid.errors import ModelError
-from pellucid.model.attention import AttentionPlan, register_uncompiled
-from pellucid.model.head import TokenOutput, predict
+from pellucid.model.attention import AttentionPlan, Rule, SharedAttention, register_uncompiled
+from pellucid.model.head import TokenOutput, capped, predict
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
+from pellucid.model.rows import PaddedRows
 
 _ROUTED = ("Experts", "Router")
 """Ends of the names of HF's modules that send tokens to experts."""
 
 NOT_YET = "pellucid cannot train or serve this model yet: see docs/models.md for those that it can"
+
+
+Way = Literal["packed", "rows"]
+
+
+class Traits(NamedTuple):
+    """Findings of the proof at load about a model; processes without weights are told."""
+
+    way: Way
+    why_rows: str
+    attention: str
+    """HF's name of the attention that computes."""
+
+    windows: dict[int, int]
+    logit_factor: float
+    logit_softcap: float | None
 
 
 class Policy(nn.Module):
@@ -42,6 +60,22 @@ class Policy(nn.Module):
 
         self.compute_dtype: torch.dtype | None = None
         """Dtype that parameters are cast to in a forward, after `compute_in`; None: they stay as they are."""
+
+        self.way: Way = "packed"
+        """How sequences go through the model: side by side in one row, with a plan that masks attention, or
+        each in a row of its own through HF's own attention."""
+
+        self.why_rows = ""
+        """Why sequences are not packed, if they are not."""
+
+        self.windows: dict[int, int] = {}
+        """Keys that a token sees at most, its own included, in each layer with a sliding window."""
+
+        self.logit_factor = 1.0
+        """Number that the family multiplies its logits with."""
+
+        self.logit_softcap: float | None = None
+        """Bound that the family's logits approach: cap · tanh(logit / cap); None: they have none."""
 
         self.max_logits: int | None = None
         """Logits that may be in memory at once; more are computed in chunks. None: by the device's memory."""
@@ -60,7 +94,7 @@ class Policy(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         num_layers = self.hf.config.get_text_config().num_hidden_layers
-        for module in self.hf.base_model.modules():
+        for module in self.base.modules():
             if isinstance(module, nn.ModuleList) and len(module) == num_layers:
                 return list(module)
         raise ModelError(
@@ -70,6 +104,36 @@ class Policy(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            self.way, self.why_rows, self.attention, self.windows, self.logit_factor, self.logit_softcap
+        )
+
+    @traits.setter
+    def traits(self, traits: Traits) -> None:
+        self.way, self.why_rows, self.attention, self.windows, self.logit_factor, self.logit_softcap = traits
+
+    @property
+    def attention(self) -> str:
+        """HF's name of the attention that computes, and of the masks that are built for it."""
+        return str(self.hf.config._attn_implementation)
+
+    @attention.setter
+    def attention(self, name: str) -> None:
+        if self.hf._can_set_attn_implementation():
+            self.hf.set_attn_implementation(name)
+        else:  # it attends by code of its own; only masks are made by the name
+            self.hf.config._attn_implementation = name
+
+    @property
+    def base(self) -> Any:
+        """The model without its head."""
+        return self.hf.model if self.hf.base_model is self.hf else self.hf.base_model
+
+    def go_in_rows(self, why: str) -> None:
+        self.way, self.why_rows, self.windows = "rows", why, {}
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Makes every forward compute in `dtype`, and every gradient add up in the dtype of its parameter.
@@ -144,13 +208,35 @@ class Policy(nn.Module):
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Computes the last hidden states; ids and positions are [batch, tokens]."""
-        output = self.hf.base_model(input_ids=token_ids, position_ids=positions, use_cache=False, plan=plan)
+        if self.way == "rows":
+            return self._hidden_in_rows(token_ids[0], self.rows_of(plan))[None]
+        output = self.base(
+            input_ids=token_ids, position_ids=positions, use_cache=False, plan=plan, windows=self.windows
+        )
         states: Tensor = output.last_hidden_state
         return states
 
+    def rows_of(self, plan: AttentionPlan) -> PaddedRows:
+        """Returns the rows of a plan's sequences; raises ModelError if it has none."""
+        if not isinstance(plan, SharedAttention):
+            raise ModelError(
+                f"{type(self.hf).__name__} cannot compute by {type(plan).__name__}: its sequences go in rows "
+                f"({self.why_rows})"
+            )
+        return plan.rows(self.device)
+
+    def _hidden_in_rows(self, token_ids: Tensor, rows: PaddedRows) -> Tensor:
+        """Computes hidden states by HF's own attention, which needs no mask where padding comes last."""
+        base = self.base
+        takes_cache = "use_cache" in inspect.signature(base.forward).parameters
+        states = base(input_ids=rows.spread(token_ids), **({"use_cache": False} if takes_cache else {}))[0]
+        return rows.gather(states)
+
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.hf.get_output_embeddings()(hidden)
-        return logits
+        if self.logit_factor != 1.0:
+            logits = logits * self.logit_factor
+        return capped(logits, self.logit_softcap)
 
     def predict(self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, layout: Layout) -> TokenOutput:
         """Predicts the tokens of `layout.predicted` from the hidden states of `layout.computed`."""
@@ -174,9 +260,19 @@ class Policy(nn.Module):
         self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, read: Tensor
     ) -> TokenOutput:
         """Predicts a token from each hidden state, by the weights of the head."""
-        head = self.hf.get_output_embeddings()
-        bias = getattr(head, "bias", None)
-        return predict(hidden, head.weight, bias, token_ids, temperatures, read, max_logits=self.max_logits)
+        head, factor, cap = self.hf.get_output_embeddings(), self.logit_factor, self.logit_softcap
+        if factor != 1.0:  # factor · logit ÷ temperature, and the cap likewise
+            temperatures, cap = temperatures / factor, None if cap is None else cap / factor
+        return predict(
+            hidden,
+            head.weight,
+            getattr(head, "bias", None),
+            token_ids,
+            temperatures,
+            read,
+            max_logits=self.max_logits,
+            softcap=cap,
+        )
 
     def forward(
         self,
@@ -195,9 +291,14 @@ class Policy(nn.Module):
         if self.replay is None or routed_experts is None:
             hidden = self.hidden(ids, places, layout.plan).squeeze(0)
         else:
-            with self.replay.of(routed_experts[layout.computed]) as replayed:
+            recorded = routed_experts[layout.computed]
+            rows = self.rows_of(layout.plan) if self.way == "rows" else None
+            recorded = recorded if rows is None else rows.spread_flat(recorded, fill=-1)
+            with self.replay.of(recorded) as replayed:
                 hidden = self.hidden(ids, places, layout.plan).squeeze(0)
-            replaced = replayed.share_replaced()[layout.predecessors]
+            of_computed = replayed.share_replaced()
+            of_computed = of_computed if rows is None else rows.gather(of_computed)
+            replaced = of_computed[layout.predecessors]
         output = self.predict(hidden, token_ids, temperatures, layout)._replace(replaced=replaced)
         if layout.own is not None:
             output = layout.own.gather(output)
@@ -222,7 +323,7 @@ _LEAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 def lean_forward(policy: Policy) -> HiddenStates:
     """Returns the lean forward if the model is of a known kind, else HF's."""
-    return _LeanModel(policy.hf.model) if _is_known(policy.hf) else hf_forward(policy)
+    return _LeanModel(policy.hf.model, policy.windows) if _is_known(policy.hf) else hf_forward(policy)
 
 
 def hf_forward(policy: Policy) -> HiddenStates:
@@ -249,15 +350,14 @@ def _is_plain(layer: Any) -> bool:
         for name, part in (*layer.self_attn.named_children(), *layer.mlp.named_children())
         if "_proj" in name
     ]
-    is_full = getattr(layer.self_attn, "sliding_window", None) is None
-    return is_full and all(type(projection) is nn.Linear for projection in projections)
+    return all(type(projection) is nn.Linear for projection in projections)
 
 
 class _LeanModel:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, windows: Mapping[int, int]) -> None:
         self._embedding = model.embed_tokens.weight
         self._rotary = model.rotary_emb
-        self._layers = [_LeanLayer(layer) for layer in model.layers]
+        self._layers = [_LeanLayer(layer, windows.get(layer.self_attn.layer_idx)) for layer in model.layers]
         self._norm = _Norm(model.norm)
 
     @torch.inference_mode()
@@ -270,7 +370,8 @@ class _LeanModel:
 
 
 class _LeanLayer:
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, window: int | None) -> None:
+        self._rule = Rule(window)
         attention, mlp = layer.self_attn, layer.mlp
         self._index = attention.layer_idx
         self._scale = attention.scaling
@@ -293,7 +394,7 @@ class _LeanLayer:
         key = _rotate(self._key_norm(self._key(normed).view(by_head)), cos, sin)
         value = self._value(normed).view(by_head)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        attended = plan.attend(self._index, query, key, value, self._scale)[0].transpose(0, 1)
+        attended = plan.attend(self._index, query, key, value, self._scale, self._rule)[0].transpose(0, 1)
         states = states + self._output(attended.reshape(len(states), -1))
         normed = self._before_mlp(states)
         gated = silu(self._gate(normed)).mul_(self._up(normed))

@@ -1,281 +1,266 @@
-"""Refuses a model at load unless its tokens attend as plans say: to no other sequence and to no future token.
+"""Proves at load how a model can be trained: packed, or else in rows. What cannot be trained is refused.
 
 A plan controls attention alone. Convolutions, recurrent states and a model's own attention code ignore it and
-silently mix packed sequences; errors of windows and positions may only show in long sequences. So the loaded
-model computes a few tokens:
+would silently mix packed sequences; errors of windows and positions may only show in long sequences. So the
+loaded model computes a few tokens:
 
-    plan       every decoder layer calls the plan once per forward, with keys of one shape
-    masks      masks that HF would build hide only the future within `max_length` tokens
-    buffers    none changes with the positions in a row, as those of some RoPE do
+    calls      every decoder layer asks for attention once per forward
+    masks      those that HF would build hide only the future, or what is behind a sliding window
     values     packed sequences, at the first and at the last positions within `max_length`, have the logits
-               that HF's own forward with its own attention gives each of them alone
-    kernel     on a GPU, flash attention over segments gives what SDPA gives, sequence by sequence
+               that HF's own forward with its own attention gives each of them alone; windows of the config
+               are so short then that they hide tokens of the probe
+
+A model that fails goes in rows, if sequences of different lengths side by side have the logits of each alone.
+
+    buffers    none changes with the positions in a row, packed or not
 
 Values are compared in float32 whatever the dtype of the weights: in bfloat16, rounding alone sends tokens to
 other experts.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+import inspect
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
+from pellucid.config.trainer import SequenceLayout
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import ConfigError, ModelError
-from pellucid.model.attention import (
-    ATTENTION,
-    NO_WINDOWS,
-    AttentionPlan,
-    PackedAttention,
-    SharedAttention,
-    attention_function,
-)
+from pellucid.model.attention import ATTENTION, PackedAttention
+from pellucid.model.masks import NotPacked, computing_by, read_windows, short_windows
 from pellucid.model.policy import NOT_YET, Policy
-from pellucid.model.segments import Family
 
-_PROBE = f"{ATTENTION}_masks"
-"""Name of an attention that differs in one point: HF builds masks for it."""
+logger = logging.getLogger(__name__)
 
 _LENGTH = 6
 """Tokens of a probed sequence: more than a convolution of width four covers."""
+
+_WINDOW = 4
+"""Window of a probe, in tokens: shorter than its sequences."""
+
+_LONGEST_ROW = 150
+"""Tokens of the longest sequence that is probed in rows: more than layers take at a time (128)."""
 
 _ROUNDINGS = 64
 """Rounding errors that add up in a layer: a product of 4,096 terms makes √4096 of them."""
 
 
-def prove_attention(policy: Policy, max_length: int | None) -> None:
-    """Raises a `ModelError` unless sequences of up to `max_length` tokens train and decode in isolation.
+def prove(
+    policy: Policy, max_length: int | None, layout: SequenceLayout = "auto", *, own_code: str = ""
+) -> None:
+    """Decides by which way the policy computes sequences of up to `max_length` tokens, and sets it up for it.
 
-    With None, only sequences as long as those that are probed are proved.
+    With None, only sequences as long as those that are probed are proved. `own_code` says why the model
+    cannot be packed if that is known. Raises ModelError if no way is right, and ConfigError if that of
+    `layout` is not.
     """
+    if not own_code:
+        policy.way, policy.attention = "packed", ATTENTION
+    with torch.no_grad(), in_float32(policy):
+        why_not = own_code or _why_not_packed(policy, max_length)
+        if why_not and layout == "packed":
+            raise ConfigError(
+                f'trainer.model.layout = "packed", but {_name(policy)} cannot compute packed sequences: '
+                f'{why_not}; set it to "auto" or "rows"'
+            )
+        if why_not or layout == "rows":
+            policy.go_in_rows(why_not or 'trainer.model.layout = "rows"')
+            _prove_rows(policy, max_length)
+    logger.info("%s: %s", _name(policy), _said(policy))
+
+
+def _said(policy: Policy) -> str:
+    if policy.way == "rows":
+        return f"sequences go in rows, not packed ({policy.why_rows})"
+    widths = sorted(set(policy.windows.values()))
+    if not widths:
+        return "sequences are packed"
+    number = f"{len(policy.windows)} of {len(policy.layers)} layers"
+    return f"sequences are packed; {number} have a window of {' or '.join(map(str, widths))} tokens"
+
+
+def _why_not_packed(policy: Policy, max_length: int | None) -> str:
+    """Returns why packed sequences would be wrong, or "" if they are right; then the windows are set."""
     length = max(max_length or 0, 3 * _LENGTH)  # so that near and far positions never adjoin
-    name = type(policy.hf).__name__
-    with torch.no_grad(), _float32(policy), _blaming(name):
-        row = _ProbedRow(policy, length)
-        packed = row.packed(policy)
-        _check_masks(policy, row, length)
-        _check_values(name, packed, row.alone(policy), len(policy.layers))
-    check_kernel(policy.device)
-
-
-def check_kernel(device: torch.device) -> None:
-    """Raises ModelError unless flash attention on this device aligns segments as `model/segments.py` says.
-
-    A CPU has none, and nothing to check.
-    Both ways attend to the same numbers. Their results differ by the roundings of bfloat16, or by the size of
-    the values where a query sees other keys.
-    """
-    if device.type == "cpu":
-        return
-    generator = torch.Generator().manual_seed(0)
-    plan = SharedAttention([Family(0, [5]), Family(3, [2, 6, 1])])
-    query, key, value = (
-        torch.randn(1, heads, 17, 64, generator=generator).bfloat16().to(device) for heads in (4, 2, 2)
-    )
-    remedy = 'set trainer.model.precision and model.dtype to "float32", which need no flash attention'
-    with torch.no_grad():
-        expected = plan.attend(0, query.float(), key.float(), value.float(), None)
-        try:
-            found = plan.attend(0, query, key, value, None)
-        except (RuntimeError, NotImplementedError) as error:
-            raise ModelError(f"no flash attention on {device}: {first_line(error)}; {remedy}") from error
-        gap = float((found.float() - expected).abs().max())
-    limit = 4 * torch.finfo(torch.bfloat16).eps * float(value.abs().max())
-    if not gap <= limit:
-        raise ModelError(
-            f"flash attention on {device} is off by {gap:.2g} where rounding explains {limit:.1g}: its "
-            f"causal mask does not end at the last key of a sequence; {remedy}"
-        )
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raises ConfigError unless torch can compile for this device, which needs compilers outside of torch."""
-    compiled = torch.compile(lambda numbers: numbers * 2 + 1, dynamic=True)
+    ids = _tokens(policy, 4, _LENGTH)
+    near = torch.arange(_LENGTH, device=policy.device)
+    far = near + length - _LENGTH
+    positions = torch.stack([near, far, near, far])
     try:
-        compiled(torch.zeros(8, device=device))
-    except (RuntimeError, OSError, ImportError) as error:
-        cause = getattr(error, "inner_exception", error)
-        raise ConfigError(
-            f"trainer.model.compile = true, but torch cannot compile for {device.type} "
-            f"({type(cause).__name__}: {first_line(cause)}); install g++, and Triton for a GPU, or leave it "
-            "out"
+        with short_windows(policy, _WINDOW), _uncertain():
+            policy.windows = read_windows(policy, ids[:1], _LENGTH)
+            plan = PackedAttention([_LENGTH] * 4)
+            hidden = policy.hidden(ids.view(1, -1), positions.view(1, -1), plan)[0]
+            alone = _alone_at(policy, ids, positions)
+            _fit_logits(policy, hidden, alone.flatten(0, 1))
+            packed = policy.logits(hidden).view(alone.shape)
+        gaps = _gaps(policy, packed, alone)
+        for where, gap in zip(("first", "last"), gaps, strict=True):
+            if gap:
+                raise NotPacked(
+                    f"packed sequences at the {where} positions have other logprobs than each alone, {gap}"
+                )
+        with _uncertain():
+            policy.windows = read_windows(policy, ids[:1], max_length)
+    except NotPacked as reason:
+        policy.windows = {}
+        return str(reason)
+    return ""
+
+
+def _prove_rows(policy: Policy, max_length: int | None) -> None:
+    """Raises ModelError unless sequences in rows have the logprobs of each alone."""
+    context = getattr(policy.hf.config.get_text_config(), "max_position_embeddings", None)
+    longest = min(_LONGEST_ROW, max_length or context or _LONGEST_ROW)
+    lengths = [min(9, longest), -(-longest // 2), longest] * 2
+    ids = _tokens(policy, len(lengths), longest)
+    sequences = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    reason = ""
+    with short_windows(policy, _WINDOW):
+        with _refusing(policy), computing_by(policy, "eager"):
+            alone = [_own_logits(policy, sequence[None])[0] for sequence in sequences]
+        for name in ("sdpa", "eager"):
+            try:
+                policy.attention = name
+                whole = torch.cat(sequences)[None]
+                hidden = policy.hidden(whole, whole, PackedAttention(lengths))[0]
+                _fit_logits(policy, hidden, torch.cat(alone))
+                found = policy.logits(hidden).split(lengths)
+            except (ImportError, *_ODD) as error:  # the family does not have it
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                continue
+            gaps = [_gap(policy, *pair) for pair in zip(found, alone, strict=True)]
+            if sum(gap != "" for gap in gaps) <= 1:  # rounding may send a token to another expert
+                return
+            worst = next(gap for gap in gaps if gap)
+            reason = (
+                f"sequences side by side have other logprobs than each alone in HF's own forward, {worst}"
+            )
+    raise ModelError(
+        f"{_name(policy)} can be computed neither packed ({policy.why_rows}) nor in rows ({reason}); "
+        f"{NOT_YET}"
+    )
+
+
+def _name(policy: Policy) -> str:
+    return type(policy.hf).__name__
+
+
+def _tokens(policy: Policy, num_rows: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, policy.vocab_size, (num_rows, length), generator=generator).to(policy.device)
+
+
+def _alone_at(policy: Policy, ids: Tensor, positions: Tensor) -> Tensor:
+    """Computes logits by HF's forward, each sequence in its own row; near and far ones apart."""
+    logits, buffers = [], []
+    with computing_by(policy, "eager"):
+        for rows in (slice(0, None, 2), slice(1, None, 2)):
+            logits.append(_own_logits(policy, ids[rows], position_ids=positions[rows]))
+            buffers.append({name: buffer.clone() for name, buffer in policy.hf.named_buffers()})
+    for name, buffer in buffers[0].items():
+        if not torch.equal(buffer, buffers[1][name]):
+            raise NotPacked(f"{name} depends on the length of the row")
+    return torch.stack(logits, dim=1).flatten(0, 1)
+
+
+class _NotFinite(ModelError):
+    pass
+
+
+def _own_logits(policy: Policy, ids: Tensor, **options: Any) -> Tensor:
+    """Computes the logits of the family's own forward; raises ModelError if they are not finite."""
+    if "use_cache" in inspect.signature(policy.hf.forward).parameters:
+        options["use_cache"] = False
+    logits: Tensor = policy.hf(input_ids=ids, **options).logits
+    if not bool(logits.isfinite().all()):
+        raise _NotFinite(
+            f"{_name(policy)}: logits of HF's own forward are not finite, so its weights hold NaN, "
+            "infinities or huge numbers; start from an earlier checkpoint, or from other weights"
+        )
+    return logits
+
+
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Settings that bound logits."""
+
+_FACTORS = (
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_scaling",
+    "logits_mup_width_multiplier",
+)
+"""Settings that logits are multiplied with, or divided by, depending on the family."""
+
+
+def _fit_logits(policy: Policy, hidden: Tensor, logits: Tensor) -> None:
+    """Chooses the factor and the cap by which the head gives these logits; the proof says if one is right."""
+    config = policy.hf.config.get_text_config()
+    cap = next((cap for name in _CAPS if (cap := getattr(config, name, None))), None)
+    named = [value for name in _FACTORS if isinstance(value := getattr(config, name, None), float | int)]
+    factors = [1.0, *(factor for value in named if value for factor in (float(value), 1 / value))]
+    off = {}
+    for factor in factors:
+        policy.logit_factor, policy.logit_softcap = factor, None if cap is None else float(cap)
+        off[factor] = float((policy.logits(hidden).float() - logits.float()).abs().max())
+    policy.logit_factor = min(off, key=lambda factor: off[factor])
+
+
+def _gaps(policy: Policy, found: Tensor, alone: Tensor) -> list[str]:
+    """Compares sequences at near and at far positions; of two at each, the better one counts.
+
+    Rounding may send a token to another expert.
+    """
+    gaps = [_gap(policy, *pair) for pair in zip(found, alone, strict=True)]
+    return ["" if "" in gaps[start::2] else gaps[start] for start in range(2)]
+
+
+def _gap(policy: Policy, found: Tensor, alone: Tensor) -> str:
+    """Describes by how much logprobs differ; "" if rounding explains it."""
+    scale = max(1.0, float(alone.abs().max()))
+    limit = _ROUNDINGS * torch.finfo(torch.float32).eps * len(policy.layers) * scale
+    gap = float((found.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().max())
+    return "" if gap <= limit else f"by up to {gap:.2g} nats where rounding explains {limit:.1g}"
+
+
+_ODD = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)
+"""Errors of a forward with another interface than expected."""
+
+
+@contextmanager
+def _uncertain() -> Iterator[None]:
+    """Context manager: turns errors of a forward that takes no packed sequences into NotPacked."""
+    try:
+        yield
+    except _NotFinite:
+        raise
+    except ModelError as error:
+        raise NotPacked(str(error)) from error
+    except _ODD as error:
+        raise NotPacked(
+            f"its forward takes no packed sequences ({type(error).__name__}: {first_line(error)})"
         ) from error
 
 
-def key_shape(policy: Policy) -> tuple[int, int]:
-    """Returns heads and width of the keys that every layer hands to the plan; values are as wide."""
-    plan = _ObservedPlan(PackedAttention([1]), longest=1)
-    zero = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
-    with torch.no_grad():
-        policy.hidden(zero, zero, plan)
-    return plan.key_shape(policy)
-
-
-class _ObservedPlan:
-    """A plan that counts the calls of each layer."""
-
-    def __init__(self, plan: AttentionPlan, longest: int) -> None:
-        self._plan = plan
-        self.longest = longest
-        self._num_calls: Counter[int] = Counter()
-        self._keys: dict[int, tuple[int, int]] = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        self._num_calls[layer] += 1
-        self._keys[layer] = (key.shape[1], key.shape[3])
-        return self._plan.attend(layer, query, key, value, scale)
-
-    def key_shape(self, policy: Policy) -> tuple[int, int]:
-        """Returns (heads, width) of keys; raises ModelError unless all layers called once with the same."""
-        model = type(policy.hf).__name__
-        for index, layer in enumerate(policy.layers):
-            if self._num_calls[index] != 1:
-                parts = ", ".join(f"{name}: {type(part).__name__}" for name, part in layer.named_children())
-                raise ModelError(
-                    f"layer {index} of {model} ({type(layer).__name__} of {parts}) asks for attention "
-                    f"{self._num_calls[index]} times in a forward instead of once: packed sequences would "
-                    f"leak into each other through what it does besides; {NOT_YET}"
-                )
-        shapes = {index: self._keys[index] for index in range(len(policy.layers))}
-        for index, shape in shapes.items():
-            if shape != shapes[0]:
-                raise ModelError(
-                    f"layer {index} of {model} has {shape[0]} key heads of width {shape[1]}, "
-                    f"layer 0 has {shapes[0][0]} of {shapes[0][1]}, and all need the same; {NOT_YET}"
-                )
-        return shapes[0]
-
-
-class _ProbedRow:
-    """Sequences [near, far, near, far]: at the first and at the last positions within `length`."""
-
-    def __init__(self, policy: Policy, length: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, policy.vocab_size, (4, _LENGTH), generator=generator)
-        near = torch.arange(_LENGTH)
-        far = near + length - _LENGTH
-        self.token_ids = ids.to(policy.device)
-        self.positions = torch.stack([near, far, near, far]).to(policy.device)
-        self._length = length
-
-    def packed(self, policy: Policy) -> Tensor:
-        """Computes logits [sequences, tokens, vocabulary] by the trainer's forward."""
-        plan = _ObservedPlan(PackedAttention([_LENGTH] * 4), self._length)
-        hidden = policy.hidden(self.token_ids.view(1, -1), self.positions.view(1, -1), plan)
-        plan.key_shape(policy)
-        return policy.logits(hidden[0]).view(4, _LENGTH, -1)
-
-    def alone(self, policy: Policy) -> Tensor:
-        """Computes the same logits by HF's forward, each sequence in its own row; near and far apart."""
-        logits, buffers = [], []
-        with _implementation(policy, "eager"):
-            for rows in (slice(0, None, 2), slice(1, None, 2)):
-                output = policy.hf(
-                    input_ids=self.token_ids[rows], position_ids=self.positions[rows], use_cache=False
-                )
-                logits.append(output.logits)
-                buffers.append({name: buffer.clone() for name, buffer in policy.hf.named_buffers()})
-        for name, buffer in buffers[0].items():
-            if not torch.equal(buffer, buffers[1][name]):
-                raise ModelError(
-                    f"{type(policy.hf).__name__}: {name} depends on the length of the row (RoPE of type "
-                    "dynamic or longrope), so that logprobs would depend on how sequences are packed; set "
-                    "seq_len to at most original_max_position_embeddings of its config.json"
-                )
-        return torch.stack(logits, dim=1).flatten(0, 1)
-
-
-def _check_masks(policy: Policy, row: _ProbedRow, length: int) -> None:
-    """Raises ModelError if a mask of HF hides any token from the last one of `length` tokens."""
-    rules: list[tuple[Tensor, Callable[..., Any]]] = []
-    given: dict[int, Tensor | None] = {}
-    device = policy.device  # HF keeps the functions below forever: they must not hold the model
-
-    def make_mask(*, mask_function: Callable[..., Any], **options: Any) -> Tensor:
-        rules.append((torch.zeros(1, 1, _LENGTH, _LENGTH, device=device), mask_function))
-        return rules[-1][0]
-
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        given[module.layer_idx] = mask
-        return attention_function(module, q, k, v, None, **options)
-
-    AttentionMaskInterface.register(_PROBE, make_mask)
-    AttentionInterface.register(_PROBE, attend)
-    with _implementation(policy, _PROBE):
-        policy.hidden(row.token_ids[:1], row.positions[:1], _ObservedPlan(PackedAttention([_LENGTH]), length))
-    model = type(policy.hf).__name__
-    places = torch.arange(length, device=device)
-    zero, last = places[:1], places[-1:]
-    for layer, mask in given.items():
-        rule = next((rule for made, rule in rules if made is mask), None)
-        if rule is None:
-            if mask is None:
-                continue
-            raise ModelError(f"layer {layer} of {model} changes the mask that HF builds; {NOT_YET}")
-        sees = torch.as_tensor(rule(zero, zero, last, places)).expand(length)
-        if not bool(sees.all()):
-            raise ModelError(
-                f"layer {layer} of {model} lets a token see {int(sees.sum())} tokens at most "
-                f"(a sliding window or chunks, by its config.json), and sequences may have {length}; "
-                f"{NO_WINDOWS}"
-            )
-
-
-def _check_values(name: str, packed: Tensor, alone: Tensor, num_layers: int) -> None:
-    """Compares logprobs; of two sequences per position the better counts: rounding may change an expert."""
-    if not bool(alone.isfinite().all()):
-        raise ModelError(
-            f"{name}: logits of HF's own forward are not finite, so its weights hold NaN, infinities or huge "
-            "numbers; start from an earlier checkpoint, or from other weights"
-        )
-    scale = max(1.0, float(alone.abs().max()))
-    limit = _ROUNDINGS * torch.finfo(torch.float32).eps * num_layers * scale
-    difference = (packed.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().amax((1, 2))
-    gaps = difference.view(2, 2).amin(0).tolist()
-    for (where, cause), gap in zip(_OTHER_CAUSES.items(), gaps, strict=True):
-        if not gap <= limit:
-            raise ModelError(
-                f"{name}: packed sequences at the {where} positions within seq_len have other logprobs than "
-                f"each alone in HF's own forward, by up to {gap:.2g} nats where rounding explains "
-                f"{limit:.1g}: something besides attention passes from token to token, {cause}; {NOT_YET}"
-            )
-
-
-_OTHER_CAUSES = {
-    "first": "its mask is not a causal one, or its logits are not those of its last layer alone",
-    "last": "or its positions are not those that it is given",
-}
-
-
 @contextmanager
-def _implementation(policy: Policy, name: str) -> Iterator[None]:
-    policy.hf.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        policy.hf.set_attn_implementation(ATTENTION)
-
-
-@contextmanager
-def _blaming(name: str) -> Iterator[None]:
+def _refusing(policy: Policy) -> Iterator[None]:
     """Context manager: turns errors of a forward with another interface than expected into a ModelError."""
     try:
         yield
-    except ModelError:
-        raise
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError) as error:
+    except _ODD as error:
         raise ModelError(
-            f"{name} does not compute packed sequences ({type(error).__name__}: {first_line(error)}); "
-            f"{NOT_YET}"
+            f"{_name(policy)} can be computed neither packed ({policy.why_rows}) nor in rows "
+            f"({type(error).__name__}: {first_line(error)}); {NOT_YET}"
         ) from error
 
 
 @contextmanager
-def _float32(policy: Policy) -> Iterator[None]:
+def in_float32(policy: Policy) -> Iterator[None]:
     """Context manager: converts each decoder layer, and each module outside of them, while it computes."""
     inside = {module for layer in policy.layers for module in layer.modules()}
     outside = [module for module in policy.hf.modules() if module not in inside]

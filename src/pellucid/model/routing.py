@@ -12,6 +12,7 @@ Experts are [tokens, layers, top_k]; layers are those that have a router, in the
 experts are -1 (padding) goes where the router sends it.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -56,16 +57,32 @@ class RouterShape:
         """Bytes of one token's experts, over all layers."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
+    def pack(self, experts: bytes | bytearray) -> PackedArray:
+        """Packs the recorded bytes of consecutive tokens into one array."""
+        num_tokens = len(experts) // self.num_bytes
+        return PackedArray(bytes(experts), (num_tokens, self.num_layers, self.top_k), self.dtype.name)
+
 
 def routers_of(hf: nn.Module, key: str) -> list[Any]:
     """Lists the routers in the order of their layers; errors name `key`, the setting that needs them."""
-    routers = [module for module in hf.modules() if type(module).__name__ in _KNOWN]
+    routers = known_routers(hf)
     if not routers:
         raise ModelError(
             f"{key} = true, but {type(hf).__name__} has no routers that pellucid knows "
             f"({', '.join(_KNOWN)}); leave it out, or choose a model with such experts"
         )
     return routers
+
+
+def known_routers(hf: nn.Module) -> list[Any]:
+    return [module for module in hf.modules() if type(module).__name__ in _KNOWN]
+
+
+def routed_layers(hf: nn.Module, routers: list[Any]) -> list[int]:
+    """Returns the numbers of the decoder layers that these routers are in: "model.layers.3.mlp.gate" -> 3."""
+    names = {module: name for name, module in hf.named_modules()}
+    found = [re.search(r"\.(\d+)\.", names[router]) for router in routers]
+    return [int(match[1]) for match in found if match]
 
 
 def router_shape(routers: list[Any]) -> RouterShape:
@@ -85,12 +102,6 @@ class ExpertRecorder:
     def last(self) -> Tensor:
         """Returns the experts of the last forward, [tokens, layers, top_k], as numbers of `shape.dtype`."""
         return torch.stack(self._chosen, dim=1).to(getattr(torch, self.shape.dtype.name))
-
-    def pack(self, experts: bytes | bytearray) -> PackedArray:
-        """Packs the recorded bytes of consecutive tokens into one array."""
-        shape = self.shape
-        num_tokens = len(experts) // shape.num_bytes
-        return PackedArray(bytes(experts), (num_tokens, shape.num_layers, shape.top_k), shape.dtype.name)
 
     def _keep(self, layer: int, router: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
         self._chosen[layer] = output[2]

@@ -120,29 +120,75 @@ def attend_segments(
     scale: float | None,
     *,
     window: int | None = None,
+    sinks: Tensor | None = None,
     kernel: Callable[..., Any] | None = None,
 ) -> Tensor:
     """Attends within segments; queries, keys, values and the result are [1, heads, tokens, width].
 
     There may be fewer key heads than query heads. A query sees at most `window` keys, itself included.
+    `sinks` has a logit for each query head, which takes its share of each softmax and gives nothing.
     `kernel` is torch's `varlen_attn`, or another function with its signature.
     """
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if segments.selected is not None:
         k, v = (_select(tensor, segments.selected) for tensor in (k, v))
-    attended: Tensor = (kernel or _flash_attention())(
-        q,
-        k,
-        v,
-        segments.query_starts,
-        segments.key_starts,
-        segments.most_queries,
-        segments.most_keys,
-        scale=1 / math.sqrt(query.shape[3]) if scale is None else scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    places = (segments.query_starts, segments.key_starts, segments.most_queries, segments.most_keys)
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    left = -1 if window is None else window - 1
+    attended: Tensor
+    if sinks is not None:
+        attended = _Sunk.apply(q, k, v, sinks, places, scale, left)  # type: ignore[no-untyped-call]
+    else:
+        attended = (kernel or _flash_attention())(
+            q, k, v, *places, scale=scale, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+        )
     return attended.transpose(0, 1)[None]
+
+
+class _Sunk(torch.autograd.Function):
+    """Flash attention with sinks, from that without: the kernel's log-sum-exp tells what a sink takes.
+
+    With ℓ = log Σ e^s and the sink b, the output becomes o · σ(ℓ − b), the log-sum-exp ℓ' = log(e^ℓ + e^b).
+    The kernel's backward pass takes both as they are: it makes of them the weights w = e^(s − ℓ'), and the
+    gradients of scores w · (∂w − ∂o · o). The sink, whose value is zero, has −w_sink · (∂o · o).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        places: tuple[Tensor, Tensor, int, int],
+        scale: float,
+        left: int,
+    ) -> Tensor:
+        _flash_attention()  # registers the operations below
+        ctx.options = [left == -1, scale, [left, 0]]
+        ctx.most = places[2:]
+        is_causal, _, window = ctx.options
+        out, log_sums, random = torch.ops.torch_attn._varlen_attn(
+            query, key, value, *places, is_causal, scale, window, query.shape[1] != key.shape[1]
+        )
+        of_sinks = sinks.float()[:, None]
+        share = torch.sigmoid(log_sums - of_sinks)  # [heads, tokens]
+        sunk: Tensor = (out * share.T[..., None]).to(out.dtype)
+        log_sums = torch.logaddexp(log_sums, of_sinks)
+        ctx.save_for_backward(query, key, value, sinks, sunk, log_sums, random, *places[:2])
+        return sunk
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, log_sums, random, *starts = ctx.saved_tensors
+        is_causal, scale, window = ctx.options
+        gradient = gradient.contiguous()
+        gradients = torch.ops.torch_attn._varlen_attn_backward(
+            gradient, query, key, value, out, log_sums, *starts, *ctx.most, is_causal, random, scale, window
+        )
+        weights = torch.exp(sinks.float()[:, None] - log_sums)
+        of_sinks = -(weights * (gradient.float() * out.float()).sum(2).T).sum(1)
+        return (*gradients, of_sinks.to(sinks.dtype), None, None, None)
 
 
 def _flash_attention() -> Callable[..., Any]:

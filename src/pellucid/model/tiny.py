@@ -1,4 +1,4 @@
-"""Makes character-level Qwen3-style models and their tokenizer, small enough to learn on one core."""
+"""Makes character-level models and their tokenizer, small enough to learn on one core."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -81,6 +81,33 @@ def make_tiny_moe_model(
         norm_topk_prob=True,
         tie_word_embeddings=True,
         mlp_only_layers=list(dense_layers),
+    )
+
+
+def make_tiny_hybrid_model(
+    folder: Path,
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_length: int = 4096,
+    seed: int = 0,
+) -> None:
+    """Writes a Qwen3-Next model without experts: gated delta nets, and attention in its last layer."""
+    _make(
+        folder,
+        "Qwen3Next",
+        seed,
+        (hidden_size, num_layers, num_heads, num_kv_heads, max_length),
+        layer_types=["linear_attention"] * (num_layers - 1) + ["full_attention"],
+        linear_num_key_heads=num_kv_heads,
+        linear_num_value_heads=num_heads,
+        linear_key_head_dim=hidden_size // num_heads,
+        linear_value_head_dim=hidden_size // num_heads,
+        num_experts=0,
+        num_experts_per_tok=0,
+        tie_word_embeddings=True,
     )
 
 

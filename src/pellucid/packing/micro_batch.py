@@ -69,6 +69,9 @@ class PackedBatch:
     """Cap of a micro batch, in tokens."""
 
     pad_to_multiple_of: int
+    in_rows: bool
+    """Whether each sequence has a row of its own; padding makes rows equally long, and is in no table."""
+
     trainable_lengths: Ints
     """Trainable tokens of each sequence of the batch, after truncation."""
 
@@ -106,13 +109,18 @@ def pack_batch(
     num_ranks: int = 1,
     pad_to_multiple_of: int = 1,
     share_prompts: bool = True,
+    in_rows: bool = False,
     cost: Cost | None = None,
 ) -> PackedBatch:
-    """Cuts sequences to `seq_len`; packs micro batches of at most `max_tokens`, or of one longer sequence."""
+    """Cuts sequences to `seq_len`; packs micro batches of at most `max_tokens`, or of one longer sequence.
+
+    `in_rows`: a micro batch has rows as long as its longest sequence, and their tokens count. Prompts are not
+    shared then, and padding to a multiple would only be another row.
+    """
     lengths = np.minimum(table.lengths, seq_len)
     columns = table["training_mode"].tolist(), table["run_id"].tolist(), map(bool, table["mm_tensors"])
     codes, kinds = _numbered(map(Kind, *columns))
-    if share_prompts:
+    if share_prompts and not in_rows:
         groups = _groups(table, codes)
         prompts = _common_prompts(table, lengths, groups)
     else:
@@ -120,11 +128,14 @@ def pack_batch(
     sequences = Sequences(lengths, codes, groups, prompts)
     return PackedBatch(
         table=table,
-        steps=plan(sequences, max_tokens=max_tokens, num_ranks=num_ranks, cost=cost or Cost()),
+        steps=plan(
+            sequences, max_tokens=max_tokens, num_ranks=num_ranks, cost=cost or Cost(), in_rows=in_rows
+        ),
         kinds=kinds,
         seq_len=seq_len,
         max_tokens=max_tokens,
-        pad_to_multiple_of=pad_to_multiple_of,
+        pad_to_multiple_of=1 if in_rows else pad_to_multiple_of,
+        in_rows=in_rows,
         trainable_lengths=table.truncate(seq_len).trainable_lengths,
     )
 

@@ -123,23 +123,47 @@ class Bins:
         return Bins(pieces.units[np.arange(len(shifts)) + shifts], np.concatenate([[0], ends])[self.bounds])
 
 
-def plan(sequences: Sequences, *, max_tokens: int, num_ranks: int, cost: Cost) -> list[MicroStep]:
+def plan(
+    sequences: Sequences, *, max_tokens: int, num_ranks: int, cost: Cost, in_rows: bool = False
+) -> list[MicroStep]:
     """Plans the micro steps, kind by kind in order of appearance; those of a kind roughly by falling cost.
 
     lengths [5, 3, 4, 9] of one kind, max_tokens 8, 2 ranks  ->  [[0], [3]], [[2], [1]]
+    `in_rows`: a bin takes as many tokens as its longest sequence, times the number of its sequences.
     """
     costs = cost.of(sequences.lengths)
     kinds, first_seen = np.unique(sequences.kinds, return_index=True)
     steps = []
     for kind in kinds[np.argsort(first_seen)].tolist():
         indices = np.flatnonzero(sequences.kinds == kind)
-        chosen = _pack_kind(sequences.select(indices), max_tokens, num_ranks, cost)
+        of_kind = sequences.select(indices)
+        if in_rows:
+            chosen = pack_rows(of_kind.lengths, capacity=max_tokens, num_ranks=num_ranks)
+        else:
+            chosen = _pack_kind(of_kind, max_tokens, num_ranks, cost)
         bins = Bins(indices[chosen.units], chosen.bounds).lists()
         _split_for_empty(bins, costs, num_ranks)
         steps += [
             MicroStep(kind, bins[start : start + num_ranks]) for start in range(0, len(bins), num_ranks)
         ]
     return steps
+
+
+def pack_rows(lengths: Ints, *, capacity: int, num_ranks: int) -> Bins:
+    """Fills bins with rows, the longest first, so that neighbours, and the bins of a step, are alike.
+
+    lengths [5, 3, 4, 9], capacity 10, 1 rank  ->  [3], [0, 2], [1]
+    """
+    order = np.argsort(-lengths, kind="stable")
+    falling = lengths[order].tolist()
+    starts: list[int] = []
+    stop = 0
+    for position, length in enumerate(falling):
+        if position == stop:
+            starts.append(position)
+            stop = position + max(1, capacity // max(1, length))
+    starts += [len(falling)] * (-len(starts) % num_ranks)
+    return Bins(order, np.array([*starts, len(falling)]))
 
 
 def _pack_kind(sequences: Sequences, max_tokens: int, num_ranks: int, cost: Cost) -> Bins:

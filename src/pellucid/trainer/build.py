@@ -7,15 +7,17 @@ from dataclasses import replace
 import torch
 
 from pellucid.config import TrainerRunConfig
+from pellucid.config.trainer import TrainerModelConfig
 from pellucid.data.spans import SpanLog
-from pellucid.data.tokenizer import load_tokenizer
+from pellucid.data.tokenizer import first_line, load_tokenizer
+from pellucid.errors import ConfigError
 from pellucid.export import TokenExporter
 from pellucid.ledger import Journal, Stage
 from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
-from pellucid.model import Adapters, Policy
+from pellucid.model import Adapters, Policy, packed_layout
+from pellucid.model.kernels import check_compiler
 from pellucid.model.load import check_tokenizer
-from pellucid.model.proof import check_compiler
 from pellucid.model.stored import StoredWeights
 from pellucid.trainer.batches import BatchSource
 from pellucid.trainer.optimizer import Optimizer, TrainedWeights
@@ -34,7 +36,7 @@ def load_trained(config: TrainerRunConfig, ranks: Ranks, *, num_runs: int = 1) -
     torch.set_num_threads(max(1, (settings.threads or num_cores()) // ranks.num_local))
     torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment or a library says
     torch.manual_seed(config.seed)
-    policy, stored = ranks.load(config.model, settings.model.seq_len)
+    policy, stored = ranks.load(config.model, settings.model.seq_len, settings.model.layout)
     tokenizer = load_tokenizer(config.model.name)
     check_tokenizer(policy, tokenizer, config.model.name)
     adapters = prepare_policy(policy, config, ranks, stored, num_runs=num_runs)
@@ -57,6 +59,7 @@ def prepare_policy(
     `stored` is where its weights are to be read, if it has none yet.
     """
     settings, lora = config.trainer, config.model.lora
+    check_way(policy, settings.model)
     adapters = None if lora is None else Adapters(policy, lora, num_slots=num_runs)
     if settings.enable_router_replay:
         policy.replay_experts()
@@ -67,7 +70,37 @@ def prepare_policy(
     if settings.model.activation_checkpointing:
         policy.checkpoint_activations(is_random=lora is not None and lora.dropout > 0)
     ranks.shard(policy, stored)
+    if policy.way == "rows" and ranks.computes_in == "bfloat16" and policy.replay is None:
+        _check_half(policy)
     return adapters
+
+
+def check_way(policy: Policy, settings: TrainerModelConfig) -> None:
+    """Raises ConfigError if a setting needs packed sequences, and those of the model go in rows."""
+    if policy.way == "packed":
+        return
+    for key, value, is_default in (
+        ("cp", settings.cp, settings.cp == 1),
+        ("compile", settings.compile, not settings.compile),
+    ):
+        if not is_default:
+            raise ConfigError(
+                f"trainer.model.{key} = {str(value).lower()} needs packed sequences, and those of "
+                f"{type(policy.hf).__name__} go in rows: {policy.why_rows}; leave trainer.model.{key} out"
+            )
+
+
+def _check_half(policy: Policy) -> None:
+    """Raises ConfigError if the family's own code mixes bfloat16 with float32; every process calls it."""
+    ids = torch.zeros(2, dtype=torch.long, device=policy.device)
+    try:
+        with torch.no_grad():
+            policy(ids, ids, torch.ones(2, device=policy.device), packed_layout([2]).to(policy.device))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{type(policy.hf).__name__} does not compute in bfloat16 ({first_line(error)}); set "
+            'trainer.model.precision = "float32"'
+        ) from error
 
 
 def build_run(

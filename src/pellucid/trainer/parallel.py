@@ -30,13 +30,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pellucid.config import ModelConfig, TrainerConfig, TrainerPrecision
-from pellucid.config.trainer import TrainerModelConfig
+from pellucid.config.trainer import SequenceLayout, TrainerModelConfig
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import ConfigError, ModelError, ProcessError
 from pellucid.model import ContextParallel, Policy, load_policy
+from pellucid.model.kernels import check_kernel
 from pellucid.model.load import default_device, empty_policy, prove_unread, unread_policy
-from pellucid.model.proof import check_kernel
+from pellucid.model.policy import Traits
 from pellucid.model.stored import NotByRows, StoredWeights
 
 logger = logging.getLogger(__name__)
@@ -247,7 +248,9 @@ class Ranks:
         if self.model_mesh is None and self.precision is not None:
             policy.compute_in(torch.bfloat16)
 
-    def load(self, config: ModelConfig, max_length: int) -> tuple[Policy, StoredWeights | None]:
+    def load(
+        self, config: ModelConfig, max_length: int, layout: SequenceLayout = "auto"
+    ) -> tuple[Policy, StoredWeights | None]:
         """Loads the model to train: of several processes, each without weights, which `shard` then reads.
 
         Returns also where they are stored. It is None if the policy has them: if this process is alone, or if
@@ -256,29 +259,34 @@ class Ranks:
 
         All processes raise if one does: if the model cannot be trained, or if the kernels of a device err.
         """
+
+        def load(device: torch.device) -> Policy:
+            return load_policy(config, trainable=True, max_length=max_length, device=device, layout=layout)
+
         if self.group is None:
-            return load_policy(config, trainable=True, max_length=max_length, device=self.device), None
+            return load(self.device), None
         found: list[tuple[Policy, StoredWeights]] = []
 
-        def look() -> tuple[str, str]:
-            """Returns why the weights cannot be read in parts, if they cannot, and a hash of them."""
+        def look() -> tuple[str, str, Traits | None]:
+            """Returns why the weights cannot be read in parts, if they cannot, a hash of them, and traits."""
             check_kernel(self.device)
             try:
-                policy, stored = unread_policy(config)
+                policy, stored = unread_policy(config, max_length)
                 if self.is_main:
-                    prove_unread(policy, config, max_length)
+                    prove_unread(policy, config, max_length, layout)
             except NotByRows as error:
-                return str(error), ""
+                return str(error), "", None
             found.append((policy, stored))
-            return "", model_fingerprint(config.name)
+            return "", model_fingerprint(config.name), policy.traits
 
-        reasons, prints = zip(*self.gather_all(self.alike(look)), strict=True)
+        reasons, prints, traits = zip(*self.gather_all(self.alike(look)), strict=True)
         if not any(reasons):
             if others := [process for process, each in enumerate(prints) if each != prints[0]]:
                 raise ModelError(
                     f"model.name = {config.name!r}: process {others[0]} of the trainer finds other weights "
                     "there than the first one; give every machine the same files"
                 )
+            found[0][0].traits = traits[0]
             return found[0]
         found.clear()
         loaded: list[Policy] = []
@@ -291,11 +299,15 @@ class Ranks:
                 process,
                 reason,
             )
-        host = torch.device("cpu")
-        self.share(
-            lambda: loaded.append(load_policy(config, trainable=True, max_length=max_length, device=host))
-        )
-        return loaded[0] if loaded else empty_policy(config), None
+
+        def load_whole() -> Traits:
+            loaded.append(load(torch.device("cpu")))
+            return loaded[0].traits
+
+        found_out = self.share(load_whole)
+        policy = loaded[0] if loaded else empty_policy(config, max_length)
+        policy.traits = found_out
+        return policy, None
 
     def shard(self, policy: Policy, stored: StoredWeights | None = None) -> None:
         """Shards the model over the processes; this one reads its shard, or gets it from the main process."""

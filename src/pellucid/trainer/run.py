@@ -215,6 +215,7 @@ class Run:
                 num_ranks=self.ranks.num_ranks,
                 pad_to_multiple_of=self.config.pad_to_multiple_of,
                 share_prompts=self.config.share_prompts,
+                in_rows=self.policy.way == "rows",
                 cost=self._cost,
             )
         return StepBatch(

@@ -34,7 +34,7 @@ class LoadedMicroBatch:
     """Weight of each token's loss in the step's mean; None: all weigh 1."""
 
     num_filled: int = 0
-    """Padding tokens, not in the table, that make the slices of context parallelism equally long."""
+    """Padding tokens, not in the table, that make rows or slices of context parallelism equally long."""
 
     is_last: bool = True
     """Whether it is the last one of its step, or of a part of it, on every rank."""
@@ -90,10 +90,13 @@ class StepBatch:
     def micro_batches(self) -> Iterator[LoadedMicroBatch]:
         for index, micro_batch in enumerate(self.packed.micro_batches(self.rank), self.num_before):
             table, weights, num_filled = micro_batch.table, None, 0
-            layout = layout_of(table, share_prompts=self.share_prompts)
+            in_rows = self.packed.in_rows
+            layout = layout_of(table, share_prompts=self.share_prompts and not in_rows)
             is_computed = np.zeros(table.num_tokens, np.bool_)
             is_computed[layout.computed.numpy()] = True
-            if (context := self.context) is not None:
+            if in_rows:
+                num_filled = int(table.num_sequences * table.lengths.max()) - table.num_tokens
+            elif (context := self.context) is not None:
                 num_filled = layout.slice_size(context.size) * context.size - len(layout.computed)
                 layout = layout.slice(context)
             if self.weights is not None:
@@ -150,16 +153,17 @@ class ModelShape:
     @classmethod
     def of(cls, policy: Policy) -> "ModelShape":
         config = policy.hf.config.get_text_config()
+        heads = int(getattr(config, "num_attention_heads", None) or 0)  # a state-space model has none
         if getattr(config, "kv_lora_rank", None):  # latent attention: the mean width of keys and values
             width = int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
         else:
-            width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        attended = config.num_hidden_layers * config.num_attention_heads * width
+            width = _head_width(config, heads)
+        attended = config.num_hidden_layers * heads * width
         is_frozen = not policy.hf.get_output_embeddings().weight.requires_grad
         return cls(_num_active(policy.hf, config), attended, is_frozen)
 
     def cost(self) -> Cost:
-        return Cost(parity=max(1, round(self.num_active / self.attended)))
+        return Cost(parity=max(1, round(self.num_active / max(1, self.attended))))
 
     def flops(self, num_tokens: float, num_pairs: float) -> float:
         """Counts the operations of forward and backward, without those that activation checkpointing repeats.
@@ -172,11 +176,21 @@ class ModelShape:
         return (2 if self.is_frozen else 3) * of_weights + 3 * 4 * self.attended * num_pairs
 
 
+def _head_width(config: Any, heads: int) -> int:
+    try:
+        width = getattr(config, "head_dim", None)
+    except RuntimeError:  # it differs from layer to layer, as in Gemma 4
+        widths = [each.head_dim for each in config.per_layer_config]
+        width = round(sum(widths) / len(widths))
+    return int(width or config.hidden_size // max(1, heads))
+
+
 def _num_active(model: Any, config: Any) -> float:
     """Counts the weights that a token is multiplied with: no embedding, and the active share of experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next((found for name in names if (found := getattr(config, name, None))), None)
-    met = config.num_experts_per_tok / num_experts if num_experts else 1.0
+    num_met = getattr(config, "num_experts_per_tok", None) or num_experts
+    met = num_met / num_experts if num_experts else 1.0
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = float(head.numel())
     for name, weight in model.named_parameters():

@@ -101,7 +101,7 @@ def _show_list(settings: ViewSettings) -> None:
     elif settings.path is None or settings.terminal:
         listed = runs.runs()
         console = Console(markup=False, emoji=False)
-        console.print(run_table(listed))
+        console.print(run_table(listed, console.width))
         if settings.path is not None and differing(listed):
             console.print()
             console.print(settings_table(listed))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pellucid.data import TokenTable
 from pellucid.data.alarms import Alarm, alarms_path, read_alarms
+from pellucid.data.files import OUTCOME
 from pellucid.data.schema import FIELDS
 from pellucid.errors import DataError, PellucidError
 from pellucid.export import Export, Records
@@ -202,7 +203,9 @@ def has_masks(batch: TokenTable) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / part).is_dir() for part in (*RUN_PARTS, FOLDER))
+    """Whether a folder has a part of a run. A Python package of that name is none: `src/pellucid/ledger`."""
+    parts = (folder / part for part in (*RUN_PARTS, FOLDER))
+    return any(part.is_dir() and next(part.glob("*.py"), None) is None for part in parts)
 
 
 def trainable(batch: TokenTable) -> NDArray[np.bool_]:
@@ -268,7 +271,15 @@ class RunFolder:
         return max(times)
 
     def is_being_written(self, now: float) -> bool:
-        return now - self.written_at() < WRITES_WITHIN_S
+        written_at = self.written_at()
+        return now - written_at < WRITES_WITHIN_S and self._ended_at() < written_at
+
+    def _ended_at(self) -> float:
+        """Returns when the run noted how it ended; 0.0 for one that did not."""
+        with suppress(OSError):
+            outcome = (self.folder / OUTCOME).stat() if self.folder is not None else None
+            return outcome.st_mtime if outcome is not None and outcome.st_size else 0.0
+        return 0.0
 
     def state(self) -> tuple[tuple[Path, int, int], ...]:
         """Changes whenever one of the files that are read here does."""

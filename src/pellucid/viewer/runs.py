@@ -20,7 +20,7 @@ from functools import cached_property
 from operator import is_not
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -44,6 +44,7 @@ LOOK_AGAIN_S = 2.0
 NOT_SET = "not set"
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12
+_WIDE_TERMINAL = 100
 
 
 def find_runs(folder: Path, depth: int = 3) -> list[Path]:
@@ -299,18 +300,20 @@ def evenly(steps: list[int], count: int) -> list[int]:
     return [steps[round(index * last / (count - 1))] for index in range(count)]
 
 
-def run_table(runs: Sequence[ListedRun]) -> Table:
-    """Returns the list for a terminal."""
+def run_table(runs: Sequence[ListedRun], width: int) -> Table:
+    """Returns the list for a terminal of so many columns; a narrow one shows what matters most."""
+    titles = ["run", "state", "steps", "reward", "", "loss", "tokens", "ran for", "export"]
+    shown = [title for title in titles if width >= _WIDE_TERMINAL or title not in ("", "loss", "export")]
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for title in ("run", "state", "steps", "reward", "", "loss", "tokens", "ran for", "export"):
-        is_text = title in ("run", "state", "", "export")
-        table.add_column(title, overflow="fold", justify="left" if is_text else "right")
+    for title in shown:
+        justify: Literal["left", "right"] = "left" if title in ("run", "state", "", "export") else "right"
+        table.add_column(title, overflow="fold", no_wrap=title != "run", justify=justify)
     for run in runs:
         own = run.digest
         of = f" of {own.max_steps:,}" if own.max_steps and own.max_steps != own.num_steps else ""
         values = [value for _, value in own.curve]
         reward = f"{values[0]:.4g} → {values[-1]:.4g}" if values and own.kind == "rl" else "–"
-        table.add_row(
+        cells: list[Text | str] = [
             Text(run.name),
             Text(own.state, style=_STYLES[own.state]),
             f"{own.num_steps:,}{of}",
@@ -320,7 +323,8 @@ def run_table(runs: Sequence[ListedRun]) -> Table:
             "–" if own.num_tokens is None else f"{own.num_tokens:,}",
             "–" if own.duration_s is None else _span(own.duration_s),
             "tokens" if own.exported else "no export",
-        )
+        ]
+        table.add_row(*(cell for title, cell in zip(titles, cells, strict=True) if title in shown))
     return table
 
 

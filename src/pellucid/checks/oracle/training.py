@@ -57,6 +57,9 @@ class ReferenceStep:
     loss: float
     gradients: Tensors
     grad_norm: float
+    largest_part: float
+    """The largest entry of the gradients that the two parts of log π = logit − normaliser give by themselves.
+    Where π is almost 1, they cancel: what is left is smaller than their rounding."""
 
 
 @dataclass
@@ -137,13 +140,27 @@ class ReferenceModel:
         self, token_ids: Sequence[int], temperatures: NDArray[np.float64], parameters: Tensors | None = None
     ) -> tuple[Tensor, Tensor]:
         """Computes log π and the entropy of every token; nothing predicts the first one, so it is uniform."""
-        logits = self._logits(token_ids, self.parameters if parameters is None else parameters)
+        log_pi, entropy, _ = self._predicted(
+            token_ids, temperatures, self.parameters if parameters is None else parameters
+        )
+        return log_pi, entropy
+
+    def _predicted(
+        self, token_ids: Sequence[int], temperatures: NDArray[np.float64], parameters: Tensors
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes log π, the entropy and the logit of every token, the last of them over its temperature."""
+        logits = self._logits(token_ids, parameters)
         scaled = logits[:-1] / torch.as_tensor(temperatures, dtype=torch.float64)[1:, None]
         log_all = scaled - torch.logsumexp(scaled, dim=-1, keepdim=True)
-        chosen = log_all.gather(1, torch.tensor(token_ids)[1:, None])[:, 0]
+        targets = torch.tensor(token_ids)[1:, None]
         entropy = -(log_all.exp() * log_all).sum(-1)
         uniform = torch.full((1,), math.log(logits.shape[-1]), dtype=torch.float64)
-        return torch.cat([-uniform, chosen]), torch.cat([uniform, entropy])
+        none = torch.zeros(1, dtype=torch.float64)
+        return (
+            torch.cat([-uniform, log_all.gather(1, targets)[:, 0]]),
+            torch.cat([uniform, entropy]),
+            torch.cat([none, scaled.gather(1, targets)[:, 0]]),
+        )
 
     def _weights(self, parameters: Tensors) -> Tensors:
         """The weights to compute with: an adapted one is W + scale · B·A."""
@@ -168,9 +185,9 @@ class ReferenceModel:
         denominator = max(1, sum(numbers))
         moving = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
         logprobs, entropies, losses = [], [], []
-        total = 0.0
+        total = largest_part = 0.0
         for each, weight in zip(sequences, weights, strict=True):
-            log_pi, entropy = self.logprobs(each.token_ids, each.temperatures, moving)
+            log_pi, entropy, chosen = self._predicted(each.token_ids, each.temperatures, moving)
             found = token_losses(
                 each.mode,
                 loss,
@@ -182,7 +199,12 @@ class ReferenceModel:
                 teacher=each.teacher,
             )
             if log_pi.requires_grad:
-                log_pi.backward(torch.from_numpy(found.slope * weight / denominator))
+                slope = torch.from_numpy(found.slope * weight / denominator)
+                parts = torch.autograd.grad(
+                    chosen, list(moving.values()), slope.abs(), retain_graph=True, allow_unused=True
+                )
+                largest_part += max(float(part.abs().max()) for part in parts if part is not None)
+                log_pi.backward(slope)
             total += weight * float(found.loss.sum())
             logprobs.append(log_pi.detach().numpy())
             entropies.append(entropy.detach().numpy())
@@ -192,8 +214,9 @@ class ReferenceModel:
             for name, value in moving.items()
         }
         norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+        mean = total / denominator
         return ReferenceStep(
-            logprobs, entropies, losses, weights, denominator, total / denominator, gradients, norm
+            logprobs, entropies, losses, weights, denominator, mean, gradients, norm, largest_part
         )
 
 

@@ -79,8 +79,9 @@ REPLY_TOKENS = 6
 OFFSETS = (0.02, -0.4, 0.9, -0.03, 0.0, 1.5)
 """log μ − log π of the tokens of a reply, in turn; on the likeliest token μ is made far smaller or larger."""
 
-LEAST_LOGPROB = -40.0
-"""log μ of a token is at least this, however sure of another the model is: below −44 samples are rejected."""
+LEAST_LOGPROB = -16.0
+"""log μ of a token is at least this, however sure of another the model is: an update may make the token
+likely, and a ratio of e⁴⁰ would leave nothing of a step but the rounding of one token."""
 
 REASONING = "<think>no</think>"
 """The start of a first reply that goes on to a tool: some chat templates would drop it from the history."""

@@ -73,7 +73,7 @@ class Bounds:
         return 4 * math.sqrt(self.chain) * EPS * scale
 
     def gradient(self, num_tokens: int, scale: float) -> float:
-        """Relative to the largest gradient: back through the model, summed over tokens with such logprobs."""
+        """Relative to the largest part of a gradient: through the model, over tokens with such logprobs."""
         return 4 * math.sqrt(2 * self.chain + num_tokens) * EPS + self.logprob(scale)
 
 
@@ -215,7 +215,8 @@ def check_losses(
         known_ratios = ratios_of(*logprobs)
         for name, ratio in known_ratios.items():
             if record.get(name) is not None:
-                size = 1 + np.abs(ratio) + np.abs(known_ratios["log_importance_ratio"])
+                log_ratio = np.abs(known_ratios["log_importance_ratio"])
+                size = 1 + np.abs(ratio) * (1 + log_ratio) + log_ratio  # exp multiplies what rounds in ℓ
                 found = _floats(record[name])[trainable]
                 differences.near("ratios", ratio, found, 16 * EPS * size, f"{where}, {name}")
     decided = each.decided
@@ -313,6 +314,7 @@ def check_gradient(step: TrainedStep, found: Mapping[str, Tensor], differences: 
     names = sorted(expected.gradients)
     differences.same("gradient", names, sorted(found), f"{step.where}: trained parameters")
     largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    largest = max(largest, expected.largest_part)
     scale = max(float(np.abs(each).max()) for each in expected.logprobs)
     bound = step.bounds.gradient(expected.denominator, scale) * largest + UNDERFLOW
     for name, gradient in expected.gradients.items():

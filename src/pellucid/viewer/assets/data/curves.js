@@ -97,13 +97,14 @@ function familiesOf(metrics, envs, { env, show, pick }, spread) {
   const wanted = pick.toLowerCase().split(/[\s,]+/).filter(Boolean);
   /** @type {Map<string, Strip>} */
   const found = new Map();
-  for (const name of Object.keys(metrics).sort((a, b) => GROUPS.findIndex(([title]) => title === groupOf(a)) - GROUPS.findIndex(([title]) => title === groupOf(b)) || (a < b ? -1 : 1))) {
+  const rank = (/** @type {string} */ name) => name.replace(/\/mean$/, "/"); // before its max
+  for (const name of Object.keys(metrics).sort((a, b) => GROUPS.findIndex(([title]) => title === groupOf(a)) - GROUPS.findIndex(([title]) => title === groupOf(b)) || (rank(a) < rank(b) ? -1 : 1))) {
     const { family, scope, part } = placeOf(name, envs);
     if (wanted.length ? !wanted.some((word) => name.toLowerCase().includes(word)) : show && show !== EVERYTHING && show !== OVERVIEW && groupOf(name) !== show) continue;
     if ((envs.length === 1 && scope === envs[0] && metrics[name.replace(`/${scope}`, "/all")]) || part === "std" || (!part && metrics[`${name}/mean`]) || (env && scope && scope !== env)) continue;
     if (!found.has(family)) found.set(family, { title: family, about: groupOf(name), lines: [] });
     const { lines } = /** @type {Strip} */ (found.get(family));
-    lines.push({ label: [scope, part].filter(Boolean).join(" ") || family, name, values: spread(metrics[name]), colour: `series-${(lines.length % 6) + 1}`, width: scope === "all" || !scope ? 1.75 : 1 });
+    lines.push({ label: [scope, part].filter(Boolean).join(" ") || family, name, values: spread(metrics[name]), colour: `series-${(lines.length % 6) + 1}`, width: part !== "max" && (scope === "all" || !scope) ? 1.75 : 1 });
   }
   return [...found.values()];
 }

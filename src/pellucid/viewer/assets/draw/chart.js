@@ -18,6 +18,8 @@ const NO_INTL = { NumberFormat: class { format = String; }, DateTimeFormat: clas
  */
 
 const SECOND_CLICK_MS = 260;
+/** Between the ticks of counts. */
+const WHOLE = Array.from({ length: 12 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 /** Charts share the cursor, not what is dragged. */
 const SHARED = { pub: (/** @type {string} */ type) => type.startsWith("mousemove") || type === "mouseleave", sub: () => true };
 
@@ -28,6 +30,7 @@ export function lineChart(root, options) {
     grid: { stroke: () => themeColour("rule"), width: 1 } };
   const data = /** @type {any} */ ([Array.from(x), ...lines.map(({ values }) => Array.from(values, (value) =>
     (value === null || Number.isNaN(value) || (log && value <= 0) ? null : value)))]);
+  const areWhole = data.slice(1).every((/** @type {(number | null)[]} */ values) => values.every((value) => value === null || Number.isInteger(value)));
   uPlot ??= /** @type {any} */ (window).loadUPlot(NO_INTL);
   const chart = new uPlot({
     width: Math.max(120, options.width ?? root.clientWidth),
@@ -41,7 +44,7 @@ export function lineChart(root, options) {
     axes: [
       { ...axis, size: 26, gap: 7, ...(options.axis?.ticks ? { splits: (/** @type {any} */ _, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => options.axis?.ticks?.(low, high) } : {}),
         values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => named(options.unit, ticks.map((tick) => (options.axis ? options.axis.text(tick) : options.fractions ? short(tick) : Number.isInteger(tick) ? String(tick) : ""))), grid: { show: false } },
-      { ...axis, size: 52, space: 26, ...(log ? { splits: decades, filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : short(tick, log ? 1 : 3))) },
+      { ...axis, size: 52, space: 26, ...(log ? { splits: decades, filter: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks } : areWhole ? { incrs: WHOLE } : {}), values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map((tick) => (tick === null ? "" : options.percent ? percent(tick).replace(".0 ", " ") : short(tick, log ? 1 : 3))) },
     ],
     series: [{}, ...lines.map((line) => ({
       label: line.label, stroke: () => themeColour(line.colour), width: line.width ?? 1.5, dash: line.dash, spanGaps: true, points: { show: options.points ?? x.length < 40, size: 4 } }))],

@@ -18,9 +18,10 @@ export function short(value, digits = 3) {
   if (number === 0) return "0";
   if (!Number.isFinite(number)) return number > 0 ? "∞" : "−∞";
   const size = Math.abs(number);
+  const rounded = Number(number.toPrecision(digits));
   const text = size >= 1e5 || size < 1e-3
     ? number.toExponential(Math.max(0, digits - 2)).replace("e+", "e").replace(/e-/, "e−")
-    : String(Number(number.toPrecision(digits)));
+    : Math.abs(rounded) >= 1e4 ? grouped(rounded) : String(rounded);
   return text.replace(/^-/, "−");
 }
 

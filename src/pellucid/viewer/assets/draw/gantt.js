@@ -158,6 +158,8 @@ function drawStop(context, left, right, top, width) {
   if (to - from > 52) label(context, "stopped", (from + to) / 2, top + BAR / 2 + 4, "center");
 }
 
+const FAR = 24; // pixels between two bars of the path: the run was stopped there
+
 /** A line below what is on the critical path, and where the path changes lanes. @param {CanvasRenderingContext2D} context @param {Lane[]} lanes @param {Path} path
  * @param {number} from @param {number} to @param {number} width */
 function drawPath(context, lanes, path, from, to, width) {
@@ -170,7 +172,7 @@ function drawPath(context, lanes, path, from, to, width) {
   if (visible.length > width / 4) return;
   for (const [i, { at, right }] of visible.entries()) {
     const next = visible[i + 1];
-    if (!next || path.lane[next.at] === path.lane[at]) continue;
+    if (!next || path.lane[next.at] === path.lane[at] || next.left - right > FAR) continue;
     const [low, high] = [bottom(at), bottom(next.at)].sort((a, b) => a - b);
     context.fillRect((right + next.left) / 2 - 0.5, low - 1, 1, high - low + 3);
   }

@@ -3,7 +3,7 @@
 import { element, perFrame } from "./dom.js";
 
 const MARGIN = 8;
-const AUTO_WIDTH = 130; // at least, of a column that takes the rest
+const AUTO_WIDTH = 140; // at least, of a column that takes the rest
 
 /** @typedef {{key: string, label: string, width: string, least?: number, text?: boolean, title?: string, sortable?: boolean,
  * cell(row: number): Node | string}} TableColumn */

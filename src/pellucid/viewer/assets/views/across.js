@@ -96,7 +96,7 @@ export class AcrossView {
     const changedTokens = parts.filter(({ kind }) => kind !== "same").reduce((sum, { start, end }) => sum + end - start, 0);
     refill(this.compare, element("header", {}, element("h3", {}, "Text"), choice("from", choices, String(there), (other) => this.app.go({ other: Number(other) })),
       choice("to", choices, String(here), (place) => { const one = this.found[Number(place)]; this.app.go({ step: one.step, record: one.record, other: there }); }),
-      element("small", {}, `reward ${short(before.reward)} → ${short(after.reward)} · ${plural(changedTokens, "token")} differ`)),
+      element("small", {}, `reward ${short(before.reward)} → ${short(after.reward)} · ${plural(changedTokens, "token differs", "tokens differ")}`)),
     element("p", { class: "diff" }, ...parts.flatMap((part) => this.part(part, a, b))),
     element("p", { class: "muted" }, element("del", {}, "only before"), " ", element("ins", {}, "only after")));
   }

@@ -37,11 +37,11 @@ export class RolloutsView {
         { key: "advantage", label: "adv.", width: "66px", cell: (row) => signed(this.found[row].advantage, 3) },
         { key: "tokens", label: "tokens", width: "62px", cell: (row) => count(this.found[row].tokens) },
         { key: "turns", label: "turns", width: "56px", cell: (row) => count(this.found[row].turns.length) },
-        { key: "env", label: "environment", width: "104px", text: true, cell: word("env") },
+        { key: "env", label: "environment", width: "110px", text: true, cell: word("env") },
         { key: "stop", label: "ended by", width: "82px", text: true, cell: word("stop") },
         { key: "prompt", label: "end of the prompt", width: "auto", text: true, cell: (row) => ending(promptOf(this.found[row])) },
         { key: "reply", label: "end of the reply", width: "auto", text: true, cell: (row) => ending(replyOf(this.found[row])) },
-        { key: "reason", label: "reason", width: "auto", text: true, cell: (row) => this.found[row].reason || this.found[row].error || "" },
+        { key: "reason", label: "reason", width: "252px", text: true, cell: (row) => this.found[row].reason || this.found[row].error || "" },
       ],
     });
     this.details = element("aside", { class: "details", "aria-label": "Rollout", tabindex: 0 });

@@ -119,12 +119,19 @@ export class RunView {
     refill(this.about, element("h2", {}, head.name), facts([
       ["steps", !head.steps.length ? count(this.steps.length) : `${count(inside.length)}${inside.length < head.steps.length ? ` of ${count(head.steps.length)}` : ""}${head.held.length < head.steps.length ? `, ${count(head.held.length)} with tokens` : ""}`],
       ["records", inside.length ? count(sum("records")) : null], ["tokens", inside.length ? `${compact(sum("tokens"))}, ${compact(sum("trainable"))} trainable` : null],
-      ["rollouts", app.run.numRollouts() ? count(app.run.numRollouts()) : null],
+      ["rollouts", app.run.numRollouts() ? count(this.numRollouts()) : null],
       ["environments", state.env || app.run.envs.join(", ")], ["loss", losses.join(", ")], ["skipped", skipped ? plural(skipped, "step") : null],
     ]),
       head.pending ? element("span", { class: "muted", role: "status" }, `reading ${plural(head.pending, "more step")} …`) : null,
       head.held.length || !(head.in_run || head.lacks) ? null : element("span", { class: "muted" }, app.withoutTokens()),
       isSliced(state) ? element("span", { class: "muted" }, "Only what exported records say: the run's own metrics and its ledger are not kept by rank or weights.") : null);
+  }
+
+  /** Saved rollouts of the steps that are shown. */
+  numRollouts() {
+    const { app, shown } = this;
+    if (!shown) return app.run.numRollouts();
+    return this.steps.filter((step) => step >= shown[0] && step <= shown[1]).reduce((sum, step) => sum + app.run.numRollouts(undefined, step), 0);
   }
 
   /** What the curves show, a row per step. */

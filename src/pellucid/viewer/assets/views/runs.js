@@ -10,8 +10,11 @@ import { sorted } from "./step_tables.js";
 /** @typedef {import("../data/several.js").ListedRun} ListedRun */
 
 const STATES = /** @type {Record<string, string>} */ ({ running: "●", finished: "✓", failed: "✕", interrupted: "‖" });
-const MOST_KEYS = 8; // settings with a column of their own
+const MOST_KEYS = 8; // settings with a column of their own, if a window is wide enough
+const FEWEST_KEYS = 2;
 const NARROW = 700; // pixels of a window
+const FIXED_WIDTH = 950; // pixels of the other columns and around the table
+const OTHERS_WIDTH = 140; // pixels of the column of settings that have none of their own
 const KEPT_AS = "pellucid-runs";
 
 /** The address of the list as it was left, for the way back. */
@@ -98,12 +101,17 @@ export class RunsView {
   /** @param {string[]} keys */
   makeTable(keys) {
     const { app } = this;
-    const own = keys.slice(0, MOST_KEYS);
+    const widthOf = (/** @type {string} */ key) => Math.min(190, Math.max(80, 30 + 7 * shortKey(key, keys).length));
+    const room = innerWidth - FIXED_WIDTH;
+    const fits = (/** @type {number} */ number) => keys.slice(0, number).reduce((sum, key) => sum + widthOf(key), number < keys.length ? OTHERS_WIDTH : 0) <= room;
+    let number = Math.min(keys.length, MOST_KEYS);
+    while (number > FEWEST_KEYS && !fits(number)) number -= 1;
+    const own = keys.slice(0, number);
     const of = (/** @type {number} */ row) => this.found[row];
-    const settings = own.map((key) => ({ key: `setting ${key}`, label: shortKey(key, keys), title: key, width: `${Math.min(190, Math.max(80, 30 + 7 * shortKey(key, keys).length))}px`, text: true,
+    const settings = own.map((key) => ({ key: `setting ${key}`, label: shortKey(key, keys), title: key, width: `${widthOf(key)}px`, text: true,
       cell: (/** @type {number} */ row) => element("span", { class: "setting", title: `${key} = ${settingText(of(row).settings[key])}` }, key in of(row).settings ? settingText(of(row).settings[key]) : element("span", { class: "muted" }, "–")) }));
-    const others = keys.slice(MOST_KEYS);
-    const [nameWidth, stateWidth] = innerWidth < NARROW ? ["104px", "96px"] : ["210px", "112px"];
+    const others = keys.slice(number);
+    const [nameWidth, stateWidth] = innerWidth < NARROW ? ["104px", "96px"] : ["190px", "104px"];
     return new VirtualTable({
       label: "Runs", rowHeight: 34,
       onChoose: (row) => this.open(of(row)),
@@ -113,14 +121,14 @@ export class RunsView {
         { key: "chosen", label: "✓", title: "selected", width: "38px", text: true, cell: (row) => this.box(of(row)) },
         { key: "name", label: "run", width: nameWidth, text: true, cell: (row) => this.name(of(row)) },
         { key: "state", label: "state", width: stateWidth, text: true, cell: (row) => element("span", { class: `run-state run-${of(row).state}`, title: of(row).reason || undefined }, element("i", { "aria-hidden": "true" }, STATES[of(row).state]), of(row).state) },
-        { key: "reward", label: "reward", width: "138px", title: "mean over rollouts, first → last step", cell: (row) => ends(of(row)) },
+        { key: "reward", label: "reward", width: "130px", title: "mean over rollouts, first → last step", cell: (row) => ends(of(row)) },
         { key: "curve", label: "over steps", width: "104px", title: "reward, or the loss of sft", text: true, cell: (row) => sparkline(of(row)) },
         { key: "steps", label: "steps", width: "92px", cell: (row) => `${count(of(row).steps)}${of(row).max_steps && of(row).max_steps !== of(row).steps ? ` / ${count(of(row).max_steps)}` : ""}` },
-        { key: "loss", label: "loss", width: "92px", title: "of the last step", cell: (row) => short(of(row).loss) },
-        { key: "tokens", label: "trained", width: "78px", title: "tokens trained", cell: (row) => (of(row).tokens === null ? "–" : compact(Number(of(row).tokens))) },
-        { key: "duration", label: "ran for", width: "106px", cell: (row) => duration(of(row).duration_s) },
+        { key: "loss", label: "loss", width: "84px", title: "of the last step", cell: (row) => short(of(row).loss) },
+        { key: "tokens", label: "trained", width: "72px", title: "tokens trained", cell: (row) => (of(row).tokens === null ? "–" : compact(Number(of(row).tokens))) },
+        { key: "duration", label: "ran for", width: "96px", cell: (row) => duration(of(row).duration_s) },
         ...settings,
-        ...(others.length ? [{ key: "others", label: `${others.length} more settings`, width: "auto", text: true, sortable: false,
+        ...(others.length ? [{ key: "others", label: plural(others.length, "more setting"), width: "auto", text: true, sortable: false,
           cell: (/** @type {number} */ row) => { const text = others.filter((key) => key in of(row).settings).map((key) => `${shortKey(key, keys)}=${settingText(of(row).settings[key])}`).join("  "); return element("span", { class: "setting", title: text }, text); } }] : []),
       ],
     });

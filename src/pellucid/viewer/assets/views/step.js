@@ -134,9 +134,9 @@ export class StepView {
     this.ids.root.hidden = !state.ids;
     if (state.ids) this.ids.show(all, chosen.tokens, state);
     else this.records.show(all.index, records, chosen.isAll ? null : chosen.records, state, all);
+    this.drawEnvs(chosen); // first: whether it is there decides how wide the others are
     this.drawScatter(state, chosen.tokens);
     this.drawPositions(state, chosen.tokens);
-    this.drawEnvs(chosen);
   }
 
   /** @param {import("../state.js").State} state @param {Uint8Array} chosen */

@@ -178,6 +178,8 @@ function ruleOf(read, side, loss) {
 
 // The tokens of a record as rows: what the coloured text shows, for those who would rather read numbers.
 
+const OF_RECORD = new Set(["adv", "reward", "stale"]); // told by the record's head, unless its tokens differ
+
 export class TokenTable {
   /** @type {TokenRecord} */
   record;
@@ -197,7 +199,7 @@ export class TokenTable {
         { key: "text", label: "token", width: "auto", text: true, cell: (row) => this.text(row) },
         { key: "state", label: "state", width: "110px", text: true, cell: (row) => explained(app.run, this.record, row).state },
         ...METRICS.map((metric, i) => ({
-          key: metric.key, label: metric.label, width: "92px", title: metric.about,
+          key: metric.key, label: metric.label, width: `${Math.max(84, 26 + 7 * metric.label.length)}px`, title: metric.about,
           cell: (/** @type {number} */ row) => (fieldOf(metric.column).needs_sampled && !isSampled(this.record, row) ? "" : short(this.values[i]?.[row])),
         })),
       ],
@@ -212,7 +214,8 @@ export class TokenTable {
     this.ids = record.ids;
     this.values = METRICS.map((metric) => valuesOf(record, metric));
     this.table.chosen = token;
-    this.table.hide(new Set(METRICS.filter((_, i) => !this.values[i]).map(({ key }) => key)));
+    const isKept = (/** @type {string} */ key, /** @type {ArrayLike<number> | null} */ values) => values && !(OF_RECORD.has(key) && isConstant(values));
+    this.table.hide(new Set(METRICS.filter(({ key }, i) => !isKept(key, this.values[i])).map(({ key }) => key)));
     this.table.show(Array.from({ length: record.length }, (_, i) => i));
   }
 
@@ -223,4 +226,10 @@ export class TokenTable {
 
   /** @param {number} token */
   reveal(token) { this.table.choose(token); }
+}
+
+/** Whether all values are the same; those that are not known do not count. @param {ArrayLike<number>} values */
+function isConstant(values) {
+  const known = Array.from(values).filter((value) => !Number.isNaN(value));
+  return known.every((value) => value === known[0]);
 }

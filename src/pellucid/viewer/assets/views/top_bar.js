@@ -30,11 +30,15 @@ export class TopBar {
     this.envSelect = element("select", { "aria-label": "Environment", onchange: () => app.go({ env: this.envSelect.value }) });
     this.rankSelect = element("select", { "aria-label": "Rank", title: "records of one data rank", onchange: () => app.go({ rank: Number(this.rankSelect.value) }) });
     this.weightsSelect = element("select", { "aria-label": "Weights", title: "records by the oldest weights that had a part in them", onchange: () => app.go({ weights: this.weightsSelect.value }) });
-    this.search = element("input", { type: "search", placeholder: "search text, /regex/, #id", "aria-label": "Search", spellcheck: "false", autocomplete: "off" });
+    this.search = element("input", { type: "search", title: "text, /a pattern/, #123 or #123 45: token ids", "aria-label": "Search", spellcheck: "false", autocomplete: "off" });
     this.within = element("select", { "aria-label": "Search in", onchange: () => app.go({ within: this.within.value }) },
       ...["record", "step", "run"].map((name) => element("option", { value: name }, `in ${name}`)));
-    this.filter = element("input", { type: "search", placeholder: "filter: kl > 0.5 & adv < 0", "aria-label": "Filter", spellcheck: "false", autocomplete: "off" });
+    this.filter = element("input", { type: "search", title: "tokens that fulfil an expression: kl > 0.5 & adv < 0 & env = math", "aria-label": "Filter", spellcheck: "false", autocomplete: "off" });
     this.filter.hidden = Boolean(app.run.head.runs); // the list has a field of its own
+    for (const [input, hint, short] of /** @type {[any, string, string][]} */ ([[this.search, "search text, /regex/, #id", "search"], [this.filter, "filter: kl > 0.5 & adv < 0", "filter"]])) {
+      input.placeholder = short; // the whole hint where there is room for it
+      new ResizeObserver(() => { input.placeholder = input.clientWidth > 200 ? hint : short; }).observe(input);
+    }
     this.fault = element("div", { class: "fault", role: "alert", hidden: true });
     this.results = new SearchResults(app);
     this.live = element("span", { class: "live", hidden: !app.run.head.writing, title: "something writes to the run; this page follows it" }, "live");

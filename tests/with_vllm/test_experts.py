@@ -1,0 +1,63 @@
+"""vLLM's record of experts, under the first weights and published ones: what the trainer's routers choose."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pellucid.config import ModelConfig
+from pellucid.guard import server_key
+from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.http import HttpInferenceClient
+from pellucid.model import ExpertRecorder, load_policy, packed_layout
+from pellucid.transport.weights import weights_folder, write_version
+from tolerance import near_logprobs
+
+ENV = Account("run", "env")
+PROMPT = list(range(5, 45))
+
+
+async def sampled(client, version):
+    """Two requests whose prompt is longer than a block of vLLM's cache: one stops itself, vLLM ends one."""
+    whole = await client.generate(PROMPT, SamplingParams(0.0, 20), ENV, f"{version}/whole")
+    stop = SamplingParams(0.0, 20, stop_token_ids=[whole.token_ids[9]])
+    return [whole, await client.generate(PROMPT, stop, ENV, f"{version}/stopped")]
+
+
+def check(policy, answers):
+    recorder = ExpertRecorder(policy.hf)
+    for answer in answers:
+        ids = torch.tensor([*PROMPT, *answer.token_ids])
+        with torch.no_grad():
+            output = policy(ids, torch.arange(len(ids)), torch.ones(len(ids)), packed_layout([len(ids)]))
+        expected = recorder.last().numpy()[:-1]
+        found = answer.routed_experts.array()
+        assert found.shape == expected.shape
+        # vLLM lists a token's experts in an order of its own; rounding may decide one in a hundred.
+        assert (np.sort(found, axis=2) == np.sort(expected, axis=2)).mean() > 0.99
+        assert answer.logprobs == near_logprobs(output.logprobs[len(PROMPT) :], policy, len(ids))
+
+
+def test_experts_are_those_of_the_trainers_routers(vllm_server, vllm_moe: Path, tmp_path: Path) -> None:
+    before, after = (load_policy(ModelConfig(name=str(vllm_moe))) for _ in range(2))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in after.hf.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+
+    async def ask(url: str) -> None:
+        client = HttpInferenceClient(url, server_key(tmp_path, None))
+        try:
+            await client.wait_until_ready()
+            check(before, await sampled(client, 0))
+            folder = weights_folder(tmp_path, 1)
+            folder.mkdir(parents=True)
+            write_version(after.hf, folder)
+            await client.update_weights(1, folder)
+            check(after, await sampled(client, 1))
+        finally:
+            await client.close()
+
+    with vllm_server(tmp_path, "--inference.record-experts", model=vllm_moe) as url:
+        asyncio.run(ask(url))
