@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from effects import Facts, difference, facts_of
 from mutants import Mutant, all_mutants, mutants_of, rooms
@@ -175,6 +177,14 @@ def a_run(
     (folder / "weights" / "step_1").mkdir(parents=True, exist_ok=True)
     save_file({"w": np.full(4, weight, np.float32)}, folder / "weights" / "step_1" / "model.safetensors")
     return facts_of(folder)
+
+
+def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model" / "model.safetensors"
+    path.parent.mkdir()
+    save_torch_file({"w": torch.full((2,), 1.5, dtype=torch.bfloat16)}, path)
+    tensor = facts_of(tmp_path)["tensor model/model.safetensors w"]
+    assert isinstance(tensor, np.ndarray) and tensor.tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize(
