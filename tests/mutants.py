@@ -31,12 +31,12 @@ BESIDE = {
     "export": "arrow distribution frames jsonl_source optional parquet_source paths process reader shapes "
     "slices source summary",
     "inference": "client entrance fake http openai pool server servers vllm_engine",
-    "ledger": "reconcile settings",
+    "ledger": "reconcile settings weights",
     "loss": "script",
     "model": "proof tiny",
     "orchestrator": "alarms built_in failures tasks taskset",
     "trainer": "alarms many sft sft_tokens",
-    "transport": "zmq_link zmq_receiver zmq_sender",
+    "transport": "digests zmq_link zmq_receiver zmq_sender",
 }
 """Modules and folders of `PACKAGES` that no sampled token, logprob or reward passes on its way into weights
 and record, or that are about sockets, reports, other engines and other data."""

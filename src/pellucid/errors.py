@@ -9,6 +9,7 @@ PellucidError
 ├── ModelError         a model or tokenizer that cannot be loaded or is not supported
 ├── TransportError     a channel that cannot be read or written
 │   └── PayloadError   bytes that are not what they claim to be
+├── WeightsError       a server serves other weights than were published
 ├── InferenceError     an inference server that refused, failed or vanished
 │   └── TeacherError   the same, of the teacher
 ├── RolloutError       one rollout failed: data, not a crash
@@ -72,6 +73,10 @@ class ModelError(PellucidError):
 
 
 class TransportError(PellucidError):
+    pass
+
+
+class WeightsError(PellucidError):
     pass
 
 

@@ -104,6 +104,7 @@ def test_json_has_the_same_numbers(tmp_path, capsys):
         "differences": [{"run": "demo", "env": "reverse", "where": "trainer, step 0", "tokens": 1}],
         "bias": [],
         "alarms": [],
+        "weights": None,
     }
 
 

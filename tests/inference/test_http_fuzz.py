@@ -45,6 +45,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/update_weights": {"version": 1, "folder": "weights/step_1", "run": "r"},
     "/abort": {"request_ids": ["a"], "disown": True},
     "/health": {},
+    "/weights": {},
     "/v1/models": {},
     "/v1/models/{model:path}": {},
 }

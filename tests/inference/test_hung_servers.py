@@ -64,6 +64,9 @@ class ScriptedEngine(SlottedEngine[int]):
     def update_weights(self, version: int, folder: Path) -> None:
         self.version = version
 
+    def served_digests(self) -> dict[str, str]:
+        return {}
+
     def _free(self, slot: int) -> None:
         """Holds nothing."""
 

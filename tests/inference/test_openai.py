@@ -320,7 +320,10 @@ def test_256_clients_share_64_slots(serving) -> None:
             return [chunk.choices[0].finish_reason async for chunk in stream][-1]
 
     async def ask_all(url):
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        patient = httpx.Timeout(600.0)  # by default 5 s to connect, which 256 clients may take on busy cores
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=patient
+        ) as client:
             return await asyncio.gather(*(ask(client, number) for number in range(256)))
 
     with serving(num_slots=64) as (url, _):

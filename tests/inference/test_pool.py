@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pellucid.data import Completion
-from pellucid.errors import ConfigError, InferenceError
+from pellucid.errors import ConfigError, InferenceError, WeightsError
 from pellucid.inference.client import (
     Account,
     BusyError,
@@ -22,6 +22,8 @@ from pellucid.inference.client import (
 )
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
+from pellucid.ledger.weights import WeightsBook
+from pellucid.transport.digests import PublishedDigests, write_digests
 
 ACCOUNT = Account("run", "env")
 RUN = "mine-0001"
@@ -89,10 +91,22 @@ def group_of(request_id: str) -> str:
     return request_id.partition("-")[0]
 
 
-def pool_of(*servers: Server, patience_s: float = 10.0, has_weights: bool = False) -> ServerPool:
+def pool_of(
+    *servers: Server,
+    patience_s: float = 10.0,
+    has_weights: bool = False,
+    weights_book: WeightsBook | None = None,
+) -> ServerPool:
     expected = Expected("policy server", "m", "", 100, run=RUN, has_weights=has_weights)
     clients = {f"s{n}": server for n, server in enumerate(servers)}
-    return ServerPool(clients, group_of, expected, ask_again_s=0.01, patience_s=patience_s)
+    return ServerPool(
+        clients,
+        group_of,
+        expected,
+        weights_book=weights_book,
+        ask_again_s=0.01,
+        patience_s=patience_s,
+    )
 
 
 async def ready(*servers: Server, **options: Any) -> ServerPool:
@@ -435,6 +449,92 @@ def test_older_weights_of_this_run_get_no_work_before_the_current_ones() -> None
             await ready(server, has_weights=False)
 
     asyncio.run(main())
+
+
+def publish(folder: Path, **digests: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    write_digests(folder, PublishedDigests(digests))
+    return folder
+
+
+def test_a_server_with_other_weights_than_were_published_ends_the_run(tmp_path) -> None:
+    async def main() -> None:
+        server, book = Server(), WeightsBook(tmp_path / "weights.jsonl")
+        pool = await ready(server, weights_book=book)
+        watching = asyncio.create_task(pool.watch())
+        await pool.update_weights(1, publish(tmp_path / "w1", a="F32-0a", b="F32-0b"))
+        assert book.metrics()["weights/verified"] == 1
+        server.planted = {"b": "F32-77"}
+        asking = asyncio.create_task(pool.update_weights(2, publish(tmp_path / "w2", a="F32-1a", b="F32-1b")))
+        with pytest.raises(
+            WeightsError, match="in policy version 2, b has digest F32-77 there and F32-1b as published"
+        ):
+            await watching
+        asking.cancel()
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_comes_back_is_verified_again(tmp_path) -> None:
+    async def main() -> None:
+        server = Server()
+        pool = await ready(server)
+        watching = asyncio.create_task(pool.watch())
+        await pool.update_weights(1, publish(tmp_path / "w1", a="F32-0a"))
+        server.switch_off()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await ask(pool, "g0-r0")
+        server.planted = {"a": "F32-77"}
+        server.switch_on()
+        with pytest.raises(WeightsError, match="in policy version 1, a has digest F32-77 there"):
+            await watching
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_version_that_was_published_anew_is_compared_with_its_new_digests(tmp_path) -> None:
+    """As after a resume of the trainer, while a server loads what it finds: whoever serves tries again."""
+
+    async def main() -> None:
+        server = Server()
+        pool = await ready(server)
+
+        folder = publish(tmp_path / "w1", a="F32-0a")
+        updating = asyncio.create_task(pool.update_weights(1, folder))
+        await asyncio.sleep(0)  # the pool has read the digests
+        publish(folder, a="F32-1a")
+        with pytest.raises(InferenceError, match="policy version 1 was published anew meanwhile"):
+            await updating
+        await pool.update_weights(1, folder)
+        assert versions(await ask(pool, "g0-r0")) == {1}
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_cannot_report_is_said_to_be_unverified_once(tmp_path, caplog) -> None:
+    async def main() -> None:
+        server, book = Server(), WeightsBook()
+        server.reports_weights = False
+        pool = await ready(server, weights_book=book)
+        for version in (1, 2):
+            await pool.update_weights(version, publish(tmp_path / f"w{version}", a="F32-0a"))
+            assert versions(await ask(pool, f"g{version}-r0")) == {version}
+        assert book.metrics() == {
+            "weights/verified": 0,
+            "weights/verified_as_read": 0,
+            "weights/unverified_servers": 1,
+        }
+        await pool.close()
+
+    asyncio.run(main())
+    said = [record.getMessage() for record in caplog.records if "unverified" in record.getMessage()]
+    assert said == [
+        "policy version 1 is unverified on s0: it cannot report the digests of what it serves (said once)"
+    ]
 
 
 def test_a_request_that_waits_for_a_server_can_be_aborted() -> None:

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from starlette.applications import Starlette
 
-from engine_server import JSON, KEY, journal_counts
+from engine_server import JSON, KEY, journal_counts, listening
 from pellucid.config import ModelConfig
 from pellucid.data import Completion, PackedArray
 from pellucid.errors import InferenceError
@@ -23,6 +24,7 @@ from pellucid.inference.client import Account, GenerateManyLine, SamplingParams
 from pellucid.inference.http import HttpInferenceClient
 from pellucid.metrics import read_metrics
 from pellucid.model import PackedAttention, load_policy, packed_layout
+from pellucid.transport.digests import read_digests
 from pellucid.transport.weights import publish_version, weights_folder, write_version
 from tolerance import near_logprobs
 
@@ -126,6 +128,27 @@ def test_a_version_made_anew_is_loaded_again_and_health_tells_whose_it_is(
         assert next(policy.parameters()).abs().sum() > 0
         health = runner.run(client.health())
         assert (health.policy_version, health.run) == (7, "mine-1")
+
+
+def test_a_server_reports_the_digests_of_what_it_serves(serving, tiny_model, tmp_path) -> None:
+    """Of its tensors as they are now: a bit that flips after the load shows."""
+    with serving() as (url, policy), connected(url) as (runner, client):
+        folder, _ = published(tiny_model, tmp_path, 7)
+        runner.run(client.update_weights(7, folder, "mine-1"))
+        report, digests = runner.run(client.served_weights()), read_digests(folder)
+        assert (report.policy_version, report.run, report.as_read) == (7, "mine-1", False)
+        assert report.digests == digests.tensors
+        name, parameter = list(policy.hf.named_parameters())[3]
+        with torch.no_grad():
+            parameter.view(torch.int32).view(-1)[5] ^= 1
+        report = runner.run(client.served_weights())
+        assert {each for each in digests.tensors if report.digests[each] != digests.tensors[each]} == {name}
+        assert httpx.get(f"{url}/weights").status_code == 401
+
+
+def test_a_server_that_does_not_know_of_digests_reports_none() -> None:
+    with listening(Starlette()) as url, connected(url) as (runner, client):
+        assert runner.run(client.served_weights()) is None
 
 
 def test_every_answer_tells_which_process_gave_it(serving, tmp_path) -> None:

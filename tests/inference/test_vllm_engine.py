@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from pellucid.config import InferenceRunConfig
 from pellucid.errors import ConfigError, InferenceError, TransportError
@@ -16,16 +17,20 @@ from pellucid.inference.server import open_engine
 from pellucid.inference.slots import Request, Scoring, run_to_end
 from pellucid.inference.vllm_engine import (
     MAX_SCORINGS,
+    PublishedWeights,
     RecordedLayers,
     SampledToken,
     Scored,
     VllmCore,
     VllmEngine,
+    agreed,
     engine_args,
     max_lora_rank,
     require_experts,
 )
 from pellucid.model import RouterShape
+from pellucid.transport.digests import read_digests
+from pellucid.transport.weights import write_version
 
 ENV = Account("run", "env")
 BLOCK = 4
@@ -46,6 +51,7 @@ class FakeCore:
         self._shape = experts
         self._unsent: dict[str, list[int]] = {}
         self.num_loaded = 0
+        self.digests: dict[str, str] = {}
         self.has_adapter = False
         self.started: list[tuple[list[int], SamplingParams, str]] = []
         self.num_steps = 0
@@ -389,6 +395,29 @@ def test_a_vllm_that_returns_no_experts_is_refused_with_one_that_does() -> None:
     require_experts("0.32.0", recent, recent)
     with pytest.raises(ConfigError, match="vLLM 0.8.1 returns no routed experts; install vLLM 0.32.0"):
         require_experts("0.8.1", recent, object)
+
+
+def test_digests_of_several_workers_are_those_on_which_all_agree() -> None:
+    assert agreed([{"a": "F32-0", "b": "F32-1"}]) == {"a": "F32-0", "b": "F32-1"}
+    assert agreed([{"a": "F32-0", "b": "F32-1"}, {"a": "F32-0"}]) == {"a": "F32-0"}
+    assert agreed([{"a": "F32-0"}, {"a": "F32-0"}, {"a": "F32-9"}]) == {"a": "F32-9"}
+
+
+def test_what_vllm_takes_is_digested_as_it_is_handed_over(tmp_path) -> None:
+    model = torch.nn.Linear(3, 2)
+    write_version(model, tmp_path)
+    taken: dict[str, torch.Tensor] = {}
+
+    class Worker(PublishedWeights):
+        class model_config:
+            class hf_text_config:
+                tie_word_embeddings = False
+
+        def reload_weights(self, weights_iterator) -> None:
+            taken.update(weights_iterator)
+
+    assert Worker().load_published(str(tmp_path)) == read_digests(tmp_path).tensors
+    assert torch.equal(taken["weight"], model.weight)
 
 
 def config(model=None, **vllm) -> InferenceRunConfig:

@@ -118,6 +118,7 @@ def saved(name: str, folder: Path) -> ModelConfig:
     return ModelConfig(name=str(folder), dtype="bfloat16")
 
 
+@torch.no_grad()
 def test_longrope_is_fixed_by_the_longest_sequence(tmp_path) -> None:
     """So that a token's logprob depends neither on its neighbours in the row nor on what comes after it."""
     name = "llama with longrope RoPE"

@@ -28,6 +28,8 @@ from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
 from pellucid.trainer import run_with
 from pellucid.trainer.parallel import Ranks
 from pellucid.transport import Batch, FilesystemSender, encode_batch, retract_folder, stable_steps
+from pellucid.transport.digests import read_digests
+from pellucid.transport.weights import digest_of
 from processes import LOSSES, MANY, joining, mixed_batch, packings, settings, training
 from tolerance import adapter_bound, gradient_bound, logprob_bound, near, update_bound
 
@@ -380,6 +382,8 @@ def test_persistent_buffers_are_published_and_saved(folder, two) -> None:
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     initial = AutoModelForCausalLM.from_pretrained(folder / "models" / "biased router").state_dict()
     published = load_file(folder / "runs" / "buffers" / "published" / "model.safetensors")
+    digests = read_digests(folder / "runs" / "buffers" / "published").tensors
+    assert digests == {name: digest_of(tensor) for name, tensor in published.items()}
     assert published[bias].tolist() == initial[bias].tolist() == [0.5, -1.0, 0.25, 2.0]
     assert largest_difference(published, {name: initial[name] for name in published}) == 0
     saved = AutoModelForCausalLM.from_pretrained(folder / "runs" / "buffers" / "saved").state_dict()

@@ -148,9 +148,9 @@ def test_training_goes_on_while_a_version_is_written(tiny_model, tmp_path, monke
     run, may_end = run_of(tiny_model, tmp_path, batches=2), threading.Event()
     original = WeightsCopy.write
 
-    def write(copy, path) -> None:
+    def write(copy, path, digests):
         assert may_end.wait(60)
-        original(copy, path)
+        return original(copy, path, digests)
 
     monkeypatch.setattr(WeightsCopy, "write", write)
     after = []
@@ -235,11 +235,12 @@ def test_a_crash_in_the_middle_of_a_version_leaves_the_one_before_it(
     )
     original = WeightsCopy.write
 
-    def write(copy, path) -> None:
-        original(copy, path)
+    def write(copy, path, digests):
+        file = original(copy, path, digests)
         if len(published_versions(tmp_path / "run")) == 1:
             is_half.set()
             assert may_end.wait(60)
+        return file
 
     monkeypatch.setattr(WeightsCopy, "write", write)
     for step in range(2):

@@ -32,6 +32,7 @@ from pellucid.data.files import read_lines, step_folders
 from pellucid.errors import DataError, LedgerError
 from pellucid.launch.console import WIDTH, make_console
 from pellucid.ledger import BESIDE, HANDS_ON, TAKES_IN, Flow, Report, Stage, State, reconcile
+from pellucid.ledger.weights import read_weights_book
 from pellucid.metrics import read_metrics
 from pellucid.orchestrator.failures import BiasFinding, DropAudit
 from pellucid.orchestrator.records import FILE
@@ -59,10 +60,12 @@ def run_ledger(settings: LedgerSettings) -> int:
     tallies = _tallies(report, settings.by)
     bias = _audit(settings.run) if settings.audit else []
     alarms = read_alarms(settings.run)
+    weights = read_weights_book(settings.run / "ledger")
     if settings.as_json:
         findings = {
             "bias": [asdict(finding) for finding in bias],
             "alarms": [msgspec.to_builtins(alarm) for alarm in alarms],
+            "weights": msgspec.to_builtins(weights),
         }
         by_step = {"steps": _steps_as_json(report)} if settings.by == "step" else {}
         print(orjson.dumps({**_as_json(report, tallies), **findings, **by_step}).decode())
@@ -73,7 +76,8 @@ def run_ledger(settings: LedgerSettings) -> int:
         else:
             _print_tallies([*tallies, _total(tallies)], console)
         biases = (f"bias: {finding}" for finding in bias)
-        for line in (*report.verdict(), *biases, *(alarm.line() for alarm in alarms)):
+        served = () if weights is None else (weights.line(),)
+        for line in (*report.verdict(), *served, *biases, *(alarm.line() for alarm in alarms)):
             console.print(line, highlight=False, soft_wrap=True)
     return 0 if report.balanced else 1
 

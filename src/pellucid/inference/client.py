@@ -97,6 +97,9 @@ class ServerClient(InferenceClient, Protocol):
 
     async def health(self) -> "Health": ...
 
+    async def served_weights(self) -> "ServedWeightsReport | None":
+        """Returns the digests of the weights that the server serves; None if it cannot tell."""
+
     async def disown(self, request_ids: Sequence[str]) -> None:
         """Tells the server that no answer of these requests was, or will be, taken.
 
@@ -250,6 +253,18 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     shared_tokens: int = 0
     scored_tokens: int = 0
     busy_s: float = 0.0
+
+
+class ServedWeightsReport(msgspec.Struct, frozen=True):
+    """`GET /weights`: digests of the served weights, computed for this answer."""
+
+    policy_version: int
+    run: str
+    digests: dict[str, str]
+    """By the names under which the tensors are published; those that cannot be compared are left out."""
+
+    as_read: bool = False
+    """Whether they are of the tensors that the engine read, because it keeps them in another form."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,9 @@ class Engine(SlottedEngine[SequenceRow]):
         self._weights.load(folder)
         self.version = version
 
+    def served_digests(self) -> dict[str, str]:
+        return self._weights.digests()
+
     @torch.inference_mode()
     def step(self) -> None:
         num_prefilled = self.counts.prefill_tokens

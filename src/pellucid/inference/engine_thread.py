@@ -24,7 +24,7 @@ from pellucid.data import Completion
 from pellucid.data.spans import SpanLog
 from pellucid.ending import DISK_SILENCE_S, SINK_SILENCE_S, say
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, GenerateRequest
+from pellucid.inference.client import Account, GenerateRequest, ServedWeightsReport
 from pellucid.inference.slots import QueueFullError, Request, Scoring, SlottedEngine
 from pellucid.ledger import Flow, Journal, State, link_of
 from pellucid.metrics import Sink
@@ -196,6 +196,17 @@ class EngineThread:
     async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
         """`run`: identity of the run that published `folder`."""
         await self._call(lambda: self._swap(version, folder, run))
+
+    async def served_weights(self) -> ServedWeightsReport:
+        """Computes the digests of what is served, between two steps."""
+
+        def report() -> ServedWeightsReport:
+            engine = self._engine
+            return ServedWeightsReport(
+                engine.version, self.run, engine.served_digests(), as_read=engine.digests_as_read
+            )
+
+        return await self._call(report)
 
     async def abort(self, request_ids: Collection[str], *, booked: bool = True) -> None:
         await self._call(lambda: self._engine.abort(request_ids, booked=booked))

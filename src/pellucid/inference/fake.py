@@ -20,7 +20,8 @@ from pathlib import Path
 
 from pellucid.data import Completion
 from pellucid.errors import InferenceError
-from pellucid.inference.client import Account, Health, SamplingParams
+from pellucid.inference.client import Account, Health, SamplingParams, ServedWeightsReport
+from pellucid.transport.digests import read_digests
 
 Respond = Callable[[Sequence[int], random.Random], Sequence[int]]
 """Prompt ids and random numbers seeded by the request -> completion ids; greedy requests have one seed."""
@@ -69,6 +70,10 @@ class FakeInferenceClient:
         self.max_queued = 0
         self.updates: list[tuple[int, Path]] = []
         """Every weight update, in order."""
+        self.reports_weights = True
+        """Whether it tells the digests of its weights; servers of older versions cannot."""
+        self.planted: dict[str, str] = {}
+        """Digests of tensors that it serves in the place of published ones."""
         self.sampled: Counter[Account] = Counter()
         self.delivered: Counter[Account] = Counter()
         self.max_running = 0
@@ -155,6 +160,15 @@ class FakeInferenceClient:
         self.policy_version = version
         self.run = run
         self.updates.append((version, folder))
+
+    async def served_weights(self) -> ServedWeightsReport | None:
+        """Reports what was published in the folder of the last update, but for what is `planted`."""
+        await self._awake.wait()
+        if not self.reports_weights:
+            return None
+        digests = read_digests(self.updates[-1][1]) if self.updates else None
+        found = {} if digests is None else {**digests.tensors, **self.planted}
+        return ServedWeightsReport(self.policy_version, self.run, found)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._awake.wait()

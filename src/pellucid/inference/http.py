@@ -25,6 +25,7 @@ from pellucid.inference.client import (
     SamplingParams,
     ScoreRequest,
     ScoreResponse,
+    ServedWeightsReport,
     UnreachableError,
     UpdateWeightsRequest,
 )
@@ -32,6 +33,10 @@ from pellucid.ledger import link_of
 
 _READY_S = 600.0
 _MAX_LINE_BYTES = 64 * 1024 * 1024
+
+
+class _UnknownPathError(InferenceError):
+    pass
 
 
 @dataclass(slots=True)
@@ -169,6 +174,16 @@ class HttpInferenceClient:
         body = UpdateWeightsRequest(version, str(folder.resolve()), run)
         await self._request("POST", "/update_weights", body)
 
+    async def served_weights(self) -> ServedWeightsReport | None:
+        try:
+            answer = await self._request("GET", "/weights")
+        except _UnknownPathError:
+            return None
+        try:
+            return msgspec.json.decode(answer, type=ServedWeightsReport)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None  # a server of somebody else's, to whom the path means something else
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._request("POST", "/abort", AbortRequest(list(request_ids)))
 
@@ -202,6 +217,8 @@ def _refusal(response: aiohttp.ClientResponse, answer: bytes) -> InferenceError:
     except msgspec.DecodeError:
         reason = answer[:200].decode(errors="replace")
     message = f"{response.url} answered {response.status}: {reason}"
+    if response.status in (404, 405):
+        return _UnknownPathError(message)
     wait_s = response.headers.get("retry-after", "")
     if response.status in (429, 503) and wait_s.isdecimal():
         return BusyError(message, float(wait_s))

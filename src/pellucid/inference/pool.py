@@ -14,6 +14,8 @@
   back, it may answer them yet.
 - An answer is taken once or not at all. A request that was moved or given up is disowned: the server is told
   as soon as it can be reached, and counts its tokens as cancelled, whatever it made of them meanwhile.
+- A server that has loaded weights reports their digests, and so does one that comes back. One that serves
+  other weights than were published ends the run; see `ledger.weights`.
 - A weight update is done when one server serves it. The others follow, each at its own pace, and get no work
   until they have.
 - Tokens that come from another process than the one that was examined, or are not of a version that this
@@ -36,7 +38,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pellucid.data import Completion
-from pellucid.errors import ConfigError, InferenceError, PellucidError
+from pellucid.errors import ConfigError, InferenceError, PellucidError, WeightsError
 from pellucid.inference.client import (
     REFUSED,
     Account,
@@ -48,6 +50,8 @@ from pellucid.inference.client import (
     UnreachableError,
 )
 from pellucid.inference.servers import PooledServer, WaitingLine
+from pellucid.ledger.weights import WeightsBook
+from pellucid.transport.digests import read_digests
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,6 +81,7 @@ class ServerPool:
         expected: Expected,
         *,
         claims: dict[str, str] | None = None,
+        weights_book: WeightsBook | None = None,
         hang_s: float = HANG_S,
         ask_again_s: float = _ASK_AGAIN_S,
         patience_s: float = _PATIENCE_S,
@@ -84,9 +89,9 @@ class ServerPool:
         """`clients` by address; `group_of` returns the group of a request id, and a group stays on one
         server.
 
-        `claims`: user of each server, by server id; pools that share it refuse each other's servers.
-        `hang_s`: see `orchestrator.server_timeout_s`. `patience_s`: how long requests wait while there is no
-        server.
+        `weights_book`: receives the digests that the servers report. `claims`: user of each server, by server
+        id; pools that share it refuse each other's servers. `hang_s`: see `orchestrator.server_timeout_s`.
+        `patience_s`: how long requests wait while there is no server.
         """
         self._servers = [PooledServer(name, client) for name, client in clients.items()]
         self._expected = expected
@@ -96,6 +101,9 @@ class ServerPool:
         self._patience_s = patience_s
         self._line = WaitingLine(self._servers, group_of, self._serves)
         self._weights: tuple[int, Path] | None = None
+        self._published: Mapping[str, str] = {}
+        """Digests of the tensors of `_weights`, as published."""
+        self._weights_book = weights_book or WeightsBook()
         self._keepers: list[asyncio.Task[None]] = []
         self._is_started = False
         self._changed = asyncio.Event()
@@ -260,6 +268,7 @@ class ServerPool:
 
     async def update_weights(self, version: int, folder: Path) -> None:
         """Returns once no server with older weights gets work any more, and one has these."""
+        self._published = _published_digests(folder)
         self._weights = version, folder
         for server in self._servers:
             server.problem = None
@@ -357,6 +366,7 @@ class ServerPool:
                     f"{server.name} serves policy version {health.policy_version} right after an update to "
                     f"{weights[0]}"
                 )
+            await self._verify(server, *weights)
         has_older = weights is None and expected.run is not None and bool(health.run)
         if not server.num_examined:
             log.info("inference server %s is ready", server.name)
@@ -371,6 +381,25 @@ class ServerPool:
         if weights != self._weights:
             server.due.set()  # newer ones came meanwhile: once more
         self._note_change()
+
+    async def _verify(self, server: PooledServer, version: int, folder: Path) -> None:
+        """Has the server report the digests of what it serves; raises WeightsError if they are others."""
+        published = self._published
+        report = await self._while_alive(server, server.client.served_weights())
+        if report is not None and report.policy_version != version:
+            raise UnreachableError(f"{server.name} serves policy version {report.policy_version} by now")
+        if self._weights != (version, folder):
+            return  # newer weights came meanwhile, and with them another examination
+        digests = None if report is None else report.digests
+        as_read = report is not None and report.as_read
+        try:
+            self._weights_book.enter(version, server.name, published, digests, as_read=as_read)
+        except WeightsError:
+            # A trainer that was resumed may have published the version anew, with other weights.
+            self._published = _published_digests(folder) or published
+            if self._published == published:
+                raise
+            raise InferenceError(f"policy version {version} was published anew meanwhile") from None
 
     def _claim(self, server: PooledServer, health: Health) -> None:
         """Claims the server's process for this address; raises if another address or pool has claimed it.
@@ -406,15 +435,15 @@ class ServerPool:
             )
         return health
 
-    async def _while_alive(self, server: PooledServer, work: Awaitable[None]) -> None:
-        """Waits for `work` on the server as long as the server makes progress."""
+    async def _while_alive(self, server: PooledServer, work: Awaitable[T]) -> T:
+        """Waits for the result of `work` on the server as long as the server makes progress."""
         working = asyncio.ensure_future(work)
         try:
             while not working.done():
                 await asyncio.wait({working}, timeout=self._ask_again_s)
                 if not working.done():
                     await self._require_progress(server, has_work=True)
-            working.result()
+            return working.result()
         finally:
             working.cancel()
 
@@ -442,6 +471,12 @@ class ServerPool:
         server.is_out = True
         server.keeps_requests &= not isinstance(problem, UnreachableError | ConfigError)
         self._note_change()
+
+
+def _published_digests(folder: Path) -> Mapping[str, str]:
+    """Returns the digests of a policy version; none if it has none, or is gone by now."""
+    digests = read_digests(folder)
+    return {} if digests is None else digests.tensors
 
 
 def _pass_on(asking: "asyncio.Task[Any]", outcome: "asyncio.Future[Any]") -> None:

@@ -7,6 +7,7 @@
     POST /v1/completions          OpenAI style, text or token ids in; whole or streamed
     GET  /v1/models               the served model
     GET  /health                  version, load, counts
+    GET  /weights                 digests of the served weights, computed for the answer
     POST /update_weights          swap weights between two decode steps
     POST /abort                   end some running requests; each answers with what it has
 
@@ -153,6 +154,7 @@ class Server:
                 Route("/v1/models", self.models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self.model, methods=["GET"]),
                 Route("/update_weights", self.update_weights, methods=["POST"]),
+                Route("/weights", self.weights, methods=["GET"]),
                 Route("/abort", self.abort, methods=["POST"]),
                 Route("/health", self.health, methods=["GET"]),
             ],
@@ -261,6 +263,10 @@ class Server:
         body = await self._body(http, UpdateWeightsRequest)
         await self._thread.update_weights(body.version, self._own_weights(body), body.run)
         return await self.health(http)
+
+    async def weights(self, http: HttpRequest) -> Response:
+        require_key(http)  # the engine stops sampling for it
+        return _json(await self._thread.served_weights())
 
     def _own_weights(self, asked: UpdateWeightsRequest) -> Path:
         """Returns the folder of a policy version of the server's own run; refuses any other unopened."""

@@ -132,6 +132,10 @@ class EngineCounts:
 class SlottedEngine(ABC, Generic[Slot]):
     """Base class of the engines: gives slots to waiting requests and samples for those that run."""
 
+    digests_as_read = False
+    """Whether `served_digests` are those of tensors as they were read: the engine keeps them in another form,
+    which cannot be compared."""
+
     def __init__(
         self,
         *,
@@ -167,6 +171,13 @@ class SlottedEngine(ABC, Generic[Slot]):
         """Serves policy version `version` from the next step on; a resumed run starts with this, too.
 
         On any error the engine keeps the weights that it has.
+        """
+
+    @abstractmethod
+    def served_digests(self) -> dict[str, str]:
+        """Computes the digests of the served weights, by the names under which they are published.
+
+        Those that cannot be compared with a published tensor are left out.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,14 @@ from pellucid.inference.slots import Request, Scoring, SlottedEngine
 from pellucid.model import RouterShape
 from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
 from pellucid.model.routing import known_routers, routed_layers, router_shape, routers_of
-from pellucid.transport.weights import check_adapter, check_weights, is_adapter, read_weights, weight_shapes
+from pellucid.transport.weights import (
+    check_adapter,
+    check_weights,
+    digest_of,
+    is_adapter,
+    read_weights,
+    weight_shapes,
+)
 
 WORKER = "pellucid.inference.vllm_engine.PublishedWeights"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -98,6 +105,8 @@ class Scored(NamedTuple):
 
 
 class VllmEngine(SlottedEngine[str]):
+    digests_as_read = True
+
     def __init__(
         self,
         core: "VllmCore",
@@ -146,6 +155,9 @@ class VllmEngine(SlottedEngine[str]):
         for key in self._scoring:
             self._core.stop(key)
         self._scoring.clear()
+
+    def served_digests(self) -> dict[str, str]:
+        return self._core.digests
 
     def step(self) -> None:
         if self._failure is not None:
@@ -335,6 +347,10 @@ class VllmCore:
         self._new: set[str] = set()
         """Keys of requests that have no token yet."""
 
+        self.digests: dict[str, str] = {}
+        """Digests of the published tensors that the workers read last, each as it was handed to vLLM. vLLM
+        fuses, shards and packs them, and reads adapters itself: of those there are none."""
+
     def start(self, key: str, token_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
         """Starts to sample up to `params.max_tokens`; stop tokens and strings are left to the caller."""
         self._new.add(key)
@@ -416,9 +432,10 @@ class VllmCore:
         before = self._adapter
         if is_adapter(folder):
             self._load_adapter(folder)
+            self.digests = {}
         else:
             check_weights(folder, self._shapes)
-            self._engine.collective_rpc("load_published", args=(str(folder),))
+            self.digests = agreed(self._engine.collective_rpc("load_published", args=(str(folder),)))
             self._adapter = None
         return (before is None) == (self._adapter is None)
 
@@ -428,6 +445,20 @@ class VllmCore:
         check_adapter(folder, self._shapes, max_rank=self._max_rank or 0)
         self._engine.add_lora(LoRARequest("policy", _ADAPTER, str(folder), load_inplace=True))
         self._adapter = LoRARequest("policy", _ADAPTER, str(folder))
+
+
+def agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Returns the digests of what every worker was handed; one that differs stands for all.
+
+    `agreed([{"a": "F32-0"}, {"a": "F32-0", "b": "F32-1"}]) == {"a": "F32-0"}`
+    """
+    first, *others = workers
+    found = {}
+    for name, digest in first.items():
+        digests = [worker.get(name) for worker in others]
+        if None not in digests:
+            found[name] = next((each for each in digests if each is not None and each != digest), digest)
+    return found
 
 
 def _start(args: Mapping[str, Any]) -> Any:
@@ -444,11 +475,25 @@ class PublishedWeights:
     model_runner: Any
     reload_weights: Any
 
-    def load_published(self, folder: str) -> None:
-        """Loads the weights; each worker reads the whole file and keeps its shard."""
-        self.reload_weights(weights_iterator=read_weights(Path(folder)))
+    def load_published(self, folder: str) -> dict[str, str]:
+        """Loads the weights; each worker reads the whole file and keeps its shard.
+
+        Returns the digests of the tensors that vLLM took.
+        """
+        digests: dict[str, str] = {}
+        self.reload_weights(weights_iterator=_digested(read_weights(Path(folder)), digests))
         if self.model_config.hf_text_config.tie_word_embeddings:
             # vLLM prepares again what it has loaded, and a tied head loads nothing of its own. On a CPU it
             # multiplies with a packed copy of the embedding, which would stay as it was.
             head = self.model_runner.get_model().lm_head
             head.quant_method.process_weights_after_loading(head)
+        return digests
+
+
+def _digested(
+    weights: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Passes tensors on, and notes the digest of each before it is handed over."""
+    for name, tensor in weights:
+        digests[name] = digest_of(tensor)
+        yield name, tensor

@@ -6,6 +6,7 @@ from typing import Any
 from pellucid.config import OrchestratorRunConfig
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.ledger import new_process
+from pellucid.ledger.weights import WEIGHTS_BOOK, WeightsBook
 from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, ScoredRollout
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
 from pellucid.orchestrator.group import Evaluation, load_evaluation
@@ -51,13 +52,14 @@ async def _orchestrate(
     tokenizer: Any,
 ) -> None:
     process, claims = new_process(), Claims()
-    client = connect_policy(config, tokenizer, claims, process)
+    weights_book = WeightsBook(config.output_dir / "ledger" / WEIGHTS_BOOK)
+    client = connect_policy(config, tokenizer, claims, process, weights_book)
     teacher = connect_teacher(config, tokenizer, claims, process)
     try:
         sender = open_sender(config.transport, config.output_dir, config.run_name)
         # Before the wait: what cannot work is refused at once, not when a server is there.
         orchestrator = Orchestrator(
-            config, environments, tokenizer, client, sender, evaluations, teacher, process
+            config, environments, tokenizer, client, sender, evaluations, teacher, process, weights_book
         )
         if teacher is not None:
             await teacher.wait_until_ready()

@@ -39,6 +39,7 @@ from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, say_
 from pellucid.errors import PellucidError, RolloutError, UserCodeError
 from pellucid.inference.client import InferenceClient
 from pellucid.ledger.settings import changed_settings, record_settings
+from pellucid.ledger.weights import WeightsBook
 from pellucid.orchestrator.advantage import load_advantage
 from pellucid.orchestrator.alarms import OrchestratorAlarms, WatchedClient
 from pellucid.orchestrator.books import Books, Clerk, TeacherBooks
@@ -81,8 +82,10 @@ class Orchestrator:
         evaluations: Sequence[Evaluation] = (),
         teacher: InferenceClient | None = None,
         process: str = "",
+        weights_book: WeightsBook | None = None,
     ) -> None:
-        """`teacher`: the servers of `orchestrator.teacher`, where there is one.
+        """`teacher`: the servers of `orchestrator.teacher`, where there is one. `weights_book`: that of
+        `client`, for the metrics.
 
         `process`: this process's name in the ledger, which the clients send to their servers.
         """
@@ -94,6 +97,7 @@ class Orchestrator:
         self._alarms = OrchestratorAlarms(
             config.output_dir, lambda: self._scheduler.batches_sent, config.seed
         )
+        self._weights_book = weights_book or WeightsBook()
         self._client = client = WatchedClient(client, self._alarms)
         self._clients = [client] if teacher is None else [client, teacher]
         self._sender = sender
@@ -308,6 +312,7 @@ class Orchestrator:
         batch_s, blocked_s = self._pace.lap()
         metrics = {
             "policy_version": self._scheduler.policy_version,
+            **self._weights_book.metrics(),
             "time/batch_s": batch_s,
             "time/wait_weights_s": blocked_s,
             **self._alarms.judge_batch(verdicts, self._environments),

@@ -24,6 +24,7 @@ from pellucid.errors import DataError, InferenceError
 from pellucid.guard import read_key, server_key
 from pellucid.inference.client import Expected, InferenceClient, UnreachableError
 from pellucid.inference.pool import ServerPool
+from pellucid.ledger.weights import WeightsBook
 from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import stable_steps
 
@@ -39,7 +40,11 @@ Claims = dict[str, str]
 
 
 def connect_policy(
-    config: OrchestratorRunConfig, tokenizer: Any, claims: Claims, process: str = ""
+    config: OrchestratorRunConfig,
+    tokenizer: Any,
+    claims: Claims,
+    process: str = "",
+    weights_book: WeightsBook | None = None,
 ) -> ServerPool:
     """Makes the pool of policy servers; needs a running event loop. `process`: our name in the ledger."""
     expected = Expected(
@@ -52,7 +57,7 @@ def connect_policy(
         has_weights=bool(stable_steps(config.output_dir / "weights")),
     )
     key = server_key(config.output_dir, config.inference.key_file)
-    return _connect(config, config.inference.urls, expected, claims, key, process)
+    return _connect(config, config.inference.urls, expected, claims, key, process, weights_book)
 
 
 def connect_teacher(
@@ -86,6 +91,7 @@ def _connect(
     claims: Claims,
     key: str | None,
     process: str,
+    weights_book: WeightsBook | None = None,
 ) -> ServerPool:
     from pellucid.inference.http import HttpInferenceClient
 
@@ -94,6 +100,7 @@ def _connect(
         group_of_request,
         expected,
         claims=claims,
+        weights_book=weights_book,
         hang_s=config.orchestrator.server_timeout_s,
     )
 

@@ -15,6 +15,14 @@ A LoRA adapter is published as PEFT writes it, `adapter_model.safetensors` besid
 
 A server adds an adapter to the weights that it began with, so that serving one costs no more than serving
 none.
+
+Every version has a digest per tensor; see `digests`. A server computes its own from the parameters that it
+serves. Where these are not the published tensors bit for bit, it goes by way of what it made of them:
+
+    published ──digest reported──> tensor as read ──cast, or W + alpha / rank · B A──> made ──copied──> served
+
+It notes the digests of both when it loads, and reports the first as long as the served tensor has the
+second; else that of the served tensor, which is no published one.
 """
 
 import errno
@@ -39,6 +47,13 @@ from pellucid.data.model_folder import everywhere
 from pellucid.data.tensors import HostCopy
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import TransportError
+from pellucid.transport.digests import (
+    PublishedDigests,
+    PublishedFile,
+    digest_of_bytes,
+    digest_of_tensor,
+    write_digests,
+)
 from pellucid.transport.spool import publish_folder, retract_folder, stable_steps
 
 _FILE = "model.safetensors"
@@ -82,14 +97,17 @@ def offer_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def write_version(weights: "nn.Module | WeightsCopy", folder: Path) -> None:
-    """Writes a policy version; of a sharded model, all other processes call `offer_weights` meanwhile."""
-    _write(weights, folder / _FILE)
+    """Writes a policy version with its digests; of a sharded model, all other processes call `offer_weights`
+    meanwhile."""
+    tensors: dict[str, str] = {}
+    file = _write(weights, folder / _FILE, tensors)
+    write_digests(folder, PublishedDigests(tensors, {_FILE: file}))
 
 
-def write_weights(model: nn.Module, path: Path) -> None:
+def write_weights(model: nn.Module, path: Path, digests: dict[str, str] | None = None) -> PublishedFile:
     """Writes a safetensors file of all weights, a bucket at a time; the other processes offer theirs."""
     copies = (copy for bucket in _gathered(model, None) for copy in HostCopy(bucket).wait().values())
-    write_tensors(path, named_weights(model), copies)
+    return write_tensors(path, named_weights(model), copies, digests)
 
 
 class WeightsCopy:
@@ -141,10 +159,10 @@ class WeightsCopy:
         for bucket in self._buckets:
             bucket.hold_back()
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, digests: dict[str, str] | None = None) -> PublishedFile:
         """Writes a safetensors file; any thread may."""
         tensors = {name: copy for bucket in self._buckets for name, copy in bucket.wait().items()}
-        write_tensors(path, tensors, tensors.values())
+        return write_tensors(path, tensors, tensors.values(), digests)
 
 
 def _host_tensor(shape: torch.Size, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
@@ -158,11 +176,10 @@ def _most_waiting(device: torch.device) -> float:
     return float(torch.get_device_module(device).get_device_properties(device).total_memory) / 4
 
 
-def _write(weights: nn.Module | WeightsCopy, path: Path) -> None:
+def _write(weights: nn.Module | WeightsCopy, path: Path, digests: dict[str, str]) -> PublishedFile:
     if isinstance(weights, WeightsCopy):
-        weights.write(path)
-    else:
-        write_weights(weights, path)
+        return weights.write(path, digests)
+    return write_weights(weights, path, digests)
 
 
 def _published_dtypes(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -221,8 +238,16 @@ def _gather_shards(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
         yield part.contiguous().view(tensor.dtype).view(shape)[: len(tensor)]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], copies: Iterable[Tensor]) -> None:
-    """Writes a safetensors file; `copies` are the tensors in host memory, in order, whole and contiguous."""
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    copies: Iterable[Tensor],
+    digests: dict[str, str] | None = None,
+) -> PublishedFile:
+    """Writes a safetensors file; `copies` are the tensors in host memory, in order, whole and contiguous.
+
+    `digests` receives the digest of each copy, by name.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -234,10 +259,25 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], copies: Iterable[Te
         }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
+    head = len(encoded).to_bytes(8, "little") + encoded
     with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for copy in copies:
-            file.write(copy.detach().flatten().view(torch.uint8).numpy().data)
+        file.write(head)
+        for name, copy in zip(tensors, copies, strict=True):
+            if digests is not None:
+                digests[name] = digest_of(copy)
+            file.write(_bytes_of(copy))
+    return PublishedFile(len(head) + end, digest_of_bytes(head))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Returns a view of a contiguous tensor in host memory."""
+    data: memoryview = tensor.detach().flatten().view(torch.uint8).numpy().data
+    return data
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Computes the digest of a tensor; one of a device is copied to the host for it."""
+    return digest_of_tensor(_DTYPES[tensor.dtype], _bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -251,14 +291,37 @@ def weight_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in named_weights(model).items()}
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Copies published weights into the model in place; on any mismatch nothing is changed."""
+class Origin(NamedTuple):
+    """The published tensor of which a served one was made that is not the same bit for bit."""
+
+    published: str
+    """Digest of the published tensor, as it was read."""
+
+    served: str
+    """Name of the served one."""
+
+    made: str
+    """Digest of what was made for it."""
+
+
+def load_weights(model: nn.Module, folder: Path) -> dict[str, Origin]:
+    """Copies published weights into the model in place; on any mismatch nothing is changed.
+
+    Returns the origin of each tensor that the model has in another dtype.
+    """
     path = folder / _FILE
+    origins = {}
     with _opened(path) as file:
         _check(path, file, weight_shapes(model))
         with torch.no_grad():
             for name, tensor in named_weights(model).items():
-                tensor.copy_(file.get_tensor(name))
+                published = file.get_tensor(name)
+                if published.dtype != tensor.dtype:
+                    cast = published.to(tensor.dtype)
+                    origins[name] = Origin(digest_of(published), name, digest_of(cast))
+                    published = cast
+                tensor.copy_(published)
+    return origins
 
 
 def check_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
@@ -312,8 +375,10 @@ def is_adapter(folder: Path) -> bool:
 
 
 def write_adapter(adapter: nn.Module | WeightsCopy, config: LoraConfig, base: str, folder: Path) -> None:
-    """Writes an adapter in PEFT's format. `base`: hub name or folder of the model that it belongs to."""
-    _write(adapter, folder / _ADAPTER_WEIGHTS)
+    """Writes an adapter in PEFT's format, with its digests. `base`: hub name or folder of the model that it
+    belongs to."""
+    tensors: dict[str, str] = {}
+    file = _write(adapter, folder / _ADAPTER_WEIGHTS, tensors)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -325,7 +390,10 @@ def write_adapter(adapter: nn.Module | WeightsCopy, config: LoraConfig, base: st
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / _ADAPTER_CONFIG).write_bytes(orjson.dumps(described, option=orjson.OPT_INDENT_2))
+    content = orjson.dumps(described, option=orjson.OPT_INDENT_2)
+    (folder / _ADAPTER_CONFIG).write_bytes(content)
+    about = PublishedFile(len(content), digest_of_bytes(content))
+    write_digests(folder, PublishedDigests(tensors, {_ADAPTER_WEIGHTS: file, _ADAPTER_CONFIG: about}))
 
 
 class ServedWeights:
@@ -335,14 +403,31 @@ class ServedWeights:
         self._model = model
         self._underneath: dict[str, Tensor] = {}
         """Base weights of the parameters that an adapter has changed, by name."""
+        self._origins: dict[str, Origin] = {}
+        """Origins of served tensors that are not published ones bit for bit, by name of the published one."""
+        self._has_adapter = False
+
+    def digests(self) -> dict[str, str]:
+        """Computes digests from the parameters as they are now; an adapter's by its own names."""
+        weights = named_weights(self._model)
+        if not self._has_adapter:
+            served = {name: digest_of(tensor) for name, tensor in weights.items()}
+        else:
+            served = {name: digest_of(weights[name]) for name in self._underneath}
+        made = {
+            name: origin.published if served[origin.served] == origin.made else served[origin.served]
+            for name, origin in self._origins.items()
+        }
+        return made if self._has_adapter else served | made
 
     def load(self, folder: Path) -> None:
         """Loads whole weights or an adapter; on any mismatch it changes nothing."""
         if is_adapter(folder):
             self._add(_read_updates(folder), folder)
         else:
-            load_weights(self._model, folder)
+            self._origins = load_weights(self._model, folder)
             self._underneath.clear()
+            self._has_adapter = False
 
     def _add(self, updates: dict[str, "_Update"], folder: Path) -> None:
         parameters = dict(self._model.named_parameters())
@@ -350,10 +435,15 @@ class ServedWeights:
         with torch.no_grad():
             for name in self._underneath.keys() - updates.keys():
                 parameters[name].copy_(self._underneath.pop(name))
+            self._origins, self._has_adapter = {}, True
             for name, update in updates.items():
                 parameter = parameters[name]
                 before = self._underneath.setdefault(name, parameter.detach().clone())
-                parameter.copy_(before.float() + update.whole().to(parameter.device))
+                merged = (before.float() + update.whole().to(parameter.device)).to(parameter.dtype)
+                made = digest_of(merged)
+                for factor, tensor in update.factors.items():
+                    self._origins[factor] = Origin(digest_of(tensor), name, made)
+                parameter.copy_(merged)
 
 
 def check_adapter(folder: Path, shapes: Mapping[str, torch.Size], *, max_rank: int) -> None:
@@ -378,8 +468,16 @@ def _check_updates(updates: Mapping[str, "_Update"], folder: Path, shapes: Mappi
 
 class _Update(NamedTuple):
     scale: float
+    path: str
+    """The changed layer's name in the file."""
+
     a: Tensor
     b: Tensor
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """A and B by their names in the file."""
+        return {f"{self.path}.lora_A.weight": self.a, f"{self.path}.lora_B.weight": self.b}
 
     @property
     def shape(self) -> torch.Size:
@@ -405,7 +503,7 @@ def _read_updates(folder: Path) -> dict[str, _Update]:
         paths = {name.rsplit(".lora_", 1)[0] for name in tensors}
         return {
             f"{path.removeprefix(_ADAPTER_PREFIX)}.weight": _Update(
-                scale, tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"]
+                scale, path, tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"]
             )
             for path in sorted(paths)
         }
