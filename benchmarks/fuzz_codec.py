@@ -87,7 +87,9 @@ def make_batches(generator: Generator) -> list[Batch]:
             mm_tensors=b"opaque" * index,
             role_spans=[("user", 0, 5), ("assistant", 5, 75)],
             **{
-                name: column.filled({Axis.TOKENS: 75, Axis.SAMPLED: 70}[column.stored])
+                name: column.filled(
+                    {Axis.TOKENS: 75, Axis.SAMPLED: 70}[column.stored], (2,) * len(column.dims)
+                )
                 for name, column in COLUMNS.items()
                 if column.per_token and name not in _GIVEN
             },

@@ -345,6 +345,13 @@ class Jobs:
                 got, report = gradients(together, table)
                 name = f"{batch}, cap {cap}"
                 found[name] = [difference(expected, got), metric_difference(report, expected_report)]
+        balanced = {"router_aux_loss_coef": 1.0}
+        alone = self.build(weights, alone=True, model=balanced)
+        together = self.build(weights, model={**mesh, **balanced}, micro_batch_max_tokens=SEQ_LEN // 4)
+        expected, expected_report = gradients(alone, table)
+        got, report = gradients(together, table)
+        assert expected_report["router_balance_loss"] > 1
+        found["balanced"] = [difference(expected, got), metric_difference(report, expected_report)]
         return found
 
     def compiled(self, mesh: dict, backend: str) -> list:

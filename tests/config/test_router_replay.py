@@ -42,6 +42,28 @@ def test_the_servers_of_a_run_record_what_its_trainer_replays() -> None:
     assert is_recorded(rl_config(replay=True, teacher=teacher)) == {"inference": True, "teacher": False}
 
 
+def test_weights_of_experts_are_recorded_where_the_trainer_replays_them() -> None:
+    wanted = rl_config(replay=True)
+    trainer = wanted.trainer.model_copy(update={"replay_expert_weights": True})
+    servers = parts(resolve(wanted.model_copy(update={"trainer": trainer}), 2))
+    server = servers["inference"]
+    assert isinstance(server, InferenceRunConfig)
+    assert server.inference.record_experts and server.inference.record_expert_weights
+    plain = parts(resolve(wanted, 2))["inference"]
+    assert isinstance(plain, InferenceRunConfig) and plain.inference.record_expert_weights is False
+    with pytest.raises(ValidationError, match="vLLM tells which experts it sent tokens to, not how it we"):
+        rl_config(replay=True, record_expert_weights=True, backend="vllm")
+    with pytest.raises(ValidationError, match="record_experts = false contradicts inference.record_expert_w"):
+        rl_config(replay=False, record_experts=False, record_expert_weights=True)
+    with pytest.raises(ValidationError, match="weighs the experts that trainer.enable_router_replay sends"):
+        TrainerConfig.model_validate({"replay_expert_weights": True})
+    settings = rl_config(replay=True).model_dump()
+    settings["trainer"]["replay_expert_weights"] = True
+    settings["inference"]["backend"] = "vllm"
+    with pytest.raises(ValidationError, match="which tells experts without their weights"):
+        RLConfig.model_validate(settings)
+
+
 def test_settings_that_contradict_it_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"inference\.record_experts = false contradicts trainer\.ena"):
         rl_config(replay=True, record_experts=False)

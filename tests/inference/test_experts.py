@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from pellucid.config import ModelConfig
-from pellucid.data import RecordedExperts, join_experts
+from pellucid.data import RecordedExperts, Turn, join_experts
 from pellucid.inference.client import Account, Choice, GenerateResponse, SamplingParams
 from pellucid.inference.engine import Engine
 from pellucid.inference.server import _choice
 from pellucid.inference.slots import Request, Scoring, run_to_end
 from pellucid.model import ExpertRecorder, load_policy, packed_layout
 from pellucid.transport.weights import publish_version, weights_folder, write_version
-from tolerance import near_logprobs
+from tolerance import logprob_bound, near, near_logprobs
 
 ENV = Account("run", "env")
 
@@ -131,7 +131,37 @@ def test_a_request_that_is_cut_short_has_the_experts_of_what_it_computed(policy)
 def test_nothing_is_recorded_unless_asked_for(policy) -> None:
     finished = {}
     run_to_end(Engine(policy, num_slots=1, max_length=80), [request([5, 6], finished, 0)])
-    assert finished[0].routed_experts is None
+    assert finished[0].routed_experts is None and finished[0].expert_weights is None
+    run_to_end(
+        Engine(policy, num_slots=1, max_length=80, record_experts=True), [request([5, 6], finished, 0)]
+    )
+    assert finished[0].routed_experts is not None and finished[0].expert_weights is None
+
+
+@pytest.mark.parametrize("way", ["packed", "rows"])
+def test_weights_are_those_of_a_forward_of_the_whole_sequence(tiny_moe, way) -> None:
+    """Requests that share a prompt, one that comes later, and one of a single token."""
+    plain, finished = {}, {}
+    policy = load_policy(ModelConfig(name=str(tiny_moe)), layout=way)
+    prompts = [list(range(5, 20))] * 3 + [[7]]
+    for weighs, answers in ((False, plain), (True, finished)):
+        engine = Engine(policy, num_slots=3, max_length=60, record_experts=True, record_expert_weights=weighs)
+        run_to_end(engine, [request(prompt, answers, index) for index, prompt in enumerate(prompts)])
+    for index, prompt in enumerate(prompts):
+        completion = finished[index]
+        assert completion.token_ids == plain[index].token_ids
+        assert completion.routed_experts == plain[index].routed_experts
+        token_ids = torch.tensor([*prompt, *completion.token_ids])
+        recorder = ExpertRecorder(policy.hf, weights=True)
+        layout = packed_layout([len(token_ids)])
+        with torch.no_grad():
+            policy(token_ids, torch.arange(len(token_ids)), torch.ones(len(token_ids)), layout)
+        experts, weights = recorder.shape.pack(recorder.last().numpy().tobytes())
+        size = len(token_ids) - 1
+        assert completion.expert_weights.shape == (size, 2, 2)
+        assert (completion.routed_experts.array() == experts.array()[:size]).all()
+        bound = logprob_bound(policy, size)
+        assert completion.expert_weights.array() == near(weights.array()[:size], within=bound)
 
 
 def test_experts_travel_as_base64(policy) -> None:
@@ -146,7 +176,24 @@ def test_experts_travel_as_base64(policy) -> None:
     back = msgspec.json.decode(body, type=GenerateResponse).choices[0]
     assert back.routed_experts == finished[0].routed_experts
     plain = Choice(0, [1], "stop", [(0, 1)])
-    assert b"routed_experts" not in msgspec.json.encode(plain)
+    assert b"expert" not in msgspec.json.encode(plain)
+
+
+def test_weights_travel_as_base64_and_through_turns(policy) -> None:
+    finished = {}
+    engine = Engine(policy, num_slots=1, max_length=80, record_expert_weights=True)
+    run_to_end(engine, [request([5, 6], finished, 0, max_tokens=2)])
+    body = msgspec.json.encode(GenerateResponse("id", [_choice(finished[0], compact=True)]))
+    assert json.loads(body)["choices"][0]["expert_weights"][1:] == [[3, 2, 2], "float32"]
+    back = msgspec.json.decode(body, type=GenerateResponse).choices[0]
+    assert back.expert_weights == finished[0].expert_weights
+    first = Turn([5, 6], finished[0], "")
+    longer = [5, 6, *finished[0].token_ids, 30]
+    run_to_end(engine, [request(longer, finished, 1, max_tokens=2)])
+    second = Turn(longer, finished[1], "", goes_on_from=first)
+    joined = join_experts([turn.tokens.expert_weights for turn in (first, second)])
+    expected = np.concatenate([finished[0].expert_weights.array(), finished[1].expert_weights.array()[3:]])
+    assert (joined[:-1] == expected).all() and (joined[-1] == joined[-2]).all()
 
 
 def test_a_following_turn_fills_what_the_last_one_could_not_know(policy) -> None:

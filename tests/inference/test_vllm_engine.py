@@ -377,7 +377,8 @@ def test_vllm_is_asked_for_the_layers_that_have_routers() -> None:
     ended = SimpleNamespace(request_id="7", finished=True, outputs=[SimpleNamespace(routed_experts=rows[2:])])
     taken = [core._experts(going_on), core._experts(going_on), core._experts(ended)]
     assert [len(each) for each in taken] == [8, 0, 4]
-    packed = shape.pack(b"".join(taken))
+    packed, weights = shape.pack(b"".join(taken))
+    assert weights is None
     assert packed.array()[:, :, 0].tolist() == [[1, 299], [2, 3], [4, 5]]
 
 

@@ -127,8 +127,8 @@ def test_an_adapter_of_another_model_changes_nothing(policy, tiny_model, tmp_pat
     make_tiny_model(tmp_path / "other", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2)
     other = load_policy(ModelConfig(name=str(tmp_path / "other")))
     before = logits(other)
-    config = LoraConfig(rank=4)
-    write_adapter(filled(policy, config)[0], config, str(tiny_model), tmp_path)
+    adapter = filled(policy, LoraConfig(rank=4))[0]
+    write_adapter(adapter, adapter.config, str(tiny_model), tmp_path)
     with pytest.raises(TransportError, match="does not fit the model: it changes .* of shape"):
         ServedWeights(other.hf).load(tmp_path)
     assert torch.equal(logits(other), before)
@@ -137,10 +137,32 @@ def test_an_adapter_of_another_model_changes_nothing(policy, tiny_model, tmp_pat
         ServedWeights(other.hf).load(tmp_path)
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_porj"])
-def test_targets_outside_the_decoder_are_refused_with_what_there_is(policy, target) -> None:
-    with pytest.raises(ConfigError, match=f"{target} are no linear layers .* it has down_proj, gate_proj"):
+REFUSED = {
+    "lm_head": "is the head, which predicts tokens from its own weight",
+    "embed_tokens": "is the embedding",
+    "q_porj": "is no layer of this model; the nearest is 'q_proj', and this model's decoder has down_proj, ",
+    "self_attn": r"is a Qwen3Attention \(model.layers.0.self_attn\), not a plain linear layer",
+}
+
+
+@pytest.mark.parametrize("target", REFUSED)
+def test_a_target_that_cannot_be_adapted_is_refused_with_the_reason(policy, target) -> None:
+    with pytest.raises(ConfigError, match=f"model.lora.targets: '{target}' {REFUSED[target]}"):
         Adapters(policy, LoraConfig(targets=("q_proj", target)))
+
+
+def test_a_target_may_name_the_part_that_its_layer_is_in(policy) -> None:
+    adapters = Adapters(policy, LoraConfig(targets=("mlp.up_proj", "layers.1.self_attn.q_proj")))
+    names = {name for name, _ in adapters[0].named_parameters() if "lora_A" in name}
+    assert names == {
+        f"base_model.model.model.layers.{layer}.lora_A.weight"
+        for layer in ("0.mlp.up_proj", "1.mlp.up_proj", "1.self_attn.q_proj")
+    }
+    assert adapters[0].config.targets == (
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    )
 
 
 def test_dropout_is_for_forwards_with_gradient_alone(policy) -> None:

@@ -84,6 +84,42 @@ def test_a_routers_own_experts_change_not_a_bit(tiny_moe, tokens, recorded) -> N
     assert len(gates) == 2 and all(gate.abs().max() > 1e-3 for gate in gates)
 
 
+@pytest.fixture(scope="module")
+def weighed(tiny_moe, tokens):
+    """The model's own experts for these tokens, and their weights, as an engine packs them."""
+    policy = policy_of(tiny_moe)
+    recorder = ExpertRecorder(policy.hf, weights=True)
+    with torch.no_grad():
+        policy(*tokens, packed_layout(LENGTHS))
+    experts, weights = recorder.shape.pack(recorder.last().numpy().tobytes())
+    return torch.tensor(experts.array()), torch.tensor(weights.array())
+
+
+def test_weights_are_recorded_beside_the_experts(recorded, weighed) -> None:
+    """Each token's add up to 1, as the model renormalises them, best first."""
+    experts, weights = weighed
+    assert experts.tolist() == recorded[0].tolist()
+    assert weights.shape == (24, 2, 2) and weights.dtype == torch.float32
+    assert weights.sum(-1) == near(torch.ones(24, 2), terms=2)
+    assert (weights[..., 0] >= weights[..., 1]).all() and weights.std() > 0.05
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_routers_own_weights_change_not_a_bit_and_leave_it_without_gradient(
+    tiny_moe, tokens, recorded, weighed, checkpointed
+) -> None:
+    policy = policy_of(tiny_moe, trainable=True)
+    policy.replay_experts(weights=True)
+    if checkpointed:
+        policy.checkpoint_activations()
+    output = policy(*tokens, packed_layout(LENGTHS), *weighed)
+    assert torch.equal(output.logprobs, recorded[1].logprobs)
+    assert torch.equal(output.entropy, recorded[1].entropy)
+    output.logprobs.sum().backward()
+    for name, own in policy.named_parameters():
+        assert (own.grad.abs().max() == 0) == ("mlp.gate." in name), name
+
+
 def test_experts_are_replayed_in_rows(tiny_moe, tokens, recorded) -> None:
     """Other experts than the routers', so that a row that is off by one would show."""
     others = (recorded[0].long() + 3) % 8
@@ -128,6 +164,27 @@ def test_scores_are_the_routers_own_at_the_recorded_experts(norm) -> None:
         expected = expected / expected.sum(1, keepdim=True)
     assert scores == near(expected, terms=4 + 2, each=True)
     assert replayed.share_replaced().tolist() == [0.5, 1.0, 0.0]
+
+
+def test_recorded_weights_take_the_place_of_scores_where_there_are_some() -> None:
+    """The second token has a record of experts alone: 2 and 1 of logits 2, 1, 0, 3."""
+    router, _ = hooked_router(2, True)
+    holder = torch.nn.Module()
+    holder.gate = router
+    router._forward_hooks.clear()
+    replay = ExpertReplay(holder, weights=True)
+    weights = torch.tensor([[[0.75, 0.125]], [[math.nan, math.nan]]])
+    with replay.of(torch.tensor([[[1, 3]], [[2, 1]]]), weights):
+        _, scores, chosen = router(torch.tensor([[2.0, 1.0, 0.0]] * 2))
+    assert chosen.tolist() == [[1, 3], [2, 1]]
+    assert scores[0].tolist() == [0.75, 0.125]
+    assert scores[1] == near([1 / (1 + math.e), math.e / (1 + math.e)], terms=6)
+    scores[0].sum().backward(retain_graph=True)
+    assert router.weight.grad.abs().max() == 0
+    scores[1, 0].backward()
+    assert router.weight.grad.abs().max() > 0.1
+    with pytest.raises(ModelError, match="forward without weights of experts"), replay.of(chosen[:, None]):
+        pass
 
 
 def test_a_gradient_reaches_the_router_through_the_recorded_experts() -> None:

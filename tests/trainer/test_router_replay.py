@@ -1,5 +1,6 @@
 """Training with replayed experts: batches as the engine recorded them, over the wire, into gradients."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -151,6 +152,120 @@ def test_the_gradient_is_the_same_under_any_packing(build, table, checkpointed) 
         assert verify.difference(expected, verify.gradients(run, shuffled(table), **how)) <= allowed, how
     own = verify.gradients(run, table, cap=500)
     assert verify.difference(expected, own) > 0.1
+
+
+WEIGHED = {"replay_expert_weights": True}
+
+
+def weighed(table: TokenTable, weights: np.ndarray | None = None) -> TokenTable:
+    """With weights of experts: by default some that no router would give, equal where tokens are."""
+    columns = {name: table[name] for name in table.columns}
+    if weights is None:
+        first = 0.2 + 0.6 * np.sin(columns["token_ids"].astype(np.float32)) ** 2
+        weights = np.stack([first, 1 - first], axis=-1)[:, None].repeat(2, axis=1).astype(np.float32)
+    return TokenTable(table.lengths, {**columns, "expert_weights": weights})
+
+
+def test_weights_travel_and_shared_prompts_once(table) -> None:
+    batch = weighed(table)
+    payload = encode_batch(Batch("run", 0, batch))
+    decoded = decode_batch(payload, sender="test").table
+    assert decoded["expert_weights"].dtype == np.float32
+    assert (decoded["expert_weights"] == batch["expert_weights"]).all()
+    columns = {name: batch[name] for name in batch.columns if name != "expert_weights"}
+    plain = encode_batch(Batch("run", 0, TokenTable(table.lengths, columns)))
+    num_sent = table.num_tokens - 2 * int(table.prompt_lengths.reshape(4, 3)[:, 0].sum())
+    assert len(payload) - len(plain) == pytest.approx(16 * num_sent, abs=80)
+    assert b"expert_weights" not in plain
+
+
+def test_replayed_weights_change_the_forward_under_any_packing_and_leave_routers_alone(build, table) -> None:
+    run = build(**WEIGHED)
+    expected = verify.gradients(run, weighed(table), cap=500)
+    for how in PACKINGS:
+        allowed = gradient_bound(run.policy, table.num_tokens)
+        assert verify.difference(expected, verify.gradients(run, weighed(table), **how)) <= allowed, how
+    gates = {name for name, gradient in expected.items() if gradient.abs().max() == 0}
+    assert gates == {f"hf.model.layers.{layer}.mlp.gate.weight" for layer in (0, 2)}
+    assert verify.difference(expected, verify.gradients(build(), table, cap=500)) > 0.1
+    # Recorded weights that nobody replays change nothing but what is shared.
+    plain = build()
+    own, beside = (verify.gradients(plain, each, cap=500) for each in (table, weighed(table)))
+    assert verify.difference(own, beside) == 0
+
+
+def test_members_share_a_prompt_as_far_as_its_weights_are_equal(table) -> None:
+    batch = weighed(table)
+    weights = batch["expert_weights"].copy()
+    alike, shared = (len(layout_of(each, share_prompts=True).computed) for each in (table, batch))
+    assert alike == shared
+    weights[int(table.token_offsets[1]) + 1] += 0.01
+    assert len(layout_of(weighed(table, weights), share_prompts=True).computed) > shared
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (None, "sequence 0: expert_weights is missing, and trainer.replay_expert_weights = true replays it"),
+        (math.nan, "sequence 1: expert_weights is missing"),
+        (-0.5, "sequence 1: expert_weights holds a weight that is negative or infinite"),
+    ],
+)
+def test_weights_that_cannot_be_replayed_are_refused(build, table, spoil, why) -> None:
+    batch = weighed(table)
+    if spoil is None:
+        batch = table
+    else:
+        weights = batch["expert_weights"].copy()
+        weights[table.token_offsets[1]] = spoil
+        batch = weighed(table, weights)
+    with pytest.raises(DataError, match=why):
+        train(build(batch, **WEIGHED))
+
+
+BALANCED = {"seq_len": 128, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_balancing_loss_is_one_of_the_whole_step(build, table, replays, checkpointed) -> None:
+    """Its gradient and value are the same under any packing and number of ranks; the loss is without it."""
+    table = shuffled(table) if replays else table
+    model = {**BALANCED, "activation_checkpointing": checkpointed}
+    run = build(model=model, enable_router_replay=replays)
+    plain = build(enable_router_replay=replays)
+    expected = verify.gradients(run, table, cap=500)
+    allowed = gradient_bound(run.policy, table.num_tokens)
+    for how in PACKINGS:
+        assert verify.difference(expected, verify.gradients(run, table, **how)) <= allowed, how
+    assert verify.difference(expected, verify.gradients(plain, table, cap=500)) > 0.01
+    reports = []
+    for each, cap in ((run, 128), (run, 24), (plain, 24)):
+        each.config = each.config.model_copy(update={"micro_batch_max_tokens": cap})
+        observer = accumulate(each, each.pack(0, table))
+        reports.append(observer.report([observer.metrics()]))
+    value = reports[0]["router_balance_loss"]
+    assert 1.5 < value < 8
+    assert reports[1]["router_balance_loss"] == near(value, terms=table.num_tokens)
+    assert "router_balance_loss" not in reports[2]
+    assert reports[1]["loss"] == reports[2]["loss"]
+
+
+def test_the_weight_of_the_balancing_loss_is_its_gradients(build, table) -> None:
+    """With the record of its own experts, replay or not, the loss is the same."""
+    plain, half, whole, replayed = (
+        verify.gradients(run, table, cap=500)
+        for run in (
+            build(enable_router_replay=False),
+            build(model=BALANCED, enable_router_replay=False),
+            build(model={**BALANCED, "router_aux_loss_coef": 1.0}, enable_router_replay=False),
+            build(model={**BALANCED, "router_aux_loss_coef": 1.0}),
+        )
+    )
+    allowed = gradient_bound(build().policy, table.num_tokens)
+    doubled = {name: 2 * half[name] - plain[name] for name in plain}
+    assert verify.difference(whole, doubled) <= 4 * allowed
+    assert verify.difference(whole, replayed) <= allowed
 
 
 def replace_rates(run, table, *, cap) -> dict[str, float]:

@@ -70,7 +70,7 @@ def test_an_adapter_has_to_fit_the_model_and_the_rank(tmp_path) -> None:
     adapter = nn.ModuleDict(
         {"base_model": nn.ModuleDict({"model": nn.ModuleDict({"first": nn.ModuleDict(parts)})})}
     )
-    write_adapter(adapter, LoraConfig(rank=4), "some/model", tmp_path)
+    write_adapter(adapter, LoraConfig(rank=4, targets=("first",)), "some/model", tmp_path)
     check_adapter(tmp_path, weight_shapes(model()), max_rank=4)
     with pytest.raises(TransportError, match="has rank 4 and the server takes up to 2"):
         check_adapter(tmp_path, weight_shapes(model()), max_rank=2)

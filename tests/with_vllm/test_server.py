@@ -179,7 +179,7 @@ def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_pat
         with torch.no_grad():
             for parameter in adapter.parameters():
                 parameter.copy_(0.1 * torch.randn_like(parameter))
-        write_adapter(adapter, lora, str(vllm_model), folder)
+        write_adapter(adapter, adapter.config, str(vllm_model), folder)
         served = load_policy(ModelConfig(name=str(vllm_model)))
         ServedWeights(served.hf).load(folder)
         return served, folder

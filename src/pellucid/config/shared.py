@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from pellucid.config.base import Section
 from pellucid.errors import ConfigError
-from pellucid.guard import is_loopback
+from pellucid.guard import is_loopback, server_key
 
 
 class LoraConfig(Section):
@@ -25,11 +25,10 @@ class LoraConfig(Section):
     """Share of an adapter's inputs that are set to 0 in training. The server sets none to 0, so that dropout
     adds to the mismatch: leave it at 0 for rl."""
 
-    targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
-    )
-    """Linear layers that get an adapter, by the last part of their name, in every decoder layer. The head
-    and the embedding cannot be among them."""
+    targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Linear layers of the decoder that get an adapter, by the end of their name: `q_proj`, `mlp.gate_proj`.
+    Default: all of them, fused ones such as `qkv_proj` included, without routers. The head, the embedding and
+    experts cannot be among them."""
 
 
 class ModelConfig(Section):
@@ -128,6 +127,10 @@ class InferenceConfig(Section):
     """For models with experts: answer with the experts that each token was sent to. Default: in `rl`, if
     `trainer.enable_router_replay` needs them; set it for a server that you start on its own."""
 
+    record_expert_weights: bool | None = None
+    """Answer with the weights of these experts, too: 4 bytes per token, layer and expert. Includes
+    `record_experts`. Default: in `rl`, if `trainer.replay_expert_weights` needs them. Not with vLLM."""
+
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; default: all cores that the process may use, half of them in `rl`."""
 
@@ -136,6 +139,18 @@ class InferenceConfig(Section):
             yield (
                 'inference.vllm is for inference.backend = "vllm", and the backend is "embedded"; leave it '
                 "out or set the backend"
+            )
+
+        if self.record_expert_weights and self.record_experts is False:
+            yield (
+                "inference.record_experts = false contradicts inference.record_expert_weights = true, which "
+                "needs it; leave one out"
+            )
+        if self.record_expert_weights and self.backend == "vllm":
+            yield (
+                'inference.record_expert_weights = true with inference.backend = "vllm": vLLM tells which '
+                "experts it sent tokens to, not how it weighed them; leave it out, or set the backend to "
+                '"embedded"'
             )
 
     @property
@@ -201,6 +216,49 @@ class ZmqTransportConfig(BaseTransportConfig):
 
 # The default comes last: `--help` describes `type` as the last variant does.
 TransportConfig = Annotated[ZmqTransportConfig | FilesystemTransportConfig, Field(discriminator="type")]
+
+
+class WeightsConfig(Section):
+    """How policy versions get from the trainer to the inference servers."""
+
+    transport: Literal["filesystem", "http"] = "filesystem"
+    """`filesystem`: folders below the run folder, which all parts see; `http`: the trainer listens, and the
+    others read from it into folders of their own."""
+
+    host: str = "127.0.0.1"
+    """Address that the trainer listens on and the others read from. Every request needs the run's key."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the trainer for weights; 0 lets `pellucid rl` pick a free one. The parts on their own need a
+    number."""
+
+    key_file: Path | None = None
+    """File with the run's key, from which the key for weights is derived; the one that `inference.key_file`
+    names, for parts that share no run folder. Default: `inference.key_file`, else `key` in `output_dir`."""
+
+    def problems(self) -> Iterator[str]:
+        if self.transport == "filesystem" and (self.port or self.host != "127.0.0.1"):
+            yield (
+                'weights.host and weights.port are for weights.transport = "http", and the transport is '
+                '"filesystem"; leave them out or set the transport'
+            )
+
+    @property
+    def url(self) -> str:
+        """Address of the trainer's offer; "" with a shared folder."""
+        return base_url(self.host, self.port) if self.transport == "http" else ""
+
+    def check_address(self) -> None:
+        """Raises ConfigError if a part on its own is not told where the trainer listens for it."""
+        if self.transport == "http" and self.port == 0:
+            raise ConfigError(
+                'weights.port = 0 with weights.transport = "http": parts on their own need a number; set '
+                "weights.port, the same for all"
+            )
+
+    def run_key(self, output_dir: Path, servers_key: Path | None = None) -> str:
+        """Returns the key of the run; `servers_key` is `inference.key_file`, where the part has it."""
+        return server_key(output_dir, self.key_file or servers_key)
 
 
 class WandbConfig(Section):

@@ -275,6 +275,12 @@ class TrainerModelConfig(Section):
     """Keep only the input of each layer for the backward pass, and compute the rest again: less memory, about
     a third more time. Values and gradients stay the same."""
 
+    router_aux_loss_coef: float = Field(default=0.0, ge=0, lt=float("inf"))
+    """For models with experts: weight of the loss that keeps experts equally busy over a step, beside the
+    loss of the tokens; transformers' formula, as in pre-training (often 0.001). 0: none, whatever
+    `config.json` says. Without `enable_router_replay` a step computes one more forward. Not with
+    `trainer.many_runs`."""
+
     compile: bool = False
     """Compile the decoder layers with `torch.compile` (inductor), apart from attention and experts. The first
     micro batch waits for the compilers, and later ones of any size use its graphs. Needs g++, and Triton for
@@ -438,6 +444,10 @@ class TrainerConfig(Section):
     """For models with experts: send each token to the experts that the engine chose, weighed by the trainer's
     own router. Fills `inference.record_experts` of `rl`. Samples without routed experts are refused."""
 
+    replay_expert_weights: bool = False
+    """With `enable_router_replay`: the engine's weights of the experts are replayed, too, as constants. Then
+    the token losses have no gradient for the routers. Fills `inference.record_expert_weights` of `rl`."""
+
     many_runs: ManyRunsConfig | None = None
     """Present: `pellucid trainer` trains the runs that join it, and has no run of its own."""
 
@@ -505,6 +515,11 @@ class TrainerConfig(Section):
                 "trainer.enable_router_replay = true has nothing to replay on trainer.data.fake: no engine "
                 "sent these tokens to experts; leave one of them out"
             )
+        if self.replay_expert_weights and not self.enable_router_replay:
+            yield (
+                "trainer.replay_expert_weights = true weighs the experts that trainer.enable_router_replay "
+                "sends tokens to; set that to true as well"
+            )
         if self.join is not None and self.many_runs is not None:
             yield (
                 f"trainer.join = {self.join} and trainer.many_runs are both set: a trainer serves other runs "
@@ -519,6 +534,13 @@ class TrainerConfig(Section):
         for key, value in {"micro_batch_max_tokens": cap, "experimental.token_export": export}.items():
             if self.many_runs is not None and value is not None:
                 yield f"trainer.{key} has no effect with trainer.many_runs; set it in the runs instead"
+        shares = [key for key in ("many_runs", "join") if getattr(self, key) is not None]
+        if self.model.router_aux_loss_coef and shares:
+            yield (
+                f"trainer.model.router_aux_loss_coef = {self.model.router_aux_loss_coef} with "
+                f"trainer.{shares[0]}: a step of one run among several is trained in parts, and the loss is "
+                "one of the whole step; set it to 0"
+            )
         if self.model.compile and self.many_runs is not None:
             yield (
                 "trainer.model.compile = true with trainer.many_runs: each run's adapter would need compiled "

@@ -48,6 +48,9 @@ class Completion(msgspec.Struct, frozen=True):
     columns: dict[str, list[float]] = {}
     """Further columns of the schema that the engine fills, by name: a number per sampled token."""
 
+    expert_weights: PackedArray | None = None
+    """Weights of `routed_experts`, in their order, as float32; None if the server does not record them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -59,7 +62,8 @@ class Example:
 
 
 class RecordedExperts(NamedTuple):
-    """Experts of a turn's tokens from `start` on; those of earlier tokens are in the record `before`."""
+    """Experts of a turn's tokens, or their weights, from `start` on; those of earlier tokens are in the
+    record `before`."""
 
     packed: PackedArray
     """[tokens, layers, top_k]."""
@@ -80,7 +84,7 @@ class RecordedExperts(NamedTuple):
     def stop(self) -> int:
         return self.start + len(self.packed)
 
-    def rows(self, first: int) -> list[NDArray[np.integer[Any]]]:
+    def rows(self, first: int) -> list[NDArray[Any]]:
         """Returns the experts of the tokens from `first` on, in pieces."""
         pieces = [self.packed.array()[max(first - self.start, 0) :]]
         record = self
@@ -90,8 +94,9 @@ class RecordedExperts(NamedTuple):
         return pieces[::-1]
 
 
-def join_experts(turns: Sequence[RecordedExperts | None]) -> NDArray[np.integer[Any]] | None:
-    """Joins the experts of a sequence's turns, [tokens, layers, top_k]; None if a turn has no record.
+def join_experts(turns: Sequence[RecordedExperts | None]) -> NDArray[Any] | None:
+    """Joins the experts of a sequence's turns, [tokens, layers, top_k]; None if a turn has no record. Their
+    weights are joined likewise.
 
         turn 0    a b X Y               prompt a b, completion X Y     recorded: a b X
         turn 1    a b X Y c Z W         prompt a b X Y c               recorded: a b X Y c Z
@@ -103,7 +108,7 @@ def join_experts(turns: Sequence[RecordedExperts | None]) -> NDArray[np.integer[
     turn. The last token of all has none. It repeats those of the token before it, which changes nothing: it
     predicts no token, and no other token attends to it.
     """
-    parts: list[NDArray[np.integer[Any]]] = []
+    parts: list[NDArray[Any]] = []
     num_known = 0
     for recorded in turns:
         if recorded is None:
@@ -249,6 +254,9 @@ class TurnTokens(NamedTuple):
 
     logprobs: NDArray[np.float32]
     routed_experts: RecordedExperts | None
+    expert_weights: RecordedExperts | None
+    """Weights of the routed experts; None without them."""
+
     columns: Mapping[str, NDArray[Any]]
     """Further columns of the sampled tokens."""
 
@@ -268,6 +276,7 @@ class Turn:
     __slots__ = (
         "_blocks",
         "_columns",
+        "_expert_weights",
         "_experts",
         "_first_logprob",
         "_line",
@@ -327,7 +336,12 @@ class Turn:
         self._reply_stop = None if reply_stop == self.num_known else reply_stop
         self._blocks.extend(role_spans[len(self._blocks.roles) : -1])
         self._num_blocks = len(self._blocks.roles)
-        self._experts = _added_experts(completion.routed_experts, last)
+        self._experts: RecordedExperts | None = _added_experts(
+            completion.routed_experts, None if last is None else last._experts
+        )
+        self._expert_weights: RecordedExperts | None = _added_experts(
+            completion.expert_weights, None if last is None else last._expert_weights
+        )
         self._columns: Mapping[str, NDArray[Any]] = (
             {name: np.array(values) for name, values in completion.columns.items()}
             if completion.columns
@@ -386,6 +400,7 @@ class Turn:
             line.ids.view(self.num_prompt_tokens, self.num_known),
             line.logprobs.view(self._first_logprob, self._first_logprob + self._num_logprobs),
             self._experts,
+            self._expert_weights,
             self._columns,
         )
 
@@ -413,7 +428,7 @@ class Turn:
 
     def forget_tokens(self) -> None:
         """Frees the tokens; counts and text stay."""
-        self._line = self._experts = None
+        self._line = self._experts = self._expert_weights = None
         self._columns = _NO_COLUMNS
 
     @property
@@ -428,11 +443,11 @@ class Turn:
         return not has_gone_on and len(self._blocks.roles) == self._num_blocks
 
 
-def _added_experts(recorded: PackedArray | None, last: Turn | None) -> RecordedExperts | None:
-    """Returns the experts that a turn adds to those of `last`; keeps a damaged record, so that the sample is
-    rejected."""
+def _added_experts(recorded: PackedArray | None, last: RecordedExperts | None) -> RecordedExperts | None:
+    """Returns what a turn adds to the record of the turn before it, of experts or of their weights; keeps a
+    damaged record, so that the sample is rejected."""
     try:
-        return RecordedExperts.of(recorded, None if last is None else last._experts)
+        return RecordedExperts.of(recorded, last)
     except (DataError, IndexError):
         return RecordedExperts.of(recorded)
 

@@ -272,6 +272,32 @@ def check_experts(columns: Mapping[str, Rows], experts: Experts) -> None:
                 )
 
 
+_WEIGHTS = "expert_weights"
+
+
+def check_expert_weights(columns: Mapping[str, Rows], experts: Experts) -> None:
+    """Raises ColumnError with the first sequence whose weights of experts cannot be replayed."""
+    missing = (
+        "is missing, and trainer.replay_expert_weights = true replays it; start the inference server with "
+        "inference.record_expert_weights = true, or leave out the replay"
+    )
+    if _WEIGHTS not in columns:
+        raise ColumnError(_WEIGHTS, 0, missing)
+    rows = columns[_WEIGHTS]
+    assert isinstance(rows, ValueRows)
+    if rows.dims != experts[:2]:
+        found, wanted = (" × ".join(map(str, dims)) for dims in (rows.dims, experts[:2]))
+        raise ColumnError(
+            _WEIGHTS, 0, f"has {found} weights per token; the model has {wanted} experts: {_OTHER_MODEL}"
+        )
+    for row, pieces in enumerate(rows.pieces()):
+        for piece in pieces:
+            if np.isnan(piece).any():
+                raise ColumnError(_WEIGHTS, row, missing)
+            if piece.size and not (piece.min() >= 0 and piece.max() < np.inf):
+                raise ColumnError(_WEIGHTS, row, "holds a weight that is negative or infinite")
+
+
 def _refuse_missing(row: int) -> NoReturn:
     raise ColumnError(
         _COLUMN,

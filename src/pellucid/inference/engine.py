@@ -45,7 +45,9 @@ class Engine(SlottedEngine[SequenceRow]):
         max_queued: int = 4096,
         decode_text: Callable[[list[int]], str] | None = None,
         record_experts: bool = False,
+        record_expert_weights: bool = False,
     ) -> None:
+        """`record_expert_weights`: the weights of experts, too."""
         super().__init__(
             num_slots=num_slots,
             max_length=max_length,
@@ -55,7 +57,8 @@ class Engine(SlottedEngine[SequenceRow]):
         )
         self._policy = policy
         self._weights = ServedWeights(policy.hf)
-        self._recorder = ExpertRecorder(policy.hf) if record_experts else None
+        records = record_experts or record_expert_weights
+        self._recorder = ExpertRecorder(policy.hf, weights=record_expert_weights) if records else None
         self._decoder: Decoder[Any] = (
             PackedDecoder(policy, num_slots, max_length, self._recorder)
             if policy.way == "packed"
@@ -196,8 +199,8 @@ class Engine(SlottedEngine[SequenceRow]):
             num_bytes = num_tokens * self._recorder.shape.num_bytes
             self._running[target].experts += self._running[source].experts[:num_bytes]
 
-    def _experts_of(self, request: Request) -> PackedArray | None:
-        return None if self._recorder is None else self._recorder.shape.pack(request.experts)
+    def _experts_of(self, request: Request) -> tuple[PackedArray | None, PackedArray | None]:
+        return (None, None) if self._recorder is None else self._recorder.shape.pack(request.experts)
 
     def _free(self, slot: SequenceRow) -> None:
         self._decoder.remove(slot)

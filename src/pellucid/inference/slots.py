@@ -64,7 +64,8 @@ class Request:
     """Further columns of the schema: a number per sampled token."""
 
     experts: bytearray = field(default_factory=bytearray)
-    """Routed experts of each token computed so far, as bytes; empty if they are not recorded."""
+    """Routed experts of each token computed so far, and their weights, as bytes; empty if they are not
+    recorded."""
 
     is_checked: bool = False
     """Whether `SlottedEngine.refusals` has found nothing wrong with it."""
@@ -100,9 +101,22 @@ class Request:
         if self.on_token is not None:
             self.on_token((token, logprob))
 
-    def completion(self, reason: str, routed_experts: PackedArray | None) -> Completion:
+    def completion(
+        self,
+        reason: str,
+        routed_experts: PackedArray | None,
+        expert_weights: PackedArray | None = None,
+    ) -> Completion:
         runs = [(version, count) for version, count in self.versions]
-        return Completion(self.token_ids, self.logprobs, runs, reason, routed_experts, columns=self.columns)
+        return Completion(
+            self.token_ids,
+            self.logprobs,
+            runs,
+            reason,
+            routed_experts,
+            columns=self.columns,
+            expert_weights=expert_weights,
+        )
 
 
 @dataclass(slots=True)
@@ -184,9 +198,9 @@ class SlottedEngine(ABC, Generic[Slot]):
     def _free(self, slot: Slot) -> None:
         """Frees a slot."""
 
-    def _experts_of(self, request: Request) -> PackedArray | None:
-        """Returns the routed experts of its tokens, if they are recorded."""
-        return None
+    def _experts_of(self, request: Request) -> tuple[PackedArray | None, PackedArray | None]:
+        """Returns the routed experts of its tokens, and their weights, as far as they are recorded."""
+        return None, None
 
     @property
     def num_running(self) -> int:
@@ -388,7 +402,7 @@ class SlottedEngine(ABC, Generic[Slot]):
             request.delivery = Delivery(request.account, len(request.token_ids))
             if request.request_id:
                 _remember(self._deliveries, request.request_id, request.delivery)
-            request.on_finish(request.completion(reason, self._experts_of(request)))
+            request.on_finish(request.completion(reason, *self._experts_of(request)))
 
 
 def _remember(memory: dict[str, T], key: str, value: T) -> None:

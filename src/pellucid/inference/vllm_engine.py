@@ -239,8 +239,8 @@ class VllmEngine(SlottedEngine[str]):
                     f"{_RETURNS_EXPERTS}"
                 )
 
-    def _experts_of(self, request: Request) -> PackedArray | None:
-        return None if self._experts is None else self._experts.pack(request.experts)
+    def _experts_of(self, request: Request) -> tuple[PackedArray | None, PackedArray | None]:
+        return (None, None) if self._experts is None else self._experts.pack(request.experts)
 
     def _free(self, slot: str) -> None:
         self._core.stop(slot)

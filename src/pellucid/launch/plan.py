@@ -191,12 +191,10 @@ def _mlp_width(config: Any, num_experts: int) -> int:
 
 def _num_adapter(policy: Any, lora: LoraConfig) -> int:
     """Counts rank × (inputs + outputs) of every linear layer that gets an adapter."""
-    return sum(
-        lora.rank * sum(module.weight.shape)
-        for layer in policy.layers
-        for name, module in layer.named_modules()
-        if name.rpartition(".")[2] in lora.targets
-    )
+    from pellucid.model.adapter import adapted_layers
+
+    layers = adapted_layers(policy, lora).values()
+    return sum(lora.rank * sum(layer.get_parameter("weight").shape) for layer in layers)
 
 
 def workload(config: PlanConfig) -> Workload:

@@ -88,7 +88,13 @@ def parts(config: RLConfig) -> dict[str, RunConfig]:
     }
     teacher = config.orchestrator.teacher
     if teacher is not None and teacher.model is not None:
-        server = {"port": teacher.port, "role": "teacher", "record_experts": False, "servers": ()}
+        server = {
+            "port": teacher.port,
+            "role": "teacher",
+            "record_experts": False,
+            "record_expert_weights": False,
+            "servers": (),
+        }
         configs["teacher"] = config.part(
             InferenceRunConfig,
             model={**config.model.model_dump(), "name": teacher.model},

@@ -46,6 +46,9 @@ class TokenOutput(NamedTuple):
     """Share of experts that router replay replaced, over all layers, for the token that predicts this one.
     Without gradient; None without router replay."""
 
+    balance: Tensor | None = None
+    """What these tokens add to the step's balancing loss, one number; None without such a loss."""
+
 
 def token_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Computes log softmax(logits / temperature) over the vocabulary, for trainer and engine alike."""

@@ -127,6 +127,12 @@ class OwnPredictions:
         logprobs, *others = whole
         return TokenOutput(logprobs.index_put((self.rows,), own.logprobs), *others)
 
+    def total(self, share: Tensor) -> Tensor:
+        """Adds up a number over the ranks; the gradient is that of this rank's share alone."""
+        others = share.detach().clone()
+        dist.all_reduce(others, group=self.context.group)
+        return share + (others - share.detach())
+
 
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -207,14 +213,15 @@ def shared_layout(
     temperatures: NDArray[np.float32] | None = None,
     loss_mask: Mask | None = None,
     routed_experts: NDArray[np.integer[Any]] | None = None,
+    expert_weights: NDArray[np.float32] | None = None,
 ) -> Layout:
     """Lets neighbours of the same group (not "") compute their common prefix once.
 
-    A prefix is common if its tokens, their temperatures and their experts are equal.
+    A prefix is common if its tokens, their temperatures and their experts with their weights are equal.
     """
     sizes = np.asarray(lengths, np.int64)
     offsets = _starts(sizes)
-    known = (token_ids, temperatures, routed_experts)
+    known = (token_ids, temperatures, routed_experts, expert_weights)
     columns: list[NDArray[Any]] = [column for column in known if column is not None]
     families = []
     for group, members in groupby(range(len(sizes)), key=lambda index: groups[index]):

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.errors import ModelError
 from pellucid.model.attention import AttentionPlan, Rule, SharedAttention, register_uncompiled
+from pellucid.model.balance import ExpertBalance, count_experts, predicting
 from pellucid.model.head import TokenOutput, capped, predict
 from pellucid.model.layout import Layout
 from pellucid.model.routing import ExpertReplay
@@ -57,6 +58,9 @@ class Policy(nn.Module):
         self.hf = hf
         self.replay: ExpertReplay | None = None
         """Sends tokens to the experts that each forward is given; None without router replay."""
+
+        self.balance: ExpertBalance | None = None
+        """Computes the balancing loss of the experts; None without one."""
 
         self.compute_dtype: torch.dtype | None = None
         """Dtype that parameters are cast to in a forward, after `compute_in`; None: they stay as they are."""
@@ -202,9 +206,14 @@ class Policy(nn.Module):
                 context_fn=contexts,
             )
 
-    def replay_experts(self) -> None:
-        """Makes every forward send tokens to the experts that it is given, not to those of the routers."""
-        self.replay = ExpertReplay(self.hf)
+    def replay_experts(self, *, weights: bool = False) -> None:
+        """Makes every forward send tokens to the experts that it is given, not to those of the routers; with
+        `weights`, weighed as it is told, not by the routers."""
+        self.replay = ExpertReplay(self.hf, weights=weights)
+
+    def balance_experts(self) -> None:
+        """Makes the forwards of a step give their shares of the balancing loss of its experts."""
+        self.balance = ExpertBalance(self.hf)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Computes the last hidden states; ids and positions are [batch, tokens]."""
@@ -281,20 +290,43 @@ class Policy(nn.Module):
         temperatures: Tensor,
         layout: Layout,
         routed_experts: Tensor | None = None,
+        expert_weights: Tensor | None = None,
+        trainable: Tensor | None = None,
     ) -> TokenOutput:
         """Computes logprob and entropy of every token of packed sequences; arguments are one row of tokens.
 
-        A token is predicted by the hidden state of the token before it, at its own temperature.
+        A token is predicted by the hidden state of the token before it, at its own temperature. `trainable`
+        tells the tokens that the balancing loss counts, if there is one.
         """
+        arguments = token_ids, positions, temperatures, layout, routed_experts, expert_weights
+        if self.balance is None or not self.balance.is_begun or trainable is None:
+            return self._predict_all(*arguments)
+        with self.balance.reading() as logits:
+            output = self._predict_all(*arguments)
+        share = self.balance.share(self._by_token(logits, layout), predicting(layout, trainable))
+        return output._replace(balance=share if layout.own is None else layout.own.total(share))
+
+    def _predict_all(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        temperatures: Tensor,
+        layout: Layout,
+        routed_experts: Tensor | None,
+        expert_weights: Tensor | None,
+    ) -> TokenOutput:
         ids, places = token_ids[layout.computed][None], positions[layout.computed][None]
         replaced = None
         if self.replay is None or routed_experts is None:
             hidden = self.hidden(ids, places, layout.plan).squeeze(0)
         else:
             recorded = routed_experts[layout.computed]
+            weights = None if expert_weights is None else expert_weights[layout.computed]
             rows = self.rows_of(layout.plan) if self.way == "rows" else None
-            recorded = recorded if rows is None else rows.spread_flat(recorded, fill=-1)
-            with self.replay.of(recorded) as replayed:
+            if rows is not None:
+                recorded = rows.spread_flat(recorded, fill=-1)
+                weights = None if weights is None else rows.spread_flat(weights, fill=math.nan)
+            with self.replay.of(recorded, weights) as replayed:
                 hidden = self.hidden(ids, places, layout.plan).squeeze(0)
             of_computed = replayed.share_replaced()
             of_computed = of_computed if rows is None else rows.gather(of_computed)
@@ -313,6 +345,35 @@ class Policy(nn.Module):
             of_all(output.entropy, uniform),
             None if output.replaced is None else of_all(output.replaced, 0.0),
         )
+
+    def _by_token(self, logits: dict[int, Tensor], layout: Layout) -> dict[int, Tensor]:
+        """Takes the rows of computed tokens out of what routers gave for rows with padding."""
+        if self.way != "rows":
+            return logits
+        rows = self.rows_of(layout.plan)
+        return {number: rows.gather(each) for number, each in logits.items()}
+
+    @torch.no_grad()
+    def count_experts(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        temperatures: Tensor,
+        layout: Layout,
+        routed_experts: Tensor | None,
+        expert_weights: Tensor | None,
+        trainable: Tensor,
+    ) -> Tensor:
+        """Counts how often each expert is chosen for tokens that predict a trainable one: by the record if it
+        is replayed, else by a forward."""
+        assert self.balance is not None
+        weights = predicting(layout, trainable)
+        if self.replay is not None and routed_experts is not None:
+            recorded = routed_experts[layout.computed]
+            return count_experts(recorded, weights, self.replay.shape.num_experts)
+        with self.balance.reading() as logits:
+            self(token_ids, positions, temperatures, layout, routed_experts, expert_weights)
+        return self.balance.count(self._by_token(logits, layout), weights)
 
 
 HiddenStates = Callable[[Tensor, Tensor, AttentionPlan], Tensor]

@@ -6,7 +6,8 @@
 Engine and trainer never compute bit by bit the same. Where two experts score almost alike, rounding is enough
 to change the choice, and the logprob of a token jumps. Replay takes only the choice from the record: the
 experts' weights are the trainer's own scores, renormalised where the model does that, so that gradients flow
-into the router as they do without replay.
+into the router as they do without replay. If the weights are recorded and replayed, too, they are constants,
+and the router's gradient is 0.
 
 Experts are [tokens, layers, top_k]; layers are those that have a router, in their order. A token whose
 experts are -1 (padding) goes where the router sends it.
@@ -15,7 +16,7 @@ experts are -1 (padding) goes where the router sends it.
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,8 @@ class RouterShape:
 
     top_k: int
     num_experts: int
+    has_weights: bool = False
+    """Whether the weights of experts are recorded, too."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -54,13 +57,21 @@ class RouterShape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one token's experts, over all layers."""
-        return self.num_layers * self.top_k * self.dtype.itemsize
+        """Bytes of one token's experts, over all layers: their numbers, then their weights as float32."""
+        return self.num_layers * self.top_k * (self.dtype.itemsize + (4 if self.has_weights else 0))
 
-    def pack(self, experts: bytes | bytearray) -> PackedArray:
-        """Packs the recorded bytes of consecutive tokens into one array."""
-        num_tokens = len(experts) // self.num_bytes
-        return PackedArray(bytes(experts), (num_tokens, self.num_layers, self.top_k), self.dtype.name)
+    def pack(self, recorded: bytes | bytearray) -> tuple[PackedArray, PackedArray | None]:
+        """Packs the recorded bytes of consecutive tokens into one array, and one of the weights."""
+        num_tokens = len(recorded) // self.num_bytes
+        shape = num_tokens, self.num_layers, self.top_k
+        if not self.has_weights:
+            return PackedArray(bytes(recorded), shape, self.dtype.name), None
+        rows = np.frombuffer(recorded, np.uint8).reshape(num_tokens, self.num_bytes)
+        chosen, weights = np.split(rows, [self.num_layers * self.top_k * self.dtype.itemsize], axis=1)
+        return (
+            PackedArray(chosen.tobytes(), shape, self.dtype.name),
+            PackedArray(weights.tobytes(), shape, "float32"),
+        )
 
 
 def routers_of(hf: nn.Module, key: str) -> list[Any]:
@@ -90,28 +101,38 @@ def router_shape(routers: list[Any]) -> RouterShape:
 
 
 class ExpertRecorder:
-    """Records the experts that the routers of a model chose in its last forward."""
+    """Records the experts that the routers of a model chose in its last forward, and their `weights` if they
+    are asked for."""
 
-    def __init__(self, hf: nn.Module) -> None:
+    def __init__(self, hf: nn.Module, *, weights: bool = False) -> None:
         routers = routers_of(hf, "inference.record_experts")
-        self.shape = router_shape(routers)
+        self.shape = replace(router_shape(routers), has_weights=weights)
         self._chosen: list[Tensor] = [torch.empty(0)] * len(routers)
+        self._weights: list[Tensor] = [torch.empty(0)] * len(routers)
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._keep, layer))
 
     def last(self) -> Tensor:
-        """Returns the experts of the last forward, [tokens, layers, top_k], as numbers of `shape.dtype`."""
-        return torch.stack(self._chosen, dim=1).to(getattr(torch, self.shape.dtype.name))
+        """Returns the experts of the last forward, [tokens, layers, top_k], as numbers of `shape.dtype`; with
+        weights, all bytes of each token, [tokens, num_bytes]."""
+        chosen = torch.stack(self._chosen, dim=1).to(getattr(torch, self.shape.dtype.name))
+        if not self.shape.has_weights:
+            return chosen
+        weights = torch.stack(self._weights, dim=1).float()
+        return torch.cat([each.flatten(1).view(torch.uint8) for each in (chosen, weights)], dim=1)
 
     def _keep(self, layer: int, router: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
-        self._chosen[layer] = output[2]
+        _, self._weights[layer], self._chosen[layer] = output
 
 
 class ReplayedExperts:
     """The recorded experts of one forward, and how many of them the routers would not have chosen."""
 
-    def __init__(self, recorded: Tensor, shape: RouterShape) -> None:
+    def __init__(self, recorded: Tensor, shape: RouterShape, weights: Tensor | None = None) -> None:
         self.recorded = recorded
+        self.weights = weights
+        """Recorded weights of the experts; None: the routers weigh them."""
+
         self._num_replaced = torch.zeros(len(recorded), device=recorded.device)
         self._num_experts = shape.num_layers * shape.top_k
 
@@ -123,25 +144,40 @@ class ReplayedExperts:
         self._num_replaced += (~is_own).sum(1)
         return chosen
 
+    def weigh(self, layer: int, own: Tensor) -> Tensor:
+        """Returns the recorded weights of each token's experts, or `own` where they are NaN or not replayed.
+
+        The graph always leads to `own`, whose gradient is 0 where the record replaces it: all processes of a
+        sharded model reduce the same gradients.
+        """
+        if self.weights is None:
+            return own
+        recorded = self.weights[:, layer].to(own.dtype)
+        return torch.where(recorded.isnan(), own, recorded)
+
     def share_replaced(self) -> Tensor:
         """Computes the share of replaced experts per token, over all layers."""
         return self._num_replaced / self._num_experts
 
 
 class ExpertReplay:
-    """Sends tokens to recorded experts instead of those that the routers of a model choose."""
+    """Sends tokens to recorded experts instead of those that the routers of a model choose; with `weights`,
+    they have the recorded weights, too."""
 
-    def __init__(self, hf: nn.Module) -> None:
+    def __init__(self, hf: nn.Module, *, weights: bool = False) -> None:
         routers = routers_of(hf, "trainer.enable_router_replay")
-        self.shape = router_shape(routers)
+        self.shape = replace(router_shape(routers), has_weights=weights)
         self._now: ReplayedExperts | None = None
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._replay, layer))
 
     @contextmanager
-    def of(self, recorded: Tensor) -> Iterator[ReplayedExperts]:
-        """Context manager: a forward inside sends its tokens to the `recorded` experts."""
-        before, self._now = self._now, ReplayedExperts(recorded, self.shape)
+    def of(self, recorded: Tensor, weights: Tensor | None = None) -> Iterator[ReplayedExperts]:
+        """Context manager: a forward inside sends its tokens to the `recorded` experts, by these weights."""
+        if self.shape.has_weights and weights is None:
+            raise ModelError("forward without weights of experts, though trainer.replay_expert_weights is on")
+        replayed = ReplayedExperts(recorded, self.shape, weights if self.shape.has_weights else None)
+        before, self._now = self._now, replayed
         try:
             yield self._now
         finally:
@@ -149,7 +185,8 @@ class ExpertReplay:
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Makes contexts for `torch.utils.checkpoint`: a repeated forward takes the same experts."""
-        return nullcontext(), nullcontext() if self._now is None else self.of(self._now.recorded)
+        now = self._now
+        return nullcontext(), nullcontext() if now is None else self.of(now.recorded, now.weights)
 
     def _replay(
         self, layer: int, router: Any, inputs: object, output: tuple[Tensor, ...]
@@ -161,4 +198,4 @@ class ExpertReplay:
         scores = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, chosen)
         if router.norm_topk_prob:
             scores = scores / scores.sum(dim=-1, keepdim=True)
-        return logits, scores.to(logits.dtype), chosen
+        return logits, self._now.weigh(layer, scores.to(logits.dtype)), chosen

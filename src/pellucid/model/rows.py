@@ -45,7 +45,7 @@ class PaddedRows:
         flat = values.flatten(0, 1) if values.shape[:2] == self._places.shape else values
         return flat.index_select(0, self._kept)
 
-    def spread_flat(self, values: Tensor, fill: int) -> Tensor:
+    def spread_flat(self, values: Tensor, fill: float) -> Tensor:
         """[tokens, …] -> [rows · columns, …], with `fill` at the places of padding."""
         spread = self.spread(values)
         shape = (*self._is_padding.shape, *(1,) * (spread.dim() - 2))

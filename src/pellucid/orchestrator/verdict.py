@@ -184,5 +184,6 @@ def _token_columns(turns: Sequence[Turn]) -> dict[str, Any]:
         "inference_logprobs": np.concatenate([turn.tokens.logprobs for turn in turns]),
         "policy_versions": PackedArray.of_runs(runs, np.int32),
         "routed_experts": join_experts([turn.tokens.routed_experts for turn in turns]),
+        "expert_weights": join_experts([turn.tokens.expert_weights for turn in turns]),
         **join_columns(turns),
     }

@@ -28,7 +28,7 @@ def train(run: Run) -> None:
 def accumulate(run: Run, batch: StepBatch, observer: StepObserver | None = None) -> StepObserver:
     """Adds the gradient of a step, or of a part of one, to the parameters; returns its observer."""
     observer = observer or run.observer(batch)
-    with run.timed("compute", batch.step):
+    with run.timed("compute", batch.step), run.balanced([batch]):
         for micro_batch in batch.micro_batches:
             output = run.forward(micro_batch)
             result = run.loss(micro_batch, output, batch.denominator)

@@ -467,6 +467,7 @@ def read_run(path: Path, serving: TrainerRunConfig) -> TrainerRunConfig:
             "model.name": everywhere(each.model.name),
             "model.lora": each.model.lora,
             "trainer.enable_router_replay": each.trainer.enable_router_replay,
+            "trainer.replay_expert_weights": each.trainer.replay_expert_weights,
         }
         for each in (config, serving)
     )

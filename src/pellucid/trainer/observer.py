@@ -80,9 +80,11 @@ class StepObserver:
         sampled, loss_mask = table["sampled"], table["loss_mask"]
         self._count(micro_batch, account, sampled, loss_mask)
         # In float64, so that it equals the sum of the exported losses even where they cancel out.
-        self._stats.add_loss(
-            result.record.token_loss.detach().sum(dtype=torch.float64) / self.batch.denominator
+        self._stats.add_total(
+            "loss", result.record.token_loss.detach().sum(dtype=torch.float64) / self.batch.denominator
         )
+        if output.balance is not None:
+            self._stats.add_total("router_balance_loss", output.balance.detach().double())
         (on_device,) = to_device([account], output.logprobs.device)
         observe_loss(self._stats, result.inputs, result.record, output.entropy, on_device)
         self.finite.add(micro_batch, result)
@@ -139,7 +141,8 @@ class StepObserver:
     def metrics(self) -> MetricSet:
         """Returns this rank's metrics: its share of the loss, statistics, and counts of packed tokens."""
         metrics = self._stats.metrics()
-        metrics.add("loss", Sum(self._stats.loss()))
+        for name, total in {"loss": 0.0, **self._stats.totals()}.items():
+            metrics.add(name, Sum(total))
         num_masked = sum(self._stats.count("is_masked"))
         num_trained = 0 if self.is_skipped else self._counts["loss_tokens"] - num_masked
         counts = {**self._counts, "trained_tokens": num_trained}
@@ -201,12 +204,13 @@ class LossStats:
         self.environments = environments
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
-        self._loss: Tensor | None = None
-        self._read: tuple[dict[str, Floats], dict[str, Floats], float] | None = None
-        """Sums, maxima and loss in host memory, once they are read."""
+        self._totals: dict[str, Tensor] = {}
+        self._read: tuple[dict[str, Floats], dict[str, Floats], dict[str, float]] | None = None
+        """Sums, maxima and totals in host memory, once they are read."""
 
-    def add_loss(self, loss: Tensor) -> None:
-        self._loss = loss if self._loss is None else self._loss + loss
+    def add_total(self, name: str, value: Tensor) -> None:
+        """Adds a micro batch's share of a number that the whole step has once."""
+        self._totals[name] = self._totals[name] + value if name in self._totals else value
 
     def add(self, name: str, values: Tensor, mask: Tensor, account: Tensor) -> None:
         num_accounts = len(self.environments)
@@ -221,22 +225,23 @@ class LossStats:
 
     def tensors(self) -> list[Tensor]:
         """Returns what `take` wants in host memory."""
-        return [*self._sums.values(), *self._maxima.values(), *([] if self._loss is None else [self._loss])]
+        return [*self._sums.values(), *self._maxima.values(), *self._totals.values()]
 
     def take(self, arrays: Sequence[Floats]) -> None:
         found = iter(arrays)
         sums, maxima = (
             dict(zip(each, islice(found, len(each)), strict=True)) for each in (self._sums, self._maxima)
         )
-        self._read = sums, maxima, float(next(found, 0.0))
+        totals = dict(zip(self._totals, map(float, found), strict=True))
+        self._read = sums, maxima, totals
 
-    def _numbers(self) -> tuple[dict[str, Floats], dict[str, Floats], float]:
+    def _numbers(self) -> tuple[dict[str, Floats], dict[str, Floats], dict[str, float]]:
         if self._read is None:
             self.take(read_together(self.tensors()))
         assert self._read is not None
         return self._read
 
-    def loss(self) -> float:
+    def totals(self) -> dict[str, float]:
         return self._numbers()[2]
 
     def count(self, name: str) -> list[int]:

@@ -183,9 +183,10 @@ class TrainedWeights:
         Returns the function that writes the copy into a folder, as a policy version for engines.
         """
         room.take()
-        if self.adapter is None or self.model.lora is None:
+        if (adapter := self.adapter) is None:
             return partial(write_version, room)
-        return partial(write_adapter, room, self.model.lora, self.model.name)
+        config, base = adapter.config, self.model.name
+        return partial(write_adapter, room, config, base, is_transposed=adapter.is_transposed)
 
     def write(self, folder: Path) -> None:
         """Writes a policy version, in the main process; if sharded, the others `offer`."""

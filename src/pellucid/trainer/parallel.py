@@ -221,6 +221,14 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Adds a tensor of each process up, in every process."""
+        if self.group is None:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
     def share(self, make: Callable[[], T]) -> T:
         """Calls `make` in the main process alone; every process returns its result, or raises its error."""
         if self.group is None:

@@ -2,11 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from pellucid.checkpoint import STATE, Progress, newest_intact, take_back
 from pellucid.checkpoint.state import read_state
 from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
-from pellucid.data.rules import check_experts, check_text
+from pellucid.data.rules import check_expert_weights, check_experts, check_text
 from pellucid.data.spans import SpanLog
 from pellucid.data.tensors import TokenTensors
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, working
@@ -53,6 +54,9 @@ from pellucid.trainer.step import (
 from pellucid.transport import Batch, is_stable, publish_folder
 from pellucid.transport.weights import WeightsCopy, weights_folder
 
+if TYPE_CHECKING:
+    from pellucid.transport.weights_offer import WeightsOffer  # a web server, which few runs need
+
 logger = logging.getLogger(__name__)
 
 _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
@@ -81,6 +85,8 @@ class Run:
 
     ranks: Ranks = field(default_factory=Ranks)
     stop: StopRequest = field(default_factory=StopRequest)
+    offer: "WeightsOffer | None" = None
+    """Listener from which servers read the weights; only in the main process."""
 
     def __post_init__(self) -> None:
         self.start = self._num_trained = self._num_saved = 0
@@ -94,7 +100,12 @@ class Run:
         self._skips: list[str] = []
         """Causes of the steps that were skipped in a row, up to the last one."""
         self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
-        self._publisher = WeightsPublisher(self.output_dir, keep=self.config.keep_weights, spans=self.spans)
+        self._publisher = WeightsPublisher(
+            self.output_dir,
+            keep=self.config.keep_weights,
+            spans=self.spans,
+            **({} if self.offer is None else {"is_read": self.offer.leases.holds}),
+        )
         # Runs that share a model reduce every micro batch: of one that is evicted, no gradient may be left.
         is_alone = self.config.join is None
         self._reduces_once = is_alone and self.ranks.reduces_once(self.config.model, self.trained.module)
@@ -204,7 +215,10 @@ class Run:
             raise DataError(f"the batch of step {step} is empty; an orchestrator never sends one")
         check_text(table.columns)
         if self.policy.replay is not None:
-            check_experts(table.columns, self.policy.replay.shape.experts)
+            shape = self.policy.replay.shape
+            check_experts(table.columns, shape.experts)
+            if shape.has_weights:
+                check_expert_weights(table.columns, shape.experts)
 
     def pack(self, step: int, table: TokenTable) -> StepBatch:
         with self.timed("pack", step):
@@ -242,10 +256,30 @@ class Run:
     def observer(self, batch: StepBatch) -> StepObserver:
         return StepObserver(batch, self.exporter)
 
+    @contextmanager
+    def balanced(self, batches: Sequence[StepBatch]) -> Iterator[None]:
+        """Context manager: forwards inside give their shares of the step's balancing loss, if it has one.
+
+        `batches` are what this process trains of the step. It first counts how busy each expert is in the
+        whole step, all ranks together; without router replay that takes a forward of each micro batch.
+        """
+        if (balance := self.policy.balance) is None or balance.is_begun:
+            yield
+            return
+        counts = torch.zeros((), device=self.policy.device)
+        for batch in batches:
+            for micro_batch in batch.micro_batches:
+                self.trained.activate()
+                counts = counts + self.policy.count_experts(*_arguments(micro_batch))
+        with balance.step(self.ranks.add_up(counts), batches[0].denominator):
+            yield
+
     def forward(self, micro_batch: LoadedMicroBatch) -> TokenOutput:
         if self._reduces_once and isinstance(self.policy, FSDPModule):
             self.policy.set_requires_gradient_sync(micro_batch.is_last)
-        return self.predict(micro_batch.tokens, micro_batch.layout)
+        self.trained.activate()
+        output: TokenOutput = self.policy(*_arguments(micro_batch))
+        return output
 
     def predict(self, tokens: TokenTensors, layout: Layout) -> TokenOutput:
         self.trained.activate()
@@ -255,13 +289,17 @@ class Run:
             tokens["temperatures"],
             layout,
             tokens.get("routed_experts"),
+            tokens.get("expert_weights"),
         )
         return output
 
     def loss(self, micro_batch: LoadedMicroBatch, output: TokenOutput, denominator: int) -> LossResult:
         inputs = LossInputs.of(micro_batch.tokens, output.logprobs)
         record = self.losses[micro_batch.packed.kind.training_mode](inputs).weighted(micro_batch.weights)
-        return LossResult(record.token_loss.sum() / denominator, inputs, record)
+        loss = record.token_loss.sum() / denominator
+        if output.balance is not None:
+            loss = loss + self.config.model.router_aux_loss_coef * output.balance
+        return LossResult(loss, inputs, record)
 
     def update(self, observer: StepObserver) -> Update:
         """Moves the weights by the gradient of a step, or skips it if its loss or gradient is not finite.
@@ -431,8 +469,17 @@ class Run:
         """Tells the launcher that the trainer finishes the current step before it stops."""
         say_finishing(f"step {self._num_trained}", self.step_s)
 
+    def finish_offering(self) -> None:
+        """Waits until nobody asks for weights any more: an evaluation of the last version may still begin."""
+        if self.offer is not None:
+            waiting = working("offering its last weights to whoever asks", silence_s=SINK_SILENCE_S)
+            with waiting, self.stop.interruptible():
+                self.offer.wait_until_quiet()
+
     def close(self) -> None:
         self._publisher.close()
+        if self.offer is not None:
+            self.offer.close()
         self._saver.close()
         if self.exporter is not None:
             with working("closing its token export", silence_s=DISK_SILENCE_S):
@@ -442,6 +489,14 @@ class Run:
                 self.spans.flush()
             for sink in self.sinks:
                 sink.close()
+
+
+def _arguments(micro_batch: LoadedMicroBatch) -> tuple[Any, ...]:
+    """Returns the arguments of a forward that is trained."""
+    tokens = micro_batch.tokens
+    experts = tokens.get("routed_experts"), tokens.get("expert_weights")
+    places, temperatures = tokens.positions, tokens["temperatures"]
+    return tokens["token_ids"], places, temperatures, micro_batch.layout, *experts, tokens["loss_mask"]
 
 
 def say_finishing(what: str, step_s: float) -> None:

@@ -115,8 +115,15 @@ def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:
     if not share_prompts:
         return packed_layout(lengths, loss_mask)
     groups = table["group_id"].tolist()
-    experts = table.get("routed_experts")
-    return shared_layout(lengths, table["token_ids"], groups, table.dense("temperatures"), loss_mask, experts)
+    return shared_layout(
+        lengths,
+        table["token_ids"],
+        groups,
+        table.dense("temperatures"),
+        loss_mask,
+        table.get("routed_experts"),
+        table.get("expert_weights"),
+    )
 
 
 def loss_weights(packed: PackedBatch, reduction: Reduction) -> NDArray[np.float32] | None:

@@ -81,12 +81,19 @@ def published_versions(run_dir: Path) -> list[int]:
     return stable_steps(run_dir / "weights")
 
 
-def publish_version(run_dir: Path, version: int, write: Callable[[Path], None], *, keep: int) -> None:
+def publish_version(
+    run_dir: Path,
+    version: int,
+    write: Callable[[Path], None],
+    *,
+    keep: int,
+    is_read: Callable[[int], bool] = lambda version: False,
+) -> None:
     """Makes what `write` puts into a folder visible as policy version `version`; deletes the oldest beyond
-    `keep`."""
+    `keep`, except those that somebody reads."""
     publish_folder(weights_folder(run_dir, version), write)
     for old in published_versions(run_dir):
-        if old <= version - keep:
+        if old <= version - keep and not is_read(old):
             retract_folder(weights_folder(run_dir, old))
 
 
@@ -374,9 +381,19 @@ def is_adapter(folder: Path) -> bool:
     return (folder / _ADAPTER_CONFIG).exists()
 
 
-def write_adapter(adapter: nn.Module | WeightsCopy, config: LoraConfig, base: str, folder: Path) -> None:
+def write_adapter(
+    adapter: nn.Module | WeightsCopy,
+    config: LoraConfig,
+    base: str,
+    folder: Path,
+    *,
+    is_transposed: bool = False,
+) -> None:
     """Writes an adapter in PEFT's format, with its digests. `base`: hub name or folder of the model that it
-    belongs to."""
+    belongs to.
+
+    `config` names its targets. `is_transposed` says that the adapted weights are [inputs, outputs].
+    """
     tensors: dict[str, str] = {}
     file = _write(adapter, folder / _ADAPTER_WEIGHTS, tensors)
     described = {
@@ -386,7 +403,8 @@ def write_adapter(adapter: nn.Module | WeightsCopy, config: LoraConfig, base: st
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": list(config.targets),
+        "target_modules": list(config.targets or ()),
+        "fan_in_fan_out": is_transposed,
         "bias": "none",
         "inference_mode": True,
     }
@@ -473,6 +491,8 @@ class _Update(NamedTuple):
 
     a: Tensor
     b: Tensor
+    is_transposed: bool = False
+    """Whether the weight is [inputs, outputs]."""
 
     @property
     def factors(self) -> dict[str, Tensor]:
@@ -481,14 +501,16 @@ class _Update(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.b.shape[0], self.a.shape[1]))
+        shape = self.b.shape[0], self.a.shape[1]
+        return torch.Size(reversed(shape) if self.is_transposed else shape)
 
     @property
     def rank(self) -> int:
         return self.a.shape[0]
 
     def whole(self) -> Tensor:
-        return self.scale * (self.b.float() @ self.a.float())
+        update = self.scale * (self.b.float() @ self.a.float())
+        return update.T if self.is_transposed else update
 
 
 def _read_updates(folder: Path) -> dict[str, _Update]:
@@ -497,13 +519,17 @@ def _read_updates(folder: Path) -> dict[str, _Update]:
         for name in (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS):
             _require_regular(folder / name)
         config = orjson.loads((folder / _ADAPTER_CONFIG).read_bytes())
-        scale = config["lora_alpha"] / config["r"]
+        scale, is_transposed = config["lora_alpha"] / config["r"], bool(config.get("fan_in_fan_out"))
         with safe_open(folder / _ADAPTER_WEIGHTS, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         paths = {name.rsplit(".lora_", 1)[0] for name in tensors}
         return {
             f"{path.removeprefix(_ADAPTER_PREFIX)}.weight": _Update(
-                scale, path, tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"]
+                scale,
+                path,
+                tensors[f"{path}.lora_A.weight"],
+                tensors[f"{path}.lora_B.weight"],
+                is_transposed,
             )
             for path in sorted(paths)
         }

@@ -156,7 +156,11 @@ class ReferenceModel:
             elif name.endswith(".lora_A.weight"):
                 adapted = name.removeprefix(PEFT_PREFIX).replace(".lora_A.", ".")
                 factor = parameters[name.replace(".lora_A.", ".lora_B.")]
-                weights[adapted] = self._fixed[adapted] + self._lora_scale * (factor @ value)
+                update = factor @ value
+                layer = self._hf.get_submodule(adapted.removesuffix(".weight"))
+                if type(layer).__name__ == "Conv1D":  # whose weight is [inputs, outputs]
+                    update = update.T
+                weights[adapted] = self._fixed[adapted] + self._lora_scale * update
         return weights
 
     def step(

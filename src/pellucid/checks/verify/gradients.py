@@ -218,8 +218,10 @@ def batches_of(
 
 def gradients(run: Run, table: TokenTable, **how: Any) -> Gradients:
     """The sum over all ranks, as the optimizer would see it; `how` as for `batches_of`."""
-    for batch in batches_of(run, table, **how):
-        accumulate(run, batch)
+    batches = batches_of(run, table, **how)
+    with run.balanced(batches):
+        for batch in batches:
+            accumulate(run, batch)
     return take_gradients(run)
 
 

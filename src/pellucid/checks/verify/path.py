@@ -72,6 +72,13 @@ def check_oracle(subject: Subject) -> Iterator[Finding]:
             "not have; it held the default one in its place",
         )
         config = updated(config, trainer={"loss": DppoLossConfig()})
+    if weight := config.trainer.model.router_aux_loss_coef:
+        yield Finding.not_held(
+            "oracle",
+            "the balancing loss of experts",
+            f"trainer.model.router_aux_loss_coef = {weight} adds a loss that the oracle does not have; it "
+            "held the steps without it",
+        )
     differences = Differences()
     lora_scale = 1.0 if lora is None else lora.alpha / lora.rank
     model = ReferenceModel(config.model.name, trained_weights(subject.run), lora_scale=lora_scale)
@@ -101,10 +108,11 @@ def check_training(
         seq_len=expected.seq_len,
         max_steps=NUM_STEPS + 1,
         trainer={
-            "model": {"seq_len": expected.seq_len},
+            "model": {"seq_len": expected.seq_len, "router_aux_loss_coef": 0.0},
             "micro_batch_max_tokens": None,
             "pad_to_multiple_of": 1,
             "enable_router_replay": False,
+            "replay_expert_weights": False,
             "optim": {
                 "max_norm": min(optim.max_norm, 0.7 * grad_norm),
                 "weight_decay": max(optim.weight_decay, 0.01),

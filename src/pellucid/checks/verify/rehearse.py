@@ -9,6 +9,7 @@ import json
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -75,6 +76,7 @@ def rehearse(config: VerifyConfig, memory_bytes: int = 80 * 10**9) -> tuple[list
                 tokens["temperatures"],
                 micro_batch.layout,
                 tokens.get("routed_experts"),
+                tokens.get("expert_weights"),
             )
         with rehearsal.phase("loss"):
             total = loss(LossInputs.of(tokens, output.logprobs)).token_loss.sum() / batch.denominator
@@ -120,6 +122,7 @@ def _table(config: VerifyConfig, policy: Policy) -> TokenTable:
                 reward=1.0,
                 advantage=1.0,
                 routed_experts=_experts(policy, 2 * length),
+                expert_weights=_expert_weights(policy, 2 * length),
             )
         )
     return TokenTable.from_samples(made)
@@ -134,6 +137,13 @@ def _experts(policy: Policy, num_tokens: int) -> PackedArray | None:
         np.arange(shape.top_k, dtype=shape.dtype), (num_tokens, shape.num_layers, shape.top_k)
     )
     return PackedArray(chosen.tobytes(), chosen.shape, shape.dtype.name)
+
+
+def _expert_weights(policy: Policy, num_tokens: int) -> NDArray[np.float32] | None:
+    """Weighs all experts of a token alike, if weights are replayed."""
+    if policy.replay is None or not (shape := policy.replay.shape).has_weights:
+        return None
+    return np.full((num_tokens, shape.num_layers, shape.top_k), 1 / shape.top_k, np.float32)
 
 
 def print_rehearsal(config: VerifyConfig, console: Console) -> int:

@@ -100,6 +100,7 @@ class Subject:
             reward=np.float32(advantage + 1),
             advantage=np.float32(advantage),
             routed_experts=join_experts([RecordedExperts.of(completion.routed_experts)]),
+            expert_weights=join_experts([RecordedExperts.of(completion.expert_weights)]),
         )
 
     def draw(
@@ -167,8 +168,13 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS
         served = load_policy(config.model, max_length=longest)
-        records_experts = config.trainer.enable_router_replay
-        engine = Engine(served, num_slots=8, max_length=longest, record_experts=records_experts)
+        engine = Engine(
+            served,
+            num_slots=8,
+            max_length=longest,
+            record_experts=config.trainer.enable_router_replay,
+            record_expert_weights=config.trainer.replay_expert_weights,
+        )
         subject = Subject(config, folder, run, engine, served, tokenizer, prompts, [])
         try:
             subject.samples = subject.sample()
