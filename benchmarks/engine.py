@@ -31,7 +31,13 @@ from pellucid.inference.slots import Request, run_to_end
 from pellucid.model import Policy, hf_forward
 
 SLOTS = 64
-CASES = [("tiny", 256, 128, 1), ("tiny", 64, 128, 1), ("135M", 64, 24, 1), ("hybrid", 128, 128, 8)]
+CASES = [
+    ("tiny", 256, 128, 1),
+    ("tiny", 64, 128, 1),
+    ("135M", 64, 24, 1),
+    ("hybrid", 64, 64, 8),
+    ("hybrid", 64, 64, 1),
+]
 """(model, requests, longest completion, requests with the same prompt)."""
 
 STEPS = [("tiny", 1, 150), ("tiny", 8, 150), ("tiny", 64, 120), ("135M", 8, 16)]
