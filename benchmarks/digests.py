@@ -13,20 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from benchmarks.shapes import make_llama_135m
 from pellucid.transport.digests import read_digests
 from pellucid.transport.weights import ServedWeights, WeightsCopy, digest_of, named_weights, write_version
-
-SMOLLM2_135M = LlamaConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    tie_word_embeddings=True,
-)
 
 
 def fastest_ms(work: Callable[[], object], rounds: int) -> float:
@@ -41,10 +32,11 @@ def fastest_ms(work: Callable[[], object], rounds: int) -> float:
 
 def measure(dtype: torch.dtype, rounds: int) -> tuple[float, float, float, float]:
     """Returns milliseconds: writing a version, its digests, loading it, digests of what is served."""
-    model = AutoModelForCausalLM.from_config(SMOLLM2_135M, dtype=dtype)
-    weights = named_weights(model)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        make_llama_135m(folder / "model")
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+        weights = named_weights(model)
         copy = WeightsCopy(model)
         copy.take()
         own = fastest_ms(lambda: [digest_of(each) for each in weights.values()], rounds)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 Facts = dict[str, NDArray[np.float64] | str]
 """Floating-point numbers as arrays, everything else as text."""
@@ -39,7 +39,7 @@ def facts_of(run: Path) -> Facts:
         run, "weights/**/*.safetensors", "model/*.safetensors", "checkpoints/**/*.safetensors"
     ):
         for name, tensor in load_file(path).items():
-            facts[f"tensor {path.relative_to(run)} {name}"] = tensor.astype(np.float64)
+            facts[f"tensor {path.relative_to(run)} {name}"] = tensor.double().numpy()
     for path in _files(run, "checkpoints/*/progress.json"):
         progress = {key: value for key, value in json.loads(path.read_bytes()).items() if key != "files"}
         facts[f"checkpoint {path.relative_to(run)}"] = _text(_without_packing(progress))

@@ -21,6 +21,7 @@ from pellucid.inference.server import Server
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.metrics import JsonlSink, Sink
 from pellucid.model import load_policy
+from pellucid.transport.weights_pull import WeightsPuller
 
 KEY = "the-key-of-these-tests"
 AUTHORIZED = {"authorization": f"Bearer {KEY}"}
@@ -39,6 +40,7 @@ class EngineServer:
         host: str = "127.0.0.1",
         tokenizer: Any = None,
         sink: Sink | None = None,
+        puller: WeightsPuller | None = None,
         **options: Any,
     ) -> None:
         self.failures: list[BaseException] = []
@@ -62,6 +64,7 @@ class EngineServer:
             run_dir=folder,
             host=host,
             key=KEY,
+            puller=puller,
         )
         self.app: ASGIApp = server.app()
         self.paths = {route.path for route in server.routes().routes}

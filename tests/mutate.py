@@ -11,7 +11,7 @@ have are asked: `rl` for six steps, `ledger` and `replay --weights` of that run,
     import        the package cannot be imported
     crash, hang   a command ends with a traceback, or `rl` in any other way than well; or not at all
     alarm         the run ends well, and an alarm rang
-    ledger, replay, verify    the first command that names a fault
+    ledger, replay, verify    the first command that names a fault; `rl` reads the ledger in the end, too
     rounding      none does, and the run is the same but for packing and what float32 rounds
     no effect     none does, and the run is the same
     survived      none does, and the run has other weights, tokens, rollouts, counts or checkpoints
@@ -67,7 +67,9 @@ ROUNDING, SURVIVED = "rounding", "survived"
 UNCOUNTED = (NOT_ASKED, NOT_REACHED, NO_EFFECT, ROUNDING)
 BROKEN = ("import", "crash", "hang")
 CHECKS = ("ledger", "replay", "verify")
-TIMEOUT_FACTOR, SHORTEST_TIMEOUT_S = 4.0, 30.0
+UNBALANCED = "tokens are unaccounted for"
+"""What `rl` says in the end where the ledger does not balance: the run is over, and named."""
+SHORTEST_TIMEOUT_S = 30.0
 SUITE_TIMEOUT_S = 1800.0
 STARTING = threading.Lock()
 """Held while a command is started: the first start makes the one warm Python."""
@@ -234,8 +236,8 @@ class Baseline:
     def reaches(self, mutant: Mutant) -> bool:
         return any(f"{mutant.file}:{line}" in self.lines for line in mutant.lines)
 
-    def timeout_s(self, command: str) -> float:
-        return max(SHORTEST_TIMEOUT_S, TIMEOUT_FACTOR * self.seconds[command])
+    def timeout_s(self, command: str, patience: float) -> float:
+        return max(SHORTEST_TIMEOUT_S, patience * self.seconds[command])
 
 
 def make_wide_model(dense: Path, folder: Path) -> None:
@@ -271,6 +273,9 @@ class Laboratory:
     third_party: tuple[str, ...]
     changing: bool = False
     """Whether a mutant that leaves the run the same is shown to no other command."""
+
+    patience: float = 4.0
+    """How many times as long as with the package as it is a command may take before it is said to hang."""
 
     def __post_init__(self) -> None:
         from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
@@ -359,12 +364,14 @@ class Laboratory:
         facts: Facts = {}
         seconds: dict[str, float] = {}
         for command, parts in scenario.commands(self.folder).items():
-            timeout_s = baseline.timeout_s(command) if baseline else 600.0
+            timeout_s = baseline.timeout_s(command, self.patience) if baseline else 600.0
             for arguments in parts:
                 answer = self._run(arguments, timeout_s, env or {})
                 seconds[command] = seconds.get(command, 0.0) + answer.seconds
-                if (verdict := _verdict(command, answer)) is not None:
+                if (verdict := verdict_of(command, answer)) is not None:
                     last = answer.output.strip().splitlines()[-12:]
+                    if (command, verdict) == ("rl", "ledger"):
+                        facts = facts_of(self.folder / "run")
                     return {"verdict": verdict, "command": command, "output": last}, facts, seconds
             if command == "rl":
                 facts = facts_of(self.folder / "run")
@@ -408,11 +415,13 @@ class Laboratory:
         }
 
 
-def _verdict(command: str, answer: Answer) -> str | None:
+def verdict_of(command: str, answer: Answer) -> str | None:
     if answer.code is None:
         return "hang"
     if answer.code == IMPORT_FAILED:
         return "import"
+    if answer.code != 0 and command == "rl" and UNBALANCED in answer.output:
+        return "ledger"
     if answer.code != 0:
         return command if command in CHECKS and "Traceback" not in answer.output else "crash"
     return None
@@ -561,7 +570,7 @@ def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
         examination = Examination(
             chosen.into,
             _digest(chosen.changing),
-            [Laboratory(folder, third_party, chosen.changing) for folder in folders],
+            [Laboratory(folder, third_party, chosen.changing, chosen.patience) for folder in folders],
         )
         if chosen.suite:
             survivors = [mutant for mutant in mutants if known.get(mutant.name) == SURVIVED]
@@ -572,7 +581,7 @@ def examine(mutants: Sequence[Mutant], chosen: argparse.Namespace) -> None:
         reached = [mutant for mutant in mutants if examination.scenario_of(mutant) is not None]
         unreached = {mutant.name for mutant in mutants} - {mutant.name for mutant in reached}
         examination.note_unreached([each for each in mutants if each.name in unreached - known.keys()])
-        sample = reached if chosen.sample is None else stratified(reached, chosen.sample, chosen.seed)
+        sample = stratified(reached, chosen.sample or len(reached), chosen.seed)
         untried = [each for each in sample if known.get(each.name, NOT_ASKED) in (NOT_ASKED, NOT_REACHED)]
         survivors = [mutant for mutant in reached if known.get(mutant.name) == SURVIVED]
         examination.examine(survivors if chosen.again else untried, chosen.quiet)
@@ -668,6 +677,9 @@ def main() -> None:
     parser.add_argument("--quiet", type=float, default=math.inf, help="stop after so many quiet ones")
     parser.add_argument("--changing", action="store_true", help="ask about those that change the run alone")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--patience", type=float, default=4.0, help="a command hangs after so many times its usual seconds"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="mutants that are tried at a time")
     parser.add_argument(
         "--again", action="store_true", help="try the survivors in --into again, and no others"

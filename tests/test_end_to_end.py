@@ -19,6 +19,7 @@ from pellucid.cli import main
 from pellucid.data.alarms import CHANCE, read_alarms
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.ledger import reconcile
+from pellucid.ledger.weights import read_weights_book
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_hybrid_model
 from pellucid.viewer.access import RunFolder
@@ -101,17 +102,22 @@ def test_an_engine_that_draws_from_its_likeliest_tokens_rings_wherever_one_looks
     assert f"alarm {line.removeprefix('ALARM ')}" in summary
     ledger = warm.run(["ledger", str(folder)])
     assert ledger.returncode == 0
-    _, *rung = ledger.stdout[ledger.stdout.index("balanced: every one of the") :].splitlines()
+    _, weights, *rung = ledger.stdout[ledger.stdout.index("balanced: every one of the") :].splitlines()
+    assert re.fullmatch(
+        r"weights: \d policy versions verified, every tensor as the server serves it", weights
+    )
     assert line in rung and all(each.startswith("ALARM ") for each in rung)
 
 
-def test_batches_over_zmq_train_as_well(tiny_model, tmp_path) -> None:
-    flags = ("--transport.type", "zmq", "--transport.compression", "zstd")
+def test_batches_and_weights_over_the_network_train_as_well(tiny_model, tmp_path) -> None:
+    flags = ("--transport.type", "zmq", "--transport.compression", "zstd", "--weights.transport", "http")
     result = warm.run(command(tiny_model, tmp_path / "demo", *flags))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "balanced: every one of the" in result.stdout
     steps = [metrics["step"] for metrics in read_metrics(tmp_path / "demo" / "metrics" / "trainer.jsonl")]
     assert steps == list(range(STEPS))
+    served = read_weights_book(tmp_path / "demo" / "ledger")
+    assert served is not None and served.num_versions == served.num_verified > 0
 
 
 def test_a_model_with_states_samples_and_trains_in_rows(tmp_path) -> None:

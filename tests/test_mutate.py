@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from effects import Facts, difference, facts_of
 from mutants import Mutant, all_mutants, mutants_of, rooms
-from mutate import read, report, stratified, wilson
+from mutate import Answer, read, report, stratified, verdict_of, wilson
 from mutated import record_lines
 
 PACKAGE = Path(__file__).parents[1] / "src" / "pellucid"
@@ -91,6 +93,23 @@ def lines_of(*verdicts: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "output", "verdict"),
+    [
+        ("rl", 0, "", None),
+        ("rl", 1, "error: 64 tokens are unaccounted for; see `pellucid ledger run`", "ledger"),
+        ("rl", 1, "error: the trainer is gone", "crash"),
+        ("verify", 1, "oracle: the first stage that differs: loss", "verify"),
+        ("verify", 1, "Traceback (most recent call last):", "crash"),
+        ("rl", None, "", "hang"),
+    ],
+)
+def test_a_fault_that_a_command_names_is_no_crash(
+    command: str, code: int | None, output: str, verdict: str | None
+) -> None:
+    assert verdict_of(command, Answer(code, output, 1.0)) == verdict
+
+
 def test_rates_are_about_mutants_that_have_an_effect_or_that_a_command_names() -> None:
     printed = report(lines_of(*VERDICTS)).splitlines()
     assert "5 mutants tried: 1 without an effect, 1 by rounding alone" in printed
@@ -158,6 +177,14 @@ def a_run(
     (folder / "weights" / "step_1").mkdir(parents=True, exist_ok=True)
     save_file({"w": np.full(4, weight, np.float32)}, folder / "weights" / "step_1" / "model.safetensors")
     return facts_of(folder)
+
+
+def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model" / "model.safetensors"
+    path.parent.mkdir()
+    save_torch_file({"w": torch.full((2,), 1.5, dtype=torch.bfloat16)}, path)
+    tensor = facts_of(tmp_path)["tensor model/model.safetensors w"]
+    assert isinstance(tensor, np.ndarray) and tensor.tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize(

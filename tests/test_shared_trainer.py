@@ -23,7 +23,7 @@ def test_a_run_joins_a_trainer_and_ends_like_any_other(tiny_model, tmp_path) -> 
         ]
     )
     try:
-        flags = (*lora, "--trainer.join", str(shared), "--max-async-level", "0")
+        flags = (*lora, "--trainer.join", str(shared), "--max-async-level", "0", "--export")
         result = warm.run(command(tiny_model, tmp_path / "joined", *flags))
         assert result.returncode == 0, result.stdout + result.stderr
         assert "balanced: every one of the" in result.stdout
@@ -37,5 +37,6 @@ def test_a_run_joins_a_trainer_and_ends_like_any_other(tiny_model, tmp_path) -> 
     # On-policy: what the engine adds to its weights is what the trainer computes beside them.
     allowed = mismatch_kl_bound(logprob_bound(tiny_model, 256))
     assert all(record["mismatch_kl/all/mean"] <= allowed for record in metrics)
+    assert warm.run(["replay", str(tmp_path / "joined")]).returncode == 0
     config = json.loads((tmp_path / "joined" / "model" / "adapter_config.json").read_text())
     assert (config["r"], config["peft_type"]) == (4, "LORA")

@@ -81,6 +81,11 @@ def server_key(run_dir: Path, key_file: Path | None) -> str:
     return read_key(path, "the key of the run")
 
 
+def weights_key(key: str) -> str:
+    """Derives the key that reads a run's weights from the run's key, which it does not give away."""
+    return hmac.new(key.encode(), b"pellucid: read weights", "sha256").hexdigest()
+
+
 def _make_key(path: Path) -> None:
     """Makes the file whole and protected, or leaves the one that another process has just made."""
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")

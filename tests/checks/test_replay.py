@@ -524,9 +524,10 @@ def test_exported_versions_fit_the_step_and_what_was_logged(trained, tmp_path, c
     assert "recorded 1, recomputed 0" in report["findings"][0]["meaning"]
 
 
-def test_the_ledger_is_held_to_the_exported_masks(trained, tmp_path, capsys) -> None:
-    run = shutil.copytree(trained, tmp_path / "run")
+def books_of(run: Path) -> list[dict[str, Any]]:
+    """The entries of a trainer's ledger that fit the exported masks and logged counts of two steps."""
     books: list[dict[str, Any]] = []
+    logged = [json.loads(line) for line in (run / "metrics" / "trainer.jsonl").read_text().splitlines()]
     for step in range(2):
         counts: dict[tuple[str, str], Counter[str]] = {}
         for line in (run / "token_exports" / f"step_{step}" / "rank_0.jsonl").read_text().splitlines():
@@ -534,14 +535,27 @@ def test_the_ledger_is_held_to_the_exported_masks(trained, tmp_path, capsys) -> 
             own = counts.setdefault((record["run_id"], record["env_name"]), Counter())
             masks = zip(record["loss_mask"], record["is_masked"], strict=True)
             own.update("masked" if masked else "trained" for trains, masked in masks if trains)
+        num_tokens, num_computed = (int(logged[step][name]) for name in ("tokens", "computed_tokens"))
+        beside = {"computed": num_computed, "saved": num_tokens - num_computed}
+        counts["run", ""] = Counter(beside, padding=int(logged[step]["padding_tokens"]))
         books += [
             {"stage": "trainer", "step": step, "run": name, "env": env, "counts": dict(own)}
             for (name, env), own in counts.items()
         ]
+    return books
+
+
+def write_books(run: Path, entries: list[dict[str, Any]]) -> None:
+    (run / "ledger").mkdir(exist_ok=True)
+    (run / "ledger" / "trainer.jsonl").write_text("".join(json.dumps(each) + "\n" for each in entries))
+
+
+def test_the_ledger_is_held_to_the_exported_masks(trained, tmp_path, capsys) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    *books, beside = books_of(run)
 
     def book(entries: list[dict[str, Any]]) -> None:
-        (run / "ledger").mkdir(exist_ok=True)
-        (run / "ledger" / "trainer.jsonl").write_text("".join(json.dumps(each) + "\n" for each in entries))
+        write_books(run, [*entries, beside])
 
     book(books)
     code, report = replay(capsys, run)
@@ -553,6 +567,26 @@ def test_the_ledger_is_held_to_the_exported_masks(trained, tmp_path, capsys) -> 
     assert "step 1, " in by_check(report)["ledger trained"]["meaning"]
     book([{**each, "step": 1} for each in books])  # as a resume may leave it: summed up
     assert "ledger trained" not in by_check(replay(capsys, run)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("trained_tokens", "logged counts of tokens"), ("total/tokens", "running totals")]
+)
+def test_logged_counts_are_held_to_the_ledger(trained, tmp_path, capsys, name, what) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    save_rollouts(run, [])
+    write_books(run, books_of(run))
+    path = run / "metrics" / "trainer.jsonl"
+    logged = [json.loads(line) for line in path.read_text().splitlines()]
+    code, report = replay(capsys, run)
+    found = [each["what"] for each in report["findings"] if each["check"] == "ledger"]
+    assert code == 0 and any(each.startswith(what) for each in found)
+    logged[1][name] += 1
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in logged))
+    code, report = replay(capsys, run)
+    assert (code, report["first_difference"]) == (1, "ledger")
+    failed = [each for each in report["findings"] if not each["passed"]]
+    assert failed[0]["what"].startswith(what) and f"step 1, {name.removeprefix('total/')}" in str(failed)
 
 
 def test_the_first_line_names_the_first_stage_that_differs(trained, tmp_path, capsys) -> None:

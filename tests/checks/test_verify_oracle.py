@@ -14,6 +14,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from pellucid import checkpoint
 from pellucid.checks.finding import STAGES, Differences
 from pellucid.checks.oracle.training import ReferenceModel, ReferenceSequence, ReferenceStep
 from pellucid.checks.verify import agreement, path, scenario, subject
@@ -27,12 +28,14 @@ from pellucid.inference import engine
 from pellucid.ledger import Flow, Journal, State
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
+from pellucid.model.adapter import Adapter
 from pellucid.model.policy import Policy
 from pellucid.orchestrator import advantage, chat, records, scheduler, session, verdict
-from pellucid.trainer import observer, optimizer, run
+from pellucid.trainer import observer, optimizer, run, saver
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.run import Run
 from pellucid.trainer.step import LossResult
+from pellucid.transport import weights
 
 pytestmark = pytest.mark.slow
 
@@ -168,6 +171,19 @@ def test_other_settings_agree(opened: subject.Subject, settings: dict[str, Any])
     assert ["pellucid.loss:sft_loss" in finding.meaning for finding in findings if not finding.is_held] == (
         [True] if is_custom else []
     )
+
+
+def test_an_adapter_that_does_not_start_from_the_seed(opened: subject.Subject, monkeypatch: Patch) -> None:
+    original = Adapter.reset
+    monkeypatch.setattr(Adapter, "reset", lambda self, seed: original(self, seed + 1))
+    settings = {
+        "model": {"name": opened.config.model.name, "lora": {"rank": 4}},
+        "trainer": {"threads": 1},
+        "orchestrator": {"env": [{"id": "reverse-text"}]},
+    }
+    with subject.opened(VerifyConfig.model_validate(settings)) as other:
+        failed = [finding for finding in path.check_oracle(other) if not finding.passed]
+    assert failed[0].meaning.startswith("the first stage that differs: start, base_model.")
 
 
 def test_a_model_with_experts_agrees(tiny_moe: Path) -> None:
@@ -336,6 +352,13 @@ def stale_publication(patch: Patch) -> None:
         return write
 
     patch.setattr(optimizer.TrainedWeights, "take", first_only)
+
+
+def buffers_published(patch: Patch) -> None:
+    """Files of weights have what a model computes anew whenever it is loaded, too."""
+    patch.setattr(
+        weights, "named_weights", lambda model: dict([*model.named_parameters(), *model.named_buffers()])
+    )
 
 
 def rendered_again(patch: Patch) -> None:
@@ -517,6 +540,50 @@ def prompts_counted_wrong(patch: Patch) -> None:
     patch.setattr(records, "rollout_record", miscounted)
 
 
+def one_seed_for_all(patch: Patch) -> None:
+    patch.setattr(session, "stable_seed", lambda *parts: 7)
+
+
+def turns_go_on_from_the_one_before(patch: Patch) -> None:
+    """As a conversation is saved, no turn goes back to an earlier one."""
+    original = records.rollout_record
+
+    def straightened(*arguments: Any) -> dict[str, Any]:
+        record = original(*arguments)
+        for turn in record["trajectory"]:
+            turn.pop("after", None)
+        return record
+
+    patch.setattr(records, "rollout_record", straightened)
+
+
+def roles_shifted(patch: Patch) -> None:
+    patch.setattr(chat.ChatTemplate, "_stop", lambda *arguments: 1)
+
+
+def names_of_the_first_start(patch: Patch) -> None:
+    """A resumed run names its groups as the one before it did."""
+    original = scheduler.Scheduler.restore
+
+    def restore(self: Any, state: Any) -> None:
+        original(self, state)
+        self._generation = 0
+
+    patch.setattr(scheduler.Scheduler, "restore", restore)
+
+
+def groups_paid_for_twice(patch: Patch) -> None:
+    """What a group costs its environment is more than all of them are credited for it."""
+    original = scheduler.Scheduler.state
+
+    def state(self: Any) -> Any:
+        found = original(self)
+        paid = {env: credit - found.positions[env] for env, credit in found.credits.items()}
+        return structs.replace(found, credits=paid)
+
+    patch.setattr(scheduler.Scheduler, "state", state)
+
+
 def samples_mixed_up(patch: Patch) -> None:
     original = TokenExporter.add
 
@@ -549,14 +616,62 @@ def checkpoint_of_step_0(patch: Patch) -> None:
     )
 
 
+def checkpoints_pile_up(patch: Patch) -> None:
+    patch.setattr(checkpoint, "retract_folder", lambda folder: None)
+
+
+def batches_released_too_early(patch: Patch) -> None:
+    """The batches after the oldest checkpoint are gone, so that nobody can go back to it."""
+    patch.setattr(saver, "publish_checkpoint", release_all(saver.publish_checkpoint))
+
+
+def release_all(publish: Callable[..., int]) -> Callable[..., int]:
+    return lambda run_dir, progress, *rest, **keywords: (
+        publish(run_dir, progress, *rest, **keywords) and progress.step
+    )
+
+
+def totals_lost(patch: Patch) -> None:
+    """Running totals start again with a resume."""
+    original = Run.restore
+
+    def restore(self: Any) -> None:
+        original(self)
+        self._totals.clear()
+
+    patch.setattr(Run, "restore", restore)
+
+
+def exports_of_before_lost(patch: Patch) -> None:
+    """A resume deletes the steps that are trained already."""
+    original = TokenExporter.forget_from
+
+    def forget_all(self: Any, step: int, *arguments: Any) -> None:
+        original(self, 0, *arguments)
+
+    patch.setattr(TokenExporter, "forget_from", forget_all)
+
+
+def nothing_logged_as_trained(patch: Patch) -> None:
+    original = observer.StepObserver.metrics
+
+    def metrics(self: Any) -> Any:
+        self._counts["loss_tokens"] = 0
+        return original(self)
+
+    patch.setattr(observer.StepObserver, "metrics", metrics)
+
+
 @pytest.mark.parametrize(
     ("plant", "stage"),
     [
         (rendered_again, "prompts"),
         (reasoning_dropped, "prompts"),
+        (one_seed_for_all, "prompts"),
         (examples_lost, "examples"),
         (end_of_turn_untrained, "samples"),
         (tools_for_free, "samples"),
+        (roles_shifted, "samples"),
         (half_centred, "advantages"),
         (failed_members_counted, "advantages"),
         (never_stale, "staleness"),
@@ -564,6 +679,9 @@ def checkpoint_of_step_0(patch: Patch) -> None:
         (half_a_batch, "batches"),
         (group_lost, "batches"),
         (prompts_counted_wrong, "saved rollouts"),
+        (turns_go_on_from_the_one_before, "saved rollouts"),
+        (names_of_the_first_start, "snapshots"),
+        (groups_paid_for_twice, "snapshots"),
         (failed_booked_as_stale, "books of batches"),
         (levels_of_another_step, "metrics of batches"),
     ],
@@ -587,12 +705,14 @@ def test_a_fault_of_the_orchestrator_is_named_by_its_stage(
         (wrong_sign, "token losses"),
         (entropy_of_all_tokens, "metrics of steps"),
         (masked_booked_as_trained, "books of steps"),
+        (nothing_logged_as_trained, "books of steps"),
         (twice_the_loss, "gradient"),
         (never_cleared, "gradient"),
         (frozen_layer, "gradient"),
         (tenfold_rate, "update"),
         (no_clipping, "update"),
         (stale_publication, "published"),
+        (buffers_published, "published"),
     ],
 )
 def test_a_fault_of_the_trainer_is_named_by_its_stage(
@@ -610,6 +730,10 @@ def test_a_fault_of_the_trainer_is_named_by_its_stage(
         (last_checkpoint_missing, "checkpoint"),
         (checkpoint_without_ledger, "checkpoint"),
         (checkpoint_of_step_0, "checkpoint"),
+        (checkpoints_pile_up, "checkpoint"),
+        (batches_released_too_early, "checkpoint"),
+        (totals_lost, "books of steps"),
+        (exports_of_before_lost, "exported fields"),
         (moments_lost, "update"),
         (teacher_forgotten, "token losses"),
         (halved_sft_loss, "token losses"),

@@ -436,6 +436,18 @@ def test_runs_that_share_a_trainer_need_adapters():
     ]
 
 
+def test_weights_over_http_are_for_a_trainer_of_one_run() -> None:
+    over_http = ["--weights.transport", "http"]
+    shared = [*NAMED, "--model.lora", "--trainer.many-runs"]
+    assert problems(TrainerRunConfig, *shared, *over_http) == [
+        'trainer.many_runs with weights.transport = "http": a trainer of many runs publishes to their '
+        "folders only; leave one out"
+    ]
+    (problem,) = problems(TrainerRunConfig, *NAMED, "--weights.port", "5558")
+    assert problem.endswith('"filesystem"; leave them out or set the transport')
+    assert parse(TrainerRunConfig, [*NAMED, *over_http], prog="p").config.weights.url == "http://127.0.0.1:0"
+
+
 @pytest.mark.parametrize(
     "flags", [["--trainer.micro-batch-max-tokens", "64"], ["--trainer.experimental.token-export"]]
 )

@@ -139,6 +139,15 @@ def test_a_cache_that_gives_other_values_is_not_used() -> None:
     assert isinstance(method, Method) and not method.keeps_cache and method.is_batched
 
 
+def test_in_bfloat16_a_method_is_tried_in_float32_and_in_bfloat16() -> None:
+    """Some families mix both dtypes by themselves, which torch refuses."""
+    policy = rows_policy("qwen3_next")
+    assert choose_method(policy.bfloat16()).joins
+    assert {weight.dtype for weight in policy.parameters()} == {torch.bfloat16}
+    with pytest.raises(ModelError, match='Mamba.* cannot sample .* try model.dtype = "float32"'):
+        choose_method(rows_policy("mamba").bfloat16())
+
+
 def test_a_model_that_is_not_causal_is_refused() -> None:
     with pytest.raises(ModelError, match="CpmAntForCausalLM predicts a token differently once others follow"):
         choose_method(rows_policy("cpmant"))

@@ -476,6 +476,37 @@ def test_a_server_with_other_weights_than_were_published_ends_the_run(tmp_path) 
     asyncio.run(main())
 
 
+def test_servers_read_a_version_before_they_are_told_to_serve_it(tmp_path) -> None:
+    """One that takes much longer than the others is not waited for, and one that fails is no obstacle."""
+
+    class Reader(Server):
+        may_end: asyncio.Event | None = None
+
+        async def fetch_weights(self, version: int) -> None:
+            assert self.policy_version == version - 1
+            if self.may_end is not None:
+                await self.may_end.wait()
+            await super().fetch_weights(version)
+
+    class Broken(Server):
+        async def fetch_weights(self, version: int) -> None:
+            raise InferenceError("no room on the disk")
+
+    async def main() -> None:
+        quick, slow, broken = Reader(), Reader(), Broken()
+        pool = await ready(quick, slow, broken)
+        await pool.update_weights(1, Path("w1"))
+        while slow.policy_version != 1:
+            await asyncio.sleep(0)
+        slow.may_end = asyncio.Event()
+        await pool.update_weights(2, Path("w2"))
+        assert (quick.fetched, slow.fetched) == ([1, 2], [1])
+        assert versions(await ask(pool, "g0-r0")) == {2}
+        await pool.close()
+
+    asyncio.run(main())
+
+
 def test_a_server_that_comes_back_is_verified_again(tmp_path) -> None:
     async def main() -> None:
         server = Server()
@@ -498,16 +529,16 @@ def test_a_server_that_comes_back_is_verified_again(tmp_path) -> None:
 def test_a_version_that_was_published_anew_is_compared_with_its_new_digests(tmp_path) -> None:
     """As after a resume of the trainer, while a server loads what it finds: whoever serves tries again."""
 
-    async def main() -> None:
-        server = Server()
-        pool = await ready(server)
+    class Late(Server):
+        async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
+            publish(folder, a="F32-1a")
+            await super().update_weights(version, folder, run)
 
+    async def main() -> None:
+        pool = await ready(Late())
         folder = publish(tmp_path / "w1", a="F32-0a")
-        updating = asyncio.create_task(pool.update_weights(1, folder))
-        await asyncio.sleep(0)  # the pool has read the digests
-        publish(folder, a="F32-1a")
         with pytest.raises(InferenceError, match="policy version 1 was published anew meanwhile"):
-            await updating
+            await pool.update_weights(1, folder)
         await pool.update_weights(1, folder)
         assert versions(await ask(pool, "g0-r0")) == {1}
         await pool.close()

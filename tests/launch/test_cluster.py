@@ -98,6 +98,36 @@ def test_slurm_starts_every_part_where_it_belongs(tmp_path) -> None:
     ]
 
 
+def test_weights_are_offered_by_the_first_machine_and_read_by_the_others(tmp_path) -> None:
+    over_http = {"transport": "http", "port": 5558}
+    _, script = write_files(config(tmp_path / "files", "slurm", weights=over_http))
+    code, calls = submit(script, tmp_path / "bin")
+    assert code == 0
+    flags = {
+        call.split()[0] + call.split()[2]: call.partition("--weights.host ")[2].split()[0] for call in calls
+    }
+    assert flags == {
+        **{f"i{n}inference": "t0" for n in range(3)},
+        "t0orchestrator": "t0",
+        **{f"t{n}--nnodes": "0.0.0.0" for n in range(2)},
+    }
+    _, path = write_files(config(tmp_path / "pods", "kubernetes", weights=over_http))
+    specs = {
+        name: each["spec"] for (kind, name), each in objects(path).items() if kind in ("StatefulSet", "Job")
+    }
+    hosts = {
+        name: spec["template"]["spec"]["containers"][0]["command"][2]
+        .partition("--weights.host ")[2]
+        .split()[0]
+        for name, spec in specs.items()
+    }
+    assert hosts == {
+        "demo-inference": "demo-trainer-0.demo-trainer",
+        "demo-orchestrator": "demo-trainer-0.demo-trainer",
+        "demo-trainer": "0.0.0.0",
+    }
+
+
 def test_a_part_that_fails_ends_the_job_and_the_servers(tmp_path) -> None:
     _, script = write_files(config(tmp_path / "files", "slurm"))
     code, _ = submit(script, tmp_path / "bin", FAILS="t1")
@@ -169,6 +199,7 @@ def test_what_is_written_is_the_run(tmp_path) -> None:
     [
         ({"trainer": {"model": {"cp": 3}}}, "trainer.model.cp = 3 does not divide the 16 process"),
         ({"inference": {"servers": ["http://a:1"]}}, "inference.servers is for servers that you start"),
+        ({"weights": {"transport": "http"}}, 'weights.port = 0 with weights.transport = "http"'),
         ({"transport": {"type": "zmq"}}, 'transport.type = "zmq" needs the address of a machine'),
         ({"run_id": "9 lives"}, "run_id = '9 lives' cannot name Kubernetes objects"),
     ],

@@ -128,6 +128,8 @@ ZMQ = ["--transport.type", "zmq", "--transport.port", "5555"]
         ),
         ("orchestrator", SAMPLING, 2, "inference.port = 0 does not say where the server is"),
         ("trainer", ["--transport.type", "zmq"], 2, "transport.port = 0 does not say where the trainer is"),
+        ("trainer", ["--weights.transport", "http"], 2, 'weights.port = 0 with weights.transport = "http"'),
+        ("trainer", ["--weights.key-file", "none"], 2, "weights.key_file: none cannot be read"),
         ("trainer", [*ZMQ, "--transport.keys", "none"], 2, "transport.keys: none/trainer.secret holds no"),
         ("rl", [*SAMPLING, "--transport", '{"type": "zmq", "keys": "none"}'], 2, "none/orchestrator.secret"),
         ("rl", [*SAMPLING, "--output-dir", "rows.jsonl"], 2, "output_dir = rows.jsonl is not a folder"),

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +81,24 @@ def test_what_is_held_is_noted_once() -> None:
     assert noted == [entry(Stage.ORCHESTRATOR, 3, held=8, link=LINK)]
     assert held_again(noted, held, 3) == []
     assert held_again(noted, Counter(), 4) == [entry(Stage.ORCHESTRATOR, 4, held=-8, link=LINK)]
+
+
+@pytest.mark.parametrize(
+    ("held", "end", "tokens"),
+    [
+        ([3], [], []),  # they wait for a batch
+        ([3], [closed(Stage.ORCHESTRATOR)], [3]),
+        ([3, -3], [closed(Stage.ORCHESTRATOR)], []),
+        ([-3], [], [-3]),  # they were never noted as held
+    ],
+)
+def test_what_was_held_over_a_resume_is_settled_once(
+    held: list[int], end: list[LedgerEntry], tokens: list[int]
+) -> None:
+    entries = [entry(Stage.ORCHESTRATOR, 0, held=number, link=LINK) for number in held]
+    report = reconcile_journals([[opened(Stage.ORCHESTRATOR, "client"), *entries, *end]])
+    found = [each.tokens for each in report.differences if each.where == "orchestrator, held over a resume"]
+    assert found == tokens
 
 
 # Links: 20 tokens were sampled, 14 delivered, 2 given up; 11 arrived, 3 of them held by the next process.

@@ -56,6 +56,8 @@ def test_the_last_word_on_a_version_and_a_server_counts(tmp_path) -> None:
     assert read_weights_book(tmp_path).line() == (
         "weights: 2 policy versions verified, every tensor as the server serves it"
     )
+    book.enter(3, "s\x1b[31m", PUBLISHED, None)
+    assert read_weights_book(tmp_path).line().endswith("the last that is not: 3 on s\\x1b[31m")
     with (tmp_path / WEIGHTS_BOOK).open("ab") as file:
-        file.write(b'{"version":3,"ser')
-    assert read_weights_book(tmp_path).num_versions == 2
+        file.write(b'{"version":4,"ser')
+    assert read_weights_book(tmp_path).num_versions == 3

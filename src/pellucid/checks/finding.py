@@ -14,7 +14,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pellucid.ledger import Flow, State
+
 EPS = float(np.finfo(np.float32).eps)
+
+COUNTS: Mapping[str, tuple[State | Flow, ...]] = {
+    "trained_tokens": (State.TRAINED,),
+    "padding_tokens": (Flow.PADDING,),
+    "computed_tokens": (Flow.COMPUTED,),
+    "tokens": (Flow.COMPUTED, Flow.SAVED),
+}
+"""The entries of the trainer's ledger that a logged count of a step is the sum of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,7 @@ def findings_table(findings: Sequence[Finding]) -> RenderableType:
 
 
 STAGES: Mapping[str, str] = {
-    "prompts": "chat template → token ids of a prompt",
+    "prompts": "chat template → token ids of a prompt; temperature, limits and seeds of requests",
     "examples": "stream of examples → groups: each is attempted, also those of a run that was stopped",
     "samples": "turns → token ids, trainable and sampled tokens, logprobs, versions of a sample",
     "rewards": "score → reward of its own sample",
@@ -74,6 +84,8 @@ STAGES: Mapping[str, str] = {
     "saved rollouts": "turns, rewards and outcomes → rollouts/step_N",
     "books of batches": "tokens of rollouts → outcomes in the orchestrator's ledger",
     "metrics of batches": "batches → rewards and off-policy levels that are logged",
+    "snapshots": "groups and batches → what a resumed orchestrator goes on from",
+    "start": "model and seed → the weights that training starts from",
     "truncation": "samples → sequences of at most seq_len tokens",
     "off-policy levels": "versions of sampled tokens → export",
     "exported fields": "samples → the fields of the export that the trainer does not compute",
@@ -85,13 +97,14 @@ STAGES: Mapping[str, str] = {
     "token losses": "the loss of each token, weighted",
     "loss": "token losses → the loss of the step",
     "metrics of steps": "tokens → loss, entropy and mismatch KL that are logged",
-    "books of steps": "tokens → states in the trainer's ledger",
+    "books of steps": "tokens → states in the trainer's ledger, and the counts that are logged",
     "gradient": "loss → gradient",
     "norm": "gradient → its norm",
     "learning rate": "step → learning rate",
     "update": "gradient → clipping → AdamW → weights",
     "published": "weights → weights/step_N",
-    "checkpoint": "checkpoints: when they are due, their weights and ledger, the trainer that goes on",
+    "checkpoint": "checkpoints: when they are due, how many are kept, their weights and ledger, the trainer "
+    "that goes on",
     "model": "weights → model/, the result of a run",
 }
 """Stages in the order in which a token meets them."""

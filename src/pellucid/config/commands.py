@@ -18,6 +18,7 @@ from pellucid.config.shared import (
     ModelConfig,
     MonitorsConfig,
     TransportConfig,
+    WeightsConfig,
     base_url,
 )
 from pellucid.config.trainer import DataConfig, DppoLossConfig, TrainerConfig
@@ -114,6 +115,9 @@ class TrainerRunConfig(RunConfig):
     transport: TransportConfig = FilesystemTransportConfig()
     """How batches arrive."""
 
+    weights: WeightsConfig = WeightsConfig()
+    """How weights leave."""
+
     @model_validator(mode="before")
     @classmethod
     def _fill_export(cls, data: Any) -> Any:
@@ -132,6 +136,11 @@ class TrainerRunConfig(RunConfig):
         shares = [key for key in ("many_runs", "join") if getattr(self.trainer, key) is not None]
         if shares and self.model.lora is None:
             yield f"trainer.{shares[0]} needs [model.lora]: runs that share a model have an adapter each"
+        if shares and self.weights.transport == "http":
+            yield (
+                f'trainer.{shares[0]} with weights.transport = "http": a trainer of many runs publishes to '
+                "their folders only; leave one out"
+            )
         if shares and self.trainer.data.fake is not None:
             yield f"trainer.{shares[0]} with trainer.data.fake: fake data are of no run; leave one out"
 
@@ -154,8 +163,17 @@ class OrchestratorRunConfig(RunConfig):
     transport: TransportConfig = FilesystemTransportConfig()
     """How batches leave."""
 
+    weights: WeightsConfig = WeightsConfig()
+    """How weights arrive."""
+
+    @property
+    def weights_dir(self) -> Path:
+        """Folder in which this part sees published versions: the trainer's, or a list of what it offers."""
+        return self.output_dir / ("weights" if self.weights.transport == "filesystem" else "weights_offered")
+
     def check_addresses(self) -> None:
-        """Raises ConfigError if an orchestrator on its own is not told where its servers are."""
+        """Raises ConfigError if an orchestrator on its own is not told where servers and trainer are."""
+        self.weights.check_address()
         if self.inference.port == 0 and not self.inference.servers:
             raise ConfigError(
                 "inference.port = 0 does not say where the server is; set the port of `pellucid inference`, "
@@ -229,8 +247,12 @@ class InferenceRunConfig(RunConfig):
     inference: InferenceConfig = InferenceConfig()
     """The server."""
 
+    weights: WeightsConfig = WeightsConfig()
+    """How weights arrive."""
+
     def check_addresses(self) -> None:
-        """Raises ConfigError if a server on its own is not told where to listen."""
+        """Raises ConfigError if a server on its own is not told where to listen, or where the trainer is."""
+        self.weights.check_address()
         if self.inference.port == 0:
             raise ConfigError("inference.port = 0: the server on its own needs a port; set inference.port")
 

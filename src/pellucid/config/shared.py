@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from pellucid.config.base import Section
 from pellucid.errors import ConfigError
-from pellucid.guard import is_loopback
+from pellucid.guard import is_loopback, server_key
 
 
 class LoraConfig(Section):
@@ -216,6 +216,49 @@ class ZmqTransportConfig(BaseTransportConfig):
 
 # The default comes last: `--help` describes `type` as the last variant does.
 TransportConfig = Annotated[ZmqTransportConfig | FilesystemTransportConfig, Field(discriminator="type")]
+
+
+class WeightsConfig(Section):
+    """How policy versions get from the trainer to the inference servers."""
+
+    transport: Literal["filesystem", "http"] = "filesystem"
+    """`filesystem`: folders below the run folder, which all parts see; `http`: the trainer listens, and the
+    others read from it into folders of their own."""
+
+    host: str = "127.0.0.1"
+    """Address that the trainer listens on and the others read from. Every request needs the run's key."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the trainer for weights; 0 lets `pellucid rl` pick a free one. The parts on their own need a
+    number."""
+
+    key_file: Path | None = None
+    """File with the run's key, from which the key for weights is derived; the one that `inference.key_file`
+    names, for parts that share no run folder. Default: `inference.key_file`, else `key` in `output_dir`."""
+
+    def problems(self) -> Iterator[str]:
+        if self.transport == "filesystem" and (self.port or self.host != "127.0.0.1"):
+            yield (
+                'weights.host and weights.port are for weights.transport = "http", and the transport is '
+                '"filesystem"; leave them out or set the transport'
+            )
+
+    @property
+    def url(self) -> str:
+        """Address of the trainer's offer; "" with a shared folder."""
+        return base_url(self.host, self.port) if self.transport == "http" else ""
+
+    def check_address(self) -> None:
+        """Raises ConfigError if a part on its own is not told where the trainer listens for it."""
+        if self.transport == "http" and self.port == 0:
+            raise ConfigError(
+                'weights.port = 0 with weights.transport = "http": parts on their own need a number; set '
+                "weights.port, the same for all"
+            )
+
+    def run_key(self, output_dir: Path, servers_key: Path | None = None) -> str:
+        """Returns the key of the run; `servers_key` is `inference.key_file`, where the part has it."""
+        return server_key(output_dir, self.key_file or servers_key)
 
 
 class WandbConfig(Section):

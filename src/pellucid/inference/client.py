@@ -97,6 +97,9 @@ class ServerClient(InferenceClient, Protocol):
 
     async def health(self) -> "Health": ...
 
+    async def fetch_weights(self, version: int) -> None:
+        """Has the server read a version that the trainer offers; does nothing where they share a folder."""
+
     async def served_weights(self) -> "ServedWeightsReport | None":
         """Returns the digests of the weights that the server serves; None if it cannot tell."""
 
@@ -129,16 +132,28 @@ class GenerateRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Makes `generate` return logprobs as one list of numbers instead of an object per token."""
 
 
-class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /update_weights`: serve policy version `version` from the published folder."""
+class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`POST /update_weights`: serve policy version `version` from the published folder, or as offered."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-    folder: str
+    folder: str = ""
     """`weights/step_VERSION` of the run folder that the server was started with, links resolved: an
     orchestrator of another run is noticed by it."""
 
+    url: str = ""
+    """In the place of a folder: `URL/weights/step_VERSION`, with the address of the trainer's offer that the
+    server was started with."""
+
+    only_fetch: bool = False
+    """Whether the server only reads the version from `url`, to serve it later."""
+
     run: str = ""
     """Identity of the run that published them; `/health` tells it from then on."""
+
+
+def offered_at(url: str, version: int) -> str:
+    """Returns the address of a version in the trainer's offer at `url`."""
+    return f"{url}/weights/step_{version}"
 
 
 class AbortRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,7 +257,10 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that may wait besides those."""
 
     updating: bool = False
-    """Whether it is loading weights; it samples nothing meanwhile."""
+    """Whether it is loading weights, when it samples nothing, or is still reading them from the trainer."""
+
+    fetched_bytes: int = 0
+    """Bytes of weights that it has read from the trainer."""
 
     access: Access = "all"
     """Rights of the client that asked."""

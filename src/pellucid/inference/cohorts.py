@@ -4,7 +4,7 @@
                        └──────its row once─────────> cohort of 1, for a member that comes later
 
 Prompts are computed without padding, those of equal length side by side. A cohort is rows that start together
-from one of these; where the model's cache allows it, cohorts join to one after their first step. See
+from one of these; where the model's cache allows it, cohorts join to one. See
 `methods.py` for what is right for which model.
 
 Invariants:
@@ -13,7 +13,7 @@ Invariants:
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -41,8 +41,8 @@ class CohortRow(SequenceRow):
 @dataclass(eq=False, slots=True)
 class _Cohort:
     rows: list[CohortRow]
-    sequences: SideBySide | None = None
-    """None before the first step."""
+    sequences: SideBySide = field(default_factory=lambda: SideBySide([]))
+    """None of them before the first step."""
 
 
 class CohortDecoder(Decoder[CohortRow]):
@@ -70,40 +70,34 @@ class CohortDecoder(Decoder[CohortRow]):
     def arrange(self) -> list[CohortRow]:
         for cohort in self._cohorts:
             self._drop_removed(cohort)
-        self._cohorts = self._joined([cohort for cohort in self._cohorts if cohort.rows])
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.rows]
         together: defaultdict[tuple[int, ...], list[CohortRow]] = defaultdict(list)
         for row in self._new:
             if not row.is_removed:
                 apart = () if self._method.is_batched else (id(row),)
                 together[(row.length, id(row.prefix), *apart)].append(row)
         self._new.clear()
-        self._cohorts += map(_Cohort, together.values())
+        # Those of one token have no cache to join yet, and come last.
+        self._cohorts += sorted(map(_Cohort, together.values()), key=lambda each: each.rows[0].length == 1)
         return [row for cohort in self._cohorts for row in cohort.rows]
-
-    def _joined(self, cohorts: list[_Cohort]) -> list[_Cohort]:
-        if not self._method.joins or len(cohorts) < 2:
-            return cohorts
-        sequences = [cohort.sequences for cohort in cohorts if cohort.sequences is not None]
-        return [_Cohort([row for cohort in cohorts for row in cohort.rows], self._method.join(sequences))]
 
     def _drop_removed(self, cohort: _Cohort) -> None:
         left = [index for index, row in enumerate(cohort.rows) if not row.is_removed]
         if len(left) < len(cohort.rows):
             cohort.rows = [cohort.rows[index] for index in left]
-            if left and cohort.sequences is not None:
+            if left and cohort.sequences.lengths:
                 cohort.sequences = self._method.take(cohort.sequences, left)
 
     def logits(
         self, prompts: Sequence[Prompt[CohortRow]], rows: Sequence[CohortRow], last_tokens: Sequence[int]
     ) -> Tensor:
         self._experts = self._prefill(prompts)
+        self._begin()
         (tokens,) = to_device([np.asarray(last_tokens, np.int64)[:, None]], self._device)
         found = []
         for cohort, own in zip(
             self._cohorts, tokens.split([len(cohort.rows) for cohort in self._cohorts]), strict=True
         ):
-            if cohort.sequences is None:
-                cohort.sequences = self._begin(cohort)
             found.append(self._method.extend(cohort.sequences, own))
             self._experts += self._recorded(len(own), 1)
         return torch.cat(found)
@@ -126,11 +120,19 @@ class CohortDecoder(Decoder[CohortRow]):
                     row.prefix, row.place = prefix, place
         return [experts[index] for index in sorted(experts)]
 
-    def _begin(self, cohort: _Cohort) -> SideBySide:
-        prefix = cohort.rows[0].prefix
-        if prefix is None:
-            return SideBySide([0] * len(cohort.rows))
-        return self._method.take(prefix, [row.place for row in cohort.rows])
+    def _begin(self) -> None:
+        """Copies the prompts of new cohorts, and joins cohorts where the method does."""
+        for cohort in self._cohorts:
+            prefix = cohort.rows[0].prefix
+            if not cohort.sequences.lengths and prefix is not None:
+                cohort.sequences = self._method.take(prefix, [row.place for row in cohort.rows])
+            elif not cohort.sequences.lengths:
+                cohort.sequences = SideBySide([0] * len(cohort.rows))
+        started = [cohort for cohort in self._cohorts if cohort.sequences.kept is not None]
+        if self._method.joins and len(started) > 1:
+            rows = [row for cohort in started for row in cohort.rows]
+            joined = self._method.join([cohort.sequences for cohort in started])
+            self._cohorts = [_Cohort(rows, joined), *self._cohorts[len(started) :]]
 
     def _recorded(self, num_rows: int, num_tokens: int) -> list[Tensor]:
         """Returns the experts of the last tokens of each row of the last forward, if they are recorded."""

@@ -70,6 +70,8 @@ class FakeInferenceClient:
         self.max_queued = 0
         self.updates: list[tuple[int, Path]] = []
         """Every weight update, in order."""
+        self.fetched: list[int] = []
+        """Every version that it was told to read beforehand, in order."""
         self.reports_weights = True
         """Whether it tells the digests of its weights; servers of older versions cannot."""
         self.planted: dict[str, str] = {}
@@ -160,6 +162,10 @@ class FakeInferenceClient:
         self.policy_version = version
         self.run = run
         self.updates.append((version, folder))
+
+    async def fetch_weights(self, version: int) -> None:
+        await self._awake.wait()
+        self.fetched.append(version)
 
     async def served_weights(self) -> ServedWeightsReport | None:
         """Reports what was published in the folder of the last update, but for what is `planted`."""

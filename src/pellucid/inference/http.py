@@ -28,6 +28,7 @@ from pellucid.inference.client import (
     ServedWeightsReport,
     UnreachableError,
     UpdateWeightsRequest,
+    offered_at,
 )
 from pellucid.ledger import link_of
 
@@ -62,12 +63,15 @@ class _Call:
 class HttpInferenceClient:
     """Must be made inside a running event loop."""
 
-    def __init__(self, base_url: str, key: str | None = None, process: str = "") -> None:
+    def __init__(
+        self, base_url: str, key: str | None = None, process: str = "", weights_url: str = ""
+    ) -> None:
         """`key`: the key that the server was started with; without it, see `client.Access`.
 
-        `process`: this process's name in the ledger.
+        `process`: this process's name in the ledger. `weights_url`: where the server reads weights that the
+        trainer offers; by default from the folder.
         """
-        self._base_url = base_url
+        self._base_url, self._weights_url = base_url, weights_url
         self._process = process
         self.server_id = ""
         """`Health.server_id` of the process that answered last."""
@@ -171,8 +175,18 @@ class HttpInferenceClient:
         return [math.nan if logprob is None else logprob for logprob in logprobs]
 
     async def update_weights(self, version: int, folder: Path, run: str = "") -> None:
-        body = UpdateWeightsRequest(version, str(folder.resolve()), run)
+        if self._weights_url:
+            body = UpdateWeightsRequest(version, url=offered_at(self._weights_url, version), run=run)
+        else:
+            body = UpdateWeightsRequest(version, str(folder.resolve()), run=run)
         await self._request("POST", "/update_weights", body)
+
+    async def fetch_weights(self, version: int) -> None:
+        if self._weights_url:
+            url = offered_at(self._weights_url, version)
+            await self._request(
+                "POST", "/update_weights", UpdateWeightsRequest(version, url=url, only_fetch=True)
+            )
 
     async def served_weights(self) -> ServedWeightsReport | None:
         try:

@@ -14,7 +14,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -174,7 +174,8 @@ def choose_method(policy: Policy) -> Method:
     token_ids = torch.randint(0, policy.vocab_size, (3, _PROBED), generator=generator).to(policy.device)
     name, reason = type(policy.hf).__name__, ""
     with _exact(policy):
-        alone = [policy.hf(input_ids=row[None], use_cache=False).logits[0] for row in token_ids]
+        with _in_its_dtype(name):
+            alone = [policy.hf(input_ids=row[None], use_cache=False).logits[0] for row in token_ids]
         for method in _methods(policy.hf):
             probe = _Probe(method, token_ids)
             try:
@@ -184,9 +185,13 @@ def choose_method(policy: Policy) -> Method:
             else:
                 reason = probe.reason_against(alone)
             if not reason:
-                logger.info("%s samples by %s", name, method)
-                return method
+                break
             logger.debug("not by %s: %s", method, reason)
+    if not reason:
+        with _in_its_dtype(name):
+            _Probe(method, token_ids).run()
+        logger.info("%s samples by %s", name, method)
+        return method
     raise ModelError(
         f"{name} predicts a token differently once others follow it ({reason}): it is not causal, so nothing "
         f"can sample from it; {NOT_YET}"
@@ -206,6 +211,17 @@ def _methods(hf: Any) -> Iterator[Method]:
     for gives_positions in {takes_positions: None, False: None}:
         for is_batched in (True, False):
             yield make(keeps_cache=False, is_batched=is_batched, joins=False, gives_positions=gives_positions)
+
+
+@contextmanager
+def _in_its_dtype(name: str) -> Iterator[None]:
+    """Context manager: turns errors of a family's own code, which may not compute in bfloat16, into a
+    ModelError."""
+    try:
+        yield
+    except _ERRORS as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f'{name} cannot sample ({reason}); try model.dtype = "float32"') from error
 
 
 def _exact(policy: Policy) -> AbstractContextManager[None]:

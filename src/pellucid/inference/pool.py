@@ -16,6 +16,8 @@
   as soon as it can be reached, and counts its tokens as cancelled, whatever it made of them meanwhile.
 - A server that has loaded weights reports their digests, and so does one that comes back. One that serves
   other weights than were published ends the run; see `ledger.weights`.
+- Where the trainer offers its weights over a network, servers read a version while they sample on, before
+  they are told to serve it.
 - A weight update is done when one server serves it. The others follow, each at its own pace, and get no work
   until they have.
 - Tokens that come from another process than the one that was examined, or are not of a version that this
@@ -28,6 +30,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -268,6 +271,7 @@ class ServerPool:
 
     async def update_weights(self, version: int, folder: Path) -> None:
         """Returns once no server with older weights gets work any more, and one has these."""
+        await self._have_fetched(version)
         self._published = _published_digests(folder)
         self._weights = version, folder
         for server in self._servers:
@@ -283,6 +287,29 @@ class ServerPool:
             if refused and all(problems):
                 raise refused[0]
             await _wait(self._changed, self._patience_s)
+
+    async def _have_fetched(self, version: int) -> None:
+        """Has the servers read a version that the trainer offers, while they get work.
+
+        Returns once all have it or failed, and at the latest when one has had it for as long as it took. What
+        went wrong shows when they are told to serve it.
+        """
+        loop = asyncio.get_running_loop()
+        started, deadline = loop.time(), math.inf
+        serving = [server for server in self._servers if self._serves(server)]
+        left = {
+            asyncio.create_task(self._while_alive(each, each.client.fetch_weights(version)))
+            for each in serving
+        }
+        try:
+            while left and (now := loop.time()) < deadline:
+                timeout_s = None if deadline == math.inf else deadline - now
+                done, left = await asyncio.wait(left, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if deadline == math.inf and not all(each.exception() for each in done):
+                    deadline = loop.time() + (loop.time() - started)
+        finally:
+            for each in left:
+                each.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)

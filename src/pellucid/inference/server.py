@@ -48,7 +48,7 @@ from pellucid.data.spans import SpanLog
 from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
 from pellucid.ending import SILENCE_S, say, say_failure, working
 from pellucid.errors import InferenceError, TransportError
-from pellucid.guard import server_key
+from pellucid.guard import server_key, weights_key
 from pellucid.inference.client import (
     AbortRequest,
     Account,
@@ -61,6 +61,7 @@ from pellucid.inference.client import (
     ScoreRequest,
     ScoreResponse,
     UpdateWeightsRequest,
+    offered_at,
 )
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread, name_error
@@ -90,6 +91,7 @@ from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
 from pellucid.transport.weights import weights_folder
+from pellucid.transport.weights_pull import OfferClient, WeightsPuller
 from pellucid.workers import DaemonThreads, num_cores
 
 logger = logging.getLogger(__name__)
@@ -117,8 +119,10 @@ class Server:
         run_dir: Path,
         host: str,
         key: str,
+        puller: WeightsPuller | None = None,
     ) -> None:
-        """`run_dir`: the folder of the run, whose weights are the only ones that can be loaded.
+        """`run_dir`: the folder of the run, whose weights are the only ones that can be loaded, unless
+        `puller` reads them from the trainer's offer.
 
         `host` and `key`: see `Entrance`.
         """
@@ -132,8 +136,9 @@ class Server:
         self._started = int(time.time())
         self._ids = itertools.count()
         self._intake = Intake()
-        self._short_prompts, self._long_prompts = (
-            DaemonThreads(1, name) for name in ("short-prompts", "long-prompts")
+        self._puller = puller
+        self._short_prompts, self._long_prompts, self._pulls = (
+            DaemonThreads(1, name) for name in ("short-prompts", "long-prompts", "weights")
         )
         # From here on nothing changes in the tokenizer, which several threads use.
         tokenizer.encode("")
@@ -166,8 +171,8 @@ class Server:
         yield
         with working("finishing the step that it is at", at_stake="the tokens of that step"):
             await asyncio.to_thread(self._thread.stop)
-        for prompts in (self._short_prompts, self._long_prompts):
-            prompts.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short_prompts, self._long_prompts, self._pulls):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await self._body(http, GenerateRequest)
@@ -261,8 +266,26 @@ class Server:
     async def update_weights(self, http: HttpRequest) -> Response:
         require_key(http)
         body = await self._body(http, UpdateWeightsRequest)
-        await self._thread.update_weights(body.version, self._own_weights(body), body.run)
+        if self._puller is None:
+            folder = self._own_weights(body)
+        else:
+            folder = await self._pulled(self._puller, body)
+            if body.only_fetch:
+                return await self.health(http)
+        await self._thread.update_weights(body.version, folder, body.run)
         return await self.health(http)
+
+    async def _pulled(self, puller: WeightsPuller, asked: UpdateWeightsRequest) -> Path:
+        """Reads a version from the trainer, while the engine samples on; refuses another address unasked."""
+        url = offered_at(puller.offer.url, asked.version)
+        if asked.url != url:
+            raise RequestError(
+                f"url = {asked.url!r} is not {url!r}, where this server's run offers policy version "
+                f"{asked.version}; start all parts with the same weights.transport, host and port",
+                param="url",
+            )
+        pulls = asyncio.get_running_loop().run_in_executor(self._pulls, puller.pull, asked.version)
+        return await pulls
 
     async def weights(self, http: HttpRequest) -> Response:
         require_key(http)  # the engine stops sampling for it
@@ -302,7 +325,8 @@ class Server:
                 server_id=self._thread.server_id,
                 max_concurrent=self._engine.num_slots,
                 max_queued=self._engine.capacity - self._engine.num_slots,
-                updating=self._thread.updating,
+                updating=self._thread.updating or (self._puller is not None and self._puller.is_pulling),
+                fetched_bytes=0 if self._puller is None else self._puller.num_bytes,
                 access=http.state.access,
                 running=self._engine.num_running,
                 waiting=self._engine.num_waiting,
@@ -435,6 +459,7 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
         run_dir=config.output_dir,
         host=settings.host,
         key=key,
+        puller=open_puller(config, name),
     )
     logger.info("serving %s on http://%s:%d", config.model.name, settings.host, settings.port)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -444,6 +469,14 @@ def _serve(config: InferenceRunConfig, listener: socket.socket) -> None:
         if isinstance(failures[0], OSError):
             raise failures[0]  # the CLI explains a full disk
         raise InferenceError(f"the engine failed: {name_error(failures[0])}") from failures[0]
+
+
+def open_puller(config: InferenceRunConfig, name: str) -> WeightsPuller | None:
+    """Returns what reads weights for the server of this name; None if they are in the run folder."""
+    if config.weights.transport == "filesystem" or config.inference.role == "teacher":
+        return None
+    key = weights_key(config.weights.run_key(config.output_dir, config.inference.key_file))
+    return WeightsPuller(OfferClient(config.weights.url, key), config.output_dir / "weights_cache" / name)
 
 
 class _EndingServer(uvicorn.Server):

@@ -86,6 +86,7 @@ class PooledServer:
         counts = (
             *(health.server_id, health.policy_version, health.sampled_tokens, health.delivered_tokens),
             *(health.cancelled_tokens, health.prefill_tokens, health.scored_tokens, health.busy_s),
+            health.fetched_bytes,
         )
         now = asyncio.get_running_loop().time()
         if counts != self.counts or not has_work:

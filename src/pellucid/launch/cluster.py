@@ -69,6 +69,11 @@ def _run_of(config: RenderConfig) -> RLConfig:
             'transport.type = "zmq" needs the address of a machine, which only the scheduler knows; use '
             '"filesystem": the run folder is on a file system that all machines see'
         )
+    if config.weights.transport == "http" and not config.weights.port:
+        raise ConfigError(
+            'weights.port = 0 with weights.transport = "http": only `pellucid rl` picks a free port; set one '
+            "that is free on the trainer's first machine"
+        )
     if teacher is not None and teacher.model is not None:
         raise ConfigError(
             "orchestrator.teacher.model is served by `pellucid rl` on one machine; start a server for it and "
@@ -102,19 +107,20 @@ for host in "${{servers[@]}}"; do
     for place in {places}; do
         address=$host:$(({port} + number % {num_servers}))
         addresses+="${{addresses:+, }}\\"http://$address\\""
-        on "$host" {environment}pellucid inference @ "$config" "${{resume[@]}}" \\
+        on "$host" {environment}pellucid inference @ "$config" "${{resume[@]}}"{reads_weights} \\
             --inference.host "$host" --inference.port "${{address##*:}}" --inference.replica "$number" &
         number=$((number + 1))
     done
 done
 
 parts=()
-on "${{trainers[0]}}" pellucid orchestrator @ "$config" "${{resume[@]}}" --inference.servers "[$addresses]" &
+on "${{trainers[0]}}" pellucid orchestrator @ "$config" "${{resume[@]}}"{reads_weights} \\
+    --inference.servers "[$addresses]" &
 parts+=($!)
 for number in "${{!trainers[@]}}"; do
     on "${{trainers[$number]}}" torchrun --nnodes {num_trainers} --node-rank "$number" \\
         --nproc-per-node {num_processes} --master-addr "${{trainers[0]}}" --master-port {rendezvous_port} \\
-        -m pellucid.cli trainer @ "$config" "${{resume[@]}}" &
+        -m pellucid.cli trainer @ "$config" "${{resume[@]}}"{offers_weights} &
     parts+=($!)
 done
 
@@ -154,8 +160,18 @@ def slurm_script(run: RLConfig, cluster: ClusterConfig, config_path: Path) -> st
         environment=f"env {VISIBLE}=$place " if len(places) > 1 else "",
         port=cluster.port,
         rendezvous_port=cluster.rendezvous_port,
+        reads_weights=_weights_at(run, '"${trainers[0]}"'),
+        offers_weights=_weights_at(run, _EVERYWHERE),
     )
     return "\n".join(["#!/bin/bash", *lines, script])
+
+
+_EVERYWHERE = "0.0.0.0"
+
+
+def _weights_at(run: RLConfig, host: str) -> str:
+    """Returns the flag that says where weights are offered; nothing if they are in the run folder."""
+    return "" if run.weights.transport == "filesystem" else f" --weights.host {host}"
 
 
 _MOUNT = "/pellucid"
@@ -168,7 +184,7 @@ Object = dict[str, Any]
 
 
 def kubernetes_manifests(run: RLConfig, cluster: ClusterConfig, config: str) -> str:
-    manifests = _Manifests(_object_name(run), cluster, run.inference.gpus_per_server)
+    manifests = _Manifests(_object_name(run), cluster, run)
     objects = [
         manifests.named("v1", "ConfigMap", "", {"data": {"run.toml": config}}),
         manifests.headless("inference", cluster.port),
@@ -182,9 +198,13 @@ def kubernetes_manifests(run: RLConfig, cluster: ClusterConfig, config: str) -> 
 
 
 class _Manifests:
-    def __init__(self, name: str, cluster: ClusterConfig, gpus_per_server: int) -> None:
+    def __init__(self, name: str, cluster: ClusterConfig, run: RLConfig) -> None:
         self._name = name
         self._cluster = cluster
+        self._first_trainer = f"{name}-trainer-0.{name}-trainer"
+        self._reads_weights = _weights_at(run, self._first_trainer)
+        self._offers_weights = _weights_at(run, _EVERYWHERE)
+        gpus_per_server = run.inference.gpus_per_server
         # A pod has one server, and as many GPUs as it needs; the scheduler puts several on a machine.
         self._num_servers = cluster.inference_nodes * cluster.servers_per_node(gpus_per_server)
         gpus = cluster.gpus_per_node
@@ -212,7 +232,7 @@ class _Manifests:
         container = self._container(
             "inference",
             f"exec pellucid inference @ {_CONFIG} --resume --inference.host 0.0.0.0 --inference.port {port} "
-            '--inference.replica "${HOSTNAME##*-}"',
+            f'--inference.replica "${{HOSTNAME##*-}}"{self._reads_weights}',
         )
         container["ports"] = [{"containerPort": port}]
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": port}}
@@ -232,7 +252,8 @@ class _Manifests:
         )
         return self._container(
             "orchestrator",
-            f"exec pellucid orchestrator @ {_CONFIG} --resume --inference.servers '[{addresses}]'",
+            f"exec pellucid orchestrator @ {_CONFIG} --resume --inference.servers '[{addresses}]'"
+            f"{self._reads_weights}",
         )
 
     def trainer(self) -> Object:
@@ -241,8 +262,8 @@ class _Manifests:
             "trainer",
             f'exec torchrun --nnodes {cluster.trainer_nodes} --node-rank "$JOB_COMPLETION_INDEX" '
             f"--nproc-per-node {cluster.num_processes} "
-            f"--master-addr {self._name}-trainer-0.{self._name}-trainer "
-            f"--master-port {cluster.rendezvous_port} -m pellucid.cli trainer @ {_CONFIG} --resume",
+            f"--master-addr {self._first_trainer} --master-port {cluster.rendezvous_port} "
+            f"-m pellucid.cli trainer @ {_CONFIG} --resume{self._offers_weights}",
         )
 
     def job(self, part: str, container: Object, *, num_pods: int) -> Object:

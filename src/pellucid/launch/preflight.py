@@ -94,12 +94,17 @@ def choose_ports(config: RLConfig, num_servers: int = 1) -> RLConfig:
         orchestrator = _with(orchestrator, teacher=_with(teacher, port=port))
     if isinstance(transport, ZmqTransportConfig):
         transport = _with(transport, port=free_port(transport.host, transport.port, "transport"))
+    weights = config.weights
+    if weights.transport == "http":
+        key_file = weights.key_file or inference.key_file  # the trainer has no [inference]
+        port = free_port(weights.host, weights.port, "weights")
+        weights = _with(weights, port=port, key_file=key_file)
     inference = _with(inference, port=free_port(inference.host, inference.port))
     if num_servers > 1:
         ports = [inference.port, *(free_port(inference.host, 0) for _ in range(num_servers - 1))]
         servers = tuple(base_url(inference.host, port) for port in ports)
         inference = _with(inference, servers=servers)
-    return _with(config, inference=inference, orchestrator=orchestrator, transport=transport)
+    return _with(config, inference=inference, orchestrator=orchestrator, transport=transport, weights=weights)
 
 
 def free_port(host: str, port: int, section: str = "inference") -> int:
@@ -227,6 +232,7 @@ def rehearse(config: Section) -> None:
         config.check_addresses()
         _check_batch_address(config.transport)
     elif isinstance(config, TrainerRunConfig) and config.trainer.data.fake is None:
+        config.weights.check_address()
         _check_batch_address(config.transport)
     if isinstance(config, OrchestratorRunConfig):
         _rehearse_sampling(config)
@@ -241,7 +247,9 @@ def rehearse(config: Section) -> None:
 def _rehearse_serving(config: InferenceRunConfig) -> None:
     if config.inference.backend == "vllm":
         require_vllm()
-    _check_keys({"inference.key_file": config.inference.key_file})
+    _check_keys(
+        {"inference.key_file": config.inference.key_file, "weights.key_file": config.weights.key_file}
+    )
     check_model_folder(config.model.name, chats=False)
 
 
@@ -257,7 +265,11 @@ def _rehearse_sampling(config: OrchestratorRunConfig) -> None:
         load_filter(each_filter)
     teacher_key = None if teacher is None else teacher.key_file
     _check_keys(
-        {"inference.key_file": config.inference.key_file, "orchestrator.teacher.key_file": teacher_key}
+        {
+            "inference.key_file": config.inference.key_file,
+            "orchestrator.teacher.key_file": teacher_key,
+            "weights.key_file": config.weights.key_file,
+        }
     )
     if isinstance(config.transport, ZmqTransportConfig) and config.transport.keys is not None:
         own_keys(config.transport.keys, "orchestrator")
@@ -273,6 +285,7 @@ def _rehearse_training(config: TrainerRunConfig) -> None:
     if isinstance(config.transport, ZmqTransportConfig) and config.transport.keys is not None:
         own_keys(config.transport.keys, "trainer")
         allowed_keys(config.transport.keys)
+    _check_keys({"weights.key_file": config.weights.key_file})
     check_model_folder(config.model.name, chats=False, routes=config.trainer.enable_router_replay)
 
 

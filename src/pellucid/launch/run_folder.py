@@ -39,7 +39,8 @@ from pellucid.errors import ConfigError, DataError, LedgerError
 from pellucid.export.paths import ExportPaths
 from pellucid.guard import KEY_NAME
 from pellucid.launch.console import make_console
-from pellucid.ledger import State, read_journal, reconcile, settle_engines
+from pellucid.ledger import Stage, State, read_journal, reconcile, settle_engines
+from pellucid.ledger.journal import journals_of
 from pellucid.ledger.settings import Change, changed_settings
 from pellucid.metrics import drop_metrics
 from pellucid.orchestrator.records import PROGRESS_FILE
@@ -55,7 +56,8 @@ _ROOM_BYTES = 1 << 16
 """Free space that the folder needs for a run to start at all."""
 
 _NO_FOLDER = "output_dir = {} is not a folder; choose another path"
-_RESULTS = ("metrics", "rollouts", "batches", "weights", "token_exports", "profiles", "model", "page.html")
+_WEIGHTS = ("weights", "weights_offered", "weights_cache")
+_RESULTS = ("metrics", "rollouts", "batches", *_WEIGHTS, "token_exports", "profiles", "model", "page.html")
 WRITTEN_BY_A_RUN = ("configs", "logs", "ledger", "checkpoints", "spans", "tensorboard", KEY_NAME, *_RESULTS)
 
 
@@ -155,7 +157,7 @@ def has_begun(folder: Path) -> bool:
         return True
     if step_folders(folder / "checkpoints"):  # a stopped orchestrator leaves a snapshot there in any case
         return True
-    journals = (folder / "ledger").glob("*.jsonl")
+    journals = (path for stage in Stage for path in journals_of(folder / "ledger", stage))
     return any(entry.counts for path in journals for entry in read_journal(path))
 
 

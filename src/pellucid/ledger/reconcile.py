@@ -282,6 +282,9 @@ def _settle(account: Account, books: _Books, past: Sequence[int], report: Report
     compare("inference", unsettled(Stage.INFERENCE, inference), Stage.INFERENCE, Stage.INFERENCE)
     undelivered = inference[Flow.DELIVERED.value] - orchestrator[Flow.RECEIVED.value]
     compare("inference to orchestrator", undelivered, Stage.INFERENCE, Stage.ORCHESTRATOR)
+    held = orchestrator[Flow.HELD.value]
+    if held < 0 or Stage.ORCHESTRATOR not in report.running:  # nothing waits for a batch any more
+        refuse("orchestrator, held over a resume", held)
     for stage, by_step in books.unsettled.items():
         for step, tokens in sorted(by_step.items()):
             compare(f"{stage.value}, step {step}", tokens, stage, stage)

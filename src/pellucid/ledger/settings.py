@@ -38,6 +38,7 @@ UNNOTED = {
     "run_id",
     "trainer.threads",
     "transport.port",
+    "weights.port",
 }
 """Keys that differ from start to start and shape no step; `run_id` is compared by the name that it gives."""
 

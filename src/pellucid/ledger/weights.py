@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pellucid.data.files import append_whole, read_lines, require_own
-from pellucid.errors import WeightsError
+from pellucid.errors import WeightsError, printable
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,10 @@ class WeightsSummary(msgspec.Struct, frozen=True):
     """Last entry of each server and version that is not verified, in order."""
 
     def line(self) -> str:
+        """Returns what a person wants to know first; names come from a file that may be anybody's."""
+        return printable(self._line())
+
+    def _line(self) -> str:
         first = next((each for each in self.unverified if each.differs), None)
         if first is not None:
             name, (published, served) = next(iter(first.differs.items()))

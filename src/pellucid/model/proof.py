@@ -9,10 +9,9 @@ loaded model computes a few tokens:
     values     packed sequences, at the first and at the last positions within `max_length`, have the logits
                that HF's own forward with its own attention gives each of them alone; windows of the config
                are so short then that they hide tokens of the probe
+    buffers    none changes with the positions in a row, as those of some RoPE do
 
 A model that fails goes in rows, if sequences of different lengths side by side have the logits of each alone.
-
-    buffers    none changes with the positions in a row, packed or not
 
 Values are compared in float32 whatever the dtype of the weights: in bfloat16, rounding alone sends tokens to
 other experts.

@@ -60,10 +60,13 @@ _MAX_GROUPS = 4096
 
 
 class OrchestratorAlarms:
-    def __init__(self, output_dir: Path, step: Callable[[], int], seed: int) -> None:
-        """`step` returns the step of the batch that is being sampled."""
+    def __init__(
+        self, output_dir: Path, step: Callable[[], int], seed: int, weights: Path | None = None
+    ) -> None:
+        """`step` returns the step of the batch that is being sampled. `weights`: folder of the published
+        versions."""
         self._bell = Bell(output_dir, CAUSES)
-        self._weights = output_dir / "weights"
+        self._weights = weights or output_dir / "weights"
         self._step = step
         self._random = random.Random(seed)
         self._first_tokens = MeanZeroTest(1.0, FIRST_TOKENS_TOLERANCE)

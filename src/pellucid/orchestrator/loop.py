@@ -49,7 +49,7 @@ from pellucid.orchestrator.failures import FailureLog, pause_before
 from pellucid.orchestrator.group import Evaluation, Evaluator, GroupRun, Scorer
 from pellucid.orchestrator.records import BatchProgress, remove_progress, write_progress
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
-from pellucid.orchestrator.servers import follow_weights
+from pellucid.orchestrator.servers import LAST_WORD_S, follow_weights, open_offered_versions
 from pellucid.orchestrator.session import Sampler
 from pellucid.orchestrator.snapshot import Snapshot, settle_orchestrator
 from pellucid.orchestrator.tasks import Pace, RateLimit, cancel, finish_despite_cancellation
@@ -95,9 +95,10 @@ class Orchestrator:
         self._config = config
         self._environments = environments
         self._alarms = OrchestratorAlarms(
-            config.output_dir, lambda: self._scheduler.batches_sent, config.seed
+            config.output_dir, lambda: self._scheduler.batches_sent, config.seed, config.weights_dir
         )
         self._weights_book = weights_book or WeightsBook()
+        self._offered = open_offered_versions(config)
         self._client = client = WatchedClient(client, self._alarms)
         self._clients = [client] if teacher is None else [client, teacher]
         self._sender = sender
@@ -170,6 +171,8 @@ class Orchestrator:
                     await stack.enter_async_context(environment.serving())
                 loops = [self._follow_weights(), self._watch_sender(), self._show_progress()]
                 watches = [client.watch() for client in self._clients]
+                if self._offered is not None:
+                    watches.append(self._offered.follow())
                 services = [self._spawn(each) for each in (*loops, *watches, self._keep_dispatching())]
                 while self._scheduler.batches_sent < config.max_steps:
                     await self._change()
@@ -288,7 +291,9 @@ class Orchestrator:
             del self._groups[group_id]
 
     async def _follow_weights(self) -> None:
-        weights = self._config.output_dir / "weights"
+        weights = self._config.weights_dir
+        if self._offered is not None:
+            await self._offered.is_known.wait()
         if not stable_steps(weights):
             await self._evaluate(0)
         await follow_weights(
@@ -380,6 +385,9 @@ class Orchestrator:
         if is_finished:
             say("handing over its last batches", at_stake="these", silence_s=DISK_SILENCE_S)
             await asyncio.to_thread(self._sender.close)
+        if is_finished and self._offered is not None:
+            say("telling the trainer that it needs no more weights", silence_s=LAST_WORD_S + SILENCE_S)
+            await self._offered.finish()
 
     async def _wind_down(self) -> None:
         """Cancels running attempts and waits up to a limit until their tokens are received."""

@@ -9,29 +9,37 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pellucid.config import OrchestratorRunConfig
 from pellucid.config.shared import base_url
-from pellucid.data.files import read_whole, replace_file
+from pellucid.data.files import read_whole, replace_file, step_folders
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import fingerprint
-from pellucid.errors import DataError, InferenceError
-from pellucid.guard import read_key, server_key
+from pellucid.errors import ConfigError, DataError, InferenceError, TransportError
+from pellucid.guard import read_key, server_key, weights_key
 from pellucid.inference.client import Expected, InferenceClient, UnreachableError
 from pellucid.inference.pool import ServerPool
 from pellucid.ledger.weights import WeightsBook
 from pellucid.orchestrator.session import group_of_request
-from pellucid.transport import stable_steps
+from pellucid.transport import publish_folder, retract_folder, stable_steps
+from pellucid.transport.digests import DIGESTS, digest_of_bytes
+from pellucid.transport.weights_pull import OfferClient, RefusedError
 
 log = logging.getLogger(__name__)
 
 _MAX_IDENTITY_BYTES = 4096
 _POLL_S = 0.01
+_POLL_OFFER_S = 0.1
+LAST_WORD_S = 60.0
+"""Seconds for which a trainer that does not answer is told that the run needs no more weights."""
+
 _RETRY_S = 0.5
 _MAX_TRIES = 3
 
@@ -54,7 +62,7 @@ def connect_policy(
         max_model_len=config.inference.max_model_len,
         run=run_identity(config.output_dir, config.run_name),
         model_fingerprint=model_fingerprint(config.model.name),
-        has_weights=bool(stable_steps(config.output_dir / "weights")),
+        has_weights=bool(stable_steps(config.weights_dir)),
     )
     key = server_key(config.output_dir, config.inference.key_file)
     return _connect(config, config.inference.urls, expected, claims, key, process, weights_book)
@@ -96,13 +104,78 @@ def _connect(
     from pellucid.inference.http import HttpInferenceClient
 
     return ServerPool(
-        {url: HttpInferenceClient(url, key, process) for url in urls},
+        {url: HttpInferenceClient(url, key, process, config.weights.url) for url in urls},
         group_of_request,
         expected,
         claims=claims,
         weights_book=weights_book,
         hang_s=config.orchestrator.server_timeout_s,
     )
+
+
+class OfferedVersionsList:
+    """The versions that a trainer offers over HTTP, as folders with their digests and nothing else.
+
+    So that whoever looks for published versions finds them as on a shared disk.
+    """
+
+    def __init__(self, offer: OfferClient, folder: Path) -> None:
+        self._offer, self._folder = offer, folder
+        self.is_known = asyncio.Event()
+        """Set once the folders were what the trainer offers."""
+
+    async def follow(self) -> None:
+        """Never returns. A trainer that cannot be reached is asked again, and named once."""
+        is_reached = True
+        while True:
+            try:
+                await asyncio.to_thread(self._update)
+            except RefusedError as error:
+                raise ConfigError(str(error)) from error
+            except TransportError as error:
+                if is_reached:
+                    log.warning("%s; asking until it answers", error)
+                is_reached = False
+            else:
+                if not is_reached:
+                    log.warning("%s answers", self._offer.url)
+                is_reached = True
+                self.is_known.set()
+            await asyncio.sleep(_POLL_OFFER_S)
+
+    async def finish(self, patience_s: float = LAST_WORD_S) -> None:
+        """Tells the trainer that this run needs no more versions; it may still be loading its model."""
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            with suppress(TransportError):
+                await asyncio.to_thread(self._offer.versions, is_done=True)
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    def _update(self) -> None:
+        offered = self._offer.versions()
+        for version, folder in step_folders(self._folder).items():
+            if version not in offered:
+                retract_folder(folder)
+        for version, digest in sorted(offered.items()):
+            path = self._folder / f"step_{version}" / DIGESTS
+            if path.exists() and digest_of_bytes(path.read_bytes()) == digest:
+                continue
+            with suppress(RefusedError):  # withdrawn meanwhile
+                content = self._offer.digests(version)
+                publish_folder(path.parent, partial(_write_digests, content))
+
+
+def _write_digests(content: bytes, folder: Path) -> None:
+    (folder / DIGESTS).write_bytes(content)
+
+
+def open_offered_versions(config: OrchestratorRunConfig) -> OfferedVersionsList | None:
+    """Returns what follows the trainer's offer; None if versions are in the run folder."""
+    if config.weights.transport == "filesystem":
+        return None
+    key = weights_key(config.weights.run_key(config.output_dir, config.inference.key_file))
+    return OfferedVersionsList(OfferClient(config.weights.url, key), config.weights_dir)
 
 
 def run_identity(run_dir: Path, name: str) -> str:

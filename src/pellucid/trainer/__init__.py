@@ -38,6 +38,7 @@ def run_trainer(config: TrainerRunConfig) -> None:
 
     With `trainer.many_runs` it trains all runs that join; with `trainer.join` such a trainer trains this run.
     """
+    config.weights.check_address()
     if config.trainer.join is not None:
         join_trainer(config)
         return
@@ -99,6 +100,7 @@ def _train(config: TrainerRunConfig, run: Run) -> None:
         try:
             run.begin(config)
             train(run)
+            run.finish_offering()
         except Exception as error:
             say_failure(error)
             raise

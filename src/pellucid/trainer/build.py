@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,7 @@ from pellucid.data.spans import SpanLog
 from pellucid.data.tokenizer import first_line, load_tokenizer
 from pellucid.errors import ConfigError
 from pellucid.export import TokenExporter
+from pellucid.guard import weights_key
 from pellucid.ledger import Journal, Stage
 from pellucid.loss import loss_for
 from pellucid.metrics import Sink, open_sinks
@@ -26,6 +28,8 @@ from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.run import Run
 from pellucid.workers import num_cores
 
+if TYPE_CHECKING:
+    from pellucid.transport.weights_offer import WeightsOffer
 logger = logging.getLogger(__name__)
 
 
@@ -147,6 +151,9 @@ def build_run(
         opened_sinks = ranks.alike(lambda: open_sinks(config, "trainer") if ranks.is_main else [])
         for sink in opened_sinks:
             opened.callback(sink.close)
+        offer = None
+        if publishes and config.weights.transport == "http":
+            offer = ranks.alike(lambda: open_offer(config) if ranks.is_main else None)
         run = Run(
             config=settings,
             output_dir=config.output_dir,
@@ -163,9 +170,18 @@ def build_run(
             publishes=publishes,
             spans=SpanLog(config.output_dir, "trainer") if ranks.is_main else None,
             ranks=ranks,
+            offer=offer,
         )
         opened.pop_all()
     return run
+
+
+def open_offer(config: TrainerRunConfig) -> "WeightsOffer":
+    """Starts to listen for servers that read the weights."""
+    from pellucid.transport.weights_offer import WeightsOffer
+
+    key = weights_key(config.weights.run_key(config.output_dir))
+    return WeightsOffer(config.output_dir, config.weights.host, config.weights.port, key)
 
 
 def open_journal(config: TrainerRunConfig, ranks: Ranks) -> Journal | None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -54,6 +54,9 @@ from pellucid.trainer.step import (
 from pellucid.transport import Batch, is_stable, publish_folder
 from pellucid.transport.weights import WeightsCopy, weights_folder
 
+if TYPE_CHECKING:
+    from pellucid.transport.weights_offer import WeightsOffer  # a web server, which few runs need
+
 logger = logging.getLogger(__name__)
 
 _SKIPPED, _LOST = "export/skipped_sequences", "export/lost_sequences"
@@ -82,6 +85,8 @@ class Run:
 
     ranks: Ranks = field(default_factory=Ranks)
     stop: StopRequest = field(default_factory=StopRequest)
+    offer: "WeightsOffer | None" = None
+    """Listener from which servers read the weights; only in the main process."""
 
     def __post_init__(self) -> None:
         self.start = self._num_trained = self._num_saved = 0
@@ -95,7 +100,12 @@ class Run:
         self._skips: list[str] = []
         """Causes of the steps that were skipped in a row, up to the last one."""
         self._saver = CheckpointSaver(self.output_dir, self.config.ckpt, self.ranks)
-        self._publisher = WeightsPublisher(self.output_dir, keep=self.config.keep_weights, spans=self.spans)
+        self._publisher = WeightsPublisher(
+            self.output_dir,
+            keep=self.config.keep_weights,
+            spans=self.spans,
+            **({} if self.offer is None else {"is_read": self.offer.leases.holds}),
+        )
         # Runs that share a model reduce every micro batch: of one that is evicted, no gradient may be left.
         is_alone = self.config.join is None
         self._reduces_once = is_alone and self.ranks.reduces_once(self.config.model, self.trained.module)
@@ -459,8 +469,17 @@ class Run:
         """Tells the launcher that the trainer finishes the current step before it stops."""
         say_finishing(f"step {self._num_trained}", self.step_s)
 
+    def finish_offering(self) -> None:
+        """Waits until nobody asks for weights any more: an evaluation of the last version may still begin."""
+        if self.offer is not None:
+            waiting = working("offering its last weights to whoever asks", silence_s=SINK_SILENCE_S)
+            with waiting, self.stop.interruptible():
+                self.offer.wait_until_quiet()
+
     def close(self) -> None:
         self._publisher.close()
+        if self.offer is not None:
+            self.offer.close()
         self._saver.close()
         if self.exporter is not None:
             with working("closing its token export", silence_s=DISK_SILENCE_S):

@@ -125,8 +125,15 @@ class CheckpointSaver:
 class WeightsPublisher:
     """Publishes the policy versions of a run, in order; only that of the main process is used."""
 
-    def __init__(self, run_dir: Path, *, keep: int, spans: SpanLog | None = None) -> None:
-        self._run_dir, self._keep, self._spans = run_dir, keep, spans
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        keep: int,
+        spans: SpanLog | None = None,
+        is_read: Callable[[int], bool] = lambda version: False,
+    ) -> None:
+        self._run_dir, self._keep, self._spans, self._is_read = run_dir, keep, spans, is_read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._writing: Future[None] | None = None
 
@@ -141,7 +148,7 @@ class WeightsPublisher:
 
     def _write(self, version: int, write: Callable[[Path], None]) -> None:
         with nullcontext() if self._spans is None else self._spans.timed("write", version):
-            publish_version(self._run_dir, version, write, keep=self._keep)
+            publish_version(self._run_dir, version, write, keep=self._keep, is_read=self._is_read)
 
     def settle(self, *, wait: bool = True) -> None:
         """Raises the error that a version ended with; `wait`s until it is complete."""

@@ -35,6 +35,13 @@ class PublishedDigests(msgspec.Struct, frozen=True):
     format: int = 1
 
 
+class OfferedVersions(msgspec.Struct, frozen=True):
+    """`GET /weights` of a trainer that offers its versions over HTTP."""
+
+    versions: dict[int, str]
+    """Digest of `digests.json` by version: another one means that the version was published anew."""
+
+
 def digest_of_bytes(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 

@@ -81,12 +81,19 @@ def published_versions(run_dir: Path) -> list[int]:
     return stable_steps(run_dir / "weights")
 
 
-def publish_version(run_dir: Path, version: int, write: Callable[[Path], None], *, keep: int) -> None:
+def publish_version(
+    run_dir: Path,
+    version: int,
+    write: Callable[[Path], None],
+    *,
+    keep: int,
+    is_read: Callable[[int], bool] = lambda version: False,
+) -> None:
     """Makes what `write` puts into a folder visible as policy version `version`; deletes the oldest beyond
-    `keep`."""
+    `keep`, except those that somebody reads."""
     publish_folder(weights_folder(run_dir, version), write)
     for old in published_versions(run_dir):
-        if old <= version - keep:
+        if old <= version - keep and not is_read(old):
             retract_folder(weights_folder(run_dir, old))
 
 

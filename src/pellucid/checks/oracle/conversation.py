@@ -67,6 +67,15 @@ def prompt_ids_of(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
     return ids
 
 
+def end_of_messages(tokenizer: Any, messages: Sequence[Any]) -> int | None:
+    """Counts the tokens of a conversation without what opens the reply; None if the template does not write
+    that after the conversation."""
+    prompt = prompt_ids_of(tokenizer, messages)
+    text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=False, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return len(ids) if prompt[: len(ids)] == ids else None
+
+
 def _ids_after_reply(tokenizer: Any, messages: Sequence[Any], *later: Any, opens_reply: bool) -> list[int]:
     """Finds the token ids that the template writes after a reply to `messages`, which `later` ones follow."""
     mark = "marked reply"

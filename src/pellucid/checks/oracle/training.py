@@ -106,6 +106,21 @@ class ReferenceModel:
             key: value.detach().to("cpu", torch.float64, copy=True) for key, value in trained.items()
         }
 
+    def initial(self, seed: int) -> Tensors:
+        """The weights that training starts from: the model's own, or an adapter whose A is drawn from `seed`
+        in the order of names, uniform within 1/√inputs, and whose B is 0."""
+        generator, found = torch.Generator().manual_seed(seed), {}
+        for name, value in sorted(self.parameters.items()):
+            if name.endswith("lora_A.weight"):
+                bound = 1 / math.sqrt(value.shape[1])
+                drawn = torch.empty(value.shape).uniform_(-bound, bound, generator=generator)
+                found[name] = drawn.double()
+            elif name.startswith(PEFT_PREFIX):
+                found[name] = torch.zeros_like(value)
+            elif name in self._fixed:  # files of some models have other names
+                found[name] = self._fixed[name]
+        return found
+
     def likeliest(self, token_ids: Sequence[int]) -> int:
         """Finds the token that follows with the highest probability."""
         return int(self._logits(token_ids, self.parameters)[-1].argmax())

@@ -1,13 +1,14 @@
 """A run against itself: what follows from the record has to be in the record."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pellucid.checks.finding import Finding
+from pellucid.checks.finding import COUNTS, Finding
 from pellucid.checks.oracle.training import learning_rate
 from pellucid.checks.replay.recompute import (
     MASKS,
@@ -46,8 +47,8 @@ STAGES: Mapping[str, str] = {
     "ratios": _LOSS_HINT,
     "masks": _LOSS_HINT,
     "losses": _LOSS_HINT,
-    "ledger": "the trainer booked other tokens as trained or masked than its export shows: the ledger does "
-    "not tell where they went",
+    "ledger": "the trainer booked other tokens than its export shows, or logged others than it booked: the "
+    "ledger does not tell where they went",
     "record": _LOSS_HINT,
     "loss": "Tokens are missing from the export, or carry another loss than was optimised",
     "learning rate": "the learning rate is not that of [trainer.optim] and [trainer.scheduler] at this step: "
@@ -142,6 +143,7 @@ class Checks:
         self._check_rollouts(number, step)
         self._check_levels(number, step)
         self._check_rate(number)
+        self._check_counts(number)
         return {**recomputed, **self._check_weights(number, step)}
 
     def _compare(
@@ -248,6 +250,27 @@ class Checks:
             expected += [num_masked, int((trainable & is_theirs).sum()) - num_skipped - num_masked]
         what, name = "trained and masked tokens", names.__getitem__
         self._compare("ledger", what, recorded, expected, name, tolerance=0.0, unit="counts")
+
+    def _check_counts(self, number: int) -> None:
+        """Holds the counts that the trainer logged of a step to its ledger, and running totals to the sum."""
+        logged, booked = self.run.logged_steps.get(number), self.run.booked.get(number)
+        if logged is None or self.run.is_foreign or self.run.at(number).orchestrator is None:
+            return
+        names = [name for name in COUNTS if {name, f"total/{name}"} <= logged.counts.keys()]
+        counts = [logged.counts[name] for name in names]
+
+        def compare(what: str, recorded: Sequence[float], expected: Sequence[float]) -> None:
+            self._compare("ledger", what, recorded, expected, names.__getitem__, tolerance=0.0, unit="counts")
+
+        if booked is not None and (number == 0 or number - 1 in self.run.booked):
+            tokens = sum((Counter(each) for each in booked.values()), Counter[str]())
+            known = [sum(tokens[part] for part in COUNTS[name]) for name in names]
+            compare("logged counts of tokens", counts, known)
+        before = self.run.logged_steps.get(number - 1)
+        if number == 0 or before is not None:
+            so_far = {} if before is None else before.counts
+            sums = [so_far.get(f"total/{name}", 0) + each for name, each in zip(names, counts, strict=True)]
+            compare("running totals of tokens", [logged.counts[f"total/{name}"] for name in names], sums)
 
     def _check_rate(self, number: int) -> None:
         """Holds the logged learning rate to the oracle's, where the settings are known."""

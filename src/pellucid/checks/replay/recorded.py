@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 import pellucid.export
+from pellucid.checks.finding import COUNTS
 from pellucid.config import (
     AdvantageConfig,
     CustomAdvantageConfig,
@@ -39,6 +40,8 @@ _CONFIGS = ("rl", "trainer", "sft", "orchestrator")
 _PARTS = ("trainer", "sft", "orchestrator")
 """Those that are recorded per step."""
 
+_COUNTS = (*COUNTS, *(f"total/{name}" for name in COUNTS))
+
 
 class LoggedStep(NamedTuple):
     """One step as the trainer logged it."""
@@ -47,6 +50,8 @@ class LoggedStep(NamedTuple):
     """NaN if it was not finite."""
 
     lr: float | None
+    counts: Mapping[str, float]
+    """Logged counts of `COUNTS`, and their running totals (`total/…`)."""
 
 
 class LoggedLevels(NamedTuple):
@@ -193,7 +198,11 @@ class RecordedRun:
                 case {"step": int(step), "loss": int() | float() | None as loss}:
                     rate = entry.get("lr")
                     is_number = isinstance(rate, int | float)
-                    logged[step] = LoggedStep(math.nan if loss is None else loss, rate if is_number else None)
+                    counts = {
+                        name: entry[name] for name in _COUNTS if isinstance(entry.get(name), int | float)
+                    }
+                    number = math.nan if loss is None else loss
+                    logged[step] = LoggedStep(number, rate if is_number else None, counts)
                 case {"loss": _} | list() | str() | int() | float() | None:
                     raise DataError(f"{place} has no step and loss that are numbers; delete that line")
         return logged

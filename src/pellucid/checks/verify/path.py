@@ -19,6 +19,7 @@ from tempfile import mkdtemp
 import torch
 from torch import Tensor
 
+import pellucid.export
 from pellucid.checks.finding import Differences, Finding
 from pellucid.checks.oracle.training import AdamWState, ReferenceModel
 from pellucid.checks.verify.rollout_stages import ExpectedRun, check_rollouts
@@ -28,9 +29,11 @@ from pellucid.checks.verify.training_stages import (
     Bounds,
     TrainedStep,
     check_checkpoints,
+    check_counts,
     check_gradient,
     check_model,
     check_record,
+    check_start,
     check_step_metrics,
     check_trainer_books,
     check_update,
@@ -47,6 +50,9 @@ from pellucid.transport.weights import weights_folder
 
 CHECKPOINT_INTERVAL = 3
 """Steps; the trainer is stopped before that, and ends after it."""
+
+NUM_KEPT = 2
+"""Checkpoints that stay; there is one more, the oldest, which has to go."""
 
 MAX_PARAMETERS = 500_000_000
 """A larger model is not loaded once more in float64."""
@@ -117,13 +123,15 @@ def check_training(
                 "max_norm": min(optim.max_norm, 0.7 * grad_norm),
                 "weight_decay": max(optim.weight_decay, 0.01),
             },
-            "ckpt": {"interval": CHECKPOINT_INTERVAL, "keep_last": NUM_STEPS + 1},
+            "ckpt": {"interval": CHECKPOINT_INTERVAL, "keep_last": NUM_KEPT},
         },
     )
     oracle = _OracleBeside(expected, model, differences)
     with closing(build_quiet_run(config, folder, batches=oracle, records=True)) as run:
+        check_start(run, model.initial(config.seed), differences)
         oracle.train(run, RESUMED_AT)
         weights = trained_weights(run)
+        check_checkpoints(run, [RESUMED_AT], oracle.journal, oracle.totals, differences)
     _train_resumed(oracle, config, folder, weights, differences)
 
 
@@ -141,8 +149,14 @@ def _train_resumed(
             differences.holds("checkpoint", torch.equal(weight, weights[name]), f"{name} is not what it was")
         oracle.train(run, run.max_steps)
         check_model(run, run.output_dir / "model", differences)
-        due = [RESUMED_AT, CHECKPOINT_INTERVAL, run.max_steps]
-        check_checkpoints(run, due, oracle.journal, differences)
+        kept = [RESUMED_AT, CHECKPOINT_INTERVAL, run.max_steps][-NUM_KEPT:]
+        check_checkpoints(run, kept, oracle.journal, oracle.totals, differences)
+        exported = pellucid.export.open(run.output_dir).steps
+        differences.same(
+            "exported fields", list(range(run.max_steps)), list(exported), "steps with an export"
+        )
+        where = "the first step whose batch is kept, after each checkpoint"
+        differences.same("checkpoint", [0, RESUMED_AT, kept[0]], oracle.released[:3], where)
 
 
 class _OracleBeside:
@@ -160,6 +174,11 @@ class _OracleBeside:
         self._state = AdamWState()
         self._stop_at = 0
         self._gradients: dict[str, Tensor] = {}
+        self.released: list[int] = []
+        """Steps before which the trainer let go of all batches, in turn."""
+
+        self.totals: dict[int, dict[str, float]] = {}
+        """Running totals as they were logged, by the number of steps that they are of."""
 
     def train(self, run: Run, stop_at: int) -> None:
         """Trains up to a step, where a run that would go on is told to stop, and leaves a checkpoint."""
@@ -202,7 +221,7 @@ class _OracleBeside:
         return True
 
     def release_before(self, step: int) -> None:
-        """They stay."""
+        self.released.append(step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         run, differences, trained, gradients = self._run, self._differences, self._step, self._gradients
@@ -211,6 +230,7 @@ class _OracleBeside:
         check_gradient(trained, gradients, differences)
         check_update(run, step, self._before, gradients, metrics, self._state, differences)
         check_trainer_books(trained, self.journal, differences)
+        self.totals[step + 1] = check_counts(step, metrics, self.journal, self.totals.get(step), differences)
         run.finish_publishing()
         folder = weights_folder(run.output_dir, step + 1)
         check_weights("published", run, folder, differences, f"step {step}")

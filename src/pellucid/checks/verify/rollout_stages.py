@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +24,7 @@ from pellucid.checks.oracle.conversation import (
     FinishedGroup,
     Sampled,
     advantages_of,
+    end_of_messages,
     expected_batches,
     expected_samples,
     off_policy_levels,
@@ -53,6 +55,14 @@ from pellucid.ledger import Flow, State
 
 NUM_TURNS = {"tools": 4}
 """Requests of a rollout, where it is not one."""
+
+PLACES: Sequence[Mapping[str, Any]] = (
+    {},
+    {"messages": [TOOL_RESPONSE]},
+    {"after": 0, "messages": [DOUBT], "sample": 1, "trainable": False},
+    {"after": 1, "messages": [SECOND_RESPONSE], "sample": 0},
+)
+"""The place in its conversation that is saved with each of these requests."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +243,7 @@ def messages_of(env_name: str, example_id: str) -> Sequence[Any]:
 def check_rollouts(expected: ExpectedRun, differences: Differences) -> None:
     """Holds everything from prompts to batches, books and metrics to what was sampled."""
     check_examples(expected, differences)
+    check_requests(expected, differences)
     check_settled(expected, differences)
     for step, table in enumerate(expected.tables):
         for rollout_id, rows in rollouts_of(table).items():
@@ -242,6 +253,24 @@ def check_rollouts(expected: ExpectedRun, differences: Differences) -> None:
     check_batches(expected, differences)
     check_orchestrator_books(expected, differences)
     check_batch_metrics(expected, differences)
+    check_snapshot(expected, differences)
+
+
+def check_requests(expected: ExpectedRun, differences: Differences) -> None:
+    """Holds what requests ask for to the settings; two of them never have the same seed."""
+    config = expected.config
+    limit, room = config.orchestrator.sampling.max_tokens, config.inference.max_model_len
+    seeds: Counter[int | None] = Counter()
+    for request in expected.played.requests:
+        params, where = request.params, f"rollout {request.rollout_id}, a request"
+        seeds[params.seed] += 1
+        num_prompt = len(request.sampled.prompt_ids)
+        differences.same("prompts", expected.temperature, params.temperature, f"{where}: temperature")
+        differences.same("prompts", min(limit, room - num_prompt), params.max_tokens, f"{where}: max_tokens")
+        ends = expected.tokenizer.eos_token_id in params.stop_token_ids and not params.stop
+        differences.same("prompts", True, ends, f"{where}: ends at the end of a turn alone")
+    repeated = sorted(str(seed) for seed, number in seeds.items() if number > 1 or seed is None)
+    differences.same("prompts", [], repeated, "seeds that several requests have, or none")
 
 
 def check_examples(expected: ExpectedRun, differences: Differences) -> None:
@@ -306,16 +335,16 @@ def _saved_fields(expected: ExpectedRun, saved: Mapping[str, Any]) -> dict[str, 
                 "num_tokens": len(turn.reply_ids),
                 "finish_reason": "stop",
                 "policy_versions": [[turn.versions[0], len(turn.versions)]],
+                **(PLACES[number] if len(rollout.turns) > 1 else {}),
             }
-            for turn, text in zip(rollout.turns, rollout.texts, strict=True)
+            for number, (turn, text) in enumerate(zip(rollout.turns, rollout.texts, strict=True))
         ],
     }
 
 
 def _checked_fields(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved turn without its times and its place in the conversation."""
-    names = ("text", "num_prompt_tokens", "num_tokens", "finish_reason", "policy_versions")
-    return {name: turn[name] for name in names}
+    """Returns a saved turn without its times."""
+    return {name: value for name, value in turn.items() if name not in ("wait_s", "start_s")}
 
 
 def _check_advantage(
@@ -376,7 +405,30 @@ def check_samples(
         values = {"env_name": rollout.env_name, "temperature": np.float32(expected.temperature)}
         for name, value in values.items():
             differences.same("samples", value, table[name][row], f"{where}, {name}")
+        spans, sampled_tokens = list(table["role_spans"][row]), np.array(sample.is_sampled)
+        check_roles("samples", spans, sampled_tokens, differences, where)
+        stop = end_of_messages(expected.tokenizer, messages_of(rollout.env_name, table["example_id"][row]))
+        is_there = stop is None or stop in [span[2] for span in spans]
+        differences.holds("samples", is_there, f"{where}, role_spans: no block ends with the prompt")
         _check_advantage(expected, differences, rollout_id, float(table["advantage"][row]), where)
+
+
+def check_roles(
+    stage: str,
+    spans: Sequence[tuple[str, int, int]],
+    is_sampled: NDArray[np.bool_],
+    differences: Differences,
+    where: str,
+) -> None:
+    """Holds blocks of a chat to one another: they follow one another from the first token on, and every reply
+    is in one of the assistant's."""
+    starts, stops = ([span[number] for span in spans] for number in (1, 2))
+    differences.same(stage, [0, *stops[:-1]], starts, f"{where}, role_spans: starts")
+    replies = np.flatnonzero(is_sampled & ~np.append(False, is_sampled[:-1])).tolist()
+    ours = [(start, stop) for role, start, stop in spans if role == "assistant"]
+    found = [reply for start, stop in ours for reply in replies if start <= reply < stop]
+    differences.same(stage, replies, found, f"{where}, role_spans: replies in the assistant's blocks")
+    differences.holds(stage, len(replies) <= len(ours), f"{where}, role_spans: too few blocks")
 
 
 def check_batches(expected: ExpectedRun, differences: Differences) -> None:
@@ -469,6 +521,37 @@ def check_batch_metrics(expected: ExpectedRun, differences: Differences) -> None
         for name, value in means.items():
             found = logged.get(name, math.nan)
             differences.near("metrics of batches", value, found, 16 * EPS, f"step {step}, {name}")
+
+
+def check_snapshot(expected: ExpectedRun, differences: Differences) -> None:
+    """Holds the last snapshot, which a resume goes on from, to the groups that were started.
+
+    MessagePack is read as such here, without the checksum before it.
+    """
+    path = expected.played.folder / "checkpoints" / "orchestrator.bin"
+    found = msgspec.msgpack.decode(path.read_bytes()[4:])
+    groups: dict[str, set[str]] = {}
+    examples: dict[str, set[str]] = {}
+    for saved in expected.played.settled:
+        groups.setdefault(saved["env_name"], set()).add(saved["group_id"])
+        examples.setdefault(saved["env_name"], set()).add(saved["example_id"])
+    positions = {env: len(members) for env, members in examples.items()}
+    names = {name.partition(".")[0]: name.endswith(".1") for members in groups.values() for name in members}
+    resumed = sorted(int(name.removeprefix("g")) for name, is_resumed in names.items() if is_resumed)
+    where = "numbers of the groups that were started after a resume"
+    differences.same("snapshots", list(range(len(names)))[-len(resumed) :], resumed, where)
+    share = sum(positions.values()) / len(ENVIRONMENTS)
+    entries = read_entries(expected.played.folder / "ledger" / "orchestrator.jsonl")
+    wanted = {
+        "batches_sent": NUM_STEPS,
+        "positions": positions,
+        "num_groups": len(names),
+        "generation": 1,
+        "credits": {env: share - position for env, position in positions.items()},
+        "mark": max(entry.get("mark") or 0 for entry in entries),
+    }
+    for name, value in wanted.items():
+        differences.same("snapshots", value, found[name], f"{name} in {path.name}")
 
 
 def _is_logged(settled: Mapping[str, Any]) -> bool:

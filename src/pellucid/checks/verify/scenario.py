@@ -162,6 +162,7 @@ class ScriptedRequest:
     env_name: str
     rollout_id: str
     sampled: Sampled
+    params: SamplingParams
 
 
 class ScriptedClient(FakeInferenceClient):
@@ -205,7 +206,7 @@ class ScriptedClient(FakeInferenceClient):
         ]
         log_mu = np.array(moved, np.float32).astype(np.float64).tolist()
         sampled = Sampled(list(prompt_ids), reply, log_mu, [self.policy_version] * len(reply))
-        self.requests.append(ScriptedRequest(account.env, rollout_id, sampled))
+        self.requests.append(ScriptedRequest(account.env, rollout_id, sampled, params))
         self.sampled[account] += len(reply)
         self.delivered[account] += len(reply)
         return Completion(reply, log_mu, [(self.policy_version, len(reply))], "stop")

@@ -21,7 +21,7 @@ from torch import Tensor
 import pellucid.export
 from pellucid.checkpoint import STATE
 from pellucid.checkpoint.state import read_model
-from pellucid.checks.finding import EPS, Differences
+from pellucid.checks.finding import COUNTS, EPS, Differences
 from pellucid.checks.oracle.conversation import Conversation, off_policy_levels
 from pellucid.checks.oracle.losses import TokenLosses, ratios_of
 from pellucid.checks.oracle.training import (
@@ -32,7 +32,7 @@ from pellucid.checks.oracle.training import (
     clip_factor,
     learning_rate,
 )
-from pellucid.checks.verify.rollout_stages import ExpectedRollout, read_entries, sum_counts
+from pellucid.checks.verify.rollout_stages import ExpectedRollout, check_roles, read_entries, sum_counts
 from pellucid.ledger import Flow, State
 from pellucid.trainer.run import Run
 from pellucid.transport import stable_steps
@@ -195,6 +195,7 @@ def check_fields(
         found = record[name] if isinstance(record[name], str | int) else list(record[name])
         differences.same("exported fields", value, found, f"{where}, {name}")
     is_sampled = np.array(sample.is_sampled)
+    check_roles("exported fields", list(record["role_spans"]), is_sampled, differences, where)
     for name, values in (("temperatures", sequence.temperatures), ("teacher_logprobs", sequence.teacher)):
         if values is not None:
             expected, found = np.float32(values[is_sampled]), _floats(record[name])[is_sampled]
@@ -289,6 +290,25 @@ def check_trainer_books(step: TrainedStep, journal: Path, differences: Differenc
             differences.near("books of steps", tokens, found.get(env, {}).get(what.value, 0), allowed, where)
 
 
+def check_counts(
+    step: int,
+    logged: Mapping[str, float],
+    journal: Path,
+    before: Mapping[str, float] | None,
+    differences: Differences,
+) -> dict[str, float]:
+    """Holds logged counts to the journal, and running totals to those `before`; returns the totals."""
+    entries = (each for each in read_entries(journal) if each.get("step", 0) == step)
+    booked = sum((Counter(counts) for counts in sum_counts(entries).values()), Counter[str]())
+    totals = {name: value for name, value in logged.items() if name.startswith("total/")}
+    for name, parts in COUNTS.items():
+        where = f"step {step}, {name}"
+        differences.same("books of steps", sum(booked[part.value] for part in parts), logged[name], where)
+        total = (before or {}).get(f"total/{name}", 0) + logged[name]
+        differences.same("books of steps", total, totals[f"total/{name}"], f"{where} so far")
+    return totals
+
+
 def check_gradient(step: TrainedStep, found: Mapping[str, Tensor], differences: Differences) -> None:
     expected = step.expected
     names = sorted(expected.gradients)
@@ -355,9 +375,22 @@ def check_moved(
     differences.near(stage, expected.numpy(), found.double().cpu().numpy(), allowed.numpy(), where)
 
 
+def check_start(run: Run, expected: Mapping[str, Tensor], differences: Differences) -> None:
+    """Holds the weights of a run that has not begun to the oracle's, bit by bit."""
+    found = trained_weights(run)
+    for name, weight in expected.items():
+        is_same = torch.equal(weight.to(found[name].dtype), found[name].cpu())
+        differences.holds("start", is_same, f"{name} is not what the model or the seed gives")
+
+
 def check_weights(stage: str, run: Run, folder: Path, differences: Differences, where: str) -> None:
     """Holds the files of a folder to the weights of the run, bit by bit."""
-    _check_written(stage, run, read_weights(folder), differences, where)
+    written, known = read_weights(folder), trained_weights(run).keys()
+    if run.trained.adapter is None:
+        known |= run.policy.hf.state_dict().keys()
+    unknown = sorted(written.keys() - known)
+    differences.same(stage, [], unknown, f"{where}: tensors that are no weights of the model")
+    _check_written(stage, run, written, differences, where)
 
 
 def check_model(run: Run, folder: Path, differences: Differences) -> None:
@@ -387,10 +420,18 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return written
 
 
-def check_checkpoints(run: Run, due: list[int], journal: Path, differences: Differences) -> None:
+def check_checkpoints(
+    run: Run,
+    due: list[int],
+    journal: Path,
+    totals: Mapping[int, Mapping[str, float]],
+    differences: Differences,
+) -> None:
     """Holds a run that is over to the checkpoints that are due; leaves it with the last one's weights."""
     parent = run.output_dir / "checkpoints"
     differences.same("checkpoint", due, stable_steps(parent), "steps after which there is one")
+    folders = sorted(int(path.name.removeprefix("step_")) for path in parent.glob("step_*"))
+    differences.same("checkpoint", due, folders, "steps after which there is a folder")
     for step in stable_steps(parent):
         folder, where = parent / f"step_{step}", f"checkpoint {step}"
         progress = json.loads((folder / "progress.json").read_bytes())
@@ -400,6 +441,8 @@ def check_checkpoints(run: Run, due: list[int], journal: Path, differences: Diff
         differences.same("checkpoint", booked, kept, f"{where}: its ledger, against {journal.name}")
         last = {each.get("step", 0) for each in progress["ledger"]}
         differences.same("checkpoint", {step - 1}, last, f"{where}: the last step of its ledger")
+        kept_totals = {name: value for name, value in progress["totals"].items() if name.startswith("total/")}
+        differences.same("checkpoint", totals.get(step), kept_totals, f"{where}: its running totals")
         published = weights_folder(run.output_dir, step)
         if published.exists():
             read_model(run.trained.module, folder / STATE)

@@ -1,0 +1,224 @@
+"""The trainer offers its policy versions over HTTP: a thread of its main process, and files as they lie.
+
+    GET /weights               {"versions": {"7": "6d1f…"}}: what can be read, with the digest of its digests
+    GET /weights?done          the same, from an orchestrator that will not ask again
+    GET /weights/step_7/NAME   a file of version 7, whole or a range of it; `digests.json` names the others
+
+- Any client reads it that shows the key (`guard.weights_key`): curl, a proxy, a cache.
+- Many read at once, and training waits for none of them.
+- A version that somebody reads is kept beyond `trainer.keep_weights`: as long as bytes flow, and for a minute
+  after a connection broke, so that the reader can go on where it was. Whoever comes later finds it withdrawn,
+  and takes a newer one.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from pellucid.errors import ConfigError, TransportError
+from pellucid.guard import answers_to, is_foreign, shows_key
+from pellucid.transport.digests import DIGESTS, OfferedVersions, digest_of_bytes, read_digests
+from pellucid.transport.spool import is_stable, stable_steps
+
+logger = logging.getLogger(__name__)
+
+RESUME_S = 60.0
+"""Seconds that a version is kept after its reader got the last byte, unless that was the end of the file."""
+
+_NEXT_FILE_S = 5.0
+_MAX_CONNECTIONS = 1024
+_POLL_S = 0.05
+
+
+class Leases:
+    """Versions that are being read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ends: dict[int, tuple[int, float]] = {}
+        """Version and end of each lease, by number."""
+        self._numbers = itertools.count()
+        self._changing = threading.Lock()
+
+    def open(self) -> int:
+        return next(self._numbers)
+
+    def extend(self, number: int, version: int, seconds: float) -> None:
+        with self._changing:
+            self._ends[number] = version, self._clock() + seconds
+
+    def holds(self, version: int) -> bool:
+        now = self._clock()
+        with self._changing:
+            self._ends = {number: lease for number, lease in self._ends.items() if lease[1] > now}
+            return any(held == version for held, _ in self._ends.values())
+
+
+class WeightsOffer:
+    """A listener that answers from the moment it is made until it is closed."""
+
+    def __init__(self, run_dir: Path, host: str, port: int, key: str) -> None:
+        """`key`: see `guard.weights_key`. Raises ConfigError if the port cannot be used."""
+        self._run_dir, self._host, self._key = run_dir, host, key
+        self.leases = Leases()
+        self._asked_at = time.monotonic()
+        """When the listing was asked for last, or this began."""
+        self._is_done = False
+        """Whether who asked last will not ask again."""
+        self._known: dict[int, tuple[tuple[int, int], str]] = {}
+        """Inode and time of each version's digests, with their digest: they are asked for often."""
+        listener = _listen(host, port)
+        self.port: int = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self.app(),
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            limit_concurrency=_MAX_CONNECTIONS,
+        )
+        self._server = uvicorn.Server(config)
+        arguments = ([listener],)
+        self._thread = threading.Thread(target=self._server.run, args=arguments, name="weights", daemon=True)
+        self._thread.start()
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/weights", self._list, methods=["GET"]),
+                Route("/weights/step_{version:int}/{name}", self._file, methods=["GET"]),
+            ],
+        )
+
+    def wait_until_quiet(self) -> None:
+        """Returns once the orchestrator has said that it needs no more versions, or nobody has asked for them
+        for a minute and none is being read."""
+        while not self._is_done and (
+            time.monotonic() - self._asked_at < RESUME_S
+            or any(map(self.leases.holds, stable_steps(self._run_dir / "weights")))
+        ):
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    async def _list(self, http: Request) -> Response:
+        if refusal := self._refusal(http):
+            return refusal
+        self._asked_at = time.monotonic()
+        self._is_done = "done" in http.query_params
+        versions = await asyncio.to_thread(self._versions)
+        return Response(msgspec.json.encode(OfferedVersions(versions)), media_type="application/json")
+
+    def _versions(self) -> dict[int, str]:
+        folder = self._run_dir / "weights"
+        known, self._known = self._known, {}
+        for version in stable_steps(folder):
+            path = folder / f"step_{version}" / DIGESTS
+            with suppress(FileNotFoundError):  # withdrawn meanwhile, or of an older pellucid
+                about = path.stat()
+                file = about.st_ino, about.st_mtime_ns
+                if version in known and known[version][0] == file:
+                    self._known[version] = known[version]
+                else:
+                    self._known[version] = file, digest_of_bytes(path.read_bytes())
+        return {version: digest for version, (_, digest) in self._known.items()}
+
+    async def _file(self, http: Request) -> Response:
+        if refusal := self._refusal(http):
+            return refusal
+        version, name = int(http.path_params["version"]), str(http.path_params["name"])
+        folder = self._run_dir / "weights" / f"step_{version}"
+        number = self.leases.open()
+        self.leases.extend(number, version, _NEXT_FILE_S)  # before the look: it may be about to go
+        if not await asyncio.to_thread(_is_offered, folder, name):
+            return Response(f"policy version {version} has no {name}, or was withdrawn", status_code=404)
+        return _LeasedFile(folder / name, lambda seconds: self.leases.extend(number, version, seconds))
+
+    def _refusal(self, http: Request) -> Response | None:
+        host = http.headers.get("host", "")
+        if not answers_to(self._host, host):
+            return Response(f"this trainer does not answer to {host[:200]!r}", status_code=421)
+        if is_foreign(http.headers.get("origin"), host):
+            return Response("a page of another site may not ask this trainer", status_code=403)
+        if not shows_key(http.headers.get("authorization", ""), self._key):
+            reason = "this needs the key that is derived from the run's; set weights.key_file on both sides"
+            return Response(reason, status_code=401, headers={"www-authenticate": "Bearer"})
+        return None
+
+
+class _LeasedFile(FileResponse):
+    chunk_size = 1 << 20  # a turn of Python per chunk: training wants the interpreter, too
+
+    def __init__(self, path: Path, extend: Callable[[float], None]) -> None:
+        super().__init__(path, media_type="application/octet-stream")
+        self._extend = extend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_until_gone(receive))
+
+        async def noting(message: Message) -> None:
+            if gone.done():
+                raise _GoneError
+            await send(message)
+            is_end = message["type"] == "http.response.body" and not message.get("more_body")
+            self._extend(_NEXT_FILE_S if is_end else RESUME_S)
+
+        try:
+            await super().__call__(scope, receive, noting)
+        except _GoneError:
+            logger.debug("a reader of %s went away", self.path)
+        finally:
+            gone.cancel()
+
+
+class _GoneError(Exception):
+    """The reader went away."""
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _is_offered(folder: Path, name: str) -> bool:
+    """Whether `name` is a file of the version in `folder`: one that its digests name, or these."""
+    try:
+        digests = read_digests(folder)
+    except TransportError:
+        return False
+    names = () if digests is None else (DIGESTS, *digests.files)
+    path = folder / name
+    return name in names and is_stable(folder) and path.is_file() and not path.is_symlink()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"weights.port = {port} cannot be used on weights.host = {host} ({error.strerror}); choose "
+            "another port"
+        ) from error
+    return listener
