@@ -47,7 +47,7 @@ class TokenOutput(NamedTuple):
     Without gradient; None without router replay."""
 
     balance: Tensor | None = None
-    """What these tokens add to the step's balancing loss, one number; None without such a loss."""
+    """Share of these tokens in the step's balancing loss, one number; None without such a loss."""
 
 
 def token_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
