@@ -1,130 +1,70 @@
 """Every causal language model of transformers at tiny size: does it train and sample, and how?
 
     python tests/model/families.py [--json FILE] [FAMILY ...]
+    python tests/model/families.py --table                      writes the table of docs/models.md
 
-Each family is made with random weights, saved and loaded as a user's model would be. The trainer computes it
-*packed* or in *rows* if its logprobs are those of HF's own forward of each sequence alone, and *refuses* it
-by a `ModelError`. An engine *samples* if its logprobs are those, too. Anything else is *wrong*, and ends the
-script with 1.
+Each family is made with random weights, saved, loaded and checked as `pellucid verify --only model` does. The
+trainer computes it *packed* or in *rows*, or *refuses* it by a `ModelError`, and an engine *samples* from it.
+Anything else is *wrong*, and ends the script with 1.
 """
 
 import argparse
 import json
-import math
+import re
 import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from pellucid.config import ModelConfig
+from pellucid.checks.finding import Finding
+from pellucid.checks.verify.model import check_model, load_both
+from pellucid.checks.verify.shrink import VOCABULARY, WINDOW, make_random, sizes_of
+from pellucid.config.shared import LoraConfig
 from pellucid.errors import ModelError
-from pellucid.inference.client import Account, SamplingParams
-from pellucid.inference.engine import Engine
-from pellucid.inference.slots import Request, run_to_end
-from pellucid.model import Policy, load_policy, packed_layout
-from pellucid.model.rope import fix_frequencies
+from pellucid.inference.methods import Method, choose_method
+from pellucid.inference.vllm_engine import takes_new_weights
+from pellucid.model import Policy, packed_layout
+from pellucid.model.adapter import adapted_layers
+from pellucid.model.routing import known_routers
 from pellucid.trainer.step import ModelShape
 
-VOCABULARY = 101
 LENGTHS = (40, 23, 64, 9)
 """Longer than the windows and the original contexts below, shorter than the contexts."""
 
-CONTEXT, WINDOW = 128, 20
+CONTEXT = 128
 
-SIZES: Mapping[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "embed_dim": 32,
-    "word_embed_proj_dim": 32,
-    "embedding_size": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "n_inner": 48,
-    "d_ff": 48,
-    "ffn_hidden_size": 48,
-    "dff": 48,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "expert_ffn_hidden_size": 24,
+TRIED: Mapping[str, Any] = {
     "num_hidden_layers": 4,
     "n_layer": 4,
     "n_layers": 4,
     "num_layers": 4,
     "encoder_layers": 2,
     "decoder_layers": 4,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "global_head_dim": 8,
     "max_position_embeddings": CONTEXT,
     "n_positions": CONTEXT,
     "max_seq_len": CONTEXT,
-    "n_routed_experts": 4,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "n_group": 1,
-    "topk_group": 1,
     "first_k_dense_replace": 1,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
     "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 12,
-    "rotary_dim": 8,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "mamba_d_state": 8,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
-    "mamba_num_heads": 4,
-    "mamba_n_groups": 1,
-    "mamba_d_ssm": 64,
-    "mamba_dt_rank": 4,
-    "ssm_state_size": 8,
-    "state_size": 8,
-    "chunk_size": 8,
-    "n_groups": 1,
-    "conv_dim": 32,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "lru_width": 32,
     "sliding_window": WINDOW,
-    "attention_chunk_size": WINDOW,
-    "attention_window_size": WINDOW,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 4,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCABULARY,
     "tie_word_embeddings": False,
     "use_cache": False,
 }
-"""Settings that make a model small, wherever a family has one of that name."""
+"""Settings of every family that has them, beside those that make its widths small."""
 
 OWN_SIZES: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
@@ -207,6 +147,23 @@ class Outcome:
 
     reason: str
 
+    row: str = ""
+    """Its row in docs/models.md, if it trains."""
+
+
+LISTED = (
+    *("llama", "smollm3", "mistral", "ministral", "ministral3", "mixtral"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text"),
+    *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_oss", "gpt2", "gpt_neox"),
+    *("granite", "granitemoe", "granitemoehybrid", "bamba", "olmo2", "olmo3", "olmoe"),
+    *("cohere", "cohere2", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "minimax", "minimax_m2"),
+    *("nemotron", "nemotron_h", "jamba", "mamba", "falcon", "falcon_h1", "lfm2", "lfm2_moe"),
+    *("ernie4_5", "ernie4_5_moe", "exaone4", "hunyuan_v1_dense", "stablelm", "starcoder2"),
+)
+"""Families in the table of docs/models.md, by `model_type`."""
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
 
 def names() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -216,7 +173,7 @@ def names() -> list[str]:
 
 def make(name: str) -> Any:
     """The model with random weights of a size at which every layer matters, or an exception of any kind."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     family, extra = VARIANTS.get(name, (name, {}))
     kind = CONFIG_MAPPING[family]
@@ -224,7 +181,8 @@ def make(name: str) -> Any:
         raise NotImplementedError("a model of several parts")
     default = kind()
     known = default.to_dict()
-    sizes = {key: value for key, value in SIZES.items() if key in known or hasattr(default, key)}
+    sizes = sizes_of(default)
+    sizes |= {key: value for key, value in TRIED.items() if key in known or hasattr(default, key)}
     if "qk_rope_head_dim" in known or "head_dim" not in known:
         sizes.pop("head_dim", None)
     if "kv_lora_rank" in known:  # latent attention has keys for every head
@@ -236,12 +194,7 @@ def make(name: str) -> Any:
             sizes[key] = (distinct * 4)[:4]
     config = kind(**{**sizes, **OWN_SIZES.get(family, {}), **extra})
     config.is_decoder = True
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
+    model = make_random(config)
     if not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise NotImplementedError("parameters that are no numbers")
     return model
@@ -269,85 +222,68 @@ def computed(policy: Policy, rows: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part[1:] for part in output.logprobs.split(lengths)]
 
 
-def sampled(policy: Policy, prompts: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Sequences that an engine finished, the logprobs of what it sampled, and the length of the prompt."""
-    found: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-
-    def request(prompt: list[int], seed: int) -> Request:
-        def keep(completion: Any) -> None:
-            whole = torch.tensor([*prompt, *completion.token_ids])
-            found.append((whole, torch.tensor(completion.logprobs), len(prompt)))
-
-        return Request(prompt, SamplingParams(max_tokens=45, seed=seed), Account(), keep)
-
-    engine = Engine(policy, num_slots=4, max_length=CONTEXT)
-    run_to_end(engine, [request(prompt, seed) for seed, prompt in enumerate(prompts)])
-    return found
-
-
-def gradients(found: list[torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-    """Of the weights that have one, of a sum in which tokens weigh differently."""
-    total = torch.stack([(each * torch.linspace(-1, 2, len(each))).sum() for each in found]).sum()
-    weights = dict(model.named_parameters())
-    each = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
-    return {name: own for name, own in zip(weights, each, strict=True) if own is not None}
-
-
-def difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
-    """The largest over all weights, relative to the largest gradient of any."""
-    if expected.keys() != found.keys():
-        return math.inf
-    scale = max(float(each.abs().max()) for each in expected.values())
-    return max(float((found[name] - each).abs().max()) for name, each in expected.items()) / scale
-
-
 def examine(name: str, folder: Path) -> Outcome:
-    from transformers import AutoModelForCausalLM
-
     try:
         make(name).save_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        fix_frequencies(model, CONTEXT)  # as trainer and engine do, whatever the length of a sequence
-        rows = sequences()
-        expected = [alone(model, row) for row in rows]
-        gradient = gradients(expected, model)
+        alone(model, sequences()[0])
     except Exception as error:
         return Outcome(name, "unmade", "", f"{type(error).__name__}: {error}".splitlines()[0][:120])
     try:
-        policy = load_policy(ModelConfig(name=str(folder)), trainable=True, max_length=CONTEXT)
+        policy, reference = load_both(str(folder), CONTEXT)
         ModelShape.of(policy)
-        found = computed(policy, rows)
-        own_gradient = gradients(found, policy.hf)
+        findings = list(check_model(policy, reference))
     except ModelError as error:
         return Outcome(name, "refused", "", str(error))
     except Exception as error:
         return Outcome(name, "wrong", "", f"{type(error).__name__}: {error}".splitlines()[0])
-    gap = max(float((own - other).detach().abs().max()) for own, other in zip(found, expected, strict=True))
-    off = difference(gradient, own_gradient)
-    if not (gap < RIGHT and off < RIGHT):
-        return Outcome(name, "wrong", "", f"{policy.way}, {gap:.1e} nats off, gradient {off:.1e}")
-    samples, said = sampling(policy, model, rows)
+    failed = [f"{each.what}: {each.value:.1e}, not {each.limit:.1e}" for each in findings if not each.passed]
+    if failed:
+        return Outcome(name, "wrong", "", f"{policy.way}: {'; '.join(failed)}")
+    samples = "samples" if any(each.is_held and "engine" in each.what for each in findings) else "refused"
+    excess = max(each.value / each.limit for each in findings if each.is_held)
     why = f" ({policy.why_rows})" if policy.way == "rows" else ""
-    found_out = f"trainer within {gap:.1e} nats and {off:.1e} of the gradient"
-    return Outcome(name, policy.way, samples, f"{found_out}{why}, {said}")
+    reason = f"within {excess:.2f} of what rounding explains{why}"
+    return Outcome(name, policy.way, samples, reason, _row(name, policy, findings))
 
 
-def sampling(policy: Policy, model: Any, rows: list[torch.Tensor]) -> tuple[str, str]:
-    try:
-        drawn = sampled(policy, [row[: 7 + index].tolist() for index, row in enumerate(rows)])
-    except ModelError as error:
-        return "refused", f"engine: {error}"
-    except Exception as error:
-        return "wrong", f"engine: {type(error).__name__}: {error}".splitlines()[0]
-    with torch.no_grad():
-        gap = max(
-            float((own - alone(model, whole)[prompt - 1 :]).abs().max()) for whole, own, prompt in drawn
-        )
-    return "samples" if gap < RIGHT else "wrong", f"engine within {gap:.1e}"
+HEAD = ("`model_type`", "trains", "samples", "context parallel", "router replay", "LoRA", "vLLM")
+
+
+def _row(name: str, policy: Policy, findings: list[Finding]) -> str:
+    """Returns the family's row of the table in docs/models.md."""
+    is_split = any(each.is_held and "context parallelism" in each.what for each in findings)
+    has_experts = any(".experts." in each for each, _ in policy.hf.named_parameters())
+    cells = (
+        name,
+        policy.way,
+        "packed" if policy.way == "packed" else _batches(choose_method(policy)),
+        "yes" if is_split else "no",
+        ("yes" if known_routers(policy.hf) else "no") if has_experts else "–",
+        "yes" if adapted_layers(policy, LoraConfig()) else "no",
+        "if vLLM has it" if takes_new_weights(policy.hf) else "refused",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _batches(method: Method) -> str:
+    batch = "one batch" if method.joins else "a batch per group" if method.is_batched else "each alone"
+    return batch if method.keeps_cache else "without a cache"
+
+
+def page_with_table(rows: Iterable[str]) -> str:
+    """Returns the text of docs/models.md with these rows in its table of families."""
+    title = f"| {' | '.join(HEAD)} |"
+    table = "\n".join([title, "|" + "---|" * len(HEAD), *rows]) + "\n"
+    page, count = re.subn(
+        rf"^{re.escape(title)}\n(\|.*\n)+", lambda _: table, PAGE.read_text(), flags=re.MULTILINE
+    )
+    assert count == 1, f"{PAGE} has no table that begins with {title}"
+    return page
 
 
 RIGHT = 1e-3
-"""Nats, and shares of a gradient. Rounding makes up to 1e-5 at this size and precision, and what leaks 0.01
+"""Nats. Rounding makes up to 1e-5 at this size and precision, and what leaks 0.01
 and more."""
 
 
@@ -355,10 +291,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/models.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     outcomes = []
-    for name in options.families or names():
+    for name in LISTED if options.table else options.families or names():
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             outcomes.append(examine(name, Path(folder)))
@@ -371,6 +308,8 @@ def main() -> int:
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    if options.table:
+        PAGE.write_text(page_with_table(outcome.row for outcome in outcomes))
     return 1 if counts["wrong"] else 0
 
 

@@ -362,7 +362,7 @@ class VerifyOrchestratorConfig(OrchestratorConfig):
 # fmt: off
 VerifyCheck = Literal[
     "tokenizer", "columns", "packing", "ranks", "processes", "leakage", "record", "agreement",
-    "precision", "experts", "sampling", "oracle", "weights",
+    "precision", "experts", "sampling", "oracle", "weights", "model",
 ]
 # fmt: on
 
@@ -377,7 +377,7 @@ class VerifyConfig(RLConfig):
     """Its environments give the prompts, and `sampling` the temperature."""
 
     only: VerifyCheck | None = None
-    """Make this check alone; by default all of them."""
+    """Make this check alone; by default all of them but `model`, which is about a model without a run."""
 
     rehearse: bool = False
     """Instead of the checks, train one micro batch of the model's shape on a pretend GPU, and print for each
@@ -386,6 +386,14 @@ class VerifyConfig(RLConfig):
 
     as_json: bool = Field(default=False, alias="json")
     """Print one JSON object per line instead of a table."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_model(cls, data: Any) -> Any:
+        """Reads `model = NAME` as `model.name = NAME` and `only = "model"`."""
+        if isinstance(data, Mapping) and isinstance(data.get("model"), str):
+            return {"only": "model", **data, "model": {"name": data["model"]}}
+        return data
 
 
 PARTS: Mapping[type[Section], str] = {

@@ -256,7 +256,7 @@ def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
     settings, name = config.inference, config.model.name
     model = empty_model(config.model)
     shapes = weight_shapes(model)
-    if any(".experts." in parameter for parameter in shapes) and not known_routers(model):
+    if not takes_new_weights(model):
         raise ModelError(
             f"model.name = {name!r} has experts of another kind than Qwen2-MoE, Qwen3-MoE and OLMoE, and "
             'inference.backend = "vllm" takes no new weights of these; use "embedded"'
@@ -281,6 +281,11 @@ def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
         vocab_size=num_ids,
         decode_text=tokenizer.decode,
     )
+
+
+def takes_new_weights(model: torch.nn.Module) -> bool:
+    """Returns whether vLLM takes new weights of a model that it has: not of experts that were not tried."""
+    return bool(known_routers(model)) or not any(".experts." in name for name in weight_shapes(model))
 
 
 _RETURNS_EXPERTS = "0.32.0"

@@ -182,7 +182,7 @@ def _random(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torc
 
 def vocab_size(config: ModelConfig) -> int:
     """Reads the size of the vocabulary without loading the weights."""
-    return int(_read_config(config).get_text_config().vocab_size)
+    return int(read_config(config).get_text_config().vocab_size)
 
 
 def experts_of(config: ModelConfig) -> Experts:
@@ -193,10 +193,11 @@ def experts_of(config: ModelConfig) -> Experts:
 def context_length(config: ModelConfig) -> int | None:
     """Reads the longest sequence that the model is made for, in tokens, without loading the weights; None:
     its config.json does not say."""
-    return _context(_read_config(config))
+    return _context(read_config(config))
 
 
-def _read_config(config: ModelConfig) -> Any:
+def read_config(config: ModelConfig) -> Any:
+    """Reads config.json, as transformers' config of the model's family."""
     from transformers import AutoConfig
 
     require_folder(config.name)
@@ -213,7 +214,7 @@ def empty_model(config: ModelConfig, device: str | torch.device = "meta") -> tor
     with torch.device(device):
         model, _ = _attending(
             lambda attention: AutoModelForCausalLM.from_config(
-                _read_config(config),
+                read_config(config),
                 dtype=torch.float32,
                 attn_implementation=attention,
                 trust_remote_code=False,

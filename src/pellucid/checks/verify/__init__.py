@@ -13,6 +13,7 @@
     sampling     the engine draws from the distribution that it reports
     oracle       a scripted run, stage by stage, is what a second implementation says
     weights      new weights reach the engine, and nothing moves at learning rate 0 (drift)
+    model        a model alone, without a run, is computed as transformers does (not by default)
 
 A check is a function of the subject that yields findings: a number, its limit, and what it means beyond it.
 """
@@ -39,6 +40,7 @@ from pellucid.checks.verify.gradients import (
     check_record,
     check_tokenizer,
 )
+from pellucid.checks.verify.model import verify_model
 from pellucid.checks.verify.path import check_oracle
 from pellucid.checks.verify.processes import check_processes
 from pellucid.checks.verify.subject import Subject, opened
@@ -71,6 +73,10 @@ def run_verify(config: VerifyConfig) -> int:
         from pellucid.checks.verify.rehearse import print_rehearsal  # registers a device with torch
 
         return print_rehearsal(config, make_console())
+    if config.only == "model":
+        findings = verify_model(config)
+        _print(findings, config, make_console())
+        return 0 if all(finding.passed for finding in findings) else 1
     if not is_torchrun():
         return verify_with(config, Ranks.alone(config.trainer))
     with joined(config.trainer) as ranks:
