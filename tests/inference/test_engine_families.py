@@ -139,6 +139,17 @@ def test_a_cache_that_gives_other_values_is_not_used() -> None:
     assert isinstance(method, Method) and not method.keeps_cache and method.is_batched
 
 
+def test_a_least_time_step_that_no_probed_token_falls_below_counts() -> None:
+    """Cached steps of transformers 5.22 leave it out, which shows for other tokens alone."""
+    policy = rows_policy("nemotron_h")
+    mixers = [module for module in policy.hf.modules() if hasattr(module, "dt_bias")]
+    for mixer in mixers:
+        torch.nn.init.constant_(mixer.dt_bias, 5.0)
+    limits = [mixer.time_step_limit for mixer in mixers]
+    assert mixers and not choose_method(policy).keeps_cache
+    assert [mixer.time_step_limit for mixer in mixers] == limits
+
+
 def test_in_bfloat16_a_method_is_tried_in_float32_and_in_bfloat16() -> None:
     """Some families mix both dtypes by themselves, which torch refuses."""
     policy = rows_policy("qwen3_next")

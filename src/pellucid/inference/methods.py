@@ -173,7 +173,7 @@ def choose_method(policy: Policy) -> Method:
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, policy.vocab_size, (3, _PROBED), generator=generator).to(policy.device)
     name, reason = type(policy.hf).__name__, ""
-    with _exact(policy):
+    with _exact(policy), _binding_limits(policy.hf):
         with _in_its_dtype(name):
             alone = [policy.hf(input_ids=row[None], use_cache=False).logits[0] for row in token_ids]
         for method in _methods(policy.hf):
@@ -222,6 +222,24 @@ def _in_its_dtype(name: str) -> Iterator[None]:
     except _ERRORS as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ModelError(f'{name} cannot sample ({reason}); try model.dtype = "float32"') from error
+
+
+@contextmanager
+def _binding_limits(hf: Any) -> Iterator[None]:
+    """Context manager: state-space layers with a least time step have one that every token falls below.
+
+    Whether tokens fall below their own depends on the tokens, so those of a probe may all be above it, and
+    not show that a cached step leaves it out.
+    """
+    limited = [module for module in hf.modules() if getattr(module, "time_step_limit", (0.0,))[0] > 0]
+    own = [module.time_step_limit for module in limited]
+    for module in limited:
+        module.time_step_limit = (100.0, *module.time_step_limit[1:])
+    try:
+        yield
+    finally:
+        for module, limit in zip(limited, own, strict=True):
+            module.time_step_limit = limit
 
 
 def _exact(policy: Policy) -> AbstractContextManager[None]:
