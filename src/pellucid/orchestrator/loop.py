@@ -38,6 +38,7 @@ from pellucid.data.spans import SpanLog
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, say_failure
 from pellucid.errors import PellucidError, RolloutError, UserCodeError
 from pellucid.inference.client import InferenceClient
+from pellucid.ledger import new_process
 from pellucid.ledger.settings import changed_settings, record_settings
 from pellucid.ledger.weights import WeightsBook
 from pellucid.orchestrator.advantage import load_advantage
@@ -89,6 +90,7 @@ class Orchestrator:
 
         `process`: this process's name in the ledger, which the clients send to their servers.
         """
+        process = process or new_process()
         snapshot = Snapshot()
         if config.resume:
             snapshot = settle_orchestrator(config, changed_settings(config, "orchestrator"))
