@@ -64,8 +64,9 @@ RESUMED_AT = 2
 
 GROUP_SIZE = 3
 MAX_OFF_POLICY_STEPS = 1
-TURNS_OF_STILLNESS = 100
-"""Turns of the event loop; a rollout goes on, or another one starts, within a few."""
+TURNS_OF_STILLNESS = 400
+"""Turns of the event loop; a rollout goes on, or another one starts, within a few, or after a write to a busy
+disk."""
 
 POLL_S = 0.01
 STUCK_S = 5.0
