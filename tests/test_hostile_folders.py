@@ -83,7 +83,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = settings_of(folder)
     for name in ("rl", "trainer", "orchestrator"):
         save(config, folder / "configs" / f"{name}.toml")
-    main(["view", str(folder), "-o", str(folder.parent / "page.html")])  # what it imports is not of the damage
+    main(["view", str(folder), "-o", str(folder.parent / "page.html")])  # what it imports is no damage
     return folder
 
 
