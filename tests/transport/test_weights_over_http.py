@@ -1,6 +1,7 @@
 """Weights that are read from the trainer, on loopback: cut, damaged, withdrawn, by many, by strangers."""
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from torch import nn
 
 from pellucid.errors import TransportError
 from pellucid.guard import weights_key
-from pellucid.transport import retract_folder, stable_steps
+from pellucid.transport import retract_folder, stable_steps, weights_offer
+from pellucid.transport.digests import digest_of_bytes
 from pellucid.transport.weights import (
     ServedWeights,
     named_weights,
@@ -194,6 +196,23 @@ def test_a_wrong_byte_is_named_and_the_file_fetched_anew(tmp_path, offer, place,
     assert_serves(reader.pull(3), published)
 
 
+@pytest.mark.parametrize("size", [None, 1000])
+def test_a_version_that_is_damaged_in_the_cache_is_fetched_anew_by_the_next_process(
+    tmp_path, offer, caplog, size
+) -> None:
+    published = publish(tmp_path, 3)
+    path = puller(tmp_path, offer.port).pull(3) / FILE
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 16
+    path.write_bytes(damaged[:size])
+    again = puller(tmp_path, offer.port)
+    assert_serves(again.pull(3), published)
+    assert "policy version 3 is fetched anew: " in caplog.text
+    num_bytes = again.num_bytes
+    again.pull(3)
+    assert again.num_bytes == num_bytes == path.stat().st_size
+
+
 def test_several_servers_read_at_once_while_the_trainer_publishes(tmp_path, offer) -> None:
     published = publish(tmp_path, 1)
     readers = [puller(tmp_path, offer.port, f"cache_{number}") for number in range(3)]
@@ -230,6 +249,35 @@ def test_a_version_that_was_withdrawn_in_the_middle_is_given_up_at_once(tmp_path
             RefusedError, match="404: policy version 1 has no model.safetensors, or was withdrawn"
         ):
             reading.result()
+
+
+def test_who_asks_while_another_is_answered_is_told_all_versions(tmp_path, offer, monkeypatch) -> None:
+    """The first is at its last version when the second begins."""
+    for version in range(1, 5):
+        publish(tmp_path, version)
+    at_last, has_begun, first_has_all = (threading.Event() for _ in range(3))
+    calls = itertools.count(1)
+
+    def slowly(content: bytes) -> str:
+        match next(calls):
+            case 4:
+                at_last.set()
+                assert has_begun.wait(60)
+            case 5:
+                has_begun.set()
+                assert first_has_all.wait(60)
+        return digest_of_bytes(content)
+
+    monkeypatch.setattr(weights_offer, "digest_of_bytes", slowly)
+    client = OfferClient(f"http://127.0.0.1:{offer.port}", KEY, silence_s=60)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(client.versions)
+        assert at_last.wait(60)
+        publish(tmp_path, 1)
+        second = threads.submit(client.versions)
+        found = first.result()
+        first_has_all.set()
+    assert sorted(found) == sorted(second.result()) == [1, 2, 3, 4]
 
 
 def test_a_lease_ends_a_minute_after_the_last_byte() -> None:

@@ -128,17 +128,18 @@ class WeightsOffer:
 
     def _versions(self) -> dict[int, str]:
         folder = self._run_dir / "weights"
-        known, self._known = self._known, {}
+        known, found = self._known, {}  # several threads list at once
         for version in stable_steps(folder):
             path = folder / f"step_{version}" / DIGESTS
             with suppress(FileNotFoundError):  # withdrawn meanwhile, or of an older pellucid
                 about = path.stat()
                 file = about.st_ino, about.st_mtime_ns
                 if version in known and known[version][0] == file:
-                    self._known[version] = known[version]
+                    found[version] = known[version]
                 else:
-                    self._known[version] = file, digest_of_bytes(path.read_bytes())
-        return {version: digest for version, (_, digest) in self._known.items()}
+                    found[version] = file, digest_of_bytes(path.read_bytes())
+        self._known = found
+        return {version: digest for version, (_, digest) in found.items()}
 
     async def _file(self, http: Request) -> Response:
         if refusal := self._refusal(http):
