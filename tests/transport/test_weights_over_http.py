@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -313,6 +314,8 @@ def test_who_shows_another_key_gets_nothing(tmp_path, offer, key) -> None:
         WeightsPuller(OfferClient(url, key), tmp_path / "cache").pull(1)
     with pytest.raises(RefusedError, match="401"):
         OfferClient(url, key).versions()
+    path = f"/weights/step_{'7' * 5000}/digests.json"
+    assert httpx.get(url + path, headers={"authorization": f"Bearer x{key}"}).status_code == 401
 
 
 def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
@@ -320,6 +323,8 @@ def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
     folder = weights_folder(tmp_path / "trainer", 1)
     (folder / "secret").write_text("word")
     (tmp_path / "trainer" / "key").write_text("word")
+    publish_version(tmp_path / "elsewhere", 77, partial(write_version, model(77)), keep=4)
+    folder.with_name("step_77").symlink_to(weights_folder(tmp_path / "elsewhere", 77))
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=f"http://127.0.0.1:{offer.port}", headers=headers) as client:
         statuses = [
@@ -330,9 +335,12 @@ def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
                 "step_1/STABLE",
                 "step_2/digests.json",
                 "step_1",
+                f"step_{'7' * 5000}/digests.json",
+                "step_77/digests.json",
             )
         ]
-        assert statuses == [404] * 5
+        assert statuses == [404] * 7
+        assert list(msgspec.json.decode(client.get("/weights").content)["versions"]) == ["1"]
         assert client.get("/weights", headers={"origin": "http://evil.example"}).status_code == 403
         assert client.get("/weights", headers={"host": "evil.example"}).status_code == 421
         part = client.get(f"/weights/step_1/{FILE}", headers={"range": "bytes=8-15"})

@@ -29,6 +29,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from pellucid.data.files import step_number
 from pellucid.errors import ConfigError, TransportError
 from pellucid.guard import answers_to, is_foreign, shows_key
 from pellucid.transport.digests import DIGESTS, OfferedVersions, digest_of_bytes, read_digests
@@ -101,7 +102,7 @@ class WeightsOffer:
         return Starlette(
             routes=[
                 Route("/weights", self._list, methods=["GET"]),
-                Route("/weights/step_{version:int}/{name}", self._file, methods=["GET"]),
+                Route("/weights/{folder}/{name}", self._file, methods=["GET"]),
             ],
         )
 
@@ -131,6 +132,8 @@ class WeightsOffer:
         known, found = self._known, {}  # several threads list at once
         for version in stable_steps(folder):
             path = folder / f"step_{version}" / DIGESTS
+            if path.parent.is_symlink():
+                continue
             with suppress(FileNotFoundError):  # withdrawn meanwhile, or of an older pellucid
                 about = path.stat()
                 file = about.st_ino, about.st_mtime_ns
@@ -144,8 +147,10 @@ class WeightsOffer:
     async def _file(self, http: Request) -> Response:
         if refusal := self._refusal(http):
             return refusal
-        version, name = int(http.path_params["version"]), str(http.path_params["name"])
-        folder = self._run_dir / "weights" / f"step_{version}"
+        name = str(http.path_params["name"])
+        folder = self._run_dir / "weights" / str(http.path_params["folder"])
+        if (version := step_number(folder.name)) is None:
+            return Response("only /weights and /weights/step_N/NAME are offered", status_code=404)
         number = self.leases.open()
         self.leases.extend(number, version, _NEXT_FILE_S)  # before the look: it may be about to go
         if not await asyncio.to_thread(_is_offered, folder, name):
@@ -206,7 +211,8 @@ def _is_offered(folder: Path, name: str) -> bool:
         return False
     names = () if digests is None else (DIGESTS, *digests.files)
     path = folder / name
-    return name in names and is_stable(folder) and path.is_file() and not path.is_symlink()
+    is_link = folder.is_symlink() or path.is_symlink()
+    return name in names and is_stable(folder) and path.is_file() and not is_link
 
 
 def _listen(host: str, port: int) -> socket.socket:
