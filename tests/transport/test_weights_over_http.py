@@ -20,6 +20,7 @@ from pellucid.errors import TransportError
 from pellucid.guard import weights_key
 from pellucid.transport import retract_folder, stable_steps, weights_offer
 from pellucid.transport.digests import digest_of_bytes
+from pellucid.transport.punctual import PunctualProtocol
 from pellucid.transport.weights import (
     ServedWeights,
     named_weights,
@@ -348,6 +349,15 @@ def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
         (folder / FILE).rename(folder / "moved")
         (folder / FILE).symlink_to(folder / "moved")
         assert client.get(f"/weights/step_1/{FILE}").status_code == 404
+
+
+def test_whoever_connects_and_asks_nothing_is_cut_off(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(PunctualProtocol, "head_s", 0.1)
+    with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", 0, KEY)) as offer:
+        for first in (b"", b"GET /weights HTTP/1.1\r\nHost: localhost\r\n"):
+            with socket.create_connection(("127.0.0.1", offer.port), timeout=60) as connection:
+                connection.sendall(first)
+                assert connection.recv(1) == b""
 
 
 def test_a_trainer_that_is_away_is_waited_for(tmp_path) -> None:

@@ -33,6 +33,7 @@ from pellucid.data.files import step_number
 from pellucid.errors import ConfigError, TransportError
 from pellucid.guard import answers_to, is_foreign, shows_key
 from pellucid.transport.digests import DIGESTS, OfferedVersions, digest_of_bytes, read_digests
+from pellucid.transport.punctual import PunctualProtocol
 from pellucid.transport.spool import is_stable, stable_steps
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class WeightsOffer:
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
             self.app(),
+            http=PunctualProtocol,
             ws="none",
             lifespan="off",
             log_level="warning",
