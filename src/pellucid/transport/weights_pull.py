@@ -147,15 +147,25 @@ class WeightsPuller:
     def is_pulling(self) -> bool:
         return self._pulling.locked()
 
-    def pull(self, version: int) -> Path:
+    def pull(self, version: int, *, is_served: bool = False) -> Path:
         """Returns the folder of a version, which is fetched unless it is there; blocks until it is whole.
+
+        With `is_served` the trainer is asked once whether it published the version anew. If it is away, or
+        refuses, what is there stays, which may be no folder.
 
         Raises TransportError if the trainer refuses it, cannot be reached for `patience_s`, or sent a wrong
         byte.
         """
         with self._pulling:
             folder = self._cache / f"step_{version}"
-            content = self._patiently(lambda: self.offer.digests(version))
+            try:
+                ask = bind(self.offer.digests, version)
+                content = ask() if is_served else self._patiently(ask)
+            except TransportError as error:
+                if not is_served:
+                    raise
+                logger.warning("%s; policy version %d is served already, and stays", error, version)
+                return folder
             digests = decode_digests(content, f"{self.offer.url}: policy version {version}")
             if self._has(version, content, digests):
                 return folder
