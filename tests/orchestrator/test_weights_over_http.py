@@ -35,6 +35,7 @@ from pellucid.transport.weights_pull import OfferClient, WeightsPuller
 @pytest.fixture
 def offer(tmp_path) -> Iterator[WeightsOffer]:
     with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", 0, weights_key(KEY))) as offer:
+        offer.start()
         yield offer
 
 
@@ -186,6 +187,7 @@ def test_a_trainer_that_starts_late_is_told_that_no_more_weights_are_needed(tmp_
         finishing = asyncio.create_task(offered.finish())
         await asyncio.sleep(0)
         with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", port, weights_key(KEY))) as offer:
+            offer.start()
             await finishing
             await asyncio.to_thread(offer.wait_until_quiet)
 

@@ -1,7 +1,9 @@
 """Policy versions are written beside training: whole, in order, as they were, and not silently lost."""
 
 import shutil
+import socket
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,13 +13,16 @@ from torch import nn
 from pellucid.checks.rehearsal import rehearsing
 from pellucid.config import TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
-from pellucid.errors import DiskError
-from pellucid.trainer.batches import OrchestratorBatches
+from pellucid.errors import DiskError, TransportError
+from pellucid.guard import weights_key
+from pellucid.trainer import build
+from pellucid.trainer.batches import NoBatches, OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate, train
 from pellucid.trainer.parallel import BF16, Ranks
 from pellucid.trainer.saver import WeightsPublisher
 from pellucid.transport import Batch, FilesystemReceiver, FilesystemSender, encode_batch, weights
+from pellucid.transport.digests import PublishedDigests, write_digests
 from pellucid.transport.weights import (
     ServedWeights,
     WeightsCopy,
@@ -25,6 +30,7 @@ from pellucid.transport.weights import (
     weights_folder,
     write_version,
 )
+from pellucid.transport.weights_pull import OfferClient
 
 
 class Biased(nn.Module):
@@ -265,3 +271,46 @@ def test_a_crash_in_the_middle_of_a_version_leaves_the_one_before_it(
             for name in ("crashed", "whole")
         )
         assert found == expected
+
+
+def offering(model, folder) -> TrainerRunConfig:
+    return TrainerRunConfig.model_validate(
+        {
+            "output_dir": folder,
+            "max_steps": 1,
+            "seq_len": 16,
+            "resume": True,
+            "model": {"name": str(model)},
+            "trainer": {"threads": 1},
+            "weights": {"transport": "http"},
+        }
+    )
+
+
+def test_weights_are_offered_once_those_of_an_earlier_attempt_are_taken_back(tiny_model, tmp_path) -> None:
+    (tmp_path / "weights" / "step_5").mkdir(parents=True)
+    (tmp_path / "weights" / "step_5" / "STABLE").touch()
+    write_digests(tmp_path / "weights" / "step_5", PublishedDigests({}))
+    config = offering(tiny_model, tmp_path)
+    with closing(build_run(config, NoBatches(), None, [], publishes=True)) as run:
+        key = weights_key(config.weights.run_key(tmp_path))
+        client = OfferClient(f"http://127.0.0.1:{run.offer.port}", key, silence_s=0.2)
+        with pytest.raises(TransportError, match="offers no weights"):
+            client.versions()
+        run.begin(config)
+        client = OfferClient(client.url, key)
+        assert client.versions() == {}
+
+
+def test_a_run_that_cannot_be_made_leaves_its_port(tiny_model, tmp_path, monkeypatch) -> None:
+    ports = []
+
+    def refuse(**parts):
+        ports.append(parts["offer"].port)
+        raise ValueError("no run")
+
+    monkeypatch.setattr(build, "Run", refuse)
+    with pytest.raises(ValueError, match="no run"):
+        build_run(offering(tiny_model, tmp_path), NoBatches(), None, [], publishes=True)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ports[0]))

@@ -44,6 +44,7 @@ def model(seed: int) -> nn.Module:
 @pytest.fixture
 def offer(tmp_path) -> Iterator[WeightsOffer]:
     with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", 0, KEY)) as offer:
+        offer.start()
         yield offer
 
 
@@ -354,6 +355,7 @@ def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
 def test_whoever_connects_and_asks_nothing_is_cut_off(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(PunctualProtocol, "head_s", 0.1)
     with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", 0, KEY)) as offer:
+        offer.start()
         for first in (b"", b"GET /weights HTTP/1.1\r\nHost: localhost\r\n"):
             with socket.create_connection(("127.0.0.1", offer.port), timeout=60) as connection:
                 connection.sendall(first)
@@ -367,7 +369,8 @@ def test_a_trainer_that_is_away_is_waited_for(tmp_path) -> None:
     reader = puller(tmp_path, port)
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(reader.pull, 1)
-        with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", port, KEY)):
+        with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", port, KEY)) as offer:
+            offer.start()
             assert_serves(reading.result(), published)
 
 

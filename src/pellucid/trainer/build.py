@@ -154,6 +154,8 @@ def build_run(
         offer = None
         if publishes and config.weights.transport == "http":
             offer = ranks.alike(lambda: open_offer(config) if ranks.is_main else None)
+        if offer is not None:
+            opened.callback(offer.close)
         run = Run(
             config=settings,
             output_dir=config.output_dir,
@@ -177,7 +179,7 @@ def build_run(
 
 
 def open_offer(config: TrainerRunConfig) -> "WeightsOffer":
-    """Starts to listen for servers that read the weights."""
+    """Takes the port at which servers read the weights."""
     from pellucid.transport.weights_offer import WeightsOffer
 
     key = weights_key(config.weights.run_key(config.output_dir))

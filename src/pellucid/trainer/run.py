@@ -86,7 +86,8 @@ class Run:
     ranks: Ranks = field(default_factory=Ranks)
     stop: StopRequest = field(default_factory=StopRequest)
     offer: "WeightsOffer | None" = None
-    """Listener from which servers read the weights; only in the main process."""
+    """Listener from which servers read the weights, once `begin` has restored them; only in the main
+    process."""
 
     def __post_init__(self) -> None:
         self.start = self._num_trained = self._num_saved = 0
@@ -133,6 +134,8 @@ class Run:
         if self.ranks.is_main:
             for change in changes:
                 logger.info(change.line(self.start))
+        if self.offer is not None:
+            self.offer.start()
 
     def restore(self) -> None:
         """Restores the newest intact checkpoint, bit by bit; without one the run starts at step 0.

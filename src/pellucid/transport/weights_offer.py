@@ -71,20 +71,20 @@ class Leases:
 
 
 class WeightsOffer:
-    """A listener that answers from the moment it is made until it is closed."""
+    """A listener that answers from `start` on until it is closed; who connects earlier waits."""
 
     def __init__(self, run_dir: Path, host: str, port: int, key: str) -> None:
         """`key`: see `guard.weights_key`. Raises ConfigError if the port cannot be used."""
         self._run_dir, self._host, self._key = run_dir, host, key
         self.leases = Leases()
         self._asked_at = time.monotonic()
-        """When the listing was asked for last, or this began."""
+        """When the listing was asked for last, or this started."""
         self._is_done = False
         """Whether who asked last will not ask again."""
         self._known: dict[int, tuple[tuple[int, int], str]] = {}
         """Inode and time of each version's digests, with their digest: they are asked for often."""
-        listener = _listen(host, port)
-        self.port: int = listener.getsockname()[1]
+        self._listener = _listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
         config = uvicorn.Config(
             self.app(),
             http=PunctualProtocol,
@@ -96,9 +96,8 @@ class WeightsOffer:
             limit_concurrency=_MAX_CONNECTIONS,
         )
         self._server = uvicorn.Server(config)
-        arguments = ([listener],)
+        arguments = ([self._listener],)
         self._thread = threading.Thread(target=self._server.run, args=arguments, name="weights", daemon=True)
-        self._thread.start()
 
     def app(self) -> Starlette:
         return Starlette(
@@ -107,6 +106,10 @@ class WeightsOffer:
                 Route("/weights/{folder}/{name}", self._file, methods=["GET"]),
             ],
         )
+
+    def start(self) -> None:
+        self._asked_at = time.monotonic()
+        self._thread.start()
 
     def wait_until_quiet(self) -> None:
         """Returns once the orchestrator has said that it needs no more versions, or nobody has asked for them
@@ -119,7 +122,9 @@ class WeightsOffer:
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
 
     async def _list(self, http: Request) -> Response:
         if refusal := self._refusal(http):
