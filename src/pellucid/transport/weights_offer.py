@@ -4,7 +4,8 @@
     GET /weights?done          the same, from an orchestrator that will not ask again
     GET /weights/step_7/NAME   a file of version 7, whole or a range of it; `digests.json` names the others
 
-- Any client reads it that shows the key (`guard.weights_key`): curl, a proxy, a cache.
+- Any client reads it that shows the key (`guard.weights_key`), curl for one. No cache may keep an answer: a
+  version may be published anew.
 - Many read at once, and training waits for none of them.
 - A version that somebody reads is kept beyond `trainer.keep_weights`: as long as bytes flow, and for a minute
   after a connection broke, so that the reader can go on where it was. Whoever comes later finds it withdrawn,
@@ -44,6 +45,7 @@ RESUME_S = 60.0
 _NEXT_FILE_S = 5.0
 _MAX_CONNECTIONS = 1024
 _POLL_S = 0.05
+_FRESH = {"cache-control": "no-store"}
 
 
 class Leases:
@@ -132,7 +134,9 @@ class WeightsOffer:
         self._asked_at = time.monotonic()
         self._is_done = "done" in http.query_params
         versions = await asyncio.to_thread(self._versions)
-        return Response(msgspec.json.encode(OfferedVersions(versions)), media_type="application/json")
+        return Response(
+            msgspec.json.encode(OfferedVersions(versions)), media_type="application/json", headers=_FRESH
+        )
 
     def _versions(self) -> dict[int, str]:
         folder = self._run_dir / "weights"
@@ -180,7 +184,7 @@ class _LeasedFile(FileResponse):
     chunk_size = 1 << 20  # a turn of Python per chunk: training wants the interpreter, too
 
     def __init__(self, path: Path, extend: Callable[[float], None]) -> None:
-        super().__init__(path, media_type="application/octet-stream")
+        super().__init__(path, media_type="application/octet-stream", headers=_FRESH)
         self._extend = extend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
