@@ -72,6 +72,14 @@ def prove(
     logger.info("%s: %s", _name(policy), _said(policy))
 
 
+def prove_rows(policy: Policy, max_length: int | None, why: str) -> None:
+    """Sets the policy up for sequences in rows, which must be right, too. `why`: why it is not packed."""
+    with torch.no_grad(), in_float32(policy):
+        policy.go_in_rows(why)
+        _prove_rows(policy, max_length)
+    logger.info("%s: %s", _name(policy), _said(policy))
+
+
 def _said(policy: Policy) -> str:
     if policy.way == "rows":
         return f"sequences go in rows, not packed ({policy.why_rows})"
