@@ -151,6 +151,30 @@ def test_the_list_of_versions_is_what_the_trainer_offers(tmp_path, offer, caplog
     assert read_digests(tmp_path / "seen" / "step_2").tensors == {"a": "F32-2a"}
 
 
+@pytest.mark.parametrize("is_away", [True, False])
+def test_a_version_that_is_served_stays_while_the_trainer_is_away_or_refuses_it(
+    tiny_model, tmp_path, offer, is_away
+) -> None:
+    puller = WeightsPuller(client(offer), tmp_path / "cache", patience_s=0.1)
+    served = EngineServer(tiny_model, tmp_path, puller=puller)
+    publish(tiny_model, tmp_path, 1)
+
+    def update(version: int, run: str) -> int:
+        asked = {"version": version, "url": f"{puller.offer.url}/weights/step_{version}", "run": run}
+        return httpx.post(f"{url}/update_weights", json=asked, headers=AUTHORIZED).status_code
+
+    with listening(served.app) as url:
+        assert update(1, "mine-1") == 200
+        if is_away:
+            offer.close()
+        else:
+            retract_folder(weights_folder(tmp_path / "trainer", 1))
+        assert update(1, "mine-1") == 200
+        assert update(1, "theirs-1") >= 400
+        assert update(2, "mine-1") >= 400
+        assert (served.engine.version, served.thread.run) == (1, "mine-1")
+
+
 def test_a_trainer_that_starts_late_is_told_that_no_more_weights_are_needed(tmp_path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
