@@ -23,7 +23,7 @@ from pellucid.inference.client import (
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
 from pellucid.ledger.weights import WeightsBook
-from pellucid.transport.digests import PublishedDigests, write_digests
+from pellucid.transport.digests import DIGESTS, PublishedDigests, write_digests
 
 ACCOUNT = Account("run", "env")
 RUN = "mine-0001"
@@ -541,6 +541,22 @@ def test_a_version_that_was_published_anew_is_compared_with_its_new_digests(tmp_
             await pool.update_weights(1, folder)
         await pool.update_weights(1, folder)
         assert versions(await ask(pool, "g0-r0")) == {1}
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_digests_that_cannot_be_read_are_read_again(tmp_path) -> None:
+    async def main() -> None:
+        server, book = Server(), WeightsBook()
+        pool = await ready(server, weights_book=book)
+        folder = publish(tmp_path / "w1", a="F32-0a")
+        (folder / DIGESTS).write_bytes(b"{")
+        with pytest.raises(InferenceError, match="w1/digests.json holds no digests"):
+            await pool.update_weights(1, folder)
+        assert not server.updates
+        await pool.update_weights(1, publish(folder, a="F32-0a"))
+        assert book.metrics()["weights/verified"] == 1
         await pool.close()
 
     asyncio.run(main())

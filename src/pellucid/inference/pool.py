@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pellucid.data import Completion
-from pellucid.errors import ConfigError, InferenceError, PellucidError, WeightsError
+from pellucid.errors import ConfigError, InferenceError, PellucidError, TransportError, WeightsError
 from pellucid.inference.client import (
     REFUSED,
     Account,
@@ -501,8 +501,14 @@ class ServerPool:
 
 
 def _published_digests(folder: Path) -> Mapping[str, str]:
-    """Returns the digests of a policy version; none if it has none, or is gone by now."""
-    digests = read_digests(folder)
+    """Returns the digests of a policy version; none if it has none, or is gone by now.
+
+    Raises InferenceError if they cannot be read: they may be just about to go, so whoever serves tries again.
+    """
+    try:
+        digests = read_digests(folder)
+    except TransportError as error:
+        raise InferenceError(str(error)) from error
     return {} if digests is None else digests.tensors
 
 
