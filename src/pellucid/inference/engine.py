@@ -76,6 +76,7 @@ class Engine(SlottedEngine[SequenceRow]):
     def update_weights(self, version: int, folder: Path) -> None:
         self._weights.load(folder)
         self.version = version
+        self.num_loads += 1
 
     def served_digests(self) -> dict[str, str]:
         return self._weights.digests()
@@ -159,7 +160,7 @@ class Engine(SlottedEngine[SequenceRow]):
         return {
             request.prompt: row
             for row, request in self._running.items()
-            if request.started_at == self.version
+            if request.started_after == self.num_loads
         }
 
     def _share(
