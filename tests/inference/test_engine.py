@@ -14,7 +14,7 @@ from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine, _locate, draw
 from pellucid.inference.slots import QueueFullError, Request, run_to_end
 from pellucid.model import load_policy, packed_layout
-from pellucid.transport.weights import publish_version, write_version
+from pellucid.transport.weights import publish_version, weights_folder, write_version
 from tolerance import bound, near, near_logprobs
 
 ENV = Account("run", "env")
@@ -254,6 +254,27 @@ def test_weights_swap_between_steps_without_dropping_requests(policy, tiny_model
     assert engine.counts.shared_tokens == 0
     expected = trainer_logprobs(other, [5, 6, 7], by_length[2].token_ids, 1.0)
     assert by_length[2].logprobs == near_logprobs(expected, other, 5)
+
+
+def test_a_version_published_again_with_other_weights_shares_no_prompt(policy, tiny_model, tmp_path) -> None:
+    """A trainer that was resumed publishes the same number once more."""
+    other = load_policy(ModelConfig(name=str(tiny_model)))
+    publish_version(tmp_path / "first", 3, partial(write_version, other.hf), keep=2)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    publish_version(tmp_path / "again", 3, partial(write_version, other.hf), keep=2)
+    prompt, running, finished = list(range(5, 25)), [], []
+    engine = Engine(policy, num_slots=2, max_length=64)
+    engine.update_weights(3, weights_folder(tmp_path / "first", 3))
+    engine.submit(request(prompt, running, max_tokens=20))
+    engine.step()
+    engine.update_weights(3, weights_folder(tmp_path / "again", 3))
+    run_to_end(engine, [request(prompt, finished, seed=1)])
+    assert (engine.counts.prefill_tokens, engine.counts.shared_tokens) == (2 * 19, 0)
+    expected = trainer_logprobs(other, prompt, finished[0].token_ids, 1.0)
+    assert finished[0].logprobs == near_logprobs(expected, other, 25)
+    assert running[0].policy_versions == [(3, 20)]
 
 
 def test_weights_that_do_not_fit_change_nothing(policy, tmp_path) -> None:

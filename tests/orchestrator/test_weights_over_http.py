@@ -67,7 +67,14 @@ def test_a_run_without_a_common_folder_serves_and_verifies_what_is_published(
 
     async def orchestrate(url: str) -> None:
         http = HttpInferenceClient(url, KEY, weights_url=f"http://127.0.0.1:{offer.port}")
-        pool = ServerPool({url: http}, group_of_request, expected, weights_book=book, ask_again_s=0.05)
+        pool = ServerPool(
+            {url: http},
+            group_of_request,
+            expected,
+            weights_book=book,
+            num_listed=lambda: offered.num_listed,
+            ask_again_s=0.05,
+        )
         came = asyncio.Event()
 
         async def announce(version: int) -> None:
@@ -112,6 +119,7 @@ def test_a_run_without_a_common_folder_serves_and_verifies_what_is_published(
         health = httpx.get(f"{url}/health").json()
         assert health["fetched_bytes"] == puller.num_bytes > 0
     assert announced == [1, 2, 3]
+    assert offered.num_listed > 0
     assert book.metrics()["weights/verified"] == 1
     assert read_weights_book(tmp_path / "orchestrator" / "ledger").num_verified == 3
     assert not (tmp_path / "server" / "weights").exists()
@@ -203,15 +211,15 @@ def test_a_trainer_with_another_key_ends_the_run_and_one_that_is_away_does_not(
     caplog.set_level(logging.WARNING)
     with pytest.raises(ConfigError, match="401: .*weights.key_file"):
         asyncio.run(OfferedVersionsList(client(offer, "another key"), tmp_path / "seen").follow())
-    away = OfferClient("http://127.0.0.1:1", weights_key(KEY))
+    away = OfferedVersionsList(OfferClient("http://127.0.0.1:1", weights_key(KEY)), tmp_path / "seen")
 
     async def follow() -> None:
         async with asyncio.timeout(0.5):
-            await OfferedVersionsList(away, tmp_path / "seen").follow()
+            await away.follow()
 
     with pytest.raises(TimeoutError):
         asyncio.run(follow())
     said = [
         record.getMessage() for record in caplog.records if "asking until it answers" in record.getMessage()
     ]
-    assert len(said) == 1
+    assert len(said) == 1 and not away.num_listed

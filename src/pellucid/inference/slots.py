@@ -81,8 +81,8 @@ class Request:
     prompt: bytes = b""
     """The prompt's token ids as int64, once it runs: quick to compare."""
 
-    started_at: int = -1
-    """Policy version that computed the prompt."""
+    started_after: int = -1
+    """Number of loads of weights before the prompt was computed."""
 
     def __post_init__(self) -> None:
         self.generator = random.Random(self.params.seed)
@@ -161,6 +161,8 @@ class SlottedEngine(ABC, Generic[Slot]):
     ) -> None:
         self.counts = EngineCounts()
         self.version = 0
+        self.num_loads = 0
+        """Loads of weights by `update_weights`. A version may be loaded again, with other weights."""
         self.num_slots = num_slots
         """Sequences that are decoded together."""
         self._max_length = max_length
@@ -345,7 +347,7 @@ class SlottedEngine(ABC, Generic[Slot]):
         del self._waiting[request]
         self._running[slot] = request
         request.slot = slot
-        request.started_at = self.version
+        request.started_after = self.num_loads
 
     def _take(
         self,

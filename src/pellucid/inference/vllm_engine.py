@@ -149,6 +149,7 @@ class VllmEngine(SlottedEngine[str]):
             self._failure = error
             raise
         self.version = version
+        self.num_loads += 1
         for request in list(self._running.values()):
             if not goes_on or not request.token_ids:
                 self._restart(request)
@@ -200,7 +201,7 @@ class VllmEngine(SlottedEngine[str]):
         self._core.stop(old)
         del self._running[old]
         self._running[key] = request
-        request.slot, request.started_at = key, self.version
+        request.slot, request.started_after = key, self.num_loads
         request.experts.clear()  # all tokens are computed again, maybe by other experts
         params = request.params
         num_sampled = len(request.token_ids)
