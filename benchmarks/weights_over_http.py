@@ -44,6 +44,7 @@ def main() -> None:
         closing(WeightsOffer(Path(name), "127.0.0.1", 0, KEY)) as offer,
         ProcessPoolExecutor(3, mp_context=get_context("spawn")) as readers,
     ):
+        offer.start()
         publish_version(Path(name), 1, partial(write_version, model), keep=1)
         print("readers  seconds   MB/s of all  cpu seconds of the trainer's process")
         for num_readers in (1, 3):
