@@ -16,11 +16,12 @@ from pellucid.config import ModelConfig
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.inference.engine import Engine
 from pellucid.inference.engine_thread import EngineThread
-from pellucid.inference.entrance import PunctualProtocol, bind, web_config
+from pellucid.inference.entrance import bind, web_config
 from pellucid.inference.server import Server
 from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.metrics import JsonlSink, Sink
 from pellucid.model import load_policy
+from pellucid.transport.punctual import PunctualProtocol
 from pellucid.transport.weights_pull import WeightsPuller
 
 KEY = "the-key-of-these-tests"

@@ -341,6 +341,14 @@ DAMAGES: dict[str, tuple[Damage, Expected]] = {
     ),
     "snapshot: pipes": (each_in("checkpoints/orchestrator*.bin", pipe), said(PIPE, "rl", "orchestrator")),
     "weights: pipes": (each_in("weights/step_*/*.safetensors", pipe), goes_on("rl", "trainer")),
+    "weights: digests that are damaged": (
+        each_in("weights/step_*", lambda name: replaced(f"{name}/digests.json", b"{")),
+        goes_on("rl", "trainer"),
+    ),
+    "weights: digests that are pipes": (
+        each_in("weights/step_*", lambda name: pipe(f"{name}/digests.json")),
+        goes_on("rl", "trainer"),
+    ),
     "weights: STABLE that is a folder": (each_in("weights/step_*/STABLE", folder), goes_on("rl")),
     "batches: pipes": (
         each_in("batches/step_*/batch.bin", pipe),

@@ -22,7 +22,7 @@ from pellucid.cli import main
 from pellucid.config import ModelConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import Completion, Example, Rollout, TokenTable, TrainingSample, Turn
 from pellucid.ledger import State
-from pellucid.model.tiny import make_tiny_model
+from pellucid.model.tiny import make_tiny_hybrid_model, make_tiny_model
 from pellucid.orchestrator.records import rollout_record
 from pellucid.orchestrator.verdict import Verdict
 from pellucid.trainer.batches import OrchestratorBatches
@@ -317,6 +317,20 @@ def test_the_bound_is_what_rounding_does(tmp_path, num_layers, scale) -> None:
         errors = np.abs(values - exact[name].values)
         assert (errors <= bounds).all(), name
         assert name == "entropy" or (errors / bounds).max() > 1 / 20
+
+
+def test_sequences_in_rows_are_computed_again_as_each_alone(tmp_path) -> None:
+    make_tiny_hybrid_model(tmp_path)
+    records = records_of(samples(0), "float32")
+    together, alone = (
+        Predictor(tmp_path, ModelConfig(name=str(tmp_path)), max_tokens).predict(0, records)
+        for max_tokens in (256, 1)
+    )
+    assert together is not None and alone is not None
+    for name, (values, bounds) in together.items():
+        assert (np.abs(values - alone[name].values) <= np.maximum(bounds, alone[name].bounds)).all(), name
+        # They follow from the longest sequence of a chunk, too.
+        assert (bounds / alone[name].bounds < 16).all() and (bounds / alone[name].bounds > 1 / 16).all()
 
 
 def records_of(made: list[TrainingSample], precision: str) -> TokenTable:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from engine_server import EngineServer, listening
-from pellucid.inference.entrance import PunctualProtocol
+from pellucid.transport.punctual import PunctualProtocol
 
 
 @pytest.fixture

@@ -43,6 +43,8 @@ JOINED = {
     "bloom": "attention code of its own",
 }
 
+MIXED = {"gemma4_text": "keys of two widths: it trains packed and samples in rows"}
+
 APART = {
     "minimax": "lightning attention in a cache of its own",
     "rwkv": "states whose rows cannot be told apart",
@@ -81,13 +83,13 @@ def test_a_late_member_takes_one_of_two_prompts_computed_together(name, tmp_path
     assert late[0].logprobs == near_logprobs(expected, policy.hf, 18)
 
 
-@pytest.mark.parametrize("name", [*PACKED, *JOINED, *APART])
+@pytest.mark.parametrize("name", [*PACKED, *JOINED, *APART, *MIXED])
 def test_logprobs_are_those_of_each_sequence_alone(name, tmp_path) -> None:
     """A group of three and ragged others, more than slots; one is abandoned, and a sequence is scored."""
     model = families.make(name)
     model.save_pretrained(tmp_path)
     policy = load_policy(ModelConfig(name=str(tmp_path)), max_length=families.CONTEXT)
-    assert policy.way == ("packed" if name in PACKED else "rows")
+    assert policy.way == ("packed" if name in PACKED or name in MIXED else "rows")
     rows = families.sequences()
     prompts = [rows[0][:25].tolist()] * 3 + [rows[1][:1].tolist(), rows[2].tolist(), rows[3].tolist()]
     finished, scored = {}, []
@@ -101,6 +103,7 @@ def test_logprobs_are_those_of_each_sequence_alone(name, tmp_path) -> None:
         for index, prompt in enumerate(prompts)
     ]
     engine = Engine(policy, num_slots=4, max_length=families.CONTEXT)
+    assert policy.way == ("packed" if name in PACKED else "rows")
     for request in requests:
         engine.submit(request)
     engine.submit_scoring(Scoring(rows[1].tolist(), 0.7, scored.append))

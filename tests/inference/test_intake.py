@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from engine_server import AUTHORIZED, JSON, EngineServer
 from pellucid.data.tokenizer import byte_tokenizer, load_tokenizer
-from pellucid.inference.entrance import MAX_HEAD_BYTES, Intake, PunctualProtocol, RequestError
+from pellucid.inference.entrance import Intake, RequestError
 from pellucid.inference.openai import text_prompt
 from pellucid.inference.slots import QueueFullError
+from pellucid.transport.punctual import MAX_HEAD_BYTES, PunctualProtocol
 
 CORPUS = ["the cat sat on the mat   and the mat sat on the cat", "aaaa" * 40, " " * 64, "ab" * 50, "éèê ça"]
 

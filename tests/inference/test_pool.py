@@ -3,8 +3,9 @@
 import asyncio
 import math
 import random
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from pellucid.inference.client import (
     Expected,
     Health,
     SamplingParams,
+    ServedWeightsReport,
     UnreachableError,
 )
 from pellucid.inference.fake import FakeInferenceClient
 from pellucid.inference.pool import ServerPool
-from pellucid.ledger.weights import WeightsBook
-from pellucid.transport.digests import PublishedDigests, write_digests
+from pellucid.ledger.weights import WEIGHTS_BOOK, WeightsBook, read_weights_book
+from pellucid.transport.digests import DIGESTS, PublishedDigests, write_digests
 
 ACCOUNT = Account("run", "env")
 RUN = "mine-0001"
@@ -96,6 +98,7 @@ def pool_of(
     patience_s: float = 10.0,
     has_weights: bool = False,
     weights_book: WeightsBook | None = None,
+    num_listed: Callable[[], int] | None = None,
 ) -> ServerPool:
     expected = Expected("policy server", "m", "", 100, run=RUN, has_weights=has_weights)
     clients = {f"s{n}": server for n, server in enumerate(servers)}
@@ -104,6 +107,7 @@ def pool_of(
         group_of,
         expected,
         weights_book=weights_book,
+        num_listed=num_listed,
         ask_again_s=0.01,
         patience_s=patience_s,
     )
@@ -535,12 +539,107 @@ def test_a_version_that_was_published_anew_is_compared_with_its_new_digests(tmp_
             await super().update_weights(version, folder, run)
 
     async def main() -> None:
-        pool = await ready(Late())
+        pool = await ready(Late(), weights_book=WeightsBook(tmp_path / WEIGHTS_BOOK))
         folder = publish(tmp_path / "w1", a="F32-0a")
         with pytest.raises(InferenceError, match="policy version 1 was published anew meanwhile"):
             await pool.update_weights(1, folder)
         await pool.update_weights(1, folder)
         assert versions(await ask(pool, "g0-r0")) == {1}
+        await pool.close()
+
+    asyncio.run(main())
+    assert not read_weights_book(tmp_path).unverified  # nothing is said of what was not certain
+
+
+class Watched(Server):
+    """Tells when it was examined."""
+
+    num_reports = 0
+
+    async def served_weights(self) -> ServedWeightsReport | None:
+        self.num_reports += 1
+        return await super().served_weights()
+
+    async def examined(self, times: int) -> None:
+        """Returns once it was examined that often more, and what came of it is known."""
+        wanted = self.num_reports + times + 1
+        while self.num_reports < wanted:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_server_that_knows_a_version_before_the_list_does_is_examined_again(tmp_path, is_sound) -> None:
+    """As after a resume of a trainer that offers its versions over HTTP."""
+    num_listed = 0
+
+    async def main() -> None:
+        nonlocal num_listed
+        server, book = Watched(), WeightsBook(tmp_path / WEIGHTS_BOOK)
+        pool = await ready(server, weights_book=book, num_listed=lambda: num_listed)
+        watching = asyncio.create_task(pool.watch())
+        folder = publish(tmp_path / "w1", a="F32-0a")
+        server.planted = {"a": "F32-1a"}
+        updating = asyncio.create_task(pool.update_weights(1, folder))
+        for num in (0, 1):  # the first answer may have been under way
+            num_listed = num
+            await server.examined(times=2)
+            assert not watching.done() and not updating.done() and not server.asked
+        if is_sound:
+            publish(folder, a="F32-1a")
+        num_listed = 2
+        if is_sound:
+            with pytest.raises(InferenceError, match="policy version 1 was published anew meanwhile"):
+                await updating
+            await pool.update_weights(1, folder)
+            assert versions(await ask(pool, "g0-r0")) == {1}
+            assert not watching.done()
+            watching.cancel()
+        else:
+            with pytest.raises(WeightsError, match="in policy version 1, a has digest F32-1a there"):
+                await watching
+            updating.cancel()
+        await pool.close()
+
+    asyncio.run(main())
+    entries = (tmp_path / WEIGHTS_BOOK).read_text().splitlines()
+    assert len(entries) == 1 and ("differs" in entries[0]) != is_sound
+
+
+def test_a_version_that_is_withdrawn_while_it_is_compared_does_not_end_the_run(tmp_path) -> None:
+    class Late(Server):
+        async def served_weights(self) -> ServedWeightsReport | None:
+            report = await super().served_weights()
+            shutil.rmtree(tmp_path / "w1", ignore_errors=True)
+            return report
+
+    async def main() -> None:
+        server, book = Late(), WeightsBook()
+        server.planted = {"a": "F32-1a"}
+        pool = await ready(server, weights_book=book)
+        watching = asyncio.create_task(pool.watch())
+        with pytest.raises(InferenceError, match="policy version 1 was withdrawn meanwhile"):
+            await pool.update_weights(1, publish(tmp_path / "w1", a="F32-0a"))
+        assert book.metrics() == {}
+        await pool.update_weights(2, publish(tmp_path / "w2", a="F32-1a"))
+        assert versions(await ask(pool, "g0-r0")) == {2}
+        assert not watching.done()
+        watching.cancel()
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_digests_that_cannot_be_read_are_read_again(tmp_path) -> None:
+    async def main() -> None:
+        server, book = Server(), WeightsBook()
+        pool = await ready(server, weights_book=book)
+        folder = publish(tmp_path / "w1", a="F32-0a")
+        (folder / DIGESTS).write_bytes(b"{")
+        with pytest.raises(InferenceError, match="w1/digests.json holds no digests"):
+            await pool.update_weights(1, folder)
+        assert not server.updates
+        await pool.update_weights(1, publish(folder, a="F32-0a"))
+        assert book.metrics()["weights/verified"] == 1
         await pool.close()
 
     asyncio.run(main())

@@ -100,7 +100,9 @@ def test_slurm_starts_every_part_where_it_belongs(tmp_path) -> None:
 
 def test_weights_are_offered_by_the_first_machine_and_read_by_the_others(tmp_path) -> None:
     over_http = {"transport": "http", "port": 5558}
-    _, script = write_files(config(tmp_path / "files", "slurm", weights=over_http))
+    inference = {"backend": "vllm", "vllm": {"tensor_parallel_size": 8}, "key_file": "run.key"}
+    toml, script = write_files(config(tmp_path / "files", "slurm", weights=over_http, inference=inference))
+    assert tomllib.loads(toml.read_text())["weights"]["key_file"] == "run.key"
     code, calls = submit(script, tmp_path / "bin")
     assert code == 0
     flags = {

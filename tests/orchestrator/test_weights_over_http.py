@@ -66,7 +66,14 @@ def test_a_run_without_a_common_folder_serves_and_verifies_what_is_published(
 
     async def orchestrate(url: str) -> None:
         http = HttpInferenceClient(url, KEY, weights_url=f"http://127.0.0.1:{offer.port}")
-        pool = ServerPool({url: http}, group_of_request, expected, weights_book=book, ask_again_s=0.05)
+        pool = ServerPool(
+            {url: http},
+            group_of_request,
+            expected,
+            weights_book=book,
+            num_listed=lambda: offered.num_listed,
+            ask_again_s=0.05,
+        )
         came = asyncio.Event()
 
         async def announce(version: int) -> None:
@@ -111,6 +118,7 @@ def test_a_run_without_a_common_folder_serves_and_verifies_what_is_published(
         health = httpx.get(f"{url}/health").json()
         assert health["fetched_bytes"] == puller.num_bytes > 0
     assert announced == [1, 2, 3]
+    assert offered.num_listed > 0
     assert book.metrics()["weights/verified"] == 1
     assert read_weights_book(tmp_path / "orchestrator" / "ledger").num_verified == 3
     assert not (tmp_path / "server" / "weights").exists()
@@ -151,6 +159,30 @@ def test_the_list_of_versions_is_what_the_trainer_offers(tmp_path, offer, caplog
     assert read_digests(tmp_path / "seen" / "step_2").tensors == {"a": "F32-2a"}
 
 
+@pytest.mark.parametrize("is_away", [True, False])
+def test_a_version_that_is_served_stays_while_the_trainer_is_away_or_refuses_it(
+    tiny_model, tmp_path, offer, is_away
+) -> None:
+    puller = WeightsPuller(client(offer), tmp_path / "cache", patience_s=0.1)
+    served = EngineServer(tiny_model, tmp_path, puller=puller)
+    publish(tiny_model, tmp_path, 1)
+
+    def update(version: int, run: str) -> int:
+        asked = {"version": version, "url": f"{puller.offer.url}/weights/step_{version}", "run": run}
+        return httpx.post(f"{url}/update_weights", json=asked, headers=AUTHORIZED).status_code
+
+    with listening(served.app) as url:
+        assert update(1, "mine-1") == 200
+        if is_away:
+            offer.close()
+        else:
+            retract_folder(weights_folder(tmp_path / "trainer", 1))
+        assert update(1, "mine-1") == 200
+        assert update(1, "theirs-1") >= 400
+        assert update(2, "mine-1") >= 400
+        assert (served.engine.version, served.thread.run) == (1, "mine-1")
+
+
 def test_a_trainer_that_starts_late_is_told_that_no_more_weights_are_needed(tmp_path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
@@ -177,15 +209,15 @@ def test_a_trainer_with_another_key_ends_the_run_and_one_that_is_away_does_not(
     caplog.set_level(logging.WARNING)
     with pytest.raises(ConfigError, match="401: .*weights.key_file"):
         asyncio.run(OfferedVersionsList(client(offer, "another key"), tmp_path / "seen").follow())
-    away = OfferClient("http://127.0.0.1:1", weights_key(KEY))
+    away = OfferedVersionsList(OfferClient("http://127.0.0.1:1", weights_key(KEY)), tmp_path / "seen")
 
     async def follow() -> None:
         async with asyncio.timeout(0.5):
-            await OfferedVersionsList(away, tmp_path / "seen").follow()
+            await away.follow()
 
     with pytest.raises(TimeoutError):
         asyncio.run(follow())
     said = [
         record.getMessage() for record in caplog.records if "asking until it answers" in record.getMessage()
     ]
-    assert len(said) == 1
+    assert len(said) == 1 and not away.num_listed

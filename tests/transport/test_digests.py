@@ -7,6 +7,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from pellucid.checkpoint import Progress, take_back
 from pellucid.config.shared import LoraConfig
 from pellucid.errors import TransportError
 from pellucid.transport.digests import DIGESTS, decode_digests, digest_of_tensor, read_digests
@@ -162,3 +163,15 @@ def test_adapters_are_held_by_what_is_served_of_them(tmp_path, published, served
 def test_digests_that_cannot_be_read_are_named(content, reason) -> None:
     with pytest.raises(TransportError, match=reason):
         decode_digests(content, "digests.json")
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b'{"format": 2, "tensors": {}}'])
+def test_a_resumed_trainer_gives_up_a_version_whose_digests_are_damaged(tmp_path, content) -> None:
+    """Otherwise nobody could serve it, and the trainer would not publish it again."""
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for version in (1, 2):
+        publish(weights / f"step_{version}", seed=version)
+    (weights / "step_2" / DIGESTS).write_bytes(content)
+    take_back(tmp_path, Progress(2, {}, b"", []))
+    assert [folder.name for folder in weights.iterdir()] == ["step_1"]

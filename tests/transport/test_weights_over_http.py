@@ -1,6 +1,7 @@
 """Weights that are read from the trainer, on loopback: cut, damaged, withdrawn, by many, by strangers."""
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,13 +11,16 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from pellucid.errors import TransportError
 from pellucid.guard import weights_key
-from pellucid.transport import retract_folder, stable_steps
+from pellucid.transport import retract_folder, stable_steps, weights_offer
+from pellucid.transport.digests import digest_of_bytes
+from pellucid.transport.punctual import PunctualProtocol
 from pellucid.transport.weights import (
     ServedWeights,
     named_weights,
@@ -194,6 +198,23 @@ def test_a_wrong_byte_is_named_and_the_file_fetched_anew(tmp_path, offer, place,
     assert_serves(reader.pull(3), published)
 
 
+@pytest.mark.parametrize("size", [None, 1000])
+def test_a_version_that_is_damaged_in_the_cache_is_fetched_anew_by_the_next_process(
+    tmp_path, offer, caplog, size
+) -> None:
+    published = publish(tmp_path, 3)
+    path = puller(tmp_path, offer.port).pull(3) / FILE
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 16
+    path.write_bytes(damaged[:size])
+    again = puller(tmp_path, offer.port)
+    assert_serves(again.pull(3), published)
+    assert "policy version 3 is fetched anew: " in caplog.text
+    num_bytes = again.num_bytes
+    again.pull(3)
+    assert again.num_bytes == num_bytes == path.stat().st_size
+
+
 def test_several_servers_read_at_once_while_the_trainer_publishes(tmp_path, offer) -> None:
     published = publish(tmp_path, 1)
     readers = [puller(tmp_path, offer.port, f"cache_{number}") for number in range(3)]
@@ -232,6 +253,35 @@ def test_a_version_that_was_withdrawn_in_the_middle_is_given_up_at_once(tmp_path
             reading.result()
 
 
+def test_who_asks_while_another_is_answered_is_told_all_versions(tmp_path, offer, monkeypatch) -> None:
+    """The first is at its last version when the second begins."""
+    for version in range(1, 5):
+        publish(tmp_path, version)
+    at_last, has_begun, first_has_all = (threading.Event() for _ in range(3))
+    calls = itertools.count(1)
+
+    def slowly(content: bytes) -> str:
+        match next(calls):
+            case 4:
+                at_last.set()
+                assert has_begun.wait(60)
+            case 5:
+                has_begun.set()
+                assert first_has_all.wait(60)
+        return digest_of_bytes(content)
+
+    monkeypatch.setattr(weights_offer, "digest_of_bytes", slowly)
+    client = OfferClient(f"http://127.0.0.1:{offer.port}", KEY, silence_s=60)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(client.versions)
+        assert at_last.wait(60)
+        publish(tmp_path, 1)
+        second = threads.submit(client.versions)
+        found = first.result()
+        first_has_all.set()
+    assert sorted(found) == sorted(second.result()) == [1, 2, 3, 4]
+
+
 def test_a_lease_ends_a_minute_after_the_last_byte() -> None:
     now = 100.0
     leases = Leases(lambda: now)
@@ -265,6 +315,8 @@ def test_who_shows_another_key_gets_nothing(tmp_path, offer, key) -> None:
         WeightsPuller(OfferClient(url, key), tmp_path / "cache").pull(1)
     with pytest.raises(RefusedError, match="401"):
         OfferClient(url, key).versions()
+    path = f"/weights/step_{'7' * 5000}/digests.json"
+    assert httpx.get(url + path, headers={"authorization": f"Bearer x{key}"}).status_code == 401
 
 
 def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
@@ -272,6 +324,8 @@ def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
     folder = weights_folder(tmp_path / "trainer", 1)
     (folder / "secret").write_text("word")
     (tmp_path / "trainer" / "key").write_text("word")
+    publish_version(tmp_path / "elsewhere", 77, partial(write_version, model(77)), keep=4)
+    folder.with_name("step_77").symlink_to(weights_folder(tmp_path / "elsewhere", 77))
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=f"http://127.0.0.1:{offer.port}", headers=headers) as client:
         statuses = [
@@ -282,9 +336,12 @@ def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
                 "step_1/STABLE",
                 "step_2/digests.json",
                 "step_1",
+                f"step_{'7' * 5000}/digests.json",
+                "step_77/digests.json",
             )
         ]
-        assert statuses == [404] * 5
+        assert statuses == [404] * 7
+        assert list(msgspec.json.decode(client.get("/weights").content)["versions"]) == ["1"]
         assert client.get("/weights", headers={"origin": "http://evil.example"}).status_code == 403
         assert client.get("/weights", headers={"host": "evil.example"}).status_code == 421
         part = client.get(f"/weights/step_1/{FILE}", headers={"range": "bytes=8-15"})
@@ -292,6 +349,15 @@ def test_nothing_but_files_of_versions_is_offered(tmp_path, offer) -> None:
         (folder / FILE).rename(folder / "moved")
         (folder / FILE).symlink_to(folder / "moved")
         assert client.get(f"/weights/step_1/{FILE}").status_code == 404
+
+
+def test_whoever_connects_and_asks_nothing_is_cut_off(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(PunctualProtocol, "head_s", 0.1)
+    with closing(WeightsOffer(tmp_path / "trainer", "127.0.0.1", 0, KEY)) as offer:
+        for first in (b"", b"GET /weights HTTP/1.1\r\nHost: localhost\r\n"):
+            with socket.create_connection(("127.0.0.1", offer.port), timeout=60) as connection:
+                connection.sendall(first)
+                assert connection.recv(1) == b""
 
 
 def test_a_trainer_that_is_away_is_waited_for(tmp_path) -> None:

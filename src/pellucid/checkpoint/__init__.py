@@ -17,9 +17,10 @@ import msgspec
 
 from pellucid.data.files import read_whole, require_file, step_folders
 from pellucid.data.model_folder import check_safetensors
-from pellucid.errors import DataError, ModelError
+from pellucid.errors import DataError, ModelError, TransportError
 from pellucid.ledger import LedgerEntry, settle_trainer
 from pellucid.transport import MARKER, publish_folder, retract_folder, retract_steps, stable_steps
+from pellucid.transport.digests import read_digests
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,9 @@ def take_back(run_dir: Path, progress: Progress | None) -> None:
     """Takes ledger and weights back to a checkpoint, or to the start of the run, after the trainer has ended.
 
     Newer policy versions are deleted: the trainer makes them again, and they may differ (changed settings,
-    another number of processes, a GPU), so nobody may serve or evaluate the old ones. Damaged versions, which
-    nobody can serve, are deleted, too; the trainer publishes the version that it starts from again.
+    another number of processes, a GPU), so nobody may serve or evaluate the old ones. Versions with damaged
+    tensors or digests, which nobody can serve, are deleted, too; the trainer publishes the version that it
+    starts from again.
     """
     step, known = (0, None) if progress is None else (progress.step, progress.ledger)
     settle_trainer(run_dir / "ledger", step, known)
@@ -105,7 +107,8 @@ def take_back(run_dir: Path, progress: Progress | None) -> None:
         try:
             for path in list(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
                 check_safetensors(path)
-        except ModelError as error:
+            read_digests(folder)
+        except (ModelError, TransportError) as error:
             logger.warning("%s is given up: %s", folder, error)
             retract_folder(folder)
 

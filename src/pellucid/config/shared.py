@@ -234,7 +234,8 @@ class WeightsConfig(Section):
 
     key_file: Path | None = None
     """File with the run's key, from which the key for weights is derived; the one that `inference.key_file`
-    names, for parts that share no run folder. Default: `inference.key_file`, else `key` in `output_dir`."""
+    names, for parts that share no run folder. Default: `inference.key_file`, else `key` in `output_dir`. A
+    trainer on its own has no `[inference]`: set this for it."""
 
     def problems(self) -> Iterator[str]:
         if self.transport == "filesystem" and (self.port or self.host != "127.0.0.1"):

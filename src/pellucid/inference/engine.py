@@ -30,6 +30,8 @@ from pellucid.inference.decoder import Decoder, Prompt, SequenceRow
 from pellucid.inference.kv_cache import PackedDecoder
 from pellucid.inference.slots import Request, Scoring, SlottedEngine
 from pellucid.model import ExpertRecorder, Policy, token_logprobs
+from pellucid.model.masks import NotPacked
+from pellucid.model.proof import prove_rows
 from pellucid.transport.weights import ServedWeights
 
 MAX_PREFILL_TOKENS = 8192
@@ -59,13 +61,17 @@ class Engine(SlottedEngine[SequenceRow]):
         self._weights = ServedWeights(policy.hf)
         records = record_experts or record_expert_weights
         self._recorder = ExpertRecorder(policy.hf, weights=record_expert_weights) if records else None
-        self._decoder: Decoder[Any] = (
-            PackedDecoder(policy, num_slots, max_length, self._recorder)
-            if policy.way == "packed"
-            else CohortDecoder(policy, self._recorder)
-        )
+        self._decoder = self._make_decoder(max_length)
         self._latest_prompt: tuple[Sequence[int], bytes] = ([], b"")
         """The prompt admitted last, as it came and as bytes."""
+
+    def _make_decoder(self, max_length: int) -> Decoder[Any]:
+        if self._policy.way == "packed":
+            try:
+                return PackedDecoder(self._policy, self.num_slots, max_length, self._recorder)
+            except NotPacked as reason:
+                prove_rows(self._policy, max_length, str(reason))
+        return CohortDecoder(self._policy, self._recorder)
 
     def update_weights(self, version: int, folder: Path) -> None:
         self._weights.load(folder)

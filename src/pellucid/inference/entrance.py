@@ -10,7 +10,6 @@ asks without an end, is cut off, so that connections and memory are bounded by w
 
 import asyncio
 import socket
-from asyncio import TimerHandle
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -22,17 +21,14 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pellucid.errors import ConfigError, InferenceError, TransportError
 from pellucid.guard import answers_to, is_foreign, is_loopback, shows_key
 from pellucid.inference.client import SERVER_ID_HEADER, Access, ErrorBody, ErrorResponse
 from pellucid.inference.engine_thread import EngineDownError, name_error
 from pellucid.inference.slots import QueueFullError
+from pellucid.transport.punctual import PunctualProtocol
 
-HEAD_S = 10.0
-"""Seconds that a client has to send the first line and the headers of a request, once connected."""
-MAX_HEAD_BYTES = 64 * 1024
 LAST_ANSWERS_S = 5
 """Seconds that running answers get when the server is asked to stop."""
 KEEP_ALIVE_S = 30
@@ -193,50 +189,6 @@ class Intake:
             raise QueueFullError(
                 f"requests of more than {self._max_bodies_bytes} bytes are on their way; try again later"
             )
-
-
-class PunctualProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with limits on the time and the bytes that the head of a request may take."""
-
-    head_s = HEAD_S
-    _head_timer: TimerHandle | None = None
-    _num_head_bytes: int | None = None
-    """Bytes of the head received so far; None while no head is being received."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_head(self.head_s)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._await_head(None)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._num_head_bytes is not None:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self.transport.close()
-
-    def on_message_begin(self) -> None:
-        self._num_head_bytes = 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._num_head_bytes = None
-        self._await_head(None)
-        super().on_headers_complete()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():
-            self._await_head(self.timeout_keep_alive + self.head_s)
-
-    def _await_head(self, within_s: float | None) -> None:
-        """Closes the connection unless a head comes within so many seconds; None waits for no head."""
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._head_timer = None if within_s is None else self.loop.call_later(within_s, self.transport.close)
 
 
 def web_config(app: ASGIApp, protocol: type[PunctualProtocol] = PunctualProtocol) -> uvicorn.Config:

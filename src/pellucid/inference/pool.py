@@ -15,7 +15,8 @@
 - An answer is taken once or not at all. A request that was moved or given up is disowned: the server is told
   as soon as it can be reached, and counts its tokens as cancelled, whatever it made of them meanwhile.
 - A server that has loaded weights reports their digests, and so does one that comes back. One that serves
-  other weights than were published ends the run; see `ledger.weights`.
+  other weights than were published is left out, and ends the run if it does so at the next examination, too;
+  see `ledger.weights`.
 - Where the trainer offers its weights over a network, servers read a version while they sample on, before
   they are told to serve it.
 - A weight update is done when one server serves it. The others follow, each at its own pace, and get no work
@@ -41,7 +42,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pellucid.data import Completion
-from pellucid.errors import ConfigError, InferenceError, PellucidError, WeightsError
+from pellucid.errors import ConfigError, InferenceError, PellucidError, TransportError
 from pellucid.inference.client import (
     REFUSED,
     Account,
@@ -53,7 +54,7 @@ from pellucid.inference.client import (
     UnreachableError,
 )
 from pellucid.inference.servers import PooledServer, WaitingLine
-from pellucid.ledger.weights import WeightsBook
+from pellucid.ledger.weights import WeightsBook, differing
 from pellucid.transport.digests import read_digests
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class ServerPool:
         *,
         claims: dict[str, str] | None = None,
         weights_book: WeightsBook | None = None,
+        num_listed: Callable[[], int] | None = None,
         hang_s: float = HANG_S,
         ask_again_s: float = _ASK_AGAIN_S,
         patience_s: float = _PATIENCE_S,
@@ -92,9 +94,10 @@ class ServerPool:
         """`clients` by address; `group_of` returns the group of a request id, and a group stays on one
         server.
 
-        `weights_book`: receives the digests that the servers report. `claims`: user of each server, by server
-        id; pools that share it refuse each other's servers. `hang_s`: see `orchestrator.server_timeout_s`.
-        `patience_s`: how long requests wait while there is no server.
+        `weights_book`: receives the digests that the servers report. `num_listed`: how often the folders of
+        weights were made what the trainer offers, where they are a list of that. `claims`: user of each
+        server, by server id; pools that share it refuse each other's servers. `hang_s`: see
+        `orchestrator.server_timeout_s`. `patience_s`: how long requests wait while there is no server.
         """
         self._servers = [PooledServer(name, client) for name, client in clients.items()]
         self._expected = expected
@@ -107,6 +110,7 @@ class ServerPool:
         self._published: Mapping[str, str] = {}
         """Digests of the tensors of `_weights`, as published."""
         self._weights_book = weights_book or WeightsBook()
+        self._num_listed = num_listed
         self._keepers: list[asyncio.Task[None]] = []
         self._is_started = False
         self._changed = asyncio.Event()
@@ -419,14 +423,46 @@ class ServerPool:
             return  # newer weights came meanwhile, and with them another examination
         digests = None if report is None else report.digests
         as_read = report is not None and report.as_read
-        try:
-            self._weights_book.enter(version, server.name, published, digests, as_read=as_read)
-        except WeightsError:
-            # A trainer that was resumed may have published the version anew, with other weights.
-            self._published = _published_digests(folder) or published
-            if self._published == published:
-                raise
-            raise InferenceError(f"policy version {version} was published anew meanwhile") from None
+        if differs := differing(published, digests, as_read=as_read):
+            self._require_certainty(server, version, folder, published, next(iter(differs.items())))
+        server.mismatch = None
+        self._weights_book.enter(version, server.name, published, digests, as_read=as_read)
+
+    def _require_certainty(
+        self,
+        server: PooledServer,
+        version: int,
+        folder: Path,
+        published: Mapping[str, str],
+        first: tuple[str, tuple[str, str]],
+    ) -> None:
+        """Returns if the server is certain to serve other weights than were published, else raises
+        InferenceError. `first`: a tensor that differs, with its digests as published and as served.
+
+        A trainer that was resumed may have published the version anew, with other weights. The server loads
+        those at once; their digests come here a moment later. So it takes two examinations against the same
+        digests. In between, the list of what the trainer offers has to be asked for anew; an answer that was
+        under way does not count.
+        """
+        mismatch, server.mismatch = server.mismatch, None
+        current = _published_digests(folder)
+        if not current:
+            raise InferenceError(f"policy version {version} was withdrawn meanwhile")
+        if current != published:
+            self._published = current
+            raise InferenceError(f"policy version {version} was published anew meanwhile")
+        num_listed = 0 if self._num_listed is None else self._num_listed()
+        if mismatch is None or mismatch[:2] != (version, published):
+            server.mismatch = version, published, num_listed
+        elif self._num_listed is not None and num_listed < mismatch[2] + 2:
+            server.mismatch = mismatch
+        else:
+            return
+        name, (expected, found) = first
+        raise UnreachableError(
+            f"{server.name} is examined again: in policy version {version}, {name} has digest {found} there "
+            f"and {expected} as published, unless it was published anew"
+        )
 
     def _claim(self, server: PooledServer, health: Health) -> None:
         """Claims the server's process for this address; raises if another address or pool has claimed it.
@@ -501,8 +537,14 @@ class ServerPool:
 
 
 def _published_digests(folder: Path) -> Mapping[str, str]:
-    """Returns the digests of a policy version; none if it has none, or is gone by now."""
-    digests = read_digests(folder)
+    """Returns the digests of a policy version; none if it has none, or is gone by now.
+
+    Raises InferenceError if they cannot be read: they may be just about to go, so whoever serves tries again.
+    """
+    try:
+        digests = read_digests(folder)
+    except TransportError as error:
+        raise InferenceError(str(error)) from error
     return {} if digests is None else digests.tensors
 
 

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -284,8 +285,9 @@ class Server:
                 f"{asked.version}; start all parts with the same weights.transport, host and port",
                 param="url",
             )
-        pulls = asyncio.get_running_loop().run_in_executor(self._pulls, puller.pull, asked.version)
-        return await pulls
+        is_served = (asked.version, asked.run) == (self._engine.version, self._thread.run)
+        pull = partial(puller.pull, asked.version, is_served=is_served)
+        return await asyncio.get_running_loop().run_in_executor(self._pulls, pull)
 
     async def weights(self, http: HttpRequest) -> Response:
         require_key(http)  # the engine stops sampling for it

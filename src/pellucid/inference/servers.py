@@ -11,7 +11,7 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,10 @@ class PooledServer:
 
     refusal: ConfigError | None = None
     """Why it failed the last examination."""
+
+    mismatch: tuple[int, Mapping[str, str], int] | None = None
+    """Policy version that it did not serve as published at the last examination, if so; the digests that were
+    compared; and how often the list of offered versions had been followed by then."""
 
     num_examined: int = 0
     max_concurrent: int = 0

@@ -81,6 +81,9 @@ def _run_of(config: RenderConfig) -> RLConfig:
         )
     values = {name: getattr(config, name) for name in RLConfig.model_fields}
     values["trainer"] = config.trainer.model_copy(update={"num_processes": num_processes})
+    if config.weights.transport == "http":
+        key_file = config.weights.key_file or config.inference.key_file  # the trainer has no [inference]
+        values["weights"] = config.weights.model_copy(update={"key_file": key_file})
     return RLConfig.model_construct(**values)
 
 

@@ -4,7 +4,7 @@
 
 - A line is written whenever a server has loaded a version, and when it comes back: `published` tensors, and
   of how many it reports the published digest.
-- A tensor that it serves with another digest ends the run, named with version and both digests.
+- A tensor that it keeps serving with another digest ends the run, named with version and both digests.
 - A server that reports nothing, or only what it read (`as_read`), is said to be unverified, once.
 """
 
@@ -35,6 +35,25 @@ class WeightsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Digests as published and as served of the first tensors that differ, by name."""
 
 
+def differing(
+    published: Mapping[str, str], served: Mapping[str, str] | None, *, as_read: bool = False
+) -> dict[str, tuple[str, str]]:
+    """Returns the digests as published and as served of the tensors that differ, by name.
+
+    Served tensors that were not published differ, too; without any published digests, nothing does.
+    """
+    reported = served or {}
+    differs = {
+        name: (digest, reported[name])
+        for name, digest in published.items()
+        if reported.get(name, digest) != digest
+    }
+    if published and not as_read:  # a head that is no longer tied, for one, keeps what it had
+        unpublished = sorted(reported.keys() - published.keys())
+        differs |= {name: ("none", reported[name]) for name in unpublished}
+    return differs
+
+
 class WeightsBook:
     def __init__(self, path: Path | None = None) -> None:
         """Without `path`, no file is written."""
@@ -57,16 +76,8 @@ class WeightsBook:
         `served` is None for a server that cannot report. Raises WeightsError if a tensor differs, or was not
         published at all.
         """
-        reported = served or {}
-        differs = {
-            name: (digest, reported[name])
-            for name, digest in published.items()
-            if reported.get(name, digest) != digest
-        }
-        num_equal = len(published.keys() & reported.keys()) - len(differs)
-        if published and not as_read:  # a head that is no longer tied, for one, keeps what it had
-            unpublished = sorted(reported.keys() - published.keys())
-            differs |= {name: ("none", reported[name]) for name in unpublished}
+        differs = differing(published, served, as_read=as_read)
+        num_equal = len(published.keys() & (served or {}).keys() - differs.keys())
         entry = WeightsEntry(
             version,
             server,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from pellucid.errors import ModelError
 from pellucid.model.attention import ATTENTION, AttentionPlan, PackedAttention, Rule, attention_function
-from pellucid.model.policy import NOT_YET, Policy
+from pellucid.model.policy import Policy
 
 _PROBE = f"{ATTENTION}_masks"
 """Name of an attention that differs in one point: HF builds masks for it."""
@@ -155,20 +154,23 @@ def _seen(rule: _MaskFunction, places: Tensor, keys: Tensor) -> Tensor:
 
 
 def key_shape(policy: Policy) -> tuple[int, int]:
-    """Returns heads and width of the keys that every layer hands to the plan; values are as wide."""
+    """Returns heads and width of the keys that every layer hands to the plan; values are as wide.
+
+    Raises NotPacked where layers differ.
+    """
     plan = _ObservedPlan(PackedAttention([1]))
     zero = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
     with torch.no_grad():
         policy.hidden(zero, zero, plan)
     shapes = [plan.keys.get(index) for index in range(len(policy.layers))]
-    model, first = type(policy.hf).__name__, shapes[0]
+    first = shapes[0]
     for index, shape in enumerate(shapes):
         if shape is None or first is None:
-            raise ModelError(f"layer {index} of {model} asks for no attention; {NOT_YET}")
+            raise NotPacked(f"layer {index} asks for no attention")
         if shape != first:
-            raise ModelError(
-                f"layer {index} of {model} has {shape[0]} key heads of width {shape[1]}, "
-                f"layer 0 has {first[0]} of {first[1]}, and all need the same; {NOT_YET}"
+            raise NotPacked(
+                f"layer {index} has {shape[0]} key heads of width {shape[1]}, and layer 0 has {first[0]} of "
+                f"{first[1]}: the cache of packed sequences needs the same in all layers"
             )
     assert first is not None
     return first

@@ -11,7 +11,7 @@ from pellucid.orchestrator.advantage import AdvantageInputs, AdvantageOutputs, S
 from pellucid.orchestrator.environment import Environment, Score, SingleTurnEnvironment, load_environment
 from pellucid.orchestrator.group import Evaluation, load_evaluation
 from pellucid.orchestrator.loop import Orchestrator
-from pellucid.orchestrator.servers import Claims, connect_policy, connect_teacher
+from pellucid.orchestrator.servers import Claims, connect_policy, connect_teacher, open_offered_versions
 from pellucid.orchestrator.session import Session
 from pellucid.orchestrator.tasks import run_until_signalled
 from pellucid.orchestrator.verdict import FilterInputs
@@ -53,13 +53,23 @@ async def _orchestrate(
 ) -> None:
     process, claims = new_process(), Claims()
     weights_book = WeightsBook(config.output_dir / "ledger" / WEIGHTS_BOOK)
-    client = connect_policy(config, tokenizer, claims, process, weights_book)
+    offered = open_offered_versions(config)
+    client = connect_policy(config, tokenizer, claims, process, weights_book, offered)
     teacher = connect_teacher(config, tokenizer, claims, process)
     try:
         sender = open_sender(config.transport, config.output_dir, config.run_name)
         # Before the wait: what cannot work is refused at once, not when a server is there.
         orchestrator = Orchestrator(
-            config, environments, tokenizer, client, sender, evaluations, teacher, process, weights_book
+            config,
+            environments,
+            tokenizer,
+            client,
+            sender,
+            evaluations,
+            teacher,
+            process,
+            weights_book,
+            offered,
         )
         if teacher is not None:
             await teacher.wait_until_ready()

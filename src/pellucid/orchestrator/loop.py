@@ -50,7 +50,7 @@ from pellucid.orchestrator.failures import FailureLog, pause_before
 from pellucid.orchestrator.group import Evaluation, Evaluator, GroupRun, Scorer
 from pellucid.orchestrator.records import BatchProgress, remove_progress, write_progress
 from pellucid.orchestrator.scheduler import Dispatch, Rules, Scheduler, Source
-from pellucid.orchestrator.servers import LAST_WORD_S, follow_weights, open_offered_versions
+from pellucid.orchestrator.servers import LAST_WORD_S, OfferedVersionsList, follow_weights
 from pellucid.orchestrator.session import Sampler
 from pellucid.orchestrator.snapshot import Snapshot, settle_orchestrator
 from pellucid.orchestrator.tasks import Pace, RateLimit, cancel, finish_despite_cancellation
@@ -84,9 +84,10 @@ class Orchestrator:
         teacher: InferenceClient | None = None,
         process: str = "",
         weights_book: WeightsBook | None = None,
+        offered: OfferedVersionsList | None = None,
     ) -> None:
         """`teacher`: the servers of `orchestrator.teacher`, where there is one. `weights_book`: that of
-        `client`, for the metrics.
+        `client`, for the metrics. `offered`: the list of versions, where the trainer offers them over HTTP.
 
         `process`: this process's name in the ledger, which the clients send to their servers.
         """
@@ -100,7 +101,7 @@ class Orchestrator:
             config.output_dir, lambda: self._scheduler.batches_sent, config.seed, config.weights_dir
         )
         self._weights_book = weights_book or WeightsBook()
-        self._offered = open_offered_versions(config)
+        self._offered = offered
         self._client = client = WatchedClient(client, self._alarms)
         self._clients = [client] if teacher is None else [client, teacher]
         self._sender = sender

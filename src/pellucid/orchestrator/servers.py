@@ -53,6 +53,7 @@ def connect_policy(
     claims: Claims,
     process: str = "",
     weights_book: WeightsBook | None = None,
+    offered: "OfferedVersionsList | None" = None,
 ) -> ServerPool:
     """Makes the pool of policy servers; needs a running event loop. `process`: our name in the ledger."""
     expected = Expected(
@@ -65,7 +66,7 @@ def connect_policy(
         has_weights=bool(stable_steps(config.weights_dir)),
     )
     key = server_key(config.output_dir, config.inference.key_file)
-    return _connect(config, config.inference.urls, expected, claims, key, process, weights_book)
+    return _connect(config, config.inference.urls, expected, claims, key, process, weights_book, offered)
 
 
 def connect_teacher(
@@ -100,6 +101,7 @@ def _connect(
     key: str | None,
     process: str,
     weights_book: WeightsBook | None = None,
+    offered: "OfferedVersionsList | None" = None,
 ) -> ServerPool:
     from pellucid.inference.http import HttpInferenceClient
 
@@ -109,6 +111,7 @@ def _connect(
         expected,
         claims=claims,
         weights_book=weights_book,
+        num_listed=None if offered is None else lambda: offered.num_listed,
         hang_s=config.orchestrator.server_timeout_s,
     )
 
@@ -123,6 +126,8 @@ class OfferedVersionsList:
         self._offer, self._folder = offer, folder
         self.is_known = asyncio.Event()
         """Set once the folders were what the trainer offers."""
+        self.num_listed = 0
+        """How often the folders were made what the trainer offers."""
 
     async def follow(self) -> None:
         """Never returns. A trainer that cannot be reached is asked again, and named once."""
@@ -140,6 +145,7 @@ class OfferedVersionsList:
                 if not is_reached:
                     log.warning("%s answers", self._offer.url)
                 is_reached = True
+                self.num_listed += 1
                 self.is_known.set()
             await asyncio.sleep(_POLL_OFFER_S)
 

@@ -29,9 +29,11 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from pellucid.data.files import step_number
 from pellucid.errors import ConfigError, TransportError
 from pellucid.guard import answers_to, is_foreign, shows_key
 from pellucid.transport.digests import DIGESTS, OfferedVersions, digest_of_bytes, read_digests
+from pellucid.transport.punctual import PunctualProtocol
 from pellucid.transport.spool import is_stable, stable_steps
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class WeightsOffer:
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
             self.app(),
+            http=PunctualProtocol,
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -101,7 +104,7 @@ class WeightsOffer:
         return Starlette(
             routes=[
                 Route("/weights", self._list, methods=["GET"]),
-                Route("/weights/step_{version:int}/{name}", self._file, methods=["GET"]),
+                Route("/weights/{folder}/{name}", self._file, methods=["GET"]),
             ],
         )
 
@@ -128,23 +131,28 @@ class WeightsOffer:
 
     def _versions(self) -> dict[int, str]:
         folder = self._run_dir / "weights"
-        known, self._known = self._known, {}
+        known, found = self._known, {}  # several threads list at once
         for version in stable_steps(folder):
             path = folder / f"step_{version}" / DIGESTS
+            if path.parent.is_symlink():
+                continue
             with suppress(FileNotFoundError):  # withdrawn meanwhile, or of an older pellucid
                 about = path.stat()
                 file = about.st_ino, about.st_mtime_ns
                 if version in known and known[version][0] == file:
-                    self._known[version] = known[version]
+                    found[version] = known[version]
                 else:
-                    self._known[version] = file, digest_of_bytes(path.read_bytes())
-        return {version: digest for version, (_, digest) in self._known.items()}
+                    found[version] = file, digest_of_bytes(path.read_bytes())
+        self._known = found
+        return {version: digest for version, (_, digest) in found.items()}
 
     async def _file(self, http: Request) -> Response:
         if refusal := self._refusal(http):
             return refusal
-        version, name = int(http.path_params["version"]), str(http.path_params["name"])
-        folder = self._run_dir / "weights" / f"step_{version}"
+        name = str(http.path_params["name"])
+        folder = self._run_dir / "weights" / str(http.path_params["folder"])
+        if (version := step_number(folder.name)) is None:
+            return Response("only /weights and /weights/step_N/NAME are offered", status_code=404)
         number = self.leases.open()
         self.leases.extend(number, version, _NEXT_FILE_S)  # before the look: it may be about to go
         if not await asyncio.to_thread(_is_offered, folder, name):
@@ -205,7 +213,8 @@ def _is_offered(folder: Path, name: str) -> bool:
         return False
     names = () if digests is None else (DIGESTS, *digests.files)
     path = folder / name
-    return name in names and is_stable(folder) and path.is_file() and not path.is_symlink()
+    is_link = folder.is_symlink() or path.is_symlink()
+    return name in names and is_stable(folder) and path.is_file() and not is_link
 
 
 def _listen(host: str, port: int) -> socket.socket:

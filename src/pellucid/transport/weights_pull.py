@@ -6,6 +6,7 @@
 - A broken connection, a trainer that is started again, or this process itself: whatever ends a transfer, the
   next one asks for the rest. It is given up only after `patience_s` without a new byte.
 - A wrong byte is named by its tensor, with both digests; the file is then fetched anew.
+- A version that an earlier process left is held by its digests once, and fetched anew if it is damaged.
 - Two versions stay, the newest and the one before.
 """
 
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 import orjson
 
-from pellucid.data.files import append_whole, step_folders, writing
+from pellucid.data.files import append_whole, step_folders, sync, sync_tree, writing
 from pellucid.errors import DiskError, TransportError
 from pellucid.transport.digests import (
     DIGESTS,
@@ -137,6 +138,8 @@ class WeightsPuller:
         self._cache = cache
         self._patience_s = patience_s
         self._pulling = threading.Lock()
+        self._sound: dict[int, bytes] = {}
+        """Digests of the versions whose files this process has compared with them."""
         self.num_bytes = 0
         """Bytes received so far, over all versions."""
 
@@ -144,30 +147,58 @@ class WeightsPuller:
     def is_pulling(self) -> bool:
         return self._pulling.locked()
 
-    def pull(self, version: int) -> Path:
+    def pull(self, version: int, *, is_served: bool = False) -> Path:
         """Returns the folder of a version, which is fetched unless it is there; blocks until it is whole.
+
+        With `is_served` the trainer is asked once whether it published the version anew. If it is away, or
+        refuses, what is there stays, which may be no folder.
 
         Raises TransportError if the trainer refuses it, cannot be reached for `patience_s`, or sent a wrong
         byte.
         """
         with self._pulling:
             folder = self._cache / f"step_{version}"
-            content = self._patiently(lambda: self.offer.digests(version))
-            if is_stable(folder) and (folder / DIGESTS).read_bytes() == content:
+            try:
+                ask = bind(self.offer.digests, version)
+                content = ask() if is_served else self._patiently(ask)
+            except TransportError as error:
+                if not is_served:
+                    raise
+                logger.warning("%s; policy version %d is served already, and stays", error, version)
                 return folder
             digests = decode_digests(content, f"{self.offer.url}: policy version {version}")
+            if self._has(version, content, digests):
+                return folder
             partial = self._cache / f".step_{version}.partial-{digest_of_bytes(content)}"
             self._forget_partials(partial)
             partial.mkdir(parents=True, exist_ok=True)
             self._fetch_files(version, digests, partial)
             with writing(folder):
                 (partial / DIGESTS).write_bytes(content)
+                sync_tree(partial)
                 (partial / MARKER).touch()
                 if folder.exists():
                     retract_folder(folder)
                 partial.rename(folder)
+                sync(self._cache)
+            self._sound[version] = content
             self._prune(version)
             return folder
+
+    def _has(self, version: int, content: bytes, digests: PublishedDigests) -> bool:
+        """Whether a version is there as published; its files are compared once per process."""
+        folder = self._cache / f"step_{version}"
+        try:
+            if not is_stable(folder) or (folder / DIGESTS).read_bytes() != content:
+                return False
+            if self._sound.get(version) != content:
+                for name, about in digests.files.items():
+                    _check_file(folder / name, about.head, digests.tensors, str(folder))
+                self._sound[version] = content
+        except (OSError, TransportError) as error:
+            logger.warning("policy version %d is fetched anew: %s", version, name_of(error))
+            return False
+        return True
 
     def _fetch_files(self, version: int, digests: PublishedDigests, partial: Path) -> None:
         for name, about in digests.files.items():
@@ -234,6 +265,7 @@ class WeightsPuller:
     def _prune(self, newest: int) -> None:
         older = sorted(version for version in step_folders(self._cache) if version != newest)
         for version in older[: -(_KEPT - 1)]:
+            self._sound.pop(version, None)
             retract_folder(self._cache / f"step_{version}")
 
 

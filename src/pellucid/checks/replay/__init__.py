@@ -123,7 +123,8 @@ def _open_predictor(run: RecordedRun, notes: list[str]) -> "Predictor | None":
     from pellucid.checks.replay.weights import Predictor  # and transformers: seconds, which --weights costs
 
     try:
-        return Predictor(run.folder, run.model, run.trainer.max_tokens)
+        settings = run.trainer.model
+        return Predictor(run.folder, run.model, run.trainer.max_tokens, settings.seq_len, settings.layout)
     except (ModelError, ConfigError) as error:
         notes.append(f"logprobs were not recomputed: {error}")
         return None

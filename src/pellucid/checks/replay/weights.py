@@ -23,6 +23,7 @@ from pellucid.checkpoint import STATE
 from pellucid.checkpoint.state import read_model
 from pellucid.config import TrainerPrecision
 from pellucid.config.shared import ModelConfig
+from pellucid.config.trainer import SequenceLayout
 from pellucid.data.table import TokenTable, Values
 from pellucid.data.tensors import to_tensors
 from pellucid.errors import DataError
@@ -48,9 +49,17 @@ class Predicted(NamedTuple):
 class Predictor:
     """One policy that takes the weights of step after step, in ascending order."""
 
-    def __init__(self, folder: Path, model: ModelConfig, max_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        max_tokens: int,
+        max_length: int | None = None,
+        layout: SequenceLayout = "auto",
+    ) -> None:
+        """`max_tokens`, `max_length` and `layout` are the trainer's: what it computed depends on them."""
         self._folder = folder
-        self._policy = load_policy(model, trainable=True)
+        self._policy = load_policy(model, trainable=True, max_length=max_length, layout=layout)
         self._weights = ServedWeights(self._policy.hf)
         self._is_whole = model.lora is None
         self._max_tokens = max_tokens
@@ -86,19 +95,22 @@ class Predictor:
         """Makes a forward with parameters (not buffers) rounded to `dtype`, as mixed precision does it."""
         rounded = {name: each.to(dtype) for name, each in self._policy.named_parameters()}
         hidden: list[Tensor] = []
+        compute = self._policy.hidden
 
-        def keep(_module: object, _arguments: object, output: Any) -> None:
-            hidden.append(output.last_hidden_state[0])
+        def keep(*arguments: Any) -> Tensor:
+            states = compute(*arguments)
+            hidden.append(states[0])
+            return states
 
         def forward(*arguments: Any) -> tuple[TokenOutput, Tensor]:
             output: TokenOutput = functional_call(self._policy, rounded, arguments)
             return output, hidden.pop()
 
-        hook = self._policy.hf.base_model.register_forward_hook(keep)
+        self._policy.hidden = keep  # type: ignore[method-assign]
         try:
             yield forward
         finally:
-            hook.remove()
+            self._policy.hidden = compute  # type: ignore[method-assign]
 
     def _chunks(self, records: TokenTable) -> Iterator[NDArray[np.int64]]:
         """As many records as fit under the cap of a micro batch, at least one."""

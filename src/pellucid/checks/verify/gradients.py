@@ -211,6 +211,7 @@ def batches_of(
         num_ranks=num_ranks,
         pad_to_multiple_of=multiple,
         share_prompts=share,
+        in_rows=run.policy.way == "rows",
     )
     weights = loss_weights(packed, run.config.loss.reduction)
     return [StepBatch(0, packed, share, run.policy.device, rank, weights) for rank in range(num_ranks)]

@@ -28,6 +28,7 @@ from pellucid.checks.finding import EPS, Finding
 from pellucid.checks.verify.shrink import model_to_verify
 from pellucid.checks.verify.training_stages import Bounds
 from pellucid.config import ModelConfig, VerifyConfig
+from pellucid.config.trainer import SequenceLayout
 from pellucid.errors import ModelError
 from pellucid.inference.client import Account, SamplingParams
 from pellucid.inference.engine import Engine
@@ -84,15 +85,19 @@ def verify_model(config: VerifyConfig) -> list[Finding]:
         logger.info("%s", said)
         context = context_length(ModelConfig(name=name))
         longest = min(config.trainer.model.seq_len, context or config.trainer.model.seq_len)
-        return list(check_model(*load_both(name, longest)))
+        return list(check_model(*load_both(name, longest, config.trainer.model.layout)))
 
 
-def load_both(name: str, longest: int) -> tuple[Policy, Any]:
+def load_both(name: str, longest: int, layout: SequenceLayout = "auto") -> tuple[Policy, Any]:
     """Loads a model as the trainer does, for sequences of up to `longest` tokens, and by transformers."""
     from transformers import AutoModelForCausalLM
 
     policy = load_policy(
-        ModelConfig(name=name), trainable=True, max_length=longest, device=torch.device("cpu")
+        ModelConfig(name=name),
+        trainable=True,
+        max_length=longest,
+        device=torch.device("cpu"),
+        layout=layout,
     )
     reference = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False

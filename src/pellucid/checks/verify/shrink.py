@@ -55,7 +55,7 @@ SIZES: Mapping[str, int] = {
     "decoder_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "global_head_dim": 8,
+    "global_head_dim": 16,
     "n_routed_experts": 4,
     "num_experts": 4,
     "num_local_experts": 4,

@@ -167,7 +167,7 @@ def opened(config: VerifyConfig) -> Iterator[Subject]:
         tokenizer = load_tokenizer(config.model.name)
         prompts = _prompts(config, tokenizer)
         longest = max(map(len, prompts)) + MAX_TOKENS
-        served = load_policy(config.model, max_length=longest)
+        served = load_policy(config.model, max_length=max(longest, config.trainer.model.seq_len))
         engine = Engine(
             served,
             num_slots=8,
