@@ -3,6 +3,7 @@ import random
 from collections import Counter
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from pellucid.config import ModelConfig
 from pellucid.errors import InferenceError, TransportError
 from pellucid.inference.client import Account, SamplingParams
+from pellucid.inference.cohorts import CohortDecoder
+from pellucid.inference.decoder import Prompt
 from pellucid.inference.engine import Engine, _locate, draw
 from pellucid.inference.slots import QueueFullError, Request, run_to_end
 from pellucid.model import load_policy, packed_layout
@@ -232,6 +235,47 @@ def test_a_late_member_takes_the_prompt_of_a_running_one(policy) -> None:
         Engine(policy, num_slots=4, max_length=64), [request([5, 6, 7, 8], alone, seed=2, max_tokens=10)]
     )
     assert finished[1].token_ids == alone[0].token_ids
+
+
+def test_a_late_member_takes_one_of_two_prompts_computed_together(policy) -> None:
+    """The other one has ended by then."""
+    prompts, late = [list(range(first, first + 20)) for first in (5, 40)], []
+    engine = Engine(policy, num_slots=4, max_length=64)
+    engine.submit(request(prompts[0], [], max_tokens=2))
+    engine.submit(request(prompts[1], [], max_tokens=20))
+    for _ in range(3):
+        engine.step()
+    assert engine.num_running == 1
+    run_to_end(engine, [request(prompts[1], late, seed=1)])
+    assert engine.counts.shared_tokens == 19
+    expected = trainer_logprobs(policy, prompts[1], late[0].token_ids, 1.0)
+    assert late[0].logprobs == near_logprobs(expected, policy, 25)
+
+
+def held_bytes(row) -> int:
+    """Returns the memory that a row's prefix keeps from being freed."""
+    layers = row.prefix.kept["past_key_values"].layers
+    return sum(each.untyped_storage().nbytes() for layer in layers for each in (layer.keys, layer.values))
+
+
+@torch.inference_mode()
+def test_a_row_holds_no_prompt_of_its_neighbours(tiny_model) -> None:
+    policy, ids = loaded(tiny_model, "rows"), np.arange(5, 100)
+    alone = CohortDecoder(policy, None)
+    only = alone.add(20)
+    alone.logits([Prompt(ids[:19], [only])], alone.arrange(), [24])
+    decoder = CohortDecoder(policy, None)
+    rows = [decoder.add(20) for _ in range(4)]
+    groups = rows[:1], rows[1:3], rows[3:]
+    prompts = [Prompt(ids[20 * place :][:19], group) for place, group in enumerate(groups)]
+    decoder.logits(prompts, decoder.arrange(), [24, 44, 44, 64])
+    decoder.remove(rows[0])
+    decoder.remove(rows[3])
+    assert decoder.arrange() == rows[1:3]
+    assert rows[1].prefix is rows[2].prefix
+    assert held_bytes(rows[1]) == held_bytes(only)
+    decoder.forget_prefixes()
+    assert rows[1].prefix is rows[2].prefix is None
 
 
 def test_weights_swap_between_steps_without_dropping_requests(policy, tiny_model, tmp_path) -> None:

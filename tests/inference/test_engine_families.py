@@ -66,6 +66,23 @@ def alone(model, prompt, token_ids, temperature) -> torch.Tensor:
     return logprobs.gather(-1, ids[len(prompt) :, None])[:, 0]
 
 
+@pytest.mark.parametrize("name", ["minimax", "rwkv", "recurrent_gemma", "lfm2"])
+def test_a_late_member_takes_one_of_two_prompts_computed_together(name, tmp_path) -> None:
+    families.make(name).save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(name=str(tmp_path)), max_length=families.CONTEXT)
+    ids, late = families.sequences()[0].tolist(), []
+    prompts = [ids[:12], ids[12:24]]
+    engine = Engine(policy, num_slots=4, max_length=80)
+    for prompt, max_tokens in zip(prompts, (1, 12), strict=True):
+        engine.submit(Request(prompt, SamplingParams(max_tokens=max_tokens, seed=0), ENV, lambda _: None))
+    engine.step()
+    params = SamplingParams(max_tokens=6, seed=1)
+    run_to_end(engine, [Request(prompts[1], params, ENV, late.append)])
+    assert engine.counts.shared_tokens == 11
+    expected = alone(policy.hf, prompts[1], late[0].token_ids, 1.0)
+    assert late[0].logprobs == near_logprobs(expected, policy.hf, 18)
+
+
 @pytest.mark.parametrize("name", [*PACKED, *JOINED, *APART, *MIXED])
 def test_logprobs_are_those_of_each_sequence_alone(name, tmp_path) -> None:
     """A group of three and ragged others, more than slots; one is abandoned, and a sequence is scored."""

@@ -8,7 +8,8 @@ from one of these; where the model's cache allows it, cohorts join to one. See
 `methods.py` for what is right for which model.
 
 Invariants:
-- A prefix never changes, and is kept as long as a row that starts with it.
+- A prefix never changes, and is kept as long as a row that starts with it, and as the weights that computed
+  it. From the end of its first step on, a row keeps no prompt but its own.
 - A row that is removed leaves its cohort before the next forward."""
 
 from collections import defaultdict
@@ -29,8 +30,8 @@ from pellucid.model import ExpertRecorder, Policy, hf_forward
 @dataclass(eq=False, slots=True)
 class CohortRow(SequenceRow):
     prefix: SideBySide | None = None
-    """The prompt that it starts with, without the last token, and others of the same length; None if that
-    leaves no token."""
+    """The prompt that it starts with, without the last token, and in its first step others computed with it;
+    None if that leaves no token, or if other weights are served by now."""
 
     place: int = 0
     """Row of its prompt in `prefix`."""
@@ -67,6 +68,11 @@ class CohortDecoder(Decoder[CohortRow]):
     def copy_prefix(self, source: CohortRow, target: CohortRow, length: int) -> None:
         target.prefix, target.place = source.prefix, source.place
 
+    def forget_prefixes(self) -> None:
+        for cohort in self._cohorts:
+            for row in cohort.rows:
+                row.prefix = None
+
     def arrange(self) -> list[CohortRow]:
         for cohort in self._cohorts:
             self._drop_removed(cohort)
@@ -93,6 +99,8 @@ class CohortDecoder(Decoder[CohortRow]):
     ) -> Tensor:
         self._experts = self._prefill(prompts)
         self._begin()
+        for prompt in prompts:
+            self._part(prompt.rows)
         (tokens,) = to_device([np.asarray(last_tokens, np.int64)[:, None]], self._device)
         found = []
         for cohort, own in zip(
@@ -133,6 +141,14 @@ class CohortDecoder(Decoder[CohortRow]):
             rows = [row for cohort in started for row in cohort.rows]
             joined = self._method.join([cohort.sequences for cohort in started])
             self._cohorts = [_Cohort(rows, joined), *self._cohorts[len(started) :]]
+
+    def _part(self, rows: Sequence[CohortRow]) -> None:
+        """Copies the prompt of these rows out of those computed with it, which can then be freed."""
+        prefix, place = rows[0].prefix, rows[0].place
+        if prefix is not None and len(prefix.lengths) > 1:
+            own = self._method.take(prefix, [place])
+            for row in rows:
+                row.prefix, row.place = own, 0
 
     def _recorded(self, num_rows: int, num_tokens: int) -> list[Tensor]:
         """Returns the experts of the last tokens of each row of the last forward, if they are recorded."""

@@ -60,6 +60,10 @@ class Decoder(ABC, Generic[RowT]):
         """Gives a new row the first tokens of another, both of which start with the same prompt."""
 
     @abstractmethod
+    def forget_prefixes(self) -> None:
+        """Frees prompts that are kept for `copy_prefix` alone: other weights are served from now on."""
+
+    @abstractmethod
     def arrange(self) -> list[RowT]:
         """Returns all rows in the order of the next step."""
 

@@ -77,6 +77,7 @@ class Engine(SlottedEngine[SequenceRow]):
         self._weights.load(folder)
         self.version = version
         self.num_loads += 1
+        self._decoder.forget_prefixes()
 
     def served_digests(self) -> dict[str, str]:
         return self._weights.digests()

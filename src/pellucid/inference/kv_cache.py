@@ -117,6 +117,9 @@ class KVCache:
         """Copies the keys and values of a prompt that is already computed."""
         target.shelf.copy(target.index, source.shelf, source.index, length)
 
+    def forget_prefixes(self) -> None:
+        """Does nothing: a prompt is copied from the keys and values with which its row goes on."""
+
     def arrange(self) -> list[CacheRow]:
         """Moves rows that outgrew their shelf and closes gaps; returns the rows in order of the shelves."""
         for row in self._rows():
