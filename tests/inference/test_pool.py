@@ -1,6 +1,7 @@
 """Several servers as one, on fakes that die and come back."""
 
 import asyncio
+import gc
 import math
 import random
 import shutil
@@ -496,9 +497,14 @@ def test_servers_read_a_version_before_they_are_told_to_serve_it(tmp_path) -> No
         async def fetch_weights(self, version: int) -> None:
             raise InferenceError("no room on the disk")
 
+    complaints: list[str] = []
+
     async def main() -> None:
-        quick, slow, broken = Reader(), Reader(), Broken()
-        pool = await ready(quick, slow, broken)
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: complaints.append(context["message"])
+        )
+        quick, slow = Reader(), Reader()
+        pool = await ready(quick, slow, Broken(), Broken())
         await pool.update_weights(1, Path("w1"))
         while slow.policy_version != 1:
             await asyncio.sleep(0)
@@ -506,6 +512,30 @@ def test_servers_read_a_version_before_they_are_told_to_serve_it(tmp_path) -> No
         await pool.update_weights(2, Path("w2"))
         assert (quick.fetched, slow.fetched) == ([1, 2], [1])
         assert versions(await ask(pool, "g0-r0")) == {2}
+        await pool.close()
+        gc.collect()
+
+    asyncio.run(main())
+    assert not complaints  # of an error that nobody looked at
+
+
+def test_weights_of_another_run_are_never_verified_even_if_they_are_the_same(tmp_path) -> None:
+    """Another run takes the server over between the update and the report."""
+
+    class TakenOver(Server):
+        async def served_weights(self) -> ServedWeightsReport | None:
+            await super().update_weights(1, publish(tmp_path / "theirs", a="F32-0a"), "theirs-9")
+            return await super().served_weights()
+
+    async def main() -> None:
+        book = WeightsBook()
+        pool = await ready(TakenOver(), weights_book=book)
+        watching = asyncio.create_task(pool.watch())
+        updating = asyncio.create_task(pool.update_weights(1, publish(tmp_path / "w1", a="F32-0a")))
+        with pytest.raises(ConfigError, match="policy version 1 of run 'theirs-9'"):
+            await watching
+        assert book.metrics() == {}
+        updating.cancel()
         await pool.close()
 
     asyncio.run(main())

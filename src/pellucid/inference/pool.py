@@ -309,7 +309,8 @@ class ServerPool:
             while left and (now := loop.time()) < deadline:
                 timeout_s = None if deadline == math.inf else deadline - now
                 done, left = await asyncio.wait(left, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if deadline == math.inf and not all(each.exception() for each in done):
+                errors = [each.exception() for each in done]  # of each, or asyncio complains of the others
+                if deadline == math.inf and None in errors:
                     deadline = loop.time() + (loop.time() - started)
         finally:
             for each in left:
@@ -419,6 +420,8 @@ class ServerPool:
         report = await self._while_alive(server, server.client.served_weights())
         if report is not None and report.policy_version != version:
             raise UnreachableError(f"{server.name} serves policy version {report.policy_version} by now")
+        if report is not None and report.run != (self._expected.run or ""):
+            raise UnreachableError(f"{server.name} serves weights of run {report.run!r} by now")
         if self._weights != (version, folder):
             return  # newer weights came meanwhile, and with them another examination
         digests = None if report is None else report.digests
