@@ -28,6 +28,7 @@ from pellucid.data.table import TokenTable, Values
 from pellucid.data.tensors import to_tensors
 from pellucid.errors import DataError
 from pellucid.model import Layout, Policy, TokenOutput, load_policy
+from pellucid.model.attention import AttentionPlan
 from pellucid.model.head import MAX_LOGITS, token_logprobs
 from pellucid.trainer.step import layout_of
 from pellucid.transport import is_stable
@@ -97,8 +98,8 @@ class Predictor:
         hidden: list[Tensor] = []
         compute = self._policy.hidden
 
-        def keep(*arguments: Any) -> Tensor:
-            states = compute(*arguments)
+        def keep(token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+            states = compute(token_ids, positions, plan)
             hidden.append(states[0])
             return states
 
