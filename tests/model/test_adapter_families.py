@@ -133,7 +133,7 @@ def test_logprobs_and_gradients_are_those_of_pefts_plain_forward(family, folders
         if each.requires_grad
     }
     assert gradients.keys() == {name for name, _ in adapter.named_parameters()}
-    scale = max(each.abs().max() for each in gradients.values())
+    scale = 2 * max(each.abs().max() for each in gradients.values())  # both round, each in its own order
     for name, parameter in adapter.named_parameters():
         assert parameter.grad.abs().max() > 0, name
         assert parameter.grad == near(gradients[name], terms=gradient_chain(policy, len(ids)), scale=scale)
