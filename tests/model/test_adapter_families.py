@@ -133,7 +133,8 @@ def test_logprobs_and_gradients_are_those_of_pefts_plain_forward(family, folders
         if each.requires_grad
     }
     assert gradients.keys() == {name for name, _ in adapter.named_parameters()}
-    scale = 2 * max(each.abs().max() for each in gradients.values())  # both round, each in its own order
+    # Both round, each in its own order. A state decays by exp of a sum, which multiplies what rounds in it.
+    scale = (8 if family == "bamba" else 2) * max(each.abs().max() for each in gradients.values())
     for name, parameter in adapter.named_parameters():
         assert parameter.grad.abs().max() > 0, name
         assert parameter.grad == near(gradients[name], terms=gradient_chain(policy, len(ids)), scale=scale)
