@@ -31,7 +31,7 @@ from pellucid.errors import ModelError
 from pellucid.inference.cache_rows import has_keys, join_rows, take_rows, trim
 from pellucid.model import Policy
 from pellucid.model.policy import NOT_YET
-from pellucid.model.proof import in_float32
+from pellucid.model.proof import FORWARD_ERRORS, in_float32, rounding_limit
 
 logger = logging.getLogger(__name__)
 
@@ -147,18 +147,7 @@ _CACHES = ("past_key_values", "cache_params", "state")
 _PROBED = 40
 """Tokens of a probed sequence: more than convolutions cover, and than the blocks of most sparse attention."""
 
-_ROUNDINGS = 64
-"""Rounding errors that add up in a layer: a product of 4,096 terms makes √4096 of them."""
-
-_ERRORS = (
-    ModelError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    NotImplementedError,
-)
+_ERRORS = (ModelError, *FORWARD_ERRORS)
 """Errors of a model that is used in a way that it does not know."""
 
 
@@ -306,7 +295,7 @@ class _Probe:
         gap = float(torch.stack(gaps).median())  # rounding may send a token of one to another expert
         num_layers = getattr(self._method.config, "num_hidden_layers", 1)
         scale = max(1.0, *(float(each.abs().max()) for each in alone))
-        limit = _ROUNDINGS * torch.finfo(torch.float32).eps * num_layers * scale
+        limit = rounding_limit(num_layers, scale)
         return "" if gap <= limit else f"off by {gap:.2g} nats where rounding explains {limit:.1g}"
 
 

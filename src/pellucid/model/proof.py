@@ -138,7 +138,7 @@ def _prove_rows(policy: Policy, max_length: int | None) -> None:
                 hidden = policy.hidden(whole, whole, PackedAttention(lengths))[0]
                 _fit_logits(policy, hidden, torch.cat(alone))
                 found = policy.logits(hidden).split(lengths)
-            except (ImportError, *_ODD) as error:  # the family does not have it
+            except (ImportError, *FORWARD_ERRORS) as error:  # the family does not have it
                 reason = f"{type(error).__name__}: {first_line(error)}"
                 continue
             gaps = [_gap(policy, *pair) for pair in zip(found, alone, strict=True)]
@@ -235,12 +235,17 @@ def _gaps(policy: Policy, found: Tensor, alone: Tensor) -> list[str]:
 def _gap(policy: Policy, found: Tensor, alone: Tensor) -> str:
     """Describes by how much logprobs differ; "" if rounding explains it."""
     scale = max(1.0, float(alone.abs().max()))
-    limit = _ROUNDINGS * torch.finfo(torch.float32).eps * len(policy.layers) * scale
+    limit = rounding_limit(len(policy.layers), scale)
     gap = float((found.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().max())
     return "" if gap <= limit else f"by up to {gap:.2g} nats where rounding explains {limit:.1g}"
 
 
-_ODD = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)
+def rounding_limit(num_layers: int, scale: float) -> float:
+    """Returns the difference of logprobs, in nats, that rounding explains; `scale`: the largest logit."""
+    return _ROUNDINGS * float(torch.finfo(torch.float32).eps) * num_layers * scale
+
+
+FORWARD_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)
 """Errors of a forward with another interface than expected."""
 
 
@@ -253,7 +258,7 @@ def _uncertain() -> Iterator[None]:
         raise
     except ModelError as error:
         raise NotPacked(str(error)) from error
-    except _ODD as error:
+    except FORWARD_ERRORS as error:
         raise NotPacked(
             f"its forward takes no packed sequences ({type(error).__name__}: {first_line(error)})"
         ) from error
@@ -264,7 +269,7 @@ def _refusing(policy: Policy) -> Iterator[None]:
     """Context manager: turns errors of a forward with another interface than expected into a ModelError."""
     try:
         yield
-    except _ODD as error:
+    except FORWARD_ERRORS as error:
         raise ModelError(
             f"{_name(policy)} can be computed neither packed ({policy.why_rows}) nor in rows "
             f"({type(error).__name__}: {first_line(error)}); {NOT_YET}"
