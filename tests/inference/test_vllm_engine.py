@@ -26,6 +26,7 @@ from pellucid.inference.vllm_engine import (
     agreed,
     engine_args,
     max_lora_rank,
+    pack_experts,
     require_experts,
 )
 from pellucid.model import RouterShape
@@ -393,9 +394,25 @@ def test_experts_are_asked_for_where_they_are_recorded() -> None:
 
 def test_a_vllm_that_returns_no_experts_is_refused_with_one_that_does() -> None:
     recent = type("Recent", (), {"enable_return_routed_experts": False, "routed_experts": None})
-    require_experts("0.32.0", recent, recent)
+    require_experts("0.32.0", recent, recent, has_triton=True)
     with pytest.raises(ConfigError, match="vLLM 0.8.1 returns no routed experts; install vLLM 0.32.0"):
-        require_experts("0.8.1", recent, object)
+        require_experts("0.8.1", recent, object, has_triton=True)
+
+
+def test_a_vllm_without_triton_is_refused_for_recording_experts() -> None:
+    recent = type("Recent", (), {"enable_return_routed_experts": False, "routed_experts": None})
+    with pytest.raises(ConfigError, match="record_experts = true, .* needs Triton; run it on a GPU"):
+        require_experts("0.32.0", recent, recent, has_triton=False)
+
+
+def test_experts_are_packed_again_and_other_layers_are_not() -> None:
+    packed = []
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=packed.append))
+    model[1].quant_method = SimpleNamespace(moe_kernel=kernel)
+    model[2].quant_method = SimpleNamespace()
+    pack_experts(model)
+    assert packed == [model[1]]
 
 
 def test_digests_of_several_workers_are_those_on_which_all_agree() -> None:
@@ -410,9 +427,9 @@ def test_what_vllm_takes_is_digested_as_it_is_handed_over(tmp_path) -> None:
     taken: dict[str, torch.Tensor] = {}
 
     class Worker(PublishedWeights):
-        class model_config:
-            class hf_text_config:
-                tie_word_embeddings = False
+        device = torch.device("cpu")
+        model_config = SimpleNamespace(hf_text_config=SimpleNamespace(tie_word_embeddings=False))
+        model_runner = SimpleNamespace(get_model=lambda: model)
 
         def reload_weights(self, weights_iterator) -> None:
             taken.update(weights_iterator)

@@ -267,8 +267,9 @@ def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
         from vllm import __version__
         from vllm.engine.arg_utils import EngineArgs
         from vllm.outputs import CompletionOutput
+        from vllm.triton_utils import HAS_TRITON
 
-        require_experts(__version__, EngineArgs, CompletionOutput)
+        require_experts(__version__, EngineArgs, CompletionOutput, has_triton=HAS_TRITON)
         routers = routers_of(model, "inference.record_experts")
         recorded = RecordedLayers(router_shape(routers), routed_layers(model, routers))
     num_ids = vocab_size(config.model)
@@ -301,14 +302,19 @@ class RecordedLayers(NamedTuple):
     """Decoder layers with a router; vLLM returns experts for every layer."""
 
 
-def require_experts(version: str, arguments: type, output: type) -> None:
+def require_experts(version: str, arguments: type, output: type, *, has_triton: bool) -> None:
     """Raises ConfigError unless a vLLM with these classes returns routed experts with the tokens."""
     if not (hasattr(arguments, "enable_return_routed_experts") and hasattr(output, "routed_experts")):
-        raise ConfigError(
-            f"inference.record_experts = true, and vLLM {version} returns no routed experts; install vLLM "
-            f'{_RETURNS_EXPERTS}, set inference.backend = "embedded", or leave out '
-            "trainer.enable_router_replay"
-        )
+        lacks, remedy = f"vLLM {version} returns no routed experts", f"install vLLM {_RETURNS_EXPERTS}"
+    elif not has_triton:
+        lacks = f"vLLM {version} returns routed experts by its model runner V2 alone, which needs Triton"
+        remedy = "run it on a GPU (its CPU build has no Triton)"
+    else:
+        return
+    raise ConfigError(
+        f'inference.record_experts = true, and {lacks}; {remedy}, set inference.backend = "embedded", or '
+        "leave out trainer.enable_router_replay"
+    )
 
 
 def restart_with_threads(num_threads: int) -> None:
@@ -477,6 +483,7 @@ def _start(args: Mapping[str, Any]) -> Any:
 
 
 class PublishedWeights:
+    device: torch.device
     model_config: Any
     model_runner: Any
     reload_weights: Any
@@ -488,12 +495,22 @@ class PublishedWeights:
         """
         digests: dict[str, str] = {}
         self.reload_weights(weights_iterator=_digested(read_weights(Path(folder)), digests))
+        model = self.model_runner.get_model()
         if self.model_config.hf_text_config.tie_word_embeddings:
             # vLLM prepares again what it has loaded, and a tied head loads nothing of its own. On a CPU it
             # multiplies with a packed copy of the embedding, which would stay as it was.
-            head = self.model_runner.get_model().lm_head
-            head.quant_method.process_weights_after_loading(head)
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+        if self.device.type == "cpu":
+            pack_experts(model)
         return digests
+
+
+def pack_experts(model: torch.nn.Module) -> None:
+    """Packs experts as vLLM's kernel for CPUs reads them, which vLLM does for the first weights alone."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _digested(
