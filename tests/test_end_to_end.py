@@ -17,6 +17,7 @@ import museum
 import warm
 from pellucid.cli import main
 from pellucid.data.alarms import CHANCE, read_alarms
+from pellucid.data.files import step_folders
 from pellucid.data.tokenizer import load_tokenizer
 from pellucid.ledger import reconcile
 from pellucid.ledger.weights import read_weights_book
@@ -109,11 +110,17 @@ def test_an_engine_that_draws_from_its_likeliest_tokens_rings_wherever_one_looks
     assert line in rung and all(each.startswith("ALARM ") for each in rung)
 
 
-def test_batches_and_weights_over_the_network_train_as_well(tiny_model, tmp_path) -> None:
+@pytest.mark.parametrize("lora", [(), ("--model.lora.rank", "4")], ids=["all weights", "an adapter"])
+def test_batches_and_weights_over_the_network_train_as_well_and_resume(tiny_model, tmp_path, lora) -> None:
     flags = ("--transport.type", "zmq", "--transport.compression", "zstd", "--weights.transport", "http")
-    result = warm.run(command(tiny_model, tmp_path / "demo", *flags))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "balanced: every one of the" in result.stdout
+    flags += (*lora, "--trainer.ckpt.interval", "2", "--weights.cache-dir", str(tmp_path / "cache"))
+    for end in (("--max-steps", "3"), ("--max-steps", str(STEPS), "--resume")):
+        result = warm.run([*command(tiny_model, tmp_path / "demo", *flags), *end])
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "balanced: every one of the" in result.stdout
+    (cached,) = (tmp_path / "cache").glob("demo-*/inference")
+    newest = cached / f"step_{max(step_folders(cached))}"
+    assert (newest / ("adapter_model" if lora else "model")).with_suffix(".safetensors").exists()
     steps = [metrics["step"] for metrics in read_metrics(tmp_path / "demo" / "metrics" / "trainer.jsonl")]
     assert steps == list(range(STEPS))
     served = read_weights_book(tmp_path / "demo" / "ledger")

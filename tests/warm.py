@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, invalidate_caches
 from itertools import pairwise
 from pathlib import Path
@@ -51,14 +51,15 @@ class Running:
         env: Mapping[str, str],
         merged: bool,
         imported: tuple[str, ...],
+        namespaces: Path,
     ) -> None:
         num_files = 1 if merged else 2
         self._files = [tempfile.TemporaryFile("w+") for _ in range(num_files)]  # noqa: SIM115
         self._waiter, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = json.dumps({"argv": list(argv), "cwd": str(cwd or Path.cwd()), "env": dict(env)}).encode()
         assert len(request) < MAX_REQUEST_BYTES
-        with theirs, open("/proc/self/ns/mnt") as mounts:
-            given = (theirs, mounts, self._files[0], self._files[-1])
+        with theirs, open(namespaces / "mnt") as mounts, open(namespaces / "net") as network:
+            given = (theirs, mounts, network, self._files[0], self._files[-1])
             socket.send_fds(_warm_python(imported), [request], [each.fileno() for each in given])
         self.pid = self._read()
         self.returncode: int | None = None
@@ -107,14 +108,16 @@ def start(
     env: Mapping[str, str] | None = None,
     merged: bool = False,
     imported: tuple[str, ...] = (),
+    namespaces: Path = Path("/proc/self/ns"),
 ) -> "Running | subprocess.Popen[str]":
     """Starts `python -m module arguments…`; `merged` writes standard error to standard output.
 
     The warm Python has imported the modules `imported` and no others; without any, all parts of pellucid.
+    `namespaces`: those of mounts and network that the command is started in, on Linux.
     """
     argv, env = [*PYTHON, module, *arguments], os.environ if env is None else env
     if sys.platform == "linux":
-        return Running(argv, cwd, env, merged, imported)
+        return Running(argv, cwd, env, merged, imported, namespaces)
     err = subprocess.STDOUT if merged else subprocess.PIPE
     return subprocess.Popen(argv, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=err, text=True)
 
@@ -208,7 +211,7 @@ def serve(control: socket.socket, imported: Sequence[str]) -> None:
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a waiter ended
     while True:
-        request, descriptors, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 4)
+        request, descriptors, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 5)
         if not request:
             return
         if os.fork() == 0:
@@ -219,9 +222,13 @@ def serve(control: socket.socket, imported: Sequence[str]) -> None:
             os.close(descriptor)
 
 
-def wait_for(request: dict[str, Any], tell: int, mounts: int, out: int, err: int) -> None:
-    if os.fstat(mounts).st_ino != os.stat("/proc/self/ns/mnt").st_ino:
-        assert ctypes.CDLL(None).setns(mounts, 0) == 0  # disks that the test has mounted since
+def enter(namespace: int, kind: str) -> None:
+    if os.fstat(namespace).st_ino != os.stat(f"/proc/self/ns/{kind}").st_ino:
+        assert ctypes.CDLL(None).setns(namespace, 0) == 0
+
+
+def wait_for(request: dict[str, Any], tell: int, mounts: int, network: int, out: int, err: int) -> None:
+    enter(mounts, "mnt")  # disks that the test has mounted since
     process = ForkedPopen(
         request["argv"],
         stdin=subprocess.DEVNULL,
@@ -229,6 +236,7 @@ def wait_for(request: dict[str, Any], tell: int, mounts: int, out: int, err: int
         stderr=err,
         cwd=request["cwd"],
         env=request["env"],
+        preexec_fn=partial(enter, network, "net"),
     )
     with socket.socket(fileno=tell) as teller, suppress(BrokenPipeError):  # if the test is over
         teller.send(str(process.pid).encode())

@@ -31,6 +31,7 @@ from pellucid.ledger import Journal, Stage
 from pellucid.metrics import JsonlSink
 from pellucid.model.tiny import character_tokenizer
 from pellucid.transport.weights import weights_folder
+from pellucid.transport.weights_pull import OfferClient, WeightsPuller
 
 TOKENIZER = character_tokenizer()
 ACCOUNT = Account("run", "env")
@@ -71,10 +72,24 @@ class ScriptedEngine(SlottedEngine[int]):
         """Holds nothing."""
 
 
+class TricklingPuller(WeightsPuller):
+    """Reads weights byte by byte, without end; the folder that it returns is empty."""
+
+    def __init__(self) -> None:
+        super().__init__(OfferClient("http://trainer:1", "key"), Path("nowhere"))
+        self.may_end = threading.Event()
+
+    def pull(self, version: int, *, is_served: bool = False) -> Path:
+        with self._pulling:
+            while not self.may_end.wait(HANG_S / 50):
+                self.num_bytes += 1
+        return Path("nowhere")
+
+
 class FreezingServer:
     """A server that can be stopped anywhere, as by SIGSTOP, and goes on where it was."""
 
-    def __init__(self, folder: Path, name: str, **options: int) -> None:
+    def __init__(self, folder: Path, name: str, puller: WeightsPuller | None = None, **options: int) -> None:
         folder.mkdir(exist_ok=True)
         self.books = folder / f"{name}.jsonl"
         self.engine = ScriptedEngine(**options)
@@ -85,7 +100,8 @@ class FreezingServer:
             lambda error: None,
         )
         server = Server(
-            self.engine, self.thread, TOKENIZER, "tiny", 200, run_dir=folder, host="127.0.0.1", key=KEY
+            *(self.engine, self.thread, TOKENIZER, "tiny", 200),
+            **{"run_dir": folder, "host": "127.0.0.1", "key": KEY, "puller": puller},
         )
         self._app = server.app()
         self._awake = threading.Event()
@@ -149,9 +165,9 @@ class FreezingServer:
 
 
 @asynccontextmanager
-async def pool_of(*urls: str, **options: Any) -> AsyncIterator[ServerPool]:
+async def pool_of(*urls: str, weights_url: str = "", **options: Any) -> AsyncIterator[ServerPool]:
     expected = Expected("policy server", "tiny", fingerprint(TOKENIZER), 200, run="run-1")
-    clients = {url: HttpInferenceClient(url, KEY) for url in urls}
+    clients = {url: HttpInferenceClient(url, KEY, weights_url=weights_url) for url in urls}
     options = {"hang_s": HANG_S, "ask_again_s": 0.02, "patience_s": 30.0, **options}
     pool = ServerPool(clients, lambda request_id: request_id.partition("-")[0], expected, **options)
     try:
@@ -294,6 +310,39 @@ def test_a_weight_update_does_not_wait_for_a_hung_server(tmp_path: Path, way: st
     with first.listening() as one, second.listening() as other:
         received = asyncio.run(main([one, other]))
     assert_booked(first, second, received=received)
+
+
+def test_an_engine_that_hangs_while_weights_arrive_loses_its_requests_and_one_that_samples_keeps_them(
+    tmp_path: Path, caplog: Any
+) -> None:
+    """Bytes of weights are no progress of an engine."""
+    pullers = [TricklingPuller(), TricklingPuller()]
+    first, second = (
+        FreezingServer(tmp_path, name, puller)
+        for name, puller in zip(("first", "second"), pullers, strict=True)
+    )
+
+    async def main(urls: list[str]) -> int:
+        async with pool_of(*urls, weights_url="http://trainer:1") as pool:
+            updating = asyncio.create_task(pool.update_weights(1, weights_folder(tmp_path, 1)))
+            await until(lambda: all(puller.is_pulling for puller in pullers))
+            first.stick()
+            second.engine.step_s = HANG_S / 4
+            answers = await asyncio.gather(*(ask(pool, f"a{n}-r0") for n in range(4)))
+            assert not updating.done() and pool._servers[0].is_out and not pool._servers[1].is_out
+            first.recover()
+            for puller in pullers:
+                puller.may_end.set()
+            await updating
+            await until(lambda: [server.version for server in pool._servers] == [1, 1])
+            return sum(len(each.token_ids) for each in answers)
+
+    with first.listening() as one, second.listening() as other:
+        received = asyncio.run(main([one, other]))
+    assert received == 4 * NUM_TOKENS
+    assert_booked(first, second, received=received)
+    assert f"inference server {one} is left out: it answers, but has stood still" in caplog.text
+    assert f"inference server {other} is left out" not in caplog.text
 
 
 @pytest.mark.parametrize("is_known", [True, False])

@@ -99,7 +99,7 @@ def pool_of(
     patience_s: float = 10.0,
     has_weights: bool = False,
     weights_book: WeightsBook | None = None,
-    num_listed: Callable[[], int] | None = None,
+    num_listed: Callable[[], float] = lambda: math.inf,
 ) -> ServerPool:
     expected = Expected("policy server", "m", "", 100, run=RUN, has_weights=has_weights)
     clients = {f"s{n}": server for n, server in enumerate(servers)}

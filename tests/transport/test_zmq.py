@@ -14,14 +14,16 @@ from pellucid.config import TransportConfig, ZmqTransportConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.errors import ConfigError, TransportError
 from pellucid.guard import is_loopback
-from pellucid.transport import Batch, Limits, encode_batch, open_receiver, open_sender
+from pellucid.transport import Batch, Limits, encode_batch, open_receiver, open_sender, stable_steps
 from pellucid.transport.batch import declared_checksum as checksum_of
 from pellucid.transport.spool import Spool
 from pellucid.transport.zmq_link import (
     TO_RECEIVER,
     TO_SENDER,
+    AskMissing,
     Chunk,
     KeyPair,
+    Missing,
     Offer,
     Patience,
     Refused,
@@ -107,6 +109,29 @@ def test_the_conversation(inbox, tmp_path) -> None:
         assert answer(peer) == Taken("run", 1)
 
 
+def test_an_orchestrator_that_is_started_again_learns_which_batch_is_missing(inbox, tmp_path) -> None:
+    """What its predecessor was sending, or stored beyond the missing batch, is forgotten."""
+    for step in (3, 4, 6):
+        Spool(tmp_path).store(step, payload(step))
+    data = payload(5)
+    with (
+        stranger(inbox.address) as predecessor,
+        closing(ZmqSender(inbox.address, "run", hwm=2, max_bytes=100_000, close_within_s=0)) as sender,
+    ):
+        assert sender.missing_batch() is None, "nobody waits for a step yet"
+        inbox.expect(3)
+        wait_until(lambda: sender.missing_batch() == 5)
+        inbox.expect(5)
+        predecessor.send(encode(Offer("run", 5, len(data), checksum_of(data))))
+        assert answer(predecessor) == wanted(data, 5)
+        with stranger(inbox.address) as successor:
+            successor.send(encode(AskMissing("run", 0)))
+            assert answer(successor) == Missing("run", 5)
+        predecessor.send_multipart(chunk_of(data, 5))
+        wait_until(lambda: inbox.num_rejected == 1)
+    assert stable_steps(tmp_path / "batches") == [3, 4]
+
+
 def test_a_chunk_that_got_lost_is_asked_for_again(tmp_path, caplog) -> None:
     data = payload()
     patience = Patience(dead_after_s=0.3)
@@ -188,7 +213,7 @@ def test_a_full_spool_takes_only_what_the_trainer_waits_for(inbox) -> None:
         ([encode(Offer("run", 0, 100_001, 1))], "an offer of 100001 bytes; at most 100000 are taken"),
         ([encode(Offer("run", 0, 1 << 60, 1))], "at most 100000 are taken"),
         ([encode(Offer("run", 0, -1, 1))], "an offer of -1 bytes"),
-        ([encode(Offer("run", 0, 100, 1, 99))], "protocol 99; this pellucid speaks 3"),
+        ([encode(Offer("run", 0, 100, 1, 99))], "protocol 99; this pellucid speaks 4"),
     ],
 )
 def test_whatever_a_stranger_says_is_refused_and_counted(inbox, frames, reason, caplog) -> None:

@@ -1,5 +1,6 @@
 """`[model]`, `[inference]`, `[transport]`, `[monitors]`: sections that several processes of a run read."""
 
+import hashlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -237,12 +238,23 @@ class WeightsConfig(Section):
     names, for parts that share no run folder. Default: `inference.key_file`, else `key` in `output_dir`. A
     trainer on its own has no `[inference]`: set this for it."""
 
+    cache_dir: Path | None = None
+    """Folder on a disk of the machine's own below which each inference server keeps the two versions that it
+    read last, in a folder of the run's. Default: `weights_cache` in `output_dir`, which may be shared."""
+
     def problems(self) -> Iterator[str]:
-        if self.transport == "filesystem" and (self.port or self.host != "127.0.0.1"):
+        if self.transport == "filesystem" and (self.port or self.host != "127.0.0.1" or self.cache_dir):
             yield (
-                'weights.host and weights.port are for weights.transport = "http", and the transport is '
+                'weights.host, port and cache_dir are for weights.transport = "http", and the transport is '
                 '"filesystem"; leave them out or set the transport'
             )
+
+    def cache(self, output_dir: Path, server: str) -> Path:
+        """Returns the folder in which a server of the run in `output_dir` keeps what it read."""
+        if self.cache_dir is None:
+            return output_dir / "weights_cache" / server
+        run = hashlib.sha256(bytes(output_dir.resolve())).hexdigest()[:8]
+        return self.cache_dir / f"{output_dir.name}-{run}" / server
 
     @property
     def url(self) -> str:

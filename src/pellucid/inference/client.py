@@ -257,7 +257,10 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that may wait besides those."""
 
     updating: bool = False
-    """Whether it is loading weights, when it samples nothing, or is still reading them from the trainer."""
+    """Whether its engine is loading weights, when it samples nothing."""
+
+    fetching: bool = False
+    """Whether it is reading weights from the trainer, beside what the engine does."""
 
     fetched_bytes: int = 0
     """Bytes of weights that it has read from the trainer."""

@@ -5,8 +5,8 @@
   once one server has passed; the others join when they come.
 - Only servers with the current weights get requests; `servers.WaitingLine` says which of them.
 - A server is alive as long as it gets on: its `/health` answers, and while it has work, what it counts there
-  moves. However long a generation takes, nobody interrupts it. A server that does not answer, or stands
-  still, for `hang_s` is hung.
+  moves; bytes of weights that it reads are no progress of its engine. However long a generation takes, nobody
+  interrupts it. A server that does not answer, or stands still, for `hang_s` is hung.
 - A server that is hung, cannot be reached, was restarted or lost its weights is left out. It is asked again
   now and then, and comes back once it passes the examination and serves the current weights. While all are
   left out, requests wait.
@@ -14,9 +14,8 @@
   back, it may answer them yet.
 - An answer is taken once or not at all. A request that was moved or given up is disowned: the server is told
   as soon as it can be reached, and counts its tokens as cancelled, whatever it made of them meanwhile.
-- A server that has loaded weights reports their digests, and so does one that comes back. One that serves
-  other weights than were published is left out, and ends the run if it does so at the next examination, too;
-  see `ledger.weights`.
+- A server that serves other weights than were published is left out, and ends the run if it does so at the
+  next examination, too; see `published`.
 - Where the trainer offers its weights over a network, servers read a version while they sample on, before
   they are told to serve it.
 - A weight update is done when one server serves it. The others follow, each at its own pace, and get no work
@@ -42,7 +41,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pellucid.data import Completion
-from pellucid.errors import ConfigError, InferenceError, PellucidError, TransportError
+from pellucid.errors import ConfigError, InferenceError, PellucidError
 from pellucid.inference.client import (
     REFUSED,
     Account,
@@ -53,9 +52,9 @@ from pellucid.inference.client import (
     ServerClient,
     UnreachableError,
 )
+from pellucid.inference.published import PublishedWeights
 from pellucid.inference.servers import PooledServer, WaitingLine
-from pellucid.ledger.weights import WeightsBook, differing
-from pellucid.transport.digests import read_digests
+from pellucid.ledger.weights import WeightsBook
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,7 +85,7 @@ class ServerPool:
         *,
         claims: dict[str, str] | None = None,
         weights_book: WeightsBook | None = None,
-        num_listed: Callable[[], int] | None = None,
+        num_listed: Callable[[], float] = lambda: math.inf,
         hang_s: float = HANG_S,
         ask_again_s: float = _ASK_AGAIN_S,
         patience_s: float = _PATIENCE_S,
@@ -106,11 +105,7 @@ class ServerPool:
         self._ask_again_s = ask_again_s
         self._patience_s = patience_s
         self._line = WaitingLine(self._servers, group_of, self._serves)
-        self._weights: tuple[int, Path] | None = None
-        self._published: Mapping[str, str] = {}
-        """Digests of the tensors of `_weights`, as published."""
-        self._weights_book = weights_book or WeightsBook()
-        self._num_listed = num_listed
+        self._weights = PublishedWeights(expected.run or "", weights_book or WeightsBook(), num_listed)
         self._keepers: list[asyncio.Task[None]] = []
         self._is_started = False
         self._changed = asyncio.Event()
@@ -185,7 +180,7 @@ class ServerPool:
             return "it was restarted"
         if self._expected.run is None:
             return None
-        newest = self._weights[0] if self._weights is not None else oldest
+        newest = oldest if self._weights.current is None else self._weights.current[0]
         versions = [version for version, _ in completion.policy_versions]
         if all(oldest <= version <= newest for version in versions):
             return None
@@ -276,8 +271,7 @@ class ServerPool:
     async def update_weights(self, version: int, folder: Path) -> None:
         """Returns once no server with older weights gets work any more, and one has these."""
         await self._have_fetched(version)
-        self._published = _published_digests(folder)
-        self._weights = version, folder
+        self._weights.set(version, folder)
         for server in self._servers:
             server.problem = None
             server.due.set()
@@ -347,7 +341,8 @@ class ServerPool:
     def _serves(self, server: PooledServer) -> bool:
         if server.is_out or server.version is None:
             return False
-        return self._weights is None or server.version == self._weights[0]
+        weights = self._weights.current
+        return weights is None or server.version == weights[0]
 
     def _note_change(self) -> None:
         if any(map(self._serves, self._servers)):
@@ -368,7 +363,7 @@ class ServerPool:
             server.due.clear()
             try:
                 if self._serves(server):
-                    health = await self._require_progress(server, has_work=bool(server.placed))
+                    health = await self._require_progress(server, is_asked=False)
                     if health.server_id != server.server_id:
                         raise UnreachableError("it was restarted")
                     await self._disown(server)
@@ -380,7 +375,7 @@ class ServerPool:
 
     async def _bring_up(self, server: PooledServer) -> None:
         """Examines the server and has it serve the current weights, if there are any yet."""
-        weights, expected = self._weights, self._expected
+        weights, expected = self._weights.current, self._expected
         if weights is not None:
             expected = replace(expected, has_weights=True)
         health = await self._health(server)
@@ -398,7 +393,8 @@ class ServerPool:
                     f"{server.name} serves policy version {health.policy_version} right after an update to "
                     f"{weights[0]}"
                 )
-            await self._verify(server, *weights)
+            report = await self._while_alive(server, server.client.served_weights())
+            self._weights.verify(server.name, *weights, report)
         has_older = weights is None and expected.run is not None and bool(health.run)
         if not server.num_examined:
             log.info("inference server %s is ready", server.name)
@@ -410,62 +406,9 @@ class ServerPool:
         server.refusal = server.problem = None
         server.is_out, server.keeps_requests = False, True
         server.num_examined += 1
-        if weights != self._weights:
+        if weights != self._weights.current:
             server.due.set()  # newer ones came meanwhile: once more
         self._note_change()
-
-    async def _verify(self, server: PooledServer, version: int, folder: Path) -> None:
-        """Has the server report the digests of what it serves; raises WeightsError if they are others."""
-        published = self._published
-        report = await self._while_alive(server, server.client.served_weights())
-        if report is not None and report.policy_version != version:
-            raise UnreachableError(f"{server.name} serves policy version {report.policy_version} by now")
-        if report is not None and report.run != (self._expected.run or ""):
-            raise UnreachableError(f"{server.name} serves weights of run {report.run!r} by now")
-        if self._weights != (version, folder):
-            return  # newer weights came meanwhile, and with them another examination
-        digests = None if report is None else report.digests
-        as_read = report is not None and report.as_read
-        if differs := differing(published, digests, as_read=as_read):
-            self._require_certainty(server, version, folder, published, next(iter(differs.items())))
-        server.mismatch = None
-        self._weights_book.enter(version, server.name, published, digests, as_read=as_read)
-
-    def _require_certainty(
-        self,
-        server: PooledServer,
-        version: int,
-        folder: Path,
-        published: Mapping[str, str],
-        first: tuple[str, tuple[str, str]],
-    ) -> None:
-        """Returns if the server is certain to serve other weights than were published, else raises
-        InferenceError. `first`: a tensor that differs, with its digests as published and as served.
-
-        A trainer that was resumed may have published the version anew, with other weights. The server loads
-        those at once; their digests come here a moment later. So it takes two examinations against the same
-        digests. In between, the list of what the trainer offers has to be asked for anew; an answer that was
-        under way does not count.
-        """
-        mismatch, server.mismatch = server.mismatch, None
-        current = _published_digests(folder)
-        if not current:
-            raise InferenceError(f"policy version {version} was withdrawn meanwhile")
-        if current != published:
-            self._published = current
-            raise InferenceError(f"policy version {version} was published anew meanwhile")
-        num_listed = 0 if self._num_listed is None else self._num_listed()
-        if mismatch is None or mismatch[:2] != (version, published):
-            server.mismatch = version, published, num_listed
-        elif self._num_listed is not None and num_listed < mismatch[2] + 2:
-            server.mismatch = mismatch
-        else:
-            return
-        name, (expected, found) = first
-        raise UnreachableError(
-            f"{server.name} is examined again: in policy version {version}, {name} has digest {found} there "
-            f"and {expected} as published, unless it was published anew"
-        )
 
     def _claim(self, server: PooledServer, health: Health) -> None:
         """Claims the server's process for this address; raises if another address or pool has claimed it.
@@ -489,16 +432,19 @@ class ServerPool:
                 f"its /health has not answered for {self._hang_s:g} s (orchestrator.server_timeout_s)"
             ) from None
 
-    async def _require_progress(self, server: PooledServer, *, has_work: bool) -> Health:
+    async def _require_progress(self, server: PooledServer, *, is_asked: bool) -> Health:
+        """Raises HungError if the server stands still. `is_asked`: whether it has more to do than that."""
         health = await self._health(server)
-        still_s = server.still_s(health, has_work=has_work)
-        if health.updating and self._deserted_at is not None:
+        if (health.updating or health.fetching) and self._deserted_at is not None:
             self._deserted_at = asyncio.get_running_loop().time()
+        still_s, silent_s = server.still_s(health, is_asked=is_asked)
         if still_s >= (self._patience_s if health.updating else self._hang_s):
             raise HungError(
                 f"it answers, but has stood still for {still_s:.0f} s with {len(server.placed)} requests "
                 f"(orchestrator.server_timeout_s = {self._hang_s:g})"
             )
+        if silent_s >= self._patience_s:
+            raise HungError(f"no byte of the weights that it reads has arrived there for {silent_s:.0f} s")
         return health
 
     async def _while_alive(self, server: PooledServer, work: Awaitable[T]) -> T:
@@ -508,7 +454,7 @@ class ServerPool:
             while not working.done():
                 await asyncio.wait({working}, timeout=self._ask_again_s)
                 if not working.done():
-                    await self._require_progress(server, has_work=True)
+                    await self._require_progress(server, is_asked=True)
             return working.result()
         finally:
             working.cancel()
@@ -537,18 +483,6 @@ class ServerPool:
         server.is_out = True
         server.keeps_requests &= not isinstance(problem, UnreachableError | ConfigError)
         self._note_change()
-
-
-def _published_digests(folder: Path) -> Mapping[str, str]:
-    """Returns the digests of a policy version; none if it has none, or is gone by now.
-
-    Raises InferenceError if they cannot be read: they may be just about to go, so whoever serves tries again.
-    """
-    try:
-        digests = read_digests(folder)
-    except TransportError as error:
-        raise InferenceError(str(error)) from error
-    return {} if digests is None else digests.tensors
 
 
 def _pass_on(asking: "asyncio.Task[Any]", outcome: "asyncio.Future[Any]") -> None:

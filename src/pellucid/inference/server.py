@@ -327,7 +327,8 @@ class Server:
                 server_id=self._thread.server_id,
                 max_concurrent=self._engine.num_slots,
                 max_queued=self._engine.capacity - self._engine.num_slots,
-                updating=self._thread.updating or (self._puller is not None and self._puller.is_pulling),
+                updating=self._thread.updating,
+                fetching=self._puller is not None and self._puller.is_pulling,
                 fetched_bytes=0 if self._puller is None else self._puller.num_bytes,
                 access=http.state.access,
                 running=self._engine.num_running,
@@ -478,7 +479,7 @@ def open_puller(config: InferenceRunConfig, name: str) -> WeightsPuller | None:
     if config.weights.transport == "filesystem" or config.inference.role == "teacher":
         return None
     key = weights_key(config.weights.run_key(config.output_dir, config.inference.key_file))
-    return WeightsPuller(OfferClient(config.weights.url, key), config.output_dir / "weights_cache" / name)
+    return WeightsPuller(OfferClient(config.weights.url, key), config.weights.cache(config.output_dir, name))
 
 
 class _EndingServer(uvicorn.Server):

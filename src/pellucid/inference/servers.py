@@ -11,7 +11,7 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,21 @@ class PlacedRequest:
     def fail(self, error: InferenceError) -> None:
         if not self.outcome.done():
             self.outcome.set_exception(error)
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Counts that move while something gets on."""
+
+    counts: tuple[object, ...] = ()
+    moved_at: float = 0.0
+    """Time of the event loop at which they last moved, or there was last nothing to do."""
+
+    def still_s(self, counts: tuple[object, ...], has_work: bool) -> float:
+        now = asyncio.get_running_loop().time()
+        if counts != self.counts or not has_work:
+            self.counts, self.moved_at = counts, now
+        return now - self.moved_at
 
 
 @dataclass(eq=False, slots=True)
@@ -65,37 +80,33 @@ class PooledServer:
     refusal: ConfigError | None = None
     """Why it failed the last examination."""
 
-    mismatch: tuple[int, Mapping[str, str], int] | None = None
-    """Policy version that it did not serve as published at the last examination, if so; the digests that were
-    compared; and how often the list of offered versions had been followed by then."""
-
     num_examined: int = 0
     max_concurrent: int = 0
     max_queued: int = 0
     busy_until: float = 0.0
     """Time of the event loop until which a server that said it was full gets no requests."""
 
-    counts: tuple[object, ...] = ()
-    """Counts of its `/health` when they last moved, at `moved_at`."""
+    engine: Pulse = field(default_factory=Pulse)
+    reading: Pulse = field(default_factory=Pulse)
+    """Bytes of weights that it reads from the trainer."""
 
-    moved_at: float = 0.0
     due: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its keeper has to look at it now."""
 
-    def still_s(self, health: Health, *, has_work: bool) -> float:
-        """Returns the seconds since a count moved, or since the server was last seen without work.
+    def still_s(self, health: Health, *, is_asked: bool) -> tuple[float, float]:
+        """Returns the seconds for which its engine has stood still, and for which no weights have arrived.
 
-        A generation may take hours: as long as tokens are sampled, prefilled or scored, it makes progress.
+        Either is 0 without work: requests, or what else it `is_asked` to do, which begins once it has read
+        the weights for it. A generation may take hours: as long as tokens are sampled, prefilled or scored,
+        the engine makes progress.
         """
         counts = (
             *(health.server_id, health.policy_version, health.sampled_tokens, health.delivered_tokens),
             *(health.cancelled_tokens, health.prefill_tokens, health.scored_tokens, health.busy_s),
-            health.fetched_bytes,
         )
-        now = asyncio.get_running_loop().time()
-        if counts != self.counts or not has_work:
-            self.counts, self.moved_at = counts, now
-        return now - self.moved_at
+        has_work = bool(self.placed) or (is_asked and not health.fetching)
+        read = health.server_id, health.fetched_bytes
+        return self.engine.still_s(counts, has_work), self.reading.still_s(read, health.fetching)
 
     def has_room(self, *, for_new_group: bool) -> bool:
         if not self.max_concurrent:

@@ -1,5 +1,8 @@
 """The orchestrator: rollouts, groups, advantages, batches. Its process does without torch."""
 
+import asyncio
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +16,11 @@ from pellucid.orchestrator.group import Evaluation, load_evaluation
 from pellucid.orchestrator.loop import Orchestrator
 from pellucid.orchestrator.servers import Claims, connect_policy, connect_teacher, open_offered_versions
 from pellucid.orchestrator.session import Session
+from pellucid.orchestrator.snapshot import read_snapshot
 from pellucid.orchestrator.tasks import run_until_signalled
 from pellucid.orchestrator.verdict import FilterInputs
-from pellucid.transport import open_sender
+from pellucid.transport import BatchSender, open_sender
+from pellucid.transport.zmq_sender import ZmqSender
 
 __all__ = [
     "AdvantageInputs",
@@ -30,6 +35,11 @@ __all__ = [
     "load_environment",
     "run_orchestrator",
 ]
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_SAY_AFTER_S = 10.0
 
 
 def run_orchestrator(config: OrchestratorRunConfig) -> None:
@@ -58,6 +68,7 @@ async def _orchestrate(
     teacher = connect_teacher(config, tokenizer, claims, process)
     try:
         sender = open_sender(config.transport, config.output_dir, config.run_name)
+        missing = await _missing_batch(config, sender)
         # Before the wait: what cannot work is refused at once, not when a server is there.
         orchestrator = Orchestrator(
             config,
@@ -70,6 +81,7 @@ async def _orchestrate(
             process,
             weights_book,
             offered,
+            missing,
         )
         if teacher is not None:
             await teacher.wait_until_ready()
@@ -79,3 +91,17 @@ async def _orchestrate(
         await client.close()
         if teacher is not None:
             await teacher.close()
+
+
+async def _missing_batch(config: OrchestratorRunConfig, sender: BatchSender) -> int | None:
+    """Waits until the trainer says which batch it has not stored, where that decides how a run resumes."""
+    if not isinstance(sender, ZmqSender) or not config.resume or read_snapshot(config.output_dir) is None:
+        return None
+    asked_s = time.monotonic()
+    is_said = False
+    while (missing := sender.missing_batch()) is None:
+        if not is_said and time.monotonic() - asked_s > _SAY_AFTER_S:
+            log.warning("waiting for the trainer, which knows the batches that it has; is it running?")
+            is_said = True
+        await asyncio.sleep(_POLL_S)
+    return missing

@@ -25,10 +25,10 @@ before all that may be slow or hang: metrics, environments.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -85,16 +85,19 @@ class Orchestrator:
         process: str = "",
         weights_book: WeightsBook | None = None,
         offered: OfferedVersionsList | None = None,
+        missing: int | None = None,
     ) -> None:
         """`teacher`: the servers of `orchestrator.teacher`, where there is one. `weights_book`: that of
         `client`, for the metrics. `offered`: the list of versions, where the trainer offers them over HTTP.
+        `missing`: see `settle_orchestrator`.
 
         `process`: this process's name in the ledger, which the clients send to their servers.
         """
         process = process or new_process()
         snapshot = Snapshot()
         if config.resume:
-            snapshot = settle_orchestrator(config, changed_settings(config, "orchestrator"))
+            changes = changed_settings(config, "orchestrator")
+            snapshot = settle_orchestrator(config, changes, missing=missing)
         self._config = config
         self._environments = environments
         self._alarms = OrchestratorAlarms(
@@ -105,39 +108,23 @@ class Orchestrator:
         self._client = client = WatchedClient(client, self._alarms)
         self._clients = [client] if teacher is None else [client, teacher]
         self._sender = sender
-        sampling = config.orchestrator.sampling
-        sampler = Sampler(
-            client=client,
-            chat=ChatTemplate(tokenizer),
-            run_id=config.run_name,
-            seed=config.seed,
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            max_model_len=config.inference.max_model_len,
+        self._sampling = _open_sampling(
+            config, tokenizer, client, teacher, process, lambda: self._pace.asking()
         )
-        self._sampling_end = sampler.end
         self._envs = {env.label: env for env in config.orchestrator.env}
-        mode = config.orchestrator.teacher.mode if config.orchestrator.teacher else TrainingMode.RL
-        self._mode = TrainingMode(mode)
-        self._scorer: Scorer | None = None
-        self._teacher_books: TeacherBooks | None = None
-        train_sampler = replace(sampler, asking=lambda: self._pace.asking())
-        if teacher is not None and self._mode is TrainingMode.SFT:
-            self._teacher_books = TeacherBooks(config, process)
-            train_sampler = replace(train_sampler, client=teacher, on_completion=self._teacher_books.take)
-        elif teacher is not None:
-            self._scorer = Scorer(teacher, config.run_name)
-        self._samplers = {
-            name: replace(train_sampler, **config.orchestrator.sampling_of(env).model_dump())
-            for name, env in self._envs.items()
-        }
         self._scheduler = _scheduler(config, environments)
         self._books = Books(config, process, snapshot.mark)
         self._clerk = Clerk(config, self._books, sender)
         self._failures = FailureLog()
         self._spans = SpanLog(config.output_dir, "orchestrator")
         self._evaluator = Evaluator(
-            config, evaluations, sampler, self._books, self._start, self._failures, self._spans
+            config,
+            evaluations,
+            self._sampling.evaluating,
+            self._books,
+            self._start,
+            self._failures,
+            self._spans,
         )
         self._progress = BatchProgress()
         """Counts of the groups settled and written down since the last batch."""
@@ -383,8 +370,8 @@ class Orchestrator:
         is_finished = step == self._config.max_steps and not self._evaluator.is_due(step)
         if is_finished:
             self._books.finish(step)
-        if self._teacher_books is not None:
-            self._teacher_books.close()
+        if self._sampling.teacher_books is not None:
+            self._sampling.teacher_books.close()
         if is_finished:
             say("handing over its last batches", at_stake="these", silence_s=DISK_SILENCE_S)
             await asyncio.to_thread(self._sender.close)
@@ -394,8 +381,8 @@ class Orchestrator:
 
     async def _wind_down(self) -> None:
         """Cancels running attempts and waits up to a limit until their tokens are received."""
-        self._sampling_end.has_come = True
-        self._sampling_end.patience_s = _LAST_PATIENCE_S
+        self._sampling.evaluating.end.has_come = True
+        self._sampling.evaluating.end.patience_s = _LAST_PATIENCE_S
         say(
             f"cutting {len(self._attempts)} rollouts short",
             at_stake="what these have sampled",
@@ -424,12 +411,12 @@ class Orchestrator:
             environment=self._environments[name],
             example=example,
             size=self._config.orchestrator.rollouts_per_example,
-            sampler=self._samplers[name],
+            sampler=self._sampling.by_env[name],
             timeout_s=self._config.orchestrator.rollout_timeout_s,
             state_columns=self._envs[name].state_columns,
-            training_mode=self._mode,
-            scorer=self._scorer,
-            on_request=None if self._teacher_books is not None else self._scheduler.note_request,
+            training_mode=self._sampling.mode,
+            scorer=self._sampling.scorer,
+            on_request=self._scheduler.note_request if self._sampling.teacher_books is None else None,
             unusable=unusable,
         )
         return group
@@ -451,6 +438,50 @@ class Orchestrator:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._dead = self._dead or error
             self._changed.set()
+
+
+class _Sampling(NamedTuple):
+    """Who samples and scores the rollouts of a run."""
+
+    by_env: dict[str, Sampler]
+    """Samplers of training, by environment."""
+
+    evaluating: Sampler
+    """That of evaluations, whose `end` is that of all."""
+
+    mode: TrainingMode
+    scorer: Scorer | None = None
+    teacher_books: TeacherBooks | None = None
+    """Present if a teacher samples."""
+
+
+def _open_sampling(
+    config: OrchestratorRunConfig,
+    tokenizer: Any,
+    client: InferenceClient,
+    teacher: InferenceClient | None,
+    process: str,
+    asking: Callable[[], AbstractContextManager[None]],
+) -> _Sampling:
+    settings = config.orchestrator
+    policy = Sampler(
+        client=client,
+        chat=ChatTemplate(tokenizer),
+        run_id=config.run_name,
+        seed=config.seed,
+        temperature=settings.sampling.temperature,
+        max_tokens=settings.sampling.max_tokens,
+        max_model_len=config.inference.max_model_len,
+    )
+    mode = TrainingMode(settings.teacher.mode if settings.teacher else TrainingMode.RL)
+    training, scorer, books = replace(policy, asking=asking), None, None
+    if teacher is not None and mode is TrainingMode.SFT:
+        books = TeacherBooks(config, process)
+        training = replace(training, client=teacher, on_completion=books.take)
+    elif teacher is not None:
+        scorer = Scorer(teacher, config.run_name)
+    by_env = {env.label: replace(training, **settings.sampling_of(env).model_dump()) for env in settings.env}
+    return _Sampling(by_env, policy, mode, scorer, books)
 
 
 def _scheduler(config: OrchestratorRunConfig, environments: Mapping[str, Environment]) -> Scheduler:

@@ -9,6 +9,7 @@
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -111,7 +112,7 @@ def _connect(
         expected,
         claims=claims,
         weights_book=weights_book,
-        num_listed=None if offered is None else lambda: offered.num_listed,
+        num_listed=lambda: math.inf if offered is None else offered.num_listed,
         hang_s=config.orchestrator.server_timeout_s,
     )
 

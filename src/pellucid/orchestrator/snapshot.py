@@ -9,7 +9,8 @@ The one before is kept as `orchestrator.before.bin`: a damaged one is noticed by
 
 A resume takes the orchestrator's part of a run folder back to where the snapshot was, whoever else goes on:
 
-    next_batch   the first batch from the newest checkpoint on that is missing or damaged: sampled next
+    next_batch   the first batch from the newest checkpoint on that is missing or damaged: sampled next.
+                 Where batches go over a network, the trainer says which one it has not stored
 
 Journal, saved rollouts and batches are cut back to that point; `ledger.journal` and `ledger.reconcile` say
 what becomes of the tokens. Rollouts that were ready for the next batch are in the snapshot, whole. The new
@@ -212,16 +213,21 @@ def settle_orchestrator(
     changes: Sequence[Change] = (),
     *,
     checkpoint: int | None = None,
+    missing: int | None = None,
 ) -> Snapshot:
     """Returns the snapshot to go on from; `changes` are the settings that are others from here on.
 
     `checkpoint`: where the trainer, which is gone, will go on; None: it may be running, and the caller is the
-    orchestrator that goes on.
+    orchestrator that goes on. `missing`: the first step whose batch a trainer elsewhere has not stored; None
+    if batches are in the run folder.
     """
     folder = config.output_dir
     path = folder / "ledger" / "orchestrator.jsonl"
     snapshot = read_snapshot(folder) or Snapshot(generation=0 if path.exists() else -1)
-    next_batch = _next_batch(folder, snapshot, checkpoint, limits_of(config.transport))
+    if missing is None:
+        next_batch = _next_batch(folder, snapshot, checkpoint, limits_of(config.transport))
+    else:
+        next_batch = missing if snapshot.is_fallback else min(missing, snapshot.batches_sent)
     check_max_steps(config, next_batch, "sampled")
     require_own(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -192,6 +192,9 @@ class Spool:
             if folder.is_dir():
                 retract_folder(folder)
 
+    def forget_from(self, step: int) -> None:
+        retract_steps(self._batches, step)
+
     def refusals(self) -> dict[int, str]:
         """Why each batch that was put aside, and that no other has replaced yet, was refused."""
         found = {}

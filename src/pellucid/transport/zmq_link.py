@@ -11,6 +11,9 @@
                                       <───────   taken: next is 8             one less waits
         offer 8 …                     <───────   refused 8, byte 40: reason
 
+        missing?                      ───────>   started again, it asks where to go on
+                                      <───────   missing 9: all before it are stored or trained
+
 Messages are small msgpack arrays, checked on arrival. The sender repeats its offers until a batch is asked
 for or stored, and then until it is taken; a lost connection, a lost message or a restarted end heals by
 itself. The receiver decides how much is on its way, and where to go on after a connection was lost. Nothing
@@ -41,7 +44,7 @@ from pellucid.config.tools import KeysSettings
 from pellucid.data.files import read_whole
 from pellucid.errors import ConfigError, DataError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 4096
 
 _PARTS = ("trainer", "orchestrator")
@@ -71,6 +74,12 @@ class Chunk(_Message, frozen=True):
     start: int
 
 
+class AskMissing(_Message, frozen=True):
+    """The sender was started again. `step`: 0."""
+
+    protocol: int = PROTOCOL
+
+
 class Want(_Message, frozen=True):
     checksum: int
     start: int
@@ -85,6 +94,10 @@ class Taken(_Message, frozen=True):
     """Everything before `step` is with the trainer."""
 
 
+class Missing(_Message, frozen=True):
+    """The first step from that which the trainer waits for on whose batch is not stored; none after it is."""
+
+
 class Refused(_Message, frozen=True):
     position: int
     reason: str
@@ -92,8 +105,8 @@ class Refused(_Message, frozen=True):
     """False if another attempt may help: it was damaged on the way."""
 
 
-ToReceiver = Offer | Chunk
-ToSender = Want | Stored | Taken | Refused
+ToReceiver = Offer | Chunk | AskMissing
+ToSender = Want | Stored | Taken | Missing | Refused
 
 TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
 TO_SENDER: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)

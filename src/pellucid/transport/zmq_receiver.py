@@ -32,13 +32,16 @@ from pellucid.transport.zmq_link import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     TO_RECEIVER,
+    AskMissing,
     Chunk,
     KeyPair,
+    Missing,
     Offer,
     Patience,
     Refused,
     Stored,
     Taken,
+    ToReceiver,
     ToSender,
     WakePipe,
     Want,
@@ -270,17 +273,19 @@ class ZmqReceiver(FilesystemReceiver):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PayloadError(sender, 0, f"not a message of this protocol: {error}") from error
         sender = f"{sender}, run {message.run_id!r}"
-        if len(frames) != (1 if isinstance(message, Offer) else 2):
+        if len(frames) != (2 if isinstance(message, Chunk) else 1):
             raise PayloadError(sender, 0, f"{len(frames)} frames in a message of another number")
         if reason := self._objection(message):
             self._say(peer, Refused(message.run_id, message.step, 0, reason, is_final=True))
             raise PayloadError(sender, 0, reason)
-        if isinstance(message, Offer):
+        if isinstance(message, AskMissing):
+            self._tell_missing(peer)
+        elif isinstance(message, Offer):
             self._answer(peer, message)
         else:
             self._receive(peer, message, frames[1], sender)
 
-    def _objection(self, message: Offer | Chunk) -> str | None:
+    def _objection(self, message: ToReceiver) -> str | None:
         """Returns why a message can never lead to a batch; None if it can."""
         if message.run_id != self._run_id:
             return f"run {message.run_id!r} is not trained here"
@@ -288,9 +293,26 @@ class ZmqReceiver(FilesystemReceiver):
             return None
         if message.protocol != PROTOCOL:
             return f"protocol {message.protocol}; this pellucid speaks {PROTOCOL}"
+        if isinstance(message, AskMissing):
+            return None
         if not PREAMBLE.size <= message.num_bytes <= self._limits.max_bytes:
             return f"an offer of {self._limits.too_large(message.num_bytes)}"
         return None
+
+    def _tell_missing(self, peer: bytes) -> None:
+        """Tells an orchestrator that was started again where to go on.
+
+        What its predecessor was sending, and what it stored beyond a batch that is missing, is forgotten: it
+        comes anew, and may be other samples.
+        """
+        if (step := self._expected) is None:
+            return
+        if self._transfer is not None and self._transfer.peer != peer:
+            self._transfer = None
+        while self._spool.checksum(step) is not None:
+            step += 1
+        self._spool.forget_from(step)
+        self._say(peer, Missing(self._run_id, step))
 
     def _answer(self, peer: bytes, offer: Offer) -> None:
         self._peer, next_step = peer, self._expected

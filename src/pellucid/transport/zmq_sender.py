@@ -18,8 +18,10 @@ from pellucid.transport.spool import BatchSender, FilesystemSender
 from pellucid.transport.zmq_link import (
     MAX_MESSAGE_BYTES,
     TO_SENDER,
+    AskMissing,
     Chunk,
     KeyPair,
+    Missing,
     Offer,
     Patience,
     Refused,
@@ -96,6 +98,8 @@ class ZmqSender:
         self._due_s = 0.0
         """When to offer next."""
 
+        self._asks_missing = False
+        self._missing: int | None = None
         self._changed = threading.Condition()
         self._failure: TransportError | None = None
         self._closing = False
@@ -121,6 +125,13 @@ class ZmqSender:
             self.check()
             self._outgoing[step] = _Outgoing(payload, len(payload), checksum)
         self._bell.ring()
+
+    def missing_batch(self) -> int | None:
+        """Asks the trainer for the first step whose batch it has not stored; None until it has answered."""
+        self.check()
+        self._asks_missing = self._missing is None
+        self._bell.ring()
+        return self._missing
 
     def check(self) -> None:
         if self._failure is not None:
@@ -166,7 +177,8 @@ class ZmqSender:
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._doorbell, zmq.POLLIN)
         while not self._closing:
-            timeout_ms = max(0, round(1000 * (self._due_s - time.monotonic()))) if self._outgoing else None
+            due_ms = max(0, round(1000 * (self._due_s - time.monotonic())))
+            timeout_ms = due_ms if self._outgoing or self._asks_missing else None
             ready = dict(poller.poll(timeout_ms))
             if self._bell.fileno() in ready:
                 self._bell.silence()
@@ -208,6 +220,8 @@ class ZmqSender:
 
     def _offer(self) -> None:
         """Offers the oldest batch that is not stored, or else the oldest not taken, to learn its state."""
+        if self._asks_missing:
+            self._say(AskMissing(self._run_id, 0))
         with self._changed:
             if self._failure is not None or not self._outgoing:
                 return
@@ -236,6 +250,8 @@ class ZmqSender:
                 self._deliver(message)
             case Stored() | Taken():
                 self._forget(message)
+            case Missing():
+                self._missing, self._asks_missing = message.step, False
             case Refused():
                 self._note_refusal(message)
                 self._offer_now()
