@@ -17,6 +17,7 @@ BENCHMARKS = {
     "advantage": "advantages of many groups: all at once against a torch call per group",
     "alarms": "alarms: CPU time of a training step, and of requests, with them against without",
     "attention": "packed training: our attention against HF's own packed SDPA",
+    "deltas": "weights as differences: bytes and time of a version against its whole file",
     "endurance": "memory over 2,000 steps of each part; a step with syncs to the disk against one without",
     "engine": "sampling: the embedded engine against HF generate",
     "experts": "mismatch KL of a model with experts: recorded ones replayed against routed anew",

@@ -63,6 +63,7 @@ transport = "http"
 host = "{trainer}"
 port = 5558
 key_file = "run.key"
+deltas = true
 """
 INFERENCE = """
 [inference]

@@ -443,7 +443,7 @@ def test_weights_over_http_are_for_a_trainer_of_one_run() -> None:
         'trainer.many_runs with weights.transport = "http": a trainer of many runs publishes to their '
         "folders only; leave one out"
     ]
-    for given in (("--weights.port", "5558"), ("--weights.cache-dir", "/tmp/cache")):
+    for given in (("--weights.port", "5558"), ("--weights.cache-dir", "/tmp/cache"), ("--weights.deltas",)):
         (problem,) = problems(TrainerRunConfig, *NAMED, *given)
         assert problem.endswith('"filesystem"; leave them out or set the transport')
     assert parse(TrainerRunConfig, [*NAMED, *over_http], prog="p").config.weights.url == "http://127.0.0.1:0"

@@ -242,11 +242,17 @@ class WeightsConfig(Section):
     """Folder on a disk of the machine's own below which each inference server keeps the two versions that it
     read last, in a folder of the run's. Default: `weights_cache` in `output_dir`, which may be shared."""
 
+    deltas: bool = False
+    """Offer each version also as its difference from the one before, where that is less than half of it; a
+    server that has that one, or one before it, reads the differences alone. Pays on slow links, with weights
+    published in bfloat16 and small learning rates. The trainer's setting; servers take what is offered."""
+
     def problems(self) -> Iterator[str]:
-        if self.transport == "filesystem" and (self.port or self.host != "127.0.0.1" or self.cache_dir):
+        over_http = self.port or self.host != "127.0.0.1" or self.cache_dir or self.deltas
+        if self.transport == "filesystem" and over_http:
             yield (
-                'weights.host, port and cache_dir are for weights.transport = "http", and the transport is '
-                '"filesystem"; leave them out or set the transport'
+                'weights.host, port, cache_dir and deltas are for weights.transport = "http", and the '
+                'transport is "filesystem"; leave them out or set the transport'
             )
 
     def cache(self, output_dir: Path, server: str) -> Path:

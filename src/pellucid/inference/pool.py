@@ -52,7 +52,7 @@ from pellucid.inference.client import (
     ServerClient,
     UnreachableError,
 )
-from pellucid.inference.published import PublishedWeights
+from pellucid.inference.published import WeightsToServe
 from pellucid.inference.servers import PooledServer, WaitingLine
 from pellucid.ledger.weights import WeightsBook
 
@@ -105,7 +105,7 @@ class ServerPool:
         self._ask_again_s = ask_again_s
         self._patience_s = patience_s
         self._line = WaitingLine(self._servers, group_of, self._serves)
-        self._weights = PublishedWeights(expected.run or "", weights_book or WeightsBook(), num_listed)
+        self._weights = WeightsToServe(expected.run or "", weights_book or WeightsBook(), num_listed)
         self._keepers: list[asyncio.Task[None]] = []
         self._is_started = False
         self._changed = asyncio.Event()

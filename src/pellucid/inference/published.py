@@ -16,7 +16,7 @@ from pellucid.ledger.weights import WeightsBook, differing
 from pellucid.transport.digests import read_digests
 
 
-class PublishedWeights:
+class WeightsToServe:
     def __init__(self, run: str, book: WeightsBook, num_listed: Callable[[], float]) -> None:
         """`num_listed`: how often the folders of weights were made what the trainer offers; infinite where
         they are its own."""

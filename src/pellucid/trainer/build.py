@@ -170,6 +170,7 @@ def build_run(
             journal=journal,
             exporter=exporter,
             publishes=publishes,
+            publishes_deltas=config.weights.deltas,
             spans=SpanLog(config.output_dir, "trainer") if ranks.is_main else None,
             ranks=ranks,
             offer=offer,

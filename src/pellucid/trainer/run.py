@@ -79,6 +79,9 @@ class Run:
     publishes: bool
     """Whether an engine follows this run's weights."""
 
+    publishes_deltas: bool = False
+    """Whether versions come with their difference from the one before; see `weights.deltas`."""
+
     validation: Validation | None = None
     spans: SpanLog | None = None
     """None in all processes but the main one."""
@@ -105,6 +108,7 @@ class Run:
             self.output_dir,
             keep=self.config.keep_weights,
             spans=self.spans,
+            deltas=self.publishes_deltas,
             **({} if self.offer is None else {"is_read": self.offer.leases.holds}),
         )
         # Runs that share a model reduce every micro batch: of one that is evicted, no gradient may be left.

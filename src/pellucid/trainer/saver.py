@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -132,8 +133,10 @@ class WeightsPublisher:
         keep: int,
         spans: SpanLog | None = None,
         is_read: Callable[[int], bool] = lambda version: False,
+        deltas: bool = False,
     ) -> None:
-        self._run_dir, self._keep, self._spans, self._is_read = run_dir, keep, spans, is_read
+        self._publish = partial(publish_version, run_dir, keep=keep, is_read=is_read, deltas=deltas)
+        self._spans = spans
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._writing: Future[None] | None = None
 
@@ -148,7 +151,7 @@ class WeightsPublisher:
 
     def _write(self, version: int, write: Callable[[Path], None]) -> None:
         with nullcontext() if self._spans is None else self._spans.timed("write", version):
-            publish_version(self._run_dir, version, write, keep=self._keep, is_read=self._is_read)
+            self._publish(version, write)
 
     def settle(self, *, wait: bool = True) -> None:
         """Raises the error that a version ended with; `wait`s until it is complete."""

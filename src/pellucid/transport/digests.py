@@ -2,7 +2,8 @@
 
     {"format": 1,
      "tensors": {"model.norm.weight": "F32-6d1f…", …},
-     "files": {"model.safetensors": {"num_bytes": 538090000, "head": "6d1f…"}}}
+     "files": {"model.safetensors": {"num_bytes": 538090000, "head": "6d1f…"}},
+     "delta": null}                                                              see `deltas`
 
 - The trainer computes the digest of a tensor from its own copy, as it writes that: xxh3_64 of the bytes as
   published, behind safetensors' name of the dtype.
@@ -12,9 +13,12 @@
   that size, head and tensors together hold every byte of a file that came over a network.
 """
 
+import os
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import msgspec
+import orjson
 import xxhash
 
 from pellucid.data.files import read_whole
@@ -29,9 +33,21 @@ class PublishedFile(msgspec.Struct, frozen=True):
     head: str
 
 
+class PublishedDelta(msgspec.Struct, frozen=True):
+    """A file with the difference from another version; see `deltas`."""
+
+    name: str
+    num_bytes: int
+    digest: str
+    base_version: int
+    base: str
+    """Digest of the `digests.json` of the version that it starts from."""
+
+
 class PublishedDigests(msgspec.Struct, frozen=True):
     tensors: dict[str, str]
     files: dict[str, PublishedFile] = {}
+    delta: PublishedDelta | None = None
     format: int = 1
 
 
@@ -40,6 +56,41 @@ class OfferedVersions(msgspec.Struct, frozen=True):
 
     versions: dict[int, str]
     """Digest of `digests.json` by version: another one means that the version was published anew."""
+
+
+class TensorBytes(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    dtype: str
+    start: int
+    """Byte of the first element, from the end of the head."""
+
+    stop: int
+    head_bytes: int
+
+    @property
+    def itemsize(self) -> int:
+        return max(1, int("".join(filter(str.isdigit, self.dtype.partition("_")[0])) or 8) // 8)
+
+    def seek(self, file: BinaryIO) -> int:
+        """Goes to the tensor's first byte; returns how many it has."""
+        file.seek(self.head_bytes + self.start)
+        return self.stop - self.start
+
+
+def read_head(file: BinaryIO) -> bytes:
+    """Returns all bytes of a safetensors file before the tensors."""
+    start = file.read(8)
+    return start + file.read(min(int.from_bytes(start, "little"), os.fstat(file.fileno()).st_size))
+
+
+def tensors_of(head: bytes) -> dict[str, TensorBytes]:
+    described = orjson.loads(head[8:])
+    described.pop("__metadata__", None)
+    return {
+        name: TensorBytes(about["dtype"], *about["data_offsets"], len(head))
+        for name, about in described.items()
+    }
 
 
 def digest_of_bytes(data: bytes | memoryview) -> str:

@@ -47,6 +47,7 @@ from pellucid.data.model_folder import everywhere
 from pellucid.data.tensors import HostCopy
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import TransportError
+from pellucid.transport.deltas import add_delta
 from pellucid.transport.digests import (
     PublishedDigests,
     PublishedFile,
@@ -88,10 +89,17 @@ def publish_version(
     *,
     keep: int,
     is_read: Callable[[int], bool] = lambda version: False,
+    deltas: bool = False,
 ) -> None:
     """Makes what `write` puts into a folder visible as policy version `version`; deletes the oldest beyond
-    `keep`, except those that somebody reads."""
-    publish_folder(weights_folder(run_dir, version), write)
+    `keep`, except those that somebody reads. `deltas`: with the difference from the version before."""
+
+    def write_all(folder: Path) -> None:
+        write(folder)
+        if deltas:
+            add_delta(folder, weights_folder(run_dir, version - 1), version - 1)
+
+    publish_folder(weights_folder(run_dir, version), write_all)
     for old in published_versions(run_dir):
         if old <= version - keep and not is_read(old):
             retract_folder(weights_folder(run_dir, old))

@@ -2,7 +2,8 @@
 
     GET /weights               {"versions": {"7": "6d1f…"}}: what can be read, with the digest of its digests
     GET /weights?done          the same, from an orchestrator that will not ask again
-    GET /weights/step_7/NAME   a file of version 7, whole or a range of it; `digests.json` names the others
+    GET /weights/step_7/NAME   a file of version 7, whole or a range of it; `digests.json` names the others,
+                               also the difference from version 6, if there is one; see `deltas`
 
 - Any client reads it that shows the key (`guard.weights_key`), curl for one. No cache may keep an answer: a
   version may be published anew.
@@ -220,7 +221,7 @@ def _is_offered(folder: Path, name: str) -> bool:
         digests = read_digests(folder)
     except TransportError:
         return False
-    names = () if digests is None else (DIGESTS, *digests.files)
+    names = () if digests is None else (DIGESTS, *digests.files, digests.delta and digests.delta.name)
     path = folder / name
     is_link = folder.is_symlink() or path.is_symlink()
     return name in names and is_stable(folder) and path.is_file() and not is_link

@@ -7,7 +7,8 @@
   next one asks for the rest. It is given up only after `patience_s` without a new byte.
 - A wrong byte is named by its tensor, with both digests; the file is then fetched anew.
 - A version that an earlier process left is held by its digests once, and fetched anew if it is damaged.
-- Two versions stay, the newest and the one before.
+- Two versions stay, the newest and the one before. A version that comes as its difference from one of them is
+  made from that, also over several versions, and held by the same digests; else it is read whole.
 """
 
 import http.client
@@ -23,17 +24,20 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-import orjson
 
 from pellucid.data.files import append_whole, step_folders, sync, sync_tree, writing
 from pellucid.errors import DiskError, TransportError
+from pellucid.transport.deltas import apply_deltas
 from pellucid.transport.digests import (
     DIGESTS,
     OfferedVersions,
+    PublishedDelta,
     PublishedDigests,
     decode_digests,
     digest_of_bytes,
     digest_of_tensor,
+    read_head,
+    tensors_of,
 )
 from pellucid.transport.spool import MARKER, is_stable, retract_folder
 
@@ -172,7 +176,8 @@ class WeightsPuller:
             partial = self._cache / f".step_{version}.partial-{digest_of_bytes(content)}"
             self._forget_partials(partial)
             partial.mkdir(parents=True, exist_ok=True)
-            self._fetch_files(version, digests, partial)
+            if not self._fetch_difference(version, digests, partial):
+                self._fetch_files(version, digests, partial)
             with writing(folder):
                 (partial / DIGESTS).write_bytes(content)
                 sync_tree(partial)
@@ -204,18 +209,67 @@ class WeightsPuller:
         for name, about in digests.files.items():
             if Path(name).name != name or name.startswith("."):
                 raise TransportError(f"{self.offer.url}: {name!r} is no name of a file of weights")
-            target, path = partial / name, f"/weights/step_{version}/{name}"
-            while (size := _size(target)) != about.num_bytes:
-                if size > about.num_bytes:
-                    target.unlink()
-                self._patiently(bind(self._append, path, target))
-            try:
-                _check_file(
-                    target, about.head, digests.tensors, f"policy version {version} of {self.offer.url}"
-                )
-            except TransportError:
-                target.unlink()  # the next try fetches it anew
-                raise
+            target = partial / name
+            self._fetch(f"/weights/step_{version}/{name}", target, about.num_bytes)
+            self._check_arrived(version, target, about.head, digests.tensors)
+
+    def _fetch_difference(self, version: int, digests: PublishedDigests, partial: Path) -> bool:
+        """Makes a version from one that is here and the differences from there on; False if that fails, or
+        is no less to read."""
+        made = partial / "made.safetensors"
+        targets: list[Path] = []
+        is_made = False
+        try:
+            base, deltas = self._way_to(version, digests)
+            if not deltas:
+                return False
+            for number, delta in deltas.items():
+                targets.append(partial / f"delta_{number}")
+                self._fetch(f"/weights/step_{number}/{delta.name}", targets[-1], delta.num_bytes)
+                self._check_arrived(number, targets[-1], delta.digest, {})
+            ((name, about),) = digests.files.items()
+            with writing(made):
+                apply_deltas(base / name, [target.read_bytes() for target in targets], made)
+            self._check_arrived(version, made, about.head, digests.tensors)
+            made.rename(partial / name)
+            is_made = True
+        except (TransportError, FileNotFoundError) as error:
+            logger.warning("policy version %d is read whole: %s", version, error)
+        for path in (made, *targets):
+            path.unlink(missing_ok=True)
+        return is_made
+
+    def _way_to(self, version: int, digests: PublishedDigests) -> tuple[Path, dict[int, PublishedDelta]]:
+        """Returns the folder of a version that is here, and the differences that lead from it to `version`;
+        none if there is no such way, or one that is longer than the whole file."""
+        deltas: dict[int, PublishedDelta] = {}
+        left = sum(about.num_bytes for about in digests.files.values())
+        while (delta := digests.delta) is not None and delta.num_bytes < left:
+            left -= delta.num_bytes
+            deltas = {version: delta, **deltas}
+            version = delta.base_version
+            base = self._cache / f"step_{version}"
+            if is_stable(base) and digest_of_bytes((base / DIGESTS).read_bytes()) == delta.base:
+                return base, deltas
+            content = self.offer.digests(version)
+            if digest_of_bytes(content) != delta.base:
+                break
+            digests = decode_digests(content, f"{self.offer.url}: policy version {version}")
+        return self._cache, {}
+
+    def _fetch(self, path: str, target: Path, num_bytes: int) -> None:
+        while (size := _size(target)) != num_bytes:
+            if size > num_bytes:
+                target.unlink()
+            self._patiently(bind(self._append, path, target))
+
+    def _check_arrived(self, version: int, target: Path, head: str, tensors: dict[str, str]) -> None:
+        """Raises TransportError unless a file has its digests; then the next try fetches it anew."""
+        try:
+            _check_file(target, head, tensors, f"policy version {version} of {self.offer.url}")
+        except TransportError:
+            target.unlink()
+            raise
 
     def _append(self, path: str, target: Path) -> None:
         """Gets some more bytes of a file; raises TransportError if none came."""
@@ -279,16 +333,11 @@ def _check_file(path: Path, head: str, tensors: dict[str, str], source: str) -> 
         if path.suffix != ".safetensors":
             _require(digest_of_bytes(file.read()), head, f"{source}: {path.name}")
             return
-        start = file.read(8)
-        content = file.read(min(int.from_bytes(start, "little"), path.stat().st_size))
-        _require(digest_of_bytes(start + content), head, f"{source}: the head of {path.name}")
-        described = orjson.loads(content)
-        described.pop("__metadata__", None)
-        for name, about in described.items():
-            begin, end = about["data_offsets"]
-            file.seek(8 + len(content) + begin)
-            found = digest_of_tensor(about["dtype"], file.read(end - begin))
-            _require(found, tensors.get(name, "none"), f"{source}: {name}")
+        found = read_head(file)
+        _require(digest_of_bytes(found), head, f"{source}: the head of {path.name}")
+        for name, about in tensors_of(found).items():
+            digest = digest_of_tensor(about.dtype, file.read(about.seek(file)))
+            _require(digest, tensors.get(name, "none"), f"{source}: {name}")
 
 
 def _require(found: str, published: str, what: str) -> None:

@@ -1,0 +1,144 @@
+"""A policy version as its difference from the one before: `delta.safetensors.zst` beside the whole file.
+
+In bfloat16 an update of 1e-6 leaves most elements as they were. Per tensor with a changed element:
+
+    NAME.gaps      U8   unchanged elements before each changed one; 255: that many more, and no change yet
+    NAME.changes   U8   new bits − old bits of each, zigzag, lowest bytes of all first
+
+    old  5 5 5 5 5 5        gaps  1 3        changes  2 1 0 0       (bfloat16: two bytes each)
+    new  5 6 5 5 5 4
+
+- The file is safetensors in a zstd frame; `digests.json` has its size, its digest, and the version that it
+  starts from, known by the digest of that version's `digests.json`.
+- Whoever applies it holds the result to the digests of the whole file, so a difference never passes for
+  something else. Several in a row give what the last one gives.
+- Where it would be more than half of the whole file (float32, a first version, another head), there is none.
+"""
+
+import mmap
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from pellucid.errors import TransportError
+from pellucid.transport.digests import (
+    DIGESTS,
+    PublishedDelta,
+    TensorBytes,
+    digest_of_bytes,
+    read_digests,
+    read_head,
+    tensors_of,
+    write_digests,
+)
+from pellucid.transport.spool import is_stable
+
+DELTA = "delta.safetensors.zst"
+_LARGEST = 0.5
+"""Share of the whole file's bytes up to which a difference is kept."""
+
+_LEVEL = 1
+_ESCAPE = 255
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.unsignedinteger]
+
+
+def add_delta(folder: Path, base: Path, base_version: int) -> bool:
+    """Writes the difference of the version in `folder` from the one in `base` beside it, if that is worth it.
+
+    Returns whether it did. Neither is visible to readers of `folder` yet.
+    """
+    about, before = read_digests(folder), read_digests(base) if is_stable(base) else None
+    if about is None or before is None or about.files != before.files or len(about.files) != 1:
+        return False  # another head, or another size
+    (name,) = about.files
+    changed = {key for key, digest in about.tensors.items() if before.tensors.get(key) != digest}
+    payload = _difference(base / name, folder / name, changed)
+    if payload is None:
+        return False
+    (folder / DELTA).write_bytes(payload)
+    delta = PublishedDelta(
+        DELTA,
+        len(payload),
+        digest_of_bytes(payload),
+        base_version,
+        digest_of_bytes((base / DIGESTS).read_bytes()),
+    )
+    write_digests(folder, msgspec.structs.replace(about, delta=delta))
+    return True
+
+
+def _difference(old: Path, new: Path, changed: set[str]) -> bytes | None:
+    largest = _LARGEST * new.stat().st_size
+    parts: dict[str, Bytes] = {}
+    num_bytes = 0
+    with old.open("rb") as before, new.open("rb") as after:
+        tensors = tensors_of(read_head(after))
+        for name in sorted(tensors.keys() & changed):
+            about = tensors[name]
+            found = encode(*(_words(each.read(about.seek(each)), about) for each in (before, after)))
+            num_bytes += sum(each.nbytes for each in found)
+            if num_bytes > 4 * largest:
+                return None
+            parts[f"{name}.gaps"], parts[f"{name}.changes"] = found
+    payload = zstandard.compress(save(parts), _LEVEL)
+    return payload if len(payload) <= largest else None
+
+
+def _words(data: bytes | mmap.mmap, tensor: TensorBytes, start: int = 0) -> Words:
+    """Returns a view of a tensor's elements as unsigned numbers."""
+    size = tensor.itemsize
+    return np.frombuffer(data, np.dtype(f"<u{size}"), (tensor.stop - tensor.start) // size, start)
+
+
+def encode(old: Words, new: Words) -> tuple[Bytes, Bytes]:
+    """Returns gaps and changes."""
+    places = np.flatnonzero(old != new)
+    gaps = np.diff(places, prepend=-1) - 1
+    ends = np.cumsum(gaps // _ESCAPE + 1) - 1
+    coded = np.full(ends[-1] + 1 if len(ends) else 0, _ESCAPE, np.uint8)
+    coded[ends] = gaps % _ESCAPE
+    signed = (new[places] - old[places]).view(f"<i{old.itemsize}")
+    zigzag = ((signed << 1) ^ (signed >> (8 * old.itemsize - 1))).view(np.uint8)
+    return coded, np.ascontiguousarray(zigzag.reshape(-1, old.itemsize).T).reshape(-1)
+
+
+def decode(words: Words, gaps: Bytes, changes: Bytes) -> None:
+    """Changes `words` in place; raises ValueError if the two do not fit them."""
+    ends = np.flatnonzero(gaps != _ESCAPE)
+    places = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(len(ends))
+    if len(changes) != len(places) * words.itemsize or (len(places) and places[-1] >= len(words)):
+        raise ValueError(f"{len(places)} changes in {len(changes)} bytes, for {len(words)} elements")
+    planes = np.ascontiguousarray(changes.reshape(words.itemsize, -1).T)
+    zigzag = planes.reshape(-1).view(words.dtype)
+    words[places] += (zigzag >> 1) ^ (0 - (zigzag & 1))
+
+
+def apply_deltas(base: Path, payloads: Sequence[bytes], target: Path) -> None:
+    """Writes the file that follows from `base` by the differences, one after the other.
+
+    Raises TransportError if they are none. What it writes has to be held to the digests of the version.
+    """
+    shutil.copyfile(base, target)
+    with target.open("r+b") as file:
+        head = read_head(file)
+        tensors = tensors_of(head)
+        with mmap.mmap(file.fileno(), 0) as whole:
+            for payload in payloads:
+                try:
+                    parts = load(zstandard.decompress(payload, max_output_size=4 * len(whole)))
+                    for part in parts:
+                        name, _, kind = part.rpartition(".")
+                        if kind == "gaps":
+                            words = _words(whole, tensors[name], len(head) + tensors[name].start)
+                            decode(words, parts[part], parts[f"{name}.changes"])
+                            del words  # the map can be closed again
+                except (zstandard.ZstdError, SafetensorError, KeyError, ValueError) as error:
+                    raise TransportError(f"the difference from {base.parent} is damaged: {error}") from error
