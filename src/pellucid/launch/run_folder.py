@@ -44,7 +44,7 @@ from pellucid.ledger.journal import journals_of
 from pellucid.ledger.settings import Change, changed_settings
 from pellucid.metrics import drop_metrics
 from pellucid.orchestrator.records import PROGRESS_FILE
-from pellucid.orchestrator.snapshot import check_max_steps, settle_orchestrator
+from pellucid.orchestrator.snapshot import check_max_steps, read_snapshot, settle_orchestrator
 from pellucid.transport import retract_steps
 
 logger = logging.getLogger(__name__)
@@ -308,9 +308,21 @@ def _changes(config: RunConfig) -> list[Change]:
 def run_rewind(config: RLConfig) -> None:
     """Rewinds the folder and starts nothing: for runs whose parts are started on their own."""
     with claimed(config.output_dir):
+        _require_trainers_part(config.output_dir)
         config, _ = take_over(config.model_copy(update={"resume": True}), rewind_rl, make_console())
     if not config.resume:
         raise ConfigError(f"output_dir = {config.output_dir} holds no run that could be resumed")
+
+
+def _require_trainers_part(folder: Path) -> None:
+    """Raises ConfigError in the folder of an orchestrator whose trainer has one of its own: all batches would
+    look lost."""
+    trainers = (folder / "batches", *journals_of(folder / "ledger", Stage.TRAINER))
+    if read_snapshot(folder) is not None and not any(path.exists() for path in trainers):
+        raise ConfigError(
+            f"output_dir = {folder} has the orchestrator's part of a run and nothing of its trainer, which "
+            "has a folder elsewhere; start each part with --resume instead"
+        )
 
 
 def rewind_sft(config: RunConfig, changes: Sequence[Change] = ()) -> ResumePoint:
