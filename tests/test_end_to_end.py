@@ -112,9 +112,17 @@ def test_an_engine_that_draws_from_its_likeliest_tokens_rings_wherever_one_looks
     assert line in rung and all(each.startswith("ALARM ") for each in rung)
 
 
-@pytest.mark.parametrize("lora", [(), ("--model.lora.rank", "4")], ids=["all weights", "an adapter"])
-def test_batches_and_weights_over_the_network_train_as_well_and_resume(tiny_model, tmp_path, lora) -> None:
-    flags = ("--transport.type", "zmq", "--transport.compression", "zstd", "--weights.transport", "http")
+@pytest.mark.parametrize(
+    ("weights", "lora"),
+    [("http", ()), ("http", ("--model.lora.rank", "4")), ("object-store", ())],
+    ids=["http", "http, an adapter", "a store"],
+)
+def test_batches_and_weights_over_the_network_train_as_well_and_resume(
+    tiny_model, tmp_path, weights, lora
+) -> None:
+    flags = ("--transport.type", "zmq", "--transport.compression", "zstd", "--weights.transport", weights)
+    if weights == "object-store":
+        flags += ("--weights.store", f"file://{tmp_path}/store")
     flags += (*lora, "--trainer.ckpt.interval", "2", "--weights.cache-dir", str(tmp_path / "cache"))
     flags += ("--weights.deltas", "--trainer.publish-dtype", "bfloat16")
     for end in (("--max-steps", "3"), ("--max-steps", str(STEPS), "--resume")):

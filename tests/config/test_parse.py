@@ -449,6 +449,18 @@ def test_weights_over_http_are_for_a_trainer_of_one_run() -> None:
     assert parse(TrainerRunConfig, [*NAMED, *over_http], prog="p").config.weights.url == "http://127.0.0.1:0"
 
 
+def test_a_store_of_weights_goes_with_its_transport() -> None:
+    by_store = ["--weights.transport", "object-store"]
+    located = [*NAMED, *by_store, "--weights.store", "s3://bucket/run/"]
+    assert parse(TrainerRunConfig, located, prog="p").config.weights.url == "s3://bucket/run"
+    for given in (by_store, ["--weights.store", "s3://bucket/run"]):
+        (problem,) = problems(TrainerRunConfig, *NAMED, *given)
+        assert problem.endswith('a store goes with "object-store"; set both or neither')
+    (problem,) = problems(TrainerRunConfig, *located, "--weights.port", "5558")
+    assert "not for a store" in problem
+    assert problems(TrainerRunConfig, *located, "--model.lora", "--trainer.many-runs")
+
+
 @pytest.mark.parametrize(
     "flags", [["--trainer.micro-batch-max-tokens", "64"], ["--trainer.experimental.token-export"]]
 )

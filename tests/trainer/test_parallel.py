@@ -653,6 +653,22 @@ def test_a_checkpoint_of_two_processes_is_one_for_one(folder, alone, two, allowe
         assert files == (["rank_0.jsonl", "rank_1.jsonl"] if step < 3 else ["rank_0.jsonl"])
 
 
+@pytest.mark.parametrize("num_processes", [2, 8])
+def test_a_checkpoint_of_four_processes_is_one_for_fewer_and_for_more(
+    folder, alone, four, allowed, num_processes
+) -> None:
+    name = f"4 to {num_processes}"
+    run = stopped_at_3(folder / "runs" / "dp2cp2", folder / "runs" / name, folder / "models" / "tied")
+    start(folder, num_processes, {name: ["train", str(run), {}, True]})
+    rounding = STEPS_OF_LR * allowed.update
+    assert largest_difference(result_of(run), result_of(alone)) <= rounding
+    exported = run / "token_exports" / f"step_{NUM_STEPS - 1}"
+    assert len(list(exported.glob("rank_*.jsonl"))) == num_processes
+    assert [record["step"] for record in read_metrics(run / "metrics" / "trainer.jsonl")] == [
+        *range(NUM_STEPS)
+    ]
+
+
 @pytest.mark.parametrize(
     ("trainer", "num_processes", "message"),
     [

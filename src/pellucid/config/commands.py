@@ -136,10 +136,10 @@ class TrainerRunConfig(RunConfig):
         shares = [key for key in ("many_runs", "join") if getattr(self.trainer, key) is not None]
         if shares and self.model.lora is None:
             yield f"trainer.{shares[0]} needs [model.lora]: runs that share a model have an adapter each"
-        if shares and self.weights.transport == "http":
+        if shares and self.weights.transport != "filesystem":
             yield (
-                f'trainer.{shares[0]} with weights.transport = "http": a trainer of many runs publishes to '
-                "their folders only; leave one out"
+                f'trainer.{shares[0]} with weights.transport = "{self.weights.transport}": a trainer of many '
+                "runs publishes to their folders only; leave one out"
             )
         if shares and self.trainer.data.fake is not None:
             yield f"trainer.{shares[0]} with trainer.data.fake: fake data are of no run; leave one out"

@@ -222,9 +222,13 @@ TransportConfig = Annotated[ZmqTransportConfig | FilesystemTransportConfig, Fiel
 class WeightsConfig(Section):
     """How policy versions get from the trainer to the inference servers."""
 
-    transport: Literal["filesystem", "http"] = "filesystem"
+    transport: Literal["filesystem", "http", "object-store"] = "filesystem"
     """`filesystem`: folders below the run folder, which all parts see; `http`: the trainer listens, and the
-    others read from it into folders of their own."""
+    others read from it into folders of their own; `object-store`: by way of `store`."""
+
+    store: str | None = None
+    """URL of a folder in an object store, for this run alone: `s3://bucket/run`, `gs://…`, what fsspec knows
+    with the packages that are installed. Credentials are where these look for them, never in the URL."""
 
     host: str = "127.0.0.1"
     """Address that the trainer listens on and the others read from. Every request needs the run's key."""
@@ -248,11 +252,18 @@ class WeightsConfig(Section):
     published in bfloat16 and small learning rates. The trainer's setting; servers take what is offered."""
 
     def problems(self) -> Iterator[str]:
-        over_http = self.port or self.host != "127.0.0.1" or self.cache_dir or self.deltas
-        if self.transport == "filesystem" and over_http:
+        is_served = self.port or self.host != "127.0.0.1"
+        if self.transport == "filesystem" and (is_served or self.cache_dir or self.deltas):
             yield (
                 'weights.host, port, cache_dir and deltas are for weights.transport = "http", and the '
                 'transport is "filesystem"; leave them out or set the transport'
+            )
+        if self.transport == "object-store" and is_served:
+            yield 'weights.host and port are for weights.transport = "http", not for a store; leave them out'
+        if (self.transport == "object-store") != (self.store is not None):
+            yield (
+                f'weights.transport = "{self.transport}" with weights.store = {self.store!r}: a store goes '
+                'with "object-store"; set both or neither'
             )
 
     def cache(self, output_dir: Path, server: str) -> Path:
@@ -265,6 +276,8 @@ class WeightsConfig(Section):
     @property
     def url(self) -> str:
         """Address of the trainer's offer; "" with a shared folder."""
+        if self.store is not None:
+            return self.store.rstrip("/")
         return base_url(self.host, self.port) if self.transport == "http" else ""
 
     def check_address(self) -> None:

@@ -49,7 +49,7 @@ from pellucid.data.spans import SpanLog
 from pellucid.data.tokenizer import end_of_turn_ids, fingerprint, load_tokenizer
 from pellucid.ending import SILENCE_S, say, say_failure, working
 from pellucid.errors import InferenceError, TransportError
-from pellucid.guard import server_key, weights_key
+from pellucid.guard import server_key
 from pellucid.inference.client import (
     AbortRequest,
     Account,
@@ -92,7 +92,7 @@ from pellucid.metrics import Tee, open_sinks
 from pellucid.model import load_policy
 from pellucid.model.load import check_tokenizer
 from pellucid.transport.weights import weights_folder
-from pellucid.transport.weights_pull import OfferClient, WeightsPuller
+from pellucid.transport.weights_pull import WeightsPuller, open_offer_client
 from pellucid.workers import DaemonThreads, num_cores
 
 logger = logging.getLogger(__name__)
@@ -478,8 +478,8 @@ def open_puller(config: InferenceRunConfig, name: str) -> WeightsPuller | None:
     """Returns what reads weights for the server of this name; None if they are in the run folder."""
     if config.weights.transport == "filesystem" or config.inference.role == "teacher":
         return None
-    key = weights_key(config.weights.run_key(config.output_dir, config.inference.key_file))
-    return WeightsPuller(OfferClient(config.weights.url, key), config.weights.cache(config.output_dir, name))
+    offer = open_offer_client(config.weights, config.output_dir, config.inference.key_file)
+    return WeightsPuller(offer, config.weights.cache(config.output_dir, name))
 
 
 class _EndingServer(uvicorn.Server):

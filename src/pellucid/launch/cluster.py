@@ -173,8 +173,8 @@ _EVERYWHERE = "0.0.0.0"
 
 
 def _weights_at(run: RLConfig, host: str) -> str:
-    """Returns the flag that says where weights are offered; nothing if they are in the run folder."""
-    return "" if run.weights.transport == "filesystem" else f" --weights.host {host}"
+    """Returns the flag that says where weights are offered; nothing unless the trainer listens for them."""
+    return f" --weights.host {host}" if run.weights.transport == "http" else ""
 
 
 _MOUNT = "/pellucid"

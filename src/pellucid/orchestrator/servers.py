@@ -24,14 +24,14 @@ from pellucid.data.files import read_whole, replace_file, step_folders
 from pellucid.data.model_folder import model_fingerprint
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, InferenceError, TransportError
-from pellucid.guard import read_key, server_key, weights_key
+from pellucid.guard import read_key, server_key
 from pellucid.inference.client import Expected, InferenceClient, UnreachableError
 from pellucid.inference.pool import ServerPool
 from pellucid.ledger.weights import WeightsBook
 from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import publish_folder, retract_folder, stable_steps
 from pellucid.transport.digests import DIGESTS, digest_of_bytes
-from pellucid.transport.weights_pull import OfferClient, RefusedError
+from pellucid.transport.weights_pull import Offer, RefusedError, open_offer_client
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class OfferedVersionsList:
     So that whoever looks for published versions finds them as on a shared disk.
     """
 
-    def __init__(self, offer: OfferClient, folder: Path) -> None:
+    def __init__(self, offer: Offer, folder: Path) -> None:
         self._offer, self._folder = offer, folder
         self.is_known = asyncio.Event()
         """Set once the folders were what the trainer offers."""
@@ -181,8 +181,8 @@ def open_offered_versions(config: OrchestratorRunConfig) -> OfferedVersionsList 
     """Returns what follows the trainer's offer; None if versions are in the run folder."""
     if config.weights.transport == "filesystem":
         return None
-    key = weights_key(config.weights.run_key(config.output_dir, config.inference.key_file))
-    return OfferedVersionsList(OfferClient(config.weights.url, key), config.weights_dir)
+    offer = open_offer_client(config.weights, config.output_dir, config.inference.key_file)
+    return OfferedVersionsList(offer, config.weights_dir)
 
 
 def run_identity(run_dir: Path, name: str) -> str:

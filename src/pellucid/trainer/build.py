@@ -30,6 +30,7 @@ from pellucid.workers import num_cores
 
 if TYPE_CHECKING:
     from pellucid.transport.weights_offer import WeightsOffer
+    from pellucid.transport.weights_store import StoredOffer
 logger = logging.getLogger(__name__)
 
 
@@ -152,7 +153,7 @@ def build_run(
         for sink in opened_sinks:
             opened.callback(sink.close)
         offer = None
-        if publishes and config.weights.transport == "http":
+        if publishes and config.weights.transport != "filesystem":
             offer = ranks.alike(lambda: open_offer(config) if ranks.is_main else None)
         if offer is not None:
             opened.callback(offer.close)
@@ -179,8 +180,12 @@ def build_run(
     return run
 
 
-def open_offer(config: TrainerRunConfig) -> "WeightsOffer":
-    """Takes the port at which servers read the weights."""
+def open_offer(config: TrainerRunConfig) -> "WeightsOffer | StoredOffer":
+    """Takes the port at which servers read the weights, or opens the store."""
+    if config.weights.transport == "object-store":
+        from pellucid.transport.weights_store import StoredOffer, WeightsStore
+
+        return StoredOffer(config.output_dir, WeightsStore(config.weights.url))
     from pellucid.transport.weights_offer import WeightsOffer
 
     key = weights_key(config.weights.run_key(config.output_dir))

@@ -54,8 +54,9 @@ from pellucid.trainer.step import (
 from pellucid.transport import Batch, is_stable, publish_folder
 from pellucid.transport.weights import WeightsCopy, weights_folder
 
-if TYPE_CHECKING:
-    from pellucid.transport.weights_offer import WeightsOffer  # a web server, which few runs need
+if TYPE_CHECKING:  # a web server, which few runs need
+    from pellucid.transport.weights_offer import WeightsOffer
+    from pellucid.transport.weights_store import StoredOffer
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,8 @@ class Run:
 
     ranks: Ranks = field(default_factory=Ranks)
     stop: StopRequest = field(default_factory=StopRequest)
-    offer: "WeightsOffer | None" = None
-    """Listener from which servers read the weights, once `begin` has restored them; only in the main
+    offer: "WeightsOffer | StoredOffer | None" = None
+    """Listener or store from which servers read the weights, once `begin` has restored them; only in the main
     process."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads the policy versions that a trainer offers over HTTP into a local folder; see `weights_offer`.
+"""Reads the policy versions that a trainer offers into a local folder; see `weights_offer`, `weights_store`.
 
     CACHE/.step_7.partial-6d1f…/     what has arrived so far; goes on at the byte where it stopped
     CACHE/step_7/ + STABLE           whole, every byte held by its digests
@@ -20,13 +20,15 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial as bind
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from pellucid.config.shared import WeightsConfig
 from pellucid.data.files import append_whole, step_folders, sync, sync_tree, writing
 from pellucid.errors import DiskError, TransportError
+from pellucid.guard import weights_key
 from pellucid.transport.deltas import apply_deltas
 from pellucid.transport.digests import (
     DIGESTS,
@@ -48,7 +50,7 @@ PATIENCE_S = 540.0
 """Less than the ten minutes that an orchestrator waits for a server that is loading weights."""
 
 _SILENCE_S = 20.0
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MAX_LISTING_BYTES = 1 << 28
 _KEPT = 2
@@ -58,23 +60,38 @@ class RefusedError(TransportError):
     """The trainer answered, and asking again will not help."""
 
 
-class OfferClient:
-    """Asks a trainer's offer; each call opens a connection, so that any thread may."""
+class Offer(Protocol):
+    """A trainer's versions, as a server and an orchestrator see them."""
 
-    def __init__(self, url: str, key: str, *, silence_s: float = _SILENCE_S) -> None:
-        """`url`: `http://host:port`; `key`: see `guard.weights_key`. `silence_s`: how long a connection may
-        deliver nothing."""
-        self.url = url
-        parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "", parts.port
-        self._headers = {"Authorization": f"Bearer {key}"}
-        self._silence_s = silence_s
+    @property
+    def url(self) -> str: ...
 
     def versions(self, *, is_done: bool = False) -> dict[int, str]:
         """Returns the offered versions, each with the digest of its digests. Raises TransportError.
 
         `is_done` tells the trainer that nobody will ask for more.
         """
+
+    def digests(self, version: int) -> bytes:
+        """Returns the content of `digests.json`. Raises TransportError if the version is not offered."""
+
+    def append(self, path: str, target: Path, on_bytes: Callable[[int], None]) -> None:
+        """Appends the rest of a file to what `target` has of it, until the end or the connection's."""
+
+
+class OfferClient:
+    """Asks a trainer's offer; each call opens a connection, so that any thread may."""
+
+    def __init__(self, url: str, key: str, *, silence_s: float = _SILENCE_S) -> None:
+        """`url`: `http://host:port`; `key`: see `guard.weights_key`. `silence_s`: how long a connection may
+        deliver nothing."""
+        self.url: str = url
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._silence_s = silence_s
+
+    def versions(self, *, is_done: bool = False) -> dict[int, str]:
         try:
             content = self.read("/weights?done" if is_done else "/weights")
             return msgspec.json.decode(content, type=OfferedVersions).versions
@@ -82,7 +99,6 @@ class OfferClient:
             raise TransportError(f"{self.url} offers no weights: {name_of(error)}") from error
 
     def digests(self, version: int) -> bytes:
-        """Returns the content of `digests.json`. Raises TransportError if the version is not offered."""
         try:
             return self.read(f"/weights/step_{version}/{DIGESTS}")
         except (OSError, http.client.HTTPException) as error:
@@ -98,7 +114,6 @@ class OfferClient:
             return content
 
     def append(self, path: str, target: Path, on_bytes: Callable[[int], None]) -> None:
-        """Appends the rest of a file to what `target` has of it, until the end or the connection's."""
         start = target.stat().st_size if target.exists() else 0
         with closing(self._connect()) as connection:
             response = self._ask(connection, path, {"Range": f"bytes={start}-"} if start else {})
@@ -106,7 +121,7 @@ class OfferClient:
                 f"bytes {start}-"
             )
             with target.open("ab" if is_rest else "wb", buffering=0) as file:
-                while chunk := response.read(_CHUNK_BYTES):
+                while chunk := response.read(CHUNK_BYTES):
                     with writing(target):
                         append_whole(file, chunk)
                     on_bytes(len(chunk))
@@ -130,6 +145,15 @@ class OfferClient:
         return response
 
 
+def open_offer_client(weights: WeightsConfig, output_dir: Path, servers_key: Path | None) -> Offer:
+    """Opens what the trainer offers over a network; `servers_key`: `inference.key_file`."""
+    if weights.transport == "object-store":
+        from pellucid.transport.weights_store import WeightsStore
+
+        return WeightsStore(weights.url)
+    return OfferClient(weights.url, weights_key(weights.run_key(output_dir, servers_key)))
+
+
 def name_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -137,7 +161,7 @@ def name_of(error: BaseException) -> str:
 class WeightsPuller:
     """Keeps the versions that a server serves in a folder of its own."""
 
-    def __init__(self, offer: OfferClient, cache: Path, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, offer: Offer, cache: Path, *, patience_s: float = PATIENCE_S) -> None:
         self.offer = offer
         self._cache = cache
         self._patience_s = patience_s
@@ -276,7 +300,9 @@ class WeightsPuller:
         before = self.num_bytes
         try:
             self.offer.append(path, target, self._note)
-        except (OSError, http.client.HTTPException) as error:
+        except RefusedError:
+            raise
+        except (OSError, TransportError, http.client.HTTPException) as error:
             if isinstance(error, OSError) and error.errno in DiskError.REMEDIES:
                 raise RefusedError(str(DiskError.of(error))) from error
             if self.num_bytes == before:

@@ -1,0 +1,174 @@
+"""Policy versions in an object store, by its URL through fsspec: `s3://bucket/run`, `gs://…`, `file:///mnt/run`.
+
+    URL/weights                 {"versions": {"7": "6d1f…"}}: as a trainer that listens answers `GET /weights`
+    URL/weights_files/step_7/NAME
+
+- A thread of the trainer makes the store hold what its run folder holds: files first, `digests.json` after
+  them, the list last; what goes leaves the list first. A store that cannot be reached is tried again, and
+  said once; training goes on.
+- Readers are those of `weights_pull`, with ranges and digests. Nobody tells the trainer who reads: a version
+  goes once it is older than `trainer.keep_weights`, and whoever reads it then takes a newer one.
+- Who may read and write is the store's business; credentials are where its fsspec package looks for them.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+import msgspec
+
+from pellucid.errors import ConfigError, TransportError
+from pellucid.transport.digests import DIGESTS, OfferedVersions, digest_of_bytes, read_digests
+from pellucid.transport.spool import stable_steps
+from pellucid.transport.weights_offer import RESUME_S, Leases
+from pellucid.transport.weights_pull import CHUNK_BYTES, RefusedError, name_of
+
+log = logging.getLogger(__name__)
+
+_LIST = "weights"
+_POLL_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+
+
+class WeightsStore:
+    """The versions in a store, for whoever reads them; any thread may."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError if the URL cannot be used: its package is missing, for one."""
+        self.url = url.rstrip("/")
+        try:
+            self.files, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError, OSError) as error:
+            raise ConfigError(f"weights.store = {url!r} cannot be used: {name_of(error)}") from error
+
+    def path(self, name: str) -> str:
+        """Returns the object of a path of the offer, such as `/weights/step_7/digests.json`."""
+        return f"{self._root}/{name.strip('/').replace(f'{_LIST}/', f'{_LIST}_files/', 1)}"
+
+    def versions(self, *, is_done: bool = False) -> dict[int, str]:
+        """Returns the offered versions, each with the digest of its digests; none before a trainer was here.
+
+        Raises TransportError. `is_done` is for trainers that listen.
+        """
+        try:
+            content = self._read(f"/{_LIST}")
+        except RefusedError:
+            return {}
+        try:
+            return msgspec.json.decode(content, type=OfferedVersions).versions
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TransportError(f"{self.url} holds no list of weights: {error}") from error
+
+    def digests(self, version: int) -> bytes:
+        """Returns the content of `digests.json`. Raises TransportError if the version is not offered."""
+        return self._read(f"/{_LIST}/step_{version}/{DIGESTS}")
+
+    def append(self, path: str, target: Path, on_bytes: Callable[[int], None]) -> None:
+        """Appends the rest of a file to what `target` has of it."""
+        with self.reached(path), self.files.open(self.path(path), "rb") as source, target.open("ab") as file:
+            source.seek(file.tell())
+            while chunk := source.read(CHUNK_BYTES):
+                file.write(chunk)
+                on_bytes(len(chunk))
+
+    def _read(self, path: str) -> bytes:
+        with self.reached(path):
+            content: bytes = self.files.cat_file(self.path(path))
+        return content
+
+    @contextmanager
+    def reached(self, path: str) -> Iterator[None]:
+        """Context manager: raises TransportError for whatever a store's package raises."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise RefusedError(f"{self.url} has no {path}, or it was withdrawn") from error
+        except Exception as error:
+            raise TransportError(f"{self.url} cannot be reached: {name_of(error)}") from error
+
+
+class StoredOffer:
+    """The trainer's end, in the place of `WeightsOffer`: nothing is listed until it is started."""
+
+    def __init__(self, run_dir: Path, store: WeightsStore) -> None:
+        """Raises TransportError if the store cannot be written to."""
+        self._folder, self._store = run_dir / "weights", store
+        self.leases = Leases()
+        """None is ever taken."""
+        self._listed: dict[int, str] = {}
+        self._is_ending = threading.Event()
+        self._write_list()  # versions that a resumed trainer takes back are offered no more
+        self._thread = threading.Thread(target=self._follow, name="weights", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_until_quiet(self) -> None:
+        """Returns once the store holds the last version, or could not be reached for a minute."""
+        deadline = time.monotonic() + RESUME_S
+        while self._listed != self._published():
+            if time.monotonic() > deadline:
+                log.error("%s does not hold the last weights: it could not be reached", self._store.url)
+                return
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        self._is_ending.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _follow(self) -> None:
+        pause_s, is_said = _POLL_S, False
+        while not self._is_ending.wait(pause_s):
+            try:
+                self._update()
+            except (TransportError, OSError) as error:
+                if not is_said:
+                    log.warning("%s; trying again until it works", name_of(error))
+                pause_s, is_said = min(2 * pause_s, _LONGEST_PAUSE_S), True
+            else:
+                pause_s, is_said = _POLL_S, False
+
+    def _published(self) -> dict[int, str]:
+        found = {}
+        for version in stable_steps(self._folder):
+            path = self._folder / f"step_{version}" / DIGESTS
+            if path.exists():
+                found[version] = digest_of_bytes(path.read_bytes())
+        return found
+
+    def _update(self) -> None:
+        published = self._published()
+        gone = {version for version, digest in self._listed.items() if published.get(version) != digest}
+        if gone:
+            self._listed = {version: self._listed[version] for version in self._listed.keys() - gone}
+            self._write_list()
+            for version in gone:
+                path = f"/{_LIST}/step_{version}"
+                with self._store.reached(path):
+                    self._store.files.rm(self._store.path(path), recursive=True)
+        for version in sorted(published.keys() - self._listed.keys()):
+            self._upload(version)
+            self._listed[version] = published[version]
+            self._write_list()
+
+    def _upload(self, version: int) -> None:
+        folder = self._folder / f"step_{version}"
+        digests = read_digests(folder)
+        assert digests is not None
+        names = [*digests.files, *([digests.delta.name] if digests.delta else []), DIGESTS]
+        for name in names:
+            path = f"/{_LIST}/step_{version}/{name}"
+            with self._store.reached(path):
+                self._store.files.makedirs(self._store.path(path).rpartition("/")[0], exist_ok=True)
+                self._store.files.put_file(str(folder / name), self._store.path(path))
+
+    def _write_list(self) -> None:
+        with self._store.reached(f"/{_LIST}"):
+            path = self._store.path(f"/{_LIST}")
+            self._store.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._store.files.pipe_file(path, msgspec.json.encode(OfferedVersions(self._listed)))

@@ -1,0 +1,145 @@
+"""Weights by way of an object store: what the trainer puts there, and what others see of it."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+from pellucid.errors import ConfigError, TransportError
+from pellucid.orchestrator.servers import OfferedVersionsList
+from pellucid.transport import retract_folder, stable_steps
+from pellucid.transport.digests import read_digests
+from pellucid.transport.weights import publish_version, weights_folder, write_version
+from pellucid.transport.weights_pull import RefusedError, WeightsPuller
+from pellucid.transport.weights_store import StoredOffer, WeightsStore
+
+FILE = "model.safetensors"
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request, tmp_path) -> Iterator[WeightsStore]:
+    if request.param == "file":
+        yield WeightsStore(f"file://{tmp_path}/store/")
+        return
+    url = f"memory://{uuid.uuid4().hex}"
+    yield WeightsStore(url)
+    fsspec.filesystem("memory").store.clear()
+
+
+def publish(run_dir, version: int, *, deltas: bool = False) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 50).bfloat16()
+    with torch.no_grad():
+        model.weight[0, version] += 1
+    publish_version(run_dir, version, partial(write_version, model), keep=2, deltas=deltas)
+
+
+@contextmanager
+def offering(run_dir, store: WeightsStore) -> Iterator[StoredOffer]:
+    with closing(StoredOffer(run_dir, store)) as offer:
+        offer.start()
+        yield offer
+
+
+def wait_for(store: WeightsStore, versions: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while sorted(store.versions()) != versions:
+        assert time.monotonic() < deadline, store.versions()
+        time.sleep(0.01)
+
+
+def test_what_is_published_can_be_read_and_what_is_withdrawn_cannot(store, tmp_path) -> None:
+    run_dir, puller = tmp_path / "trainer", WeightsPuller(store, tmp_path / "cache", patience_s=0.1)
+    assert store.versions() == {}
+    with offering(run_dir, store):
+        for version in (1, 2, 3):
+            publish(run_dir, version)
+            wait_for(store, [1, 2, 3][max(0, version - 2) : version])
+            folder = puller.pull(version)
+            published = weights_folder(run_dir, version)
+            assert (folder / FILE).read_bytes() == (published / FILE).read_bytes()
+        with pytest.raises(RefusedError, match=r"has no /weights/step_1/digests.json, or it was withdrawn"):
+            puller.pull(1)
+    size = (weights_folder(run_dir, 3) / FILE).stat().st_size
+    assert puller.num_bytes == 3 * size
+
+
+def test_differences_and_the_rest_of_a_file_are_read_from_it(store, tmp_path) -> None:
+    run_dir, puller = tmp_path / "trainer", WeightsPuller(store, tmp_path / "cache")
+    with offering(run_dir, store) as offer:
+        for version in (1, 2):
+            publish(run_dir, version, deltas=True)
+        offer.wait_until_quiet()
+        content = (weights_folder(run_dir, 1) / FILE).read_bytes()
+        target = tmp_path / "part"
+        target.write_bytes(content[:1000])
+        found: list[int] = []
+        store.append(f"/weights/step_1/{FILE}", target, found.append)
+        assert (target.read_bytes(), sum(found)) == (content, len(content) - 1000)
+        puller.pull(1)
+        before = puller.num_bytes
+        folder = puller.pull(2)
+        assert (folder / FILE).read_bytes() == (weights_folder(run_dir, 2) / FILE).read_bytes()
+        assert puller.num_bytes - before == read_digests(weights_folder(run_dir, 2)).delta.num_bytes < 500
+
+
+def test_a_trainer_that_goes_on_lists_nothing_until_it_has_taken_back_what_it_redoes(store, tmp_path) -> None:
+    run_dir = tmp_path / "trainer"
+    with offering(run_dir, store):
+        for version in (1, 2):
+            publish(run_dir, version)
+        wait_for(store, [1, 2])
+    with closing(StoredOffer(run_dir, store)) as resumed:
+        assert store.versions() == {}
+        retract_folder(weights_folder(run_dir, 2))
+        resumed.start()
+        wait_for(store, [1])
+
+
+def test_the_orchestrators_list_is_that_of_the_store(store, tmp_path) -> None:
+    run_dir, offered = tmp_path / "trainer", OfferedVersionsList(store, tmp_path / "seen")
+
+    async def follow() -> None:
+        following = asyncio.create_task(offered.follow())
+        await offered.is_known.wait()
+        publish(run_dir, 1)
+        async with asyncio.timeout(PATIENCE_S):
+            while stable_steps(tmp_path / "seen") != [1]:
+                await asyncio.sleep(0.01)
+        following.cancel()
+
+    with offering(run_dir, store):
+        asyncio.run(follow())
+    assert read_digests(tmp_path / "seen" / "step_1") == read_digests(weights_folder(run_dir, 1))
+
+
+def test_a_store_that_cannot_be_written_to_is_tried_again_and_said_once(tmp_path, caplog) -> None:
+    store = WeightsStore(f"file://{tmp_path}/store")
+    run_dir = tmp_path / "trainer"
+    with offering(run_dir, store):
+        (tmp_path / "store" / "weights_files").touch()  # where a folder has to be
+        publish(run_dir, 1)
+        deadline = time.monotonic() + PATIENCE_S
+        while "trying again until it works" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (tmp_path / "store" / "weights_files").unlink()
+        wait_for(store, [1])
+    assert len([each for each in caplog.records if each.levelno == logging.WARNING]) == 1
+    with pytest.raises(TransportError, match=r"cannot be reached: \w+"):
+        (tmp_path / "file").touch()
+        StoredOffer(run_dir, WeightsStore(f"file://{tmp_path}/file/store"))
+
+
+def test_a_url_that_nothing_knows_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"weights.store = 'nosuch://bucket' cannot be used: ValueError"):
+        WeightsStore("nosuch://bucket")
