@@ -29,7 +29,7 @@ help:
 	@echo "make bench         side-by-side benchmarks"
 	@echo "make bench-train   a training step against TRL's, which gets an environment of its own in $(TRL)"
 	@echo "make bench-peers   the demo's task trained by TRL and by pellucid: reward over time"
-	@echo "make chaos         kill the processes of a run 30 times, resume it, and check that nothing went missing"
+	@echo "make chaos         kill, stop and starve the processes of a run KILLS=30 times, and check that nothing went missing"
 	@echo "make museum        plant known bugs in a copy, and see each of them caught (about 15 minutes; ONLY=NAME for one)"
 	@echo "make identical BASE=REVISION  the same runs by that revision and by this tree: every number has to be the same (ONLY=NAME for one)"
 	@echo "make clean         remove the virtual environment, caches and outputs"
@@ -170,8 +170,10 @@ $(TRL)/.installed: pyproject.toml constraints.txt constraints-trl.txt install_to
 bench-peers: $(TRL)/.installed
 	$(TRL)/bin/python -m benchmarks.peers
 
+# FOLDER=… goes on with one that was interrupted.
+KILLS ?= 30
 chaos: $(INSTALLED)
-	$(BIN)/python tests/chaos.py --kills 30
+	$(BIN)/python tests/chaos.py --blows $(KILLS) $(if $(FOLDER),--folder $(FOLDER))
 
 museum: $(INSTALLED)
 	$(BIN)/python tests/museum.py $(ONLY)

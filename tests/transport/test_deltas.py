@@ -145,6 +145,16 @@ def test_a_version_of_which_most_changed_has_no_difference(trainer, puller) -> N
         assert pulled(puller, trainer, version) == len(trainer.content(version))
 
 
+@pytest.mark.parametrize("damaged", [FILE, "digests.json"])
+def test_a_base_that_is_damaged_is_none(trainer, damaged, caplog) -> None:
+    trainer.publish(1)
+    path = weights_folder(trainer.folder, 1) / damaged
+    path.write_bytes(path.read_bytes()[:200])
+    trainer.publish(2)
+    assert read_digests(weights_folder(trainer.folder, 2)).delta is None
+    assert "no difference from policy version 1: " in caplog.text
+
+
 @pytest.mark.parametrize("fault", ["a byte", "another version's", "no frame"])
 def test_a_wrong_difference_is_replaced_by_the_whole(trainer, puller, fault, caplog) -> None:
     for version in (1, 2, 3):

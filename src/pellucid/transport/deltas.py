@@ -15,6 +15,7 @@ In bfloat16 an update of 1e-6 leaves most elements as they were. Per tensor with
 - Where it would be more than half of the whole file (float32, a first version, another head), there is none.
 """
 
+import logging
 import mmap
 import shutil
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ from pellucid.transport.digests import (
 )
 from pellucid.transport.spool import is_stable
 
+log = logging.getLogger(__name__)
+
 DELTA = "delta.safetensors.zst"
 _LARGEST = 0.5
 """Share of the whole file's bytes up to which a difference is kept."""
@@ -53,14 +56,18 @@ Words = npt.NDArray[np.unsignedinteger]
 def add_delta(folder: Path, base: Path, base_version: int) -> bool:
     """Writes the difference of the version in `folder` from the one in `base` beside it, if that is worth it.
 
-    Returns whether it did. Neither is visible to readers of `folder` yet.
+    Returns whether it did. Readers do not see `folder` yet. A base that is damaged is none.
     """
-    about, before = read_digests(folder), read_digests(base) if is_stable(base) else None
-    if about is None or before is None or about.files != before.files or len(about.files) != 1:
-        return False  # another head, or another size
-    (name,) = about.files
-    changed = {key for key, digest in about.tensors.items() if before.tensors.get(key) != digest}
-    payload = _difference(base / name, folder / name, changed)
+    try:
+        about, before = read_digests(folder), read_digests(base) if is_stable(base) else None
+        if about is None or before is None or about.files != before.files or len(about.files) != 1:
+            return False  # another head, or another size
+        (name,) = about.files
+        changed = {key for key, digest in about.tensors.items() if before.tensors.get(key) != digest}
+        payload = _difference(base / name, folder / name, changed)
+    except (TransportError, FileNotFoundError, ValueError) as error:
+        log.warning("no difference from policy version %d: %s", base_version, error)
+        return False
     if payload is None:
         return False
     (folder / DELTA).write_bytes(payload)
@@ -133,7 +140,9 @@ def apply_deltas(base: Path, payloads: Sequence[bytes], target: Path) -> None:
         with mmap.mmap(file.fileno(), 0) as whole:
             for payload in payloads:
                 try:
-                    parts = load(zstandard.decompress(payload, max_output_size=4 * len(whole)))
+                    if zstandard.frame_content_size(payload) > 4 * len(whole):
+                        raise ValueError("it is larger than any difference")
+                    parts = load(zstandard.decompress(payload))
                     for part in parts:
                         name, _, kind = part.rpartition(".")
                         if kind == "gaps":

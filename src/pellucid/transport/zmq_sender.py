@@ -129,7 +129,8 @@ class ZmqSender:
     def missing_batch(self) -> int | None:
         """Asks the trainer for the first step whose batch it has not stored; None until it has answered."""
         self.check()
-        self._asks_missing = self._missing is None
+        with self._changed:
+            self._asks_missing = self._missing is None
         self._bell.ring()
         return self._missing
 
@@ -251,7 +252,8 @@ class ZmqSender:
             case Stored() | Taken():
                 self._forget(message)
             case Missing():
-                self._missing, self._asks_missing = message.step, False
+                with self._changed:
+                    self._missing, self._asks_missing = message.step, False
             case Refused():
                 self._note_refusal(message)
                 self._offer_now()
