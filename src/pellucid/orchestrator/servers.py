@@ -31,7 +31,7 @@ from pellucid.ledger.weights import WeightsBook
 from pellucid.orchestrator.session import group_of_request
 from pellucid.transport import publish_folder, retract_folder, stable_steps
 from pellucid.transport.digests import DIGESTS, digest_of_bytes
-from pellucid.transport.weights_pull import Offer, RefusedError, open_offer_client
+from pellucid.transport.weights_pull import OfferedWeights, RefusedError, open_offer_client
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class OfferedVersionsList:
     So that whoever looks for published versions finds them as on a shared disk.
     """
 
-    def __init__(self, offer: Offer, folder: Path) -> None:
+    def __init__(self, offer: OfferedWeights, folder: Path) -> None:
         self._offer, self._folder = offer, folder
         self.is_known = asyncio.Event()
         """Set once the folders were what the trainer offers."""

@@ -60,7 +60,7 @@ class RefusedError(TransportError):
     """The trainer answered, and asking again will not help."""
 
 
-class Offer(Protocol):
+class OfferedWeights(Protocol):
     """A trainer's versions, as a server and an orchestrator see them."""
 
     @property
@@ -145,7 +145,7 @@ class OfferClient:
         return response
 
 
-def open_offer_client(weights: WeightsConfig, output_dir: Path, servers_key: Path | None) -> Offer:
+def open_offer_client(weights: WeightsConfig, output_dir: Path, servers_key: Path | None) -> OfferedWeights:
     """Opens what the trainer offers over a network; `servers_key`: `inference.key_file`."""
     if weights.transport == "object-store":
         from pellucid.transport.weights_store import WeightsStore
@@ -161,7 +161,7 @@ def name_of(error: BaseException) -> str:
 class WeightsPuller:
     """Keeps the versions that a server serves in a folder of its own."""
 
-    def __init__(self, offer: Offer, cache: Path, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, offer: OfferedWeights, cache: Path, *, patience_s: float = PATIENCE_S) -> None:
         self.offer = offer
         self._cache = cache
         self._patience_s = patience_s

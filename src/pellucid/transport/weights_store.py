@@ -171,4 +171,6 @@ class StoredOffer:
         with self._store.reached(f"/{_LIST}"):
             path = self._store.path(f"/{_LIST}")
             self._store.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._store.files.pipe_file(path, msgspec.json.encode(OfferedVersions(self._listed)))
+            # Where objects are files, one that is being written could be read.
+            self._store.files.pipe_file(f"{path}.new", msgspec.json.encode(OfferedVersions(self._listed)))
+            self._store.files.mv(f"{path}.new", path)
