@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import nn
 
+from pellucid.errors import TransportError
 from pellucid.transport import retract_folder
 from pellucid.transport.deltas import DELTA, decode, encode
 from pellucid.transport.digests import digest_of_bytes, read_digests, write_digests
@@ -174,6 +175,24 @@ def test_a_wrong_difference_is_replaced_by_the_whole(trainer, puller, fault, cap
         write_digests(folder, msgspec.structs.replace(about, delta=delta))
     assert pulled(puller, trainer, 2) >= len(trainer.content(2))
     assert "policy version 2 is read whole: " in caplog.text
+
+
+@pytest.mark.parametrize("name", ["../cache/step_1/STABLE", "/etc/passwd", ".hidden"])
+@pytest.mark.parametrize("what", ["file", "difference"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(trainer, puller, name, what) -> None:
+    for version in (1, 2):
+        trainer.publish(version)
+    pulled(puller, trainer, 1)
+    folder = weights_folder(trainer.folder, 2)
+    about = read_digests(folder)
+    changes = {"files": {name: about.files[FILE]}}
+    if what == "difference":
+        changes = {"delta": msgspec.structs.replace(about.delta, name=name)}
+    write_digests(folder, msgspec.structs.replace(about, **changes))
+    before = puller.num_bytes
+    with pytest.raises(TransportError, match="is no name of a file of weights"):
+        puller.pull(2)
+    assert puller.num_bytes == before
 
 
 def test_a_transfer_of_a_difference_goes_on_where_it_broke(trainer, puller) -> None:

@@ -34,13 +34,15 @@ class WeightsToServe:
 
     def verify(self, server: str, version: int, folder: Path, report: ServedWeightsReport | None) -> None:
         """Enters a server's report into the book; raises WeightsError if it is certain to serve others."""
-        if report is not None and report.policy_version != version:
-            raise UnreachableError(f"{server} serves policy version {report.policy_version} by now")
-        if report is not None and report.run != self._run:
-            raise UnreachableError(f"{server} serves weights of run {report.run!r} by now")
+        digests, as_read = None, False
+        if report is not None:
+            digests, as_read = report.digests, report.as_read
+            if (found := (report.policy_version, report.run)) != (version, self._run):
+                raise UnreachableError(
+                    f"{server} serves policy version {found[0]} of run {found[1]!r} by now"
+                )
         if self.current != (version, folder):
             return  # newer weights came meanwhile, and with them another examination
-        digests, as_read = (None, False) if report is None else (report.digests, report.as_read)
         if differs := differing(self._digests, digests, as_read=as_read):
             self._require_certainty(server, version, folder, *next(iter(differs.items())))
         self._doubts.pop(server, None)

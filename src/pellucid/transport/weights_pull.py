@@ -194,7 +194,7 @@ class WeightsPuller:
                     raise
                 logger.warning("%s; policy version %d is served already, and stays", error, version)
                 return folder
-            digests = decode_digests(content, f"{self.offer.url}: policy version {version}")
+            digests = self._decode(version, content)
             if self._has(version, content, digests):
                 return folder
             partial = self._cache / f".step_{version}.partial-{digest_of_bytes(content)}"
@@ -231,8 +231,6 @@ class WeightsPuller:
 
     def _fetch_files(self, version: int, digests: PublishedDigests, partial: Path) -> None:
         for name, about in digests.files.items():
-            if Path(name).name != name or name.startswith("."):
-                raise TransportError(f"{self.offer.url}: {name!r} is no name of a file of weights")
             target = partial / name
             self._fetch(f"/weights/step_{version}/{name}", target, about.num_bytes)
             self._check_arrived(version, target, about.head, digests.tensors)
@@ -278,8 +276,16 @@ class WeightsPuller:
             content = self.offer.digests(version)
             if digest_of_bytes(content) != delta.base:
                 break
-            digests = decode_digests(content, f"{self.offer.url}: policy version {version}")
+            digests = self._decode(version, content)
         return self._cache, {}
+
+    def _decode(self, version: int, content: bytes) -> PublishedDigests:
+        """Raises TransportError if these are no digests, or name what cannot be in a version's folder."""
+        digests = decode_digests(content, f"{self.offer.url}: policy version {version}")
+        for name in (*digests.files, *([digests.delta.name] if digests.delta else [])):
+            if Path(name).name != name or name.startswith("."):
+                raise TransportError(f"{self.offer.url}: {name!r} is no name of a file of weights")
+        return digests
 
     def _fetch(self, path: str, target: Path, num_bytes: int) -> None:
         while (size := _size(target)) != num_bytes:
