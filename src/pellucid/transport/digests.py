@@ -88,7 +88,7 @@ def tensors_of(head: bytes) -> dict[str, TensorBytes]:
     described = orjson.loads(head[8:])
     described.pop("__metadata__", None)
     return {
-        name: TensorBytes(about["dtype"], *about["data_offsets"], len(head))
+        name: TensorBytes(about["dtype"], about["data_offsets"][0], about["data_offsets"][1], len(head))
         for name, about in described.items()
     }
 
