@@ -66,9 +66,9 @@ def test_a_longer_server_has_the_rotary_positions_of_the_run() -> None:
     expected = replace(POLICY, longrope_limits=frozenset({100, 4096}))
     expected.check(URL, health(max_model_len=4096))
     assert refusal(expected, max_model_len=4097) == (
-        "the policy server 'a/model' at http://box:8000 takes 4097 tokens, more than 4096, above which its model "
-        "has other rotary positions (longrope) than with inference.max_model_len = 200 of the run; start it with "
-        "the same inference.max_model_len"
+        "the policy server 'a/model' at http://box:8000 takes 4097 tokens, more than 4096, above which its "
+        "model has other rotary positions (longrope) than with inference.max_model_len = 200 of the run; "
+        "start it with the same inference.max_model_len"
     )
     replace(TEACHER, longrope_limits=frozenset({4096})).check(URL, health(max_model_len=4097))
 

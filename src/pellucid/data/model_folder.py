@@ -60,8 +60,8 @@ def check_lengths(name: str, *, trained: int, served: int) -> None:
 def longrope_limits(name: str) -> frozenset[int]:
     """Returns the lengths, in tokens, above which layers of a model have the long factors of `longrope`.
 
-    `name` is a folder or a hub name, whose config.json is fetched. Of a model whose config cannot be read there
-    are none: whoever loads the model says why.
+    `name` is a folder or a hub name, whose config.json is fetched. Of a model whose config cannot be read
+    there are none: whoever loads the model says why.
     """
     from transformers import AutoConfig  # takes a second
 

@@ -357,8 +357,8 @@ class Expected:
         if limit := parting_limit(self.longrope_limits, self.max_model_len, health.max_model_len):
             return (
                 f"takes {health.max_model_len} tokens, more than {limit}, above which its model has other "
-                f"rotary positions (longrope) than with inference.max_model_len = {self.max_model_len} of the "
-                "run; start it with the same inference.max_model_len"
+                f"rotary positions (longrope) than with inference.max_model_len = {self.max_model_len} of "
+                "the run; start it with the same inference.max_model_len"
             )
         known = health.model_fingerprint and self.model_fingerprint
         if known and health.model_fingerprint != self.model_fingerprint:

@@ -4,7 +4,8 @@
 
 Invariants, besides those of `slots.py`:
 - The core steps only when told to, so a weight swap lies between two steps and a token's version is known.
-- Keys and values are shared among prompts of one policy version: the version is the salt of the prefix cache.
+- Keys and values are shared among prompts that start between two loads of weights: the number of loads is the
+  salt of the prefix cache. A version may be loaded again, with other weights.
 - Running sequences keep their cache and go on under new weights. One that has no token yet starts again, so
   that its prompt is of the version that samples its first token.
 - Weights that fail half-way take the engine down: nobody knows any more what would be sampled."""
@@ -186,7 +187,7 @@ class VllmEngine(SlottedEngine[str]):
             request = next(iter(self._waiting))
             key = next(self._keys)
             self._start(request, key)
-            self._core.start(key, request.prompt_ids, request.params, str(self.version))
+            self._core.start(key, request.prompt_ids, request.params, str(self.num_loads))
         for scoring in list(self._scorings):
             if len(self._scoring) >= MAX_SCORINGS:
                 break
@@ -214,7 +215,7 @@ class VllmEngine(SlottedEngine[str]):
                 # Not the same draws once more.
                 seed=None if params.seed is None else params.seed + num_sampled,
             ),
-            str(self.version),
+            str(self.num_loads),
         )
 
     def _count_prompts(self, sampled: Sequence[SampledToken]) -> None:

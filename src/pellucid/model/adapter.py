@@ -15,7 +15,7 @@ state-space layers) would pass an adapter by, and is refused.
 import difflib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,11 +103,15 @@ class Adapters:
         if config.dropout:
             for _, layer in self._lora_layers():
                 for slot in self._slots:
-                    layer.lora_dropout[slot] = _TrainingDropout(config.dropout)
+                    layer.lora_dropout[slot] = _TrainingDropout(config.dropout, self._is_counting)
 
     def __getitem__(self, number: int) -> Adapter:
         """Makes the adapter from the current parameters; sharding replaces them, so ask again after it."""
         return Adapter(dict(self._lora_layers()), self._slots[number], self._config)
+
+    def _is_counting(self) -> bool:
+        balance = self._policy.balance
+        return balance is not None and balance.is_counting
 
     def _lora_layers(self) -> Iterator[tuple[str, Any]]:
         for path, module in self._policy.hf.named_modules():
@@ -116,14 +120,15 @@ class Adapters:
 
 
 class _TrainingDropout(nn.Module):
-    """Dropout that is on where gradients are recorded; the model itself is always in evaluation mode."""
+    """Dropout that is on where gradients are recorded, and in a forward that counts what such a one chooses;
+    the model itself is always in evaluation mode."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, is_counting: Callable[[], bool]) -> None:
         super().__init__()
-        self._share = share
+        self._share, self._is_counting = share, is_counting
 
     def forward(self, states: Tensor) -> Tensor:
-        return dropout(states, self._share, training=torch.is_grad_enabled())
+        return dropout(states, self._share, training=torch.is_grad_enabled() or self._is_counting())
 
 
 _CHOOSING = {"router", "gate", "shared_expert_gate", "indexer"}

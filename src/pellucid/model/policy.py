@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,6 +37,16 @@ NOT_YET = "pellucid cannot train or serve this model yet: see docs/models.md for
 
 
 Way = Literal["packed", "rows"]
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Returns the options of a forward that keeps no cache: none for a model that has no caches."""
+    return {"use_cache": False} if _takes_cache(type(model)) else {}
+
+
+@cache
+def _takes_cache(kind: type[nn.Module]) -> bool:
+    return "use_cache" in inspect.signature(kind.forward).parameters
 
 
 class Traits(NamedTuple):
@@ -236,9 +246,7 @@ class Policy(nn.Module):
 
     def _hidden_in_rows(self, token_ids: Tensor, rows: PaddedRows) -> Tensor:
         """Computes hidden states by HF's own attention, which needs no mask where padding comes last."""
-        base = self.base
-        takes_cache = "use_cache" in inspect.signature(base.forward).parameters
-        states = base(input_ids=rows.spread(token_ids), **({"use_cache": False} if takes_cache else {}))[0]
+        states = self.base(input_ids=rows.spread(token_ids), **without_cache(self.base))[0]
         return rows.gather(states)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -301,6 +309,7 @@ class Policy(nn.Module):
         arguments = token_ids, positions, temperatures, layout, routed_experts, expert_weights
         if self.balance is None or not self.balance.is_begun or trainable is None:
             return self._predict_all(*arguments)
+        self.balance.repeat_draws(self.device)
         with self.balance.reading() as logits:
             output = self._predict_all(*arguments)
         share = self.balance.share(self._by_token(logits, layout), predicting(layout, trainable))
@@ -371,7 +380,7 @@ class Policy(nn.Module):
         if self.replay is not None and routed_experts is not None:
             recorded = routed_experts[layout.computed]
             return count_experts(recorded, weights, self.replay.shape.num_experts)
-        with self.balance.reading() as logits:
+        with self.balance.counting(self.device) as logits:
             self(token_ids, positions, temperatures, layout, routed_experts, expert_weights)
         return self.balance.count(self._by_token(logits, layout), weights)
 
