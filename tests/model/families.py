@@ -259,7 +259,7 @@ def _row(name: str, way: str, policy: Policy, findings: list[Finding]) -> str:
     cells = (
         name,
         way,
-        "packed" if policy.way == "packed" else _batches(choose_method(policy)),
+        "packed" if policy.way == "packed" else _batches(choose_method(policy, CONTEXT)),
         "yes" if is_split else "no",
         ("yes" if known_routers(policy.hf) else "no") if has_experts else "–",
         "yes" if adapted_layers(policy, LoraConfig()) else "no",

@@ -142,7 +142,8 @@ class ExpertBalance:
         if not abs(float(own) - float(theirs)) <= _SAME * self.top_k:
             raise ModelError(
                 f"{_KEY} is set, but the balancing loss of {type(hf).__name__} is another than that of "
-                "Qwen3-MoE and Mixtral, which pellucid computes; set it to 0, or choose a model with such experts"
+                "Qwen3-MoE and Mixtral, which pellucid computes; set it to 0, or choose a model with such "
+                "experts"
             )
 
     def _keep(self, number: int, index: int, router: nn.Module, inputs: object, output: Any) -> None:
