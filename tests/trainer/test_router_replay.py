@@ -204,6 +204,20 @@ def test_members_share_a_prompt_as_far_as_its_weights_are_equal(table) -> None:
     assert len(layout_of(weighed(table, weights), share_prompts=True).computed) > shared
 
 
+@pytest.mark.parametrize("weighs", [False, True])
+def test_experts_of_the_wire_are_replayed_in_rows(build, table, weighs) -> None:
+    """Padding of rows has no experts, though bytes of the wire have no number for that."""
+    batch = weighed(shuffled(table)) if weighs else shuffled(table)
+    assert batch["routed_experts"].dtype == np.uint8
+    packed, rows = (
+        build(model={"seq_len": 128, "layout": layout}, replay_expert_weights=weighs)
+        for layout in ("packed", "rows")
+    )
+    assert rows.policy.way == "rows"
+    expected, found = (verify.gradients(run, batch, cap=200) for run in (packed, rows))
+    assert verify.difference(expected, found) <= gradient_bound(packed.policy, table.num_tokens)
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [

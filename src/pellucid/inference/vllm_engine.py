@@ -28,6 +28,7 @@ from pellucid.errors import ConfigError, InferenceError, ModelError, TransportEr
 from pellucid.inference.client import SamplingParams
 from pellucid.inference.slots import Request, Scoring, SlottedEngine
 from pellucid.model import RouterShape
+from pellucid.model.adapter import adapted_head
 from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
 from pellucid.model.routing import known_routers, routed_layers, router_shape, routers_of
 from pellucid.transport.weights import (
@@ -262,6 +263,11 @@ def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
         raise ModelError(
             f"model.name = {name!r} has experts of another kind than Qwen2-MoE, Qwen3-MoE and OLMoE, and "
             'inference.backend = "vllm" takes no new weights of these; use "embedded"'
+        )
+    if config.model.lora is not None and (head := adapted_head(model, config.model.lora)):
+        raise ConfigError(
+            f"model.lora.targets names the head ({head}), and whether vLLM takes its adapter was not tried; "
+            'leave it out, or use inference.backend = "embedded"'
         )
     recorded = None
     if settings.record_experts:

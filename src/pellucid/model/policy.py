@@ -94,7 +94,11 @@ class Policy(nn.Module):
         self.max_logits: int | None = None
         """Logits that may be in memory at once; more are computed in chunks. None: by the device's memory."""
 
-        head = hf.get_output_embeddings()
+        self.read_through_head()
+
+    def read_through_head(self) -> None:
+        """Makes the head predict as `_read_head` does; called again once an adapter has taken its place."""
+        head = self.hf.get_output_embeddings()
         head.forward = partial(self._read_head, head.forward)
 
     @property
@@ -282,7 +286,7 @@ class Policy(nn.Module):
             temperatures, cap = temperatures / factor, None if cap is None else cap / factor
         return predict(
             hidden,
-            head.weight,
+            self.head_weight(),
             getattr(head, "bias", None),
             token_ids,
             temperatures,
@@ -290,6 +294,15 @@ class Policy(nn.Module):
             max_logits=self.max_logits,
             softcap=cap,
         )
+
+    def head_weight(self) -> Tensor:
+        """Returns the weight of the head, with what its active adapter adds."""
+        head = self.hf.get_output_embeddings()
+        weight: Tensor = head.weight
+        if not hasattr(head, "lora_A"):
+            return weight
+        (slot,) = head.active_adapters
+        return weight + head.scaling[slot] * (head.lora_B[slot].weight @ head.lora_A[slot].weight)
 
     def forward(
         self,
@@ -333,7 +346,7 @@ class Policy(nn.Module):
             weights = None if expert_weights is None else expert_weights[layout.computed]
             rows = self.rows_of(layout.plan) if self.way == "rows" else None
             if rows is not None:
-                recorded = rows.spread_flat(recorded, fill=-1)
+                recorded = rows.spread_flat(recorded.short(), fill=-1)  # bytes have no number below 0
                 weights = None if weights is None else rows.spread_flat(weights, fill=math.nan)
             with self.replay.of(recorded, weights) as replayed:
                 hidden = self.hidden(ids, places, layout.plan).squeeze(0)
