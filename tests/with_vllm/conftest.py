@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
-from pellucid.model.tiny import make_tiny_model, make_tiny_moe_model
+from pellucid.model.tiny import character_tokenizer, make_tiny_model, make_tiny_moe_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +46,45 @@ def vllm_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first of three layers is dense."""
     folder = tmp_path_factory.mktemp("moe")
     make_tiny_moe_model(folder, hidden_size=128, dense_layers=[0])
+    return folder
+
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+OTHERS = {
+    "qwen2_moe": {
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "intermediate_size": 64,
+    },
+    "olmoe": {"intermediate_size": 64},
+}
+
+
+@pytest.fixture(scope="session", params=OTHERS)
+def other_vllm_moe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other kinds of experts that vLLM takes new weights of; one has shared experts beside them."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp(request.param)
+    config = CONFIG_MAPPING[request.param](**SIZES, **OTHERS[request.param])
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return folder
 
 
