@@ -132,7 +132,7 @@ def test_logprobs_are_those_of_each_sequence_alone(name, tmp_path) -> None:
     ],
 )
 def test_the_fastest_method_that_is_right_is_chosen(name, keeps_cache, is_batched, joins) -> None:
-    method = choose_method(rows_policy(name), families.CONTEXT)
+    method = choose_method(rows_policy(name), 100)
     assert (method.keeps_cache, method.is_batched, method.joins) == (keeps_cache, is_batched, joins)
 
 

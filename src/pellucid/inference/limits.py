@@ -64,6 +64,8 @@ def binding(
     limits: Sequence[Limit], compute: Callable[[], Tensor], differ: Callable[[Tensor, Tensor], bool]
 ) -> list[Limit]:
     """Returns the limits that change what `compute` gives when they are lowered."""
+    if not limits:
+        return []
     found, own = [], compute()
     for limit in limits:
         try:

@@ -158,6 +158,9 @@ _BEYOND = 32
 _LAST = 6
 """Tokens of a probed sequence that are computed one by one, from the cache."""
 
+_APART, _SHORT = 7, 9
+"""Tokens by which prompts that are joined differ in length, and tokens of one that comes late."""
+
 _ERRORS = (ModelError, *FORWARD_ERRORS)
 """Errors of a model that is used in a way that it does not know."""
 
@@ -209,7 +212,7 @@ def _bound(policy: Policy, max_length: int) -> tuple[list[Limit], int]:
     limits = limits_of(policy.hf, max_length)
     low = binding(limits, compute, lambda one, other: _difference(one, other) > _limit(policy.hf, [other]))
     needed = [min(each.largest + _BEYOND, max_length) for each in limits if each not in low]
-    return low, max(token_ids.shape[1], *needed, 0)
+    return low, max([token_ids.shape[1], *needed])
 
 
 def _drawn(policy: Policy, length: int) -> Tensor:
@@ -218,7 +221,18 @@ def _drawn(policy: Policy, length: int) -> Tensor:
 
 
 def _alone(policy: Policy, token_ids: Tensor) -> list[Tensor]:
-    return [policy.hf(input_ids=row[None], **without_cache(policy.hf)).logits[0] for row in token_ids]
+    """Computes the logits of each sequence alone, at the places that a probe looks at."""
+    options: dict[str, Any] = without_cache(policy.hf)
+    (places,) = to_device([np.array(_looked_at(token_ids.shape[1]))], policy.device)
+    if takes_places := "logits_to_keep" in inspect.signature(policy.hf.forward).parameters:
+        options["logits_to_keep"] = places
+    rows = (policy.hf(input_ids=row[None], **options).logits[0] for row in token_ids)
+    return [row if takes_places else row[places] for row in rows]
+
+
+def _looked_at(length: int) -> list[int]:
+    """Returns the places whose logits a probe compares, of sequences of `length` tokens."""
+    return [*range(_SHORT, _SHORT + _LAST), *range(length - _LAST - 2 * _APART, length)]
 
 
 def _methods(hf: Any) -> Iterator[Method]:
@@ -301,12 +315,12 @@ class _Probe:
 
     def _run_joined(self) -> None:
         """Three lengths become one batch, the longest is dropped, and a shorter one comes."""
-        apart = [self._method.take(self._prefix([row], self._start - 7 * row), [0]) for row in range(3)]
+        apart = [self._method.take(self._prefix([row], self._start - _APART * row), [0]) for row in range(3)]
         batch = self._method.join(apart)
         self._step(batch, [0, 1, 2], 2)
         batch = self._method.take(batch, [2, 1, 2])
         self._step(batch, [2, 1, 2], 2)
-        late = self._prefix([0], 9)
+        late = self._prefix([0], _SHORT)
         self._step(self._method.join([self._method.take(batch, [0, 1]), late]), [2, 1, 0], 3)
 
     def _prefix(self, rows: list[int], length: int) -> SideBySide:
@@ -323,8 +337,9 @@ class _Probe:
 
     def reason_against(self, alone: Sequence[Tensor]) -> str:
         """Returns how far logprobs are from those of each sequence alone, or "" if rounding explains it."""
+        row_of = {place: row for row, place in enumerate(_looked_at(self._token_ids.shape[1]))}
         gaps = [
-            max(_difference(logits, own[place]) for place, logits in seen)
+            max(_difference(logits, own[row_of[place]]) for place, logits in seen)
             for seen, own in zip(self._seen, alone, strict=True)
         ]
         gap = statistics.median(gaps)  # rounding may send a token of one to another expert
