@@ -39,14 +39,14 @@ NOT_YET = "pellucid cannot train or serve this model yet: see docs/models.md for
 Way = Literal["packed", "rows"]
 
 
-def without_cache(model: nn.Module) -> dict[str, bool]:
+def without_cache(model: Any) -> dict[str, bool]:
     """Returns the options of a forward that keeps no cache: none for a model that has no caches."""
-    return {"use_cache": False} if _takes_cache(type(model)) else {}
+    return {"use_cache": False} if _takes_cache(type(model).forward) else {}
 
 
 @cache
-def _takes_cache(kind: type[nn.Module]) -> bool:
-    return "use_cache" in inspect.signature(kind.forward).parameters
+def _takes_cache(forward: Callable[..., Any]) -> bool:
+    return "use_cache" in inspect.signature(forward).parameters
 
 
 class Traits(NamedTuple):
@@ -302,7 +302,8 @@ class Policy(nn.Module):
         if not hasattr(head, "lora_A"):
             return weight
         (slot,) = head.active_adapters
-        return weight + head.scaling[slot] * (head.lora_B[slot].weight @ head.lora_A[slot].weight)
+        added: Tensor = head.lora_B[slot].weight @ head.lora_A[slot].weight
+        return weight + float(head.scaling[slot]) * added
 
     def forward(
         self,

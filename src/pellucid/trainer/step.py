@@ -109,7 +109,9 @@ class StepBatch:
             )
 
 
-def forward_inputs(tokens: TokenTensors, layout: Layout) -> tuple[Any, ...]:
+def forward_inputs(
+    tokens: TokenTensors, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Layout, torch.Tensor | None, torch.Tensor | None]:
     """Returns the arguments of a policy's forward; tokens that train are told beside them."""
     experts = tokens.get("routed_experts"), tokens.get("expert_weights")
     return tokens["token_ids"], tokens.positions, tokens["temperatures"], layout, *experts
