@@ -25,8 +25,8 @@ from pellucid.inference.vllm_engine import (
     VllmEngine,
     agreed,
     engine_args,
+    forget_expert_kernels,
     max_lora_rank,
-    pack_experts,
     require_experts,
 )
 from pellucid.model import RouterShape
@@ -409,14 +409,13 @@ def test_a_vllm_without_triton_is_refused_for_recording_experts() -> None:
         require_experts("0.32.0", recent, recent, has_triton=False)
 
 
-def test_experts_are_packed_again_and_other_layers_are_not() -> None:
-    packed = []
+def test_kernels_of_experts_are_made_again_and_other_layers_are_left_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=packed.append))
-    model[1].quant_method = SimpleNamespace(moe_kernel=kernel)
-    model[2].quant_method = SimpleNamespace()
-    pack_experts(model)
-    assert packed == [model[1]]
+    model[1].quant_method = SimpleNamespace(moe_kernel=object(), backend="CPU")
+    model[2].quant_method = SimpleNamespace(backend="CPU")
+    forget_expert_kernels(model)
+    assert vars(model[1].quant_method) == {"moe_kernel": None, "backend": "CPU"}
+    assert vars(model[2].quant_method) == {"backend": "CPU"}
 
 
 def test_digests_of_several_workers_are_those_on_which_all_agree() -> None:

@@ -501,23 +501,24 @@ class PublishedWeights:
         Returns the digests of the tensors that vLLM took.
         """
         digests: dict[str, str] = {}
-        self.reload_weights(weights_iterator=_digested(read_weights(Path(folder)), digests))
         model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            forget_expert_kernels(model)
+        self.reload_weights(weights_iterator=_digested(read_weights(Path(folder)), digests))
         if self.model_config.hf_text_config.tie_word_embeddings:
             # vLLM prepares again what it has loaded, and a tied head loads nothing of its own. On a CPU it
             # multiplies with a packed copy of the embedding, which would stay as it was.
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-        if self.device.type == "cpu":
-            pack_experts(model)
         return digests
 
 
-def pack_experts(model: torch.nn.Module) -> None:
-    """Packs experts as vLLM's kernel for CPUs reads them, which vLLM does for the first weights alone."""
+def forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Makes vLLM pad and pack the experts that it loads next as its kernel for CPUs reads them, which it does
+    where there is no kernel yet: for the first weights alone."""
     for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(module)
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _digested(
