@@ -485,13 +485,14 @@ class Jobs:
             run.loss(micro_batch, output, batch.denominator).loss.backward()
         return run.ranks.gather_all(found)
 
-    def adapter(self, mesh: dict, model: str = "tied") -> list[float]:
+    def adapter(self, mesh: dict, model: str = "tied", targets: list[str] | None = None) -> list[float]:
         """Difference of an adapter's gradient from that of one process."""
         found = []
         for own, ranks in (({}, None), (mesh, self.ranks(TrainerConfig.model_validate({"model": mesh})))):
             folder = self.folder / "scratch" / f"lora_{dist.get_rank()}"
             weights = self.folder / "models" / model
-            run = build_run(adapter_settings(weights, folder, model=own), None, None, [], ranks)
+            config = adapter_settings(weights, folder, targets, model=own)
+            run = build_run(config, None, None, [], ranks)
             found.append(gradients(run, BATCHES["mixed"])[0])
             run.close()
         names = [name for name, gradient in found[0].items() if gradient is not None]
@@ -671,9 +672,11 @@ def joining(weights: Path, folder: Path, name: str) -> TrainerRunConfig:
     return config.model_copy(update={"run_id": name, "max_steps": 2})
 
 
-def adapter_settings(weights: Path, folder: Path, **trainer) -> TrainerRunConfig:
+def adapter_settings(
+    weights: Path, folder: Path, targets: list[str] | None = None, **trainer
+) -> TrainerRunConfig:
     config = settings(weights, folder).model_dump()
-    config["model"]["lora"] = {"rank": 4}
+    config["model"]["lora"] = {"rank": 4, "targets": targets}
     own = {"ckpt": {"interval": 1}, "experimental": {"token_export": {}}, **trainer}
     model = {"seq_len": SEQ_LEN, **own.pop("model", {})}
     return TrainerRunConfig.model_validate({**config, "trainer": {"threads": 1, "model": model, **own}})

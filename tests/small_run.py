@@ -370,7 +370,7 @@ class TrainerSide:
         )
         observers = []
         for rank in range(len(self.journals)):
-            batch = StepBatch(step, packed, True, torch.device("cpu"), rank)
+            batch = StepBatch(step, packed, torch.device("cpu"), rank)
             observers.append(StepObserver(batch, None))
             for micro_batch in batch.micro_batches:
                 observers[-1].add(micro_batch, *_made_up(micro_batch, batch.denominator))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pellucid.data.model_folder import check_lengths, check_model_folder, model_fingerprint
+from pellucid.data.model_folder import check_lengths, check_model_folder, longrope_limits, model_fingerprint
 from pellucid.errors import ModelError
 
 
@@ -137,14 +137,87 @@ def test_a_model_that_is_not_here_has_no_fingerprint(name: str) -> None:
     assert model_fingerprint(name) == ""
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 4096,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+TEXT = {"head_dim": 8, "max_position_embeddings": 16384}
+BY_LAYER_TYPE = {"full_attention": LONGROPE, "sliding_attention": PLAIN_ROPE}
+
+
+def beyond(length: int) -> dict[str, Any]:
+    return {**LONGROPE, "original_max_position_embeddings": length}
+
+
+@pytest.mark.parametrize(
+    ("config", "limits"),
+    [
+        ({"model_type": "llama", **TEXT, "rope_parameters": LONGROPE}, {4096}),
+        ({"model_type": "gemma3_text", **TEXT, "rope_parameters": BY_LAYER_TYPE}, {4096}),
+        (
+            {
+                "model_type": "gemma3_text",
+                **TEXT,
+                "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": beyond(2048)},
+            },
+            {2048, 4096},
+        ),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {"model_type": "gemma3_text", **TEXT, "rope_parameters": BY_LAYER_TYPE},
+            },
+            {4096},
+        ),
+        # Beside the rotary settings, as in files of Phi-3.
+        (
+            {
+                "model_type": "phi3",
+                **TEXT,
+                "original_max_position_embeddings": 1024,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "pad_token_id": 0,
+            },
+            {1024},
+        ),
+        ({"model_type": "llama", **TEXT, "rope_parameters": PLAIN_ROPE}, set()),
+        ({"model_type": "gpt2"}, set()),
+        ({"model_type": "none of them"}, set()),
+    ],
+    ids=["flat", "by layer type", "two limits", "text config", "phi3", "plain", "none", "unknown"],
+)
+def test_the_limits_of_longrope_are_found_wherever_they_stand(tmp_path, config, limits) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert longrope_limits(str(tmp_path)) == limits
+
+
 def test_trainer_and_server_choose_the_same_factors_of_longrope(tmp_path) -> None:
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
-    (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": rope}))
+    config = {"model_type": "gemma3_text", **TEXT, "rope_parameters": BY_LAYER_TYPE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     check_lengths(str(tmp_path), trained=4096, served=2048)
     check_lengths(str(tmp_path), trained=8192, served=5000)
     with pytest.raises(
-        ModelError, match="seq_len = 8192 and inference.max_model_len = 4096 lie on both sides"
+        ModelError, match="seq_len = 8192 and inference.max_model_len = 4096 lie on both sides of 4096"
     ):
         check_lengths(str(tmp_path), trained=8192, served=4096)
-    (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"rope_type": "yarn"}}))
-    check_lengths(str(tmp_path), trained=8192, served=4096)
+
+
+def test_a_hub_name_has_the_factors_of_its_config(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--somebody--long"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    config = {"model_type": "llama", **TEXT, "rope_parameters": LONGROPE}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="seq_len = 4096 .*model.name = 'somebody/long' has other rotary"):
+        check_lengths("somebody/long", trained=4096, served=4097)
+    check_lengths("somebody/else", trained=4096, served=4097)  # nobody can tell, nor load it

@@ -261,10 +261,10 @@ def held_bytes(row) -> int:
 @torch.inference_mode()
 def test_a_row_holds_no_prompt_of_its_neighbours(tiny_model) -> None:
     policy, ids = loaded(tiny_model, "rows"), np.arange(5, 100)
-    alone = CohortDecoder(policy, None)
+    alone = CohortDecoder(policy, 64, None)
     only = alone.add(20)
     alone.logits([Prompt(ids[:19], [only])], alone.arrange(), [24])
-    decoder = CohortDecoder(policy, None)
+    decoder = CohortDecoder(policy, 64, None)
     rows = [decoder.add(20) for _ in range(4)]
     groups = rows[:1], rows[1:3], rows[3:]
     prompts = [Prompt(ids[20 * place :][:19], group) for place, group in enumerate(groups)]

@@ -132,7 +132,7 @@ def test_logprobs_are_those_of_each_sequence_alone(name, tmp_path) -> None:
     ],
 )
 def test_the_fastest_method_that_is_right_is_chosen(name, keeps_cache, is_batched, joins) -> None:
-    method = choose_method(rows_policy(name))
+    method = choose_method(rows_policy(name), 100)
     assert (method.keeps_cache, method.is_batched, method.joins) == (keeps_cache, is_batched, joins)
 
 
@@ -155,7 +155,7 @@ def test_a_cache_that_gives_other_values_is_not_used() -> None:
         return output
 
     policy.hf.forward = leaking
-    method = choose_method(policy)
+    method = choose_method(policy, families.CONTEXT)
     assert isinstance(method, Method) and not method.keeps_cache and method.is_batched
 
 
@@ -166,19 +166,19 @@ def test_a_least_time_step_that_no_probed_token_falls_below_counts() -> None:
     for mixer in mixers:
         torch.nn.init.constant_(mixer.dt_bias, 5.0)
     limits = [mixer.time_step_limit for mixer in mixers]
-    assert mixers and not choose_method(policy).keeps_cache
+    assert mixers and not choose_method(policy, families.CONTEXT).keeps_cache
     assert [mixer.time_step_limit for mixer in mixers] == limits
 
 
 def test_in_bfloat16_a_method_is_tried_in_float32_and_in_bfloat16() -> None:
     """Some families mix both dtypes by themselves, which torch refuses."""
     policy = rows_policy("qwen3_next")
-    assert choose_method(policy.bfloat16()).joins
+    assert choose_method(policy.bfloat16(), families.CONTEXT).joins
     assert {weight.dtype for weight in policy.parameters()} == {torch.bfloat16}
     with pytest.raises(ModelError, match='Mamba.* cannot sample .* try model.dtype = "float32"'):
-        choose_method(rows_policy("mamba").bfloat16())
+        choose_method(rows_policy("mamba").bfloat16(), families.CONTEXT)
 
 
 def test_a_model_that_is_not_causal_is_refused() -> None:
     with pytest.raises(ModelError, match="CpmAntForCausalLM predicts a token differently once others follow"):
-        choose_method(rows_policy("cpmant"))
+        choose_method(rows_policy("cpmant"), families.CONTEXT)

@@ -62,6 +62,17 @@ def test_a_policy_server_was_started_with_the_model_of_the_run() -> None:
     )
 
 
+def test_a_longer_server_has_the_rotary_positions_of_the_run() -> None:
+    expected = replace(POLICY, longrope_limits=frozenset({100, 4096}))
+    expected.check(URL, health(max_model_len=4096))
+    assert refusal(expected, max_model_len=4097) == (
+        "the policy server 'a/model' at http://box:8000 takes 4097 tokens, more than 4096, above which its "
+        "model has other rotary positions (longrope) than with inference.max_model_len = 200 of the run; "
+        "start it with the same inference.max_model_len"
+    )
+    replace(TEACHER, longrope_limits=frozenset({4096})).check(URL, health(max_model_len=4097))
+
+
 def test_a_policy_server_has_no_weights_but_this_runs() -> None:
     resumed = replace(POLICY, has_weights=True)
     resumed.check(URL, health(policy_version=9, run="mine-1"))

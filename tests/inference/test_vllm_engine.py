@@ -25,8 +25,8 @@ from pellucid.inference.vllm_engine import (
     VllmEngine,
     agreed,
     engine_args,
+    forget_expert_kernels,
     max_lora_rank,
-    pack_experts,
     require_experts,
 )
 from pellucid.model import RouterShape
@@ -188,7 +188,8 @@ def test_tokens_carry_the_version_of_their_step(core) -> None:
     assert len(core.started) == 1, "it keeps its cache"
 
 
-def test_prompts_are_shared_within_a_version_only(core) -> None:
+def test_prompts_are_shared_until_weights_are_loaded(core) -> None:
+    """Those of a version that is published again are others."""
     own = engine(core)
     prompt = list(range(10))
     run_to_end(own, [request(prompt, [], max_tokens=1) for _ in range(2)])
@@ -196,7 +197,10 @@ def test_prompts_are_shared_within_a_version_only(core) -> None:
     own.update_weights(1, Path("step_1"))
     run_to_end(own, [request(prompt, [], max_tokens=1)])
     assert (own.counts.prefill_tokens, own.counts.shared_tokens) == (22, 8)
-    assert [salt for _, _, salt in core.started] == ["0", "0", "1"]
+    own.update_weights(1, Path("step_1"))
+    run_to_end(own, [request(prompt, [], max_tokens=1)])
+    assert (own.counts.prefill_tokens, own.counts.shared_tokens) == (32, 8)
+    assert [salt for _, _, salt in core.started] == ["0", "0", "1", "2"]
 
 
 def test_one_without_tokens_starts_again_under_new_weights(core) -> None:
@@ -208,7 +212,7 @@ def test_one_without_tokens_starts_again_under_new_weights(core) -> None:
     own.update_weights(5, Path("step_5"))
     while not own.is_idle:
         own.step()
-    assert [(ids, salt) for ids, _, salt in core.started] == [(prompt, "0"), (prompt, "5")]
+    assert [(ids, salt) for ids, _, salt in core.started] == [(prompt, "0"), (prompt, "1")]
     assert finished[0].policy_versions == [(5, 2)] and finished[0].token_ids == [20, 21]
 
 
@@ -405,14 +409,13 @@ def test_a_vllm_without_triton_is_refused_for_recording_experts() -> None:
         require_experts("0.32.0", recent, recent, has_triton=False)
 
 
-def test_experts_are_packed_again_and_other_layers_are_not() -> None:
-    packed = []
+def test_kernels_of_experts_are_made_again_and_other_layers_are_left_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=packed.append))
-    model[1].quant_method = SimpleNamespace(moe_kernel=kernel)
-    model[2].quant_method = SimpleNamespace()
-    pack_experts(model)
-    assert packed == [model[1]]
+    model[1].quant_method = SimpleNamespace(moe_kernel=object(), backend="CPU")
+    model[2].quant_method = SimpleNamespace(backend="CPU")
+    forget_expert_kernels(model)
+    assert vars(model[1].quant_method) == {"moe_kernel": None, "backend": "CPU"}
+    assert vars(model[2].quant_method) == {"backend": "CPU"}
 
 
 def test_digests_of_several_workers_are_those_on_which_all_agree() -> None:

@@ -138,7 +138,7 @@ def test_an_adapter_of_another_model_changes_nothing(policy, tiny_model, tmp_pat
 
 
 REFUSED = {
-    "lm_head": "is the head, which predicts tokens from its own weight",
+    "lm_head": "is the head, which shares its weight with the embedding",
     "embed_tokens": "is the embedding",
     "q_porj": "is no layer of this model; the nearest is 'q_proj', and this model's decoder has down_proj, ",
     "self_attn": r"is a Qwen3Attention \(model.layers.0.self_attn\), not a plain linear layer",

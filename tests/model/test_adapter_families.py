@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pellucid.config.shared import LoraConfig, ModelConfig
 from pellucid.errors import ConfigError
@@ -164,13 +165,58 @@ def test_logprobs_and_gradients_are_those_of_pefts_plain_forward(family, folders
         ),
         ("jamba", "out_proj", "is read by the kernels of state-space layers past an adapter"),
         ("qwen3_next", "down_proj", "is a name that PEFT takes for this model's experts"),
-        ("gpt2", "lm_head", "is the head"),
+        ("gpt2", "lm_head", "is the head, whose weight lies the other way round than those of the layers"),
         ("gpt2", "q_proj", "is no layer of this model; the nearest is 'c_proj', and .* c_attn, c_fc, c_proj"),
     ],
 )
 def test_what_would_pass_an_adapter_by_is_refused(family, target, why) -> None:
     with pytest.raises(ConfigError, match=f"model.lora.targets: '{target}' {why}"):
         Adapters(policy_of(family), LoraConfig(targets=(target,)))
+
+
+def test_dropout_does_not_reach_the_head() -> None:
+    with pytest.raises(ConfigError, match="'lm_head' is the head, .* set model.lora.dropout = 0.1 to 0"):
+        Adapters(policy_of("llama"), LoraConfig(targets=("lm_head",), dropout=0.1))
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere", "gemma2", "lfm2"])
+@pytest.mark.parametrize("max_logits", [None, 400])
+def test_an_adapter_of_the_head_is_one_for_trainer_engine_and_peft(family, max_logits, tmp_path) -> None:
+    """Heads that scale and cap their logits among them, in one piece and in chunks."""
+    from peft import PeftModel
+
+    families.make(family).save_pretrained(tmp_path / "base")
+    name = ModelConfig(name=str(tmp_path / "base"))
+    policy = load_policy(name, trainable=True, max_length=families.CONTEXT)
+    policy.max_logits = max_logits
+    config = LoraConfig(rank=3, alpha=6.0, targets=("lm_head",))
+    adapter = Adapters(policy, config)[0]
+    adapter.reset(0)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(parameter)))
+    rows = families.sequences()[:2]
+    found = torch.cat(families.computed(policy, rows))
+    weights = torch.randn(len(found), generator=torch.Generator().manual_seed(0))
+    gradients = torch.autograd.grad((found * weights).sum(), list(adapter.parameters()))
+
+    write_adapter(adapter, adapter.config, str(tmp_path / "base"), tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    peft = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    theirs = torch.cat([families.alone(peft, row) for row in rows])
+    assert found == near_logprobs(theirs, base, families.CONTEXT)
+    assert (
+        found - torch.cat([families.alone(families.make(family), row) for row in rows])
+    ).abs().max() > 0.01
+    named = {each: parameter for each, parameter in peft.named_parameters() if "lora_" in each}
+    expected = torch.autograd.grad((theirs * weights).sum(), list(named.values()))
+    scale = max(float(each.abs().max()) for each in expected)
+    for gradient, (_, other) in zip(gradients, sorted(zip(named, expected, strict=True)), strict=True):
+        assert gradient == near(other, terms=gradient_chain(base, len(found)), scale=scale)
+
+    served = load_policy(name, max_length=families.CONTEXT)
+    ServedWeights(served.hf).load(tmp_path)
+    assert torch.cat(families.computed(served, rows)) == near_logprobs(theirs, base, families.CONTEXT)
 
 
 def test_experts_that_keep_their_weights_are_named() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections import deque
 from math import log
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ def logits_of(*probabilities: list[float]) -> torch.Tensor:
 def balance_of(num_routers: int, top_k: int) -> ExpertBalance:
     """One whose routers are asked by the test itself."""
     balance = ExpertBalance.__new__(ExpertBalance)
-    balance.num_routers, balance.top_k = num_routers, top_k
+    balance.num_routers, balance.top_k, balance._draws = num_routers, top_k, deque()
     return balance
 
 
@@ -80,7 +81,7 @@ def test_a_token_counts_as_often_as_it_predicts_a_trainable_one() -> None:
 LENGTHS = [9, 6]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "jamba", "jetmoe"])
 def test_value_and_gradient_are_those_of_transformers(family, tmp_path) -> None:
     """Of tokens that predict one: all but the last of each sequence, each through HF's forward alone."""
     with warnings.catch_warnings():
@@ -121,3 +122,14 @@ def test_a_model_that_transformers_cannot_balance_is_refused(tiny_model) -> None
     policy: Policy = load_policy(ModelConfig(name=str(tiny_model)))
     with pytest.raises(ModelError, match="router_aux_loss_coef is set, but transformers has no balancing"):
         policy.balance_experts()
+
+
+def test_a_balancing_loss_by_another_formula_is_refused() -> None:
+    """Doge's experts are products of two sets of keys."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = families.make("doge with experts")
+    with pytest.raises(
+        ModelError, match="the balancing loss of DogeForCausalLM is another than that of Qwen3-M"
+    ):
+        ExpertBalance(model)

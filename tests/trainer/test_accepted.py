@@ -30,7 +30,7 @@ REDUCTIONS = ("token", "sequence", "group")
 def train_on(batch: Batch, folder, *, loss: str, reduction: str, format: str) -> None:
     """A step as the trainer makes it, with a made-up forward."""
     packed = pack_batch(batch.table, seq_len=60, max_tokens=100, pad_to_multiple_of=8)
-    step = StepBatch(batch.step, packed, True, torch.device("cpu"), weights=loss_weights(packed, reduction))
+    step = StepBatch(batch.step, packed, torch.device("cpu"), weights=loss_weights(packed, reduction))
     exporter, journal = TokenExporter(folder, format=format), Journal(folder / "trainer.jsonl", Stage.TRAINER)
     observer = StepObserver(step, exporter)
     generator = torch.Generator().manual_seed(0)

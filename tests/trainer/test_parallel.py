@@ -201,6 +201,8 @@ def two(folder) -> dict:
         "dp2, adapter": ["adapter", {}],
         "cp2, adapter": ["adapter", {"cp": 2}],
         "dp2, untied, adapter": ["adapter", {}, "untied"],
+        "dp2, head, adapter": ["adapter", {}, "untied", ["lm_head", "v_proj"]],
+        "cp2, head, adapter": ["adapter", {"cp": 2}, "untied", ["lm_head", "v_proj"]],
         "many": ["many", str(send_for_many(folder / "runs" / "many")), {}],
         "many, resumed": ["resume_many", str(folder / "runs" / "many"), {}],
         "refused": ["refuse", str(send_for_many(folder / "runs" / "refused", "full")), {}],
@@ -370,10 +372,12 @@ def test_a_head_of_its_own_is_gathered_from_its_forward_to_its_backward_pass(two
     assert two["tied, gathered"] == [[True, True, True]] * 2  # beside the embedding, which is the same weight
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "cp2", "dp2, untied"])
-def test_an_adapter_has_the_gradient_of_one_process(two, allowed, mesh) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "num_adapted"), [("dp2", 7), ("cp2", 7), ("dp2, untied", 7), ("dp2, head", 2), ("cp2, head", 2)]
+)
+def test_an_adapter_has_the_gradient_of_one_process(two, allowed, mesh, num_adapted) -> None:
     difference, num_parameters = two[f"{mesh}, adapter"]
-    assert difference <= allowed.gradient and num_parameters == 2 * 7
+    assert difference <= allowed.gradient and num_parameters == 2 * num_adapted
 
 
 def test_persistent_buffers_are_published_and_saved(folder, two) -> None:

@@ -19,6 +19,7 @@ from pellucid.inference.engine import Engine
 from pellucid.inference.slots import Request, run_to_end
 from pellucid.metrics import read_metrics
 from pellucid.model import RouterShape, load_policy
+from pellucid.model.routing import known_routers
 from pellucid.trainer.batches import OrchestratorBatches
 from pellucid.trainer.build import build_run
 from pellucid.trainer.loop import accumulate, train
@@ -29,13 +30,13 @@ from tolerance import gradient_bound, logprob_bound, mismatch_kl_bound, near
 SHAPE = RouterShape(num_layers=2, top_k=2, num_experts=8)
 
 
-def settings(weights, folder, **trainer) -> TrainerRunConfig:
+def settings(weights, folder, lora=None, **trainer) -> TrainerRunConfig:
     return TrainerRunConfig.model_validate(
         {
             "output_dir": folder,
             "max_steps": 2,
             "seq_len": 128,
-            "model": {"name": str(weights)},
+            "model": {"name": str(weights), **({} if lora is None else {"lora": lora})},
             "trainer": {"threads": 1, "enable_router_replay": True, "optim": {"lr": 1e-3}, **trainer},
         }
     )
@@ -203,6 +204,20 @@ def test_members_share_a_prompt_as_far_as_its_weights_are_equal(table) -> None:
     assert len(layout_of(weighed(table, weights), share_prompts=True).computed) > shared
 
 
+@pytest.mark.parametrize("weighs", [False, True])
+def test_experts_of_the_wire_are_replayed_in_rows(build, table, weighs) -> None:
+    """Padding of rows has no experts, though bytes of the wire have no number for that."""
+    batch = weighed(shuffled(table)) if weighs else shuffled(table)
+    assert batch["routed_experts"].dtype == np.uint8
+    packed, rows = (
+        build(model={"seq_len": 128, "layout": layout}, replay_expert_weights=weighs)
+        for layout in ("packed", "rows")
+    )
+    assert rows.policy.way == "rows"
+    expected, found = (verify.gradients(run, batch, cap=200) for run in (packed, rows))
+    assert verify.difference(expected, found) <= gradient_bound(packed.policy, table.num_tokens)
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
@@ -249,6 +264,34 @@ def test_the_balancing_loss_is_one_of_the_whole_step(build, table, replays, chec
     assert reports[1]["router_balance_loss"] == near(value, terms=table.num_tokens)
     assert "router_balance_loss" not in reports[2]
     assert reports[1]["loss"] == reports[2]["loss"]
+
+
+def test_experts_are_counted_under_the_dropout_that_trains(build, table) -> None:
+    """A step with a balancing loss and LoRA's dropout; something else draws numbers between its forwards."""
+    lora = {"rank": 4, "dropout": 0.3}
+    run = build(model=BALANCED, lora=lora, enable_router_replay=False, micro_batch_max_tokens=60)
+    with torch.no_grad():
+        for name, parameter in run.trained.module.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    chosen = []
+    router = known_routers(run.policy.hf)[-1]
+    router.register_forward_hook(lambda module, inputs, output: chosen.append(output[2].sort().values))
+    batch = run.pack(0, table)
+    with torch.no_grad():
+        for each in batch.micro_batches:
+            run.predict(each.tokens, each.layout)
+    without = chosen.copy()
+    chosen.clear()
+    with run.balanced([batch]):
+        counted = chosen.copy()
+        chosen.clear()
+        for each in batch.micro_batches:
+            run.forward(each)
+            torch.rand(3)
+    assert len(chosen) == len(counted) == len(without) > 2
+    assert all(map(torch.equal, chosen, counted))
+    assert not any(map(torch.equal, chosen, without))
 
 
 def test_the_weight_of_the_balancing_loss_is_its_gradients(build, table) -> None:

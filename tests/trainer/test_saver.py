@@ -15,11 +15,11 @@ from safetensors import safe_open
 from pellucid.checkpoint import STATE, Progress
 from pellucid.checkpoint.state import read_state, take_state, write_state
 from pellucid.config.trainer import CkptConfig
+from pellucid.data.tensors import generators_of
 from pellucid.errors import DataError
 from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.saver import (
     CheckpointSaver,
-    generators_of,
     restore_random_state,
     take_random_state,
 )

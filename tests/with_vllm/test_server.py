@@ -203,3 +203,10 @@ def test_an_adapter_takes_the_place_of_the_last(vllm_server, vllm_model, tmp_pat
 
     with vllm_server(tmp_path, "--model.lora.rank", "4", "--model.lora.alpha", "8") as url:
         asyncio.run(ask(url))
+
+
+def test_an_adapter_of_the_head_is_refused(vllm_server, tmp_path) -> None:
+    flags = ("--model.lora.rank", "4", "--model.lora.targets", '["lm_head"]')
+    refused = pytest.raises(AssertionError, match=r"model.lora.targets names the head \(lm_head\)")
+    with refused, vllm_server(tmp_path, *flags):
+        pass

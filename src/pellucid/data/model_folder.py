@@ -1,10 +1,11 @@
 """Checks the files of a model folder, in milliseconds and without torch.
 
-A run is refused by these checks before anything is made, deleted or started. Hub names are not checked;
-trainer and engine check the model again when they load it.
+A run is refused by these checks before anything is made, deleted or started. Of a hub name, only the rotary
+positions are checked, where they matter; trainer and engine check the model again when they load it.
 """
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from pellucid.data.files import read_whole, require_file
-from pellucid.data.tokenizer import check_vocabulary, first_line, no_chat_template, require_folder
+from pellucid.data.tokenizer import (
+    check_vocabulary,
+    first_line,
+    no_chat_template,
+    quiet_transformers,
+    require_folder,
+)
 from pellucid.errors import DataError, ModelError
 
 
@@ -42,19 +49,43 @@ def check_model_folder(name: str, *, chats: bool, routes: bool = False) -> None:
 def check_lengths(name: str, *, trained: int, served: int) -> None:
     """Raises ModelError if the longest sequences of trainer and server, in tokens, choose different factors
     of `longrope`: logprobs of one and the same token would differ."""
-    if not Path(name).is_dir():
-        return  # a hub name
-    config = _read_config(name)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    known = (rope.get("original_max_position_embeddings"), config.get("original_max_position_embeddings"))
-    original = next((each for each in known if each), None)
-    kind = rope.get("rope_type") or rope.get("type")
-    if kind == "longrope" and original and (trained > original) != (served > original):
+    if trained != served and (limit := parting_limit(longrope_limits(name), trained, served)):
         raise ModelError(
             f"trainer.model.seq_len = {trained} and inference.max_model_len = {served} lie on both sides of "
-            f"{original} tokens, up to which model.name = {name!r} has other rotary positions (longrope); "
+            f"{limit} tokens, up to which model.name = {name!r} has other rotary positions (longrope); "
             "set both to one number, which seq_len does"
         )
+
+
+def longrope_limits(name: str) -> frozenset[int]:
+    """Returns the lengths, in tokens, above which layers of a model have the long factors of `longrope`.
+
+    `name` is a folder or a hub name, whose config.json is fetched. Of a model whose config cannot be read
+    there are none: whoever loads the model says why.
+    """
+    from transformers import AutoConfig  # takes a second
+
+    quiet_transformers()
+    try:
+        require_folder(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
+    except Exception:  # of all kinds: OSError, ValueError, of strict dataclasses as well
+        return frozenset()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = (each for each in parameters.values() if isinstance(each, dict))
+    return frozenset(
+        int(rope["original_max_position_embeddings"])
+        for rope in (parameters, *by_layer_type)
+        if rope.get("rope_type") == "longrope"
+    )
+
+
+def parting_limit(limits: Collection[int], one: int, other: int) -> int | None:
+    """Returns the smallest of `limits` that one length exceeds and the other does not; None: there is none.
+
+    `parting_limit({4096}, 4096, 4097) == 4096`
+    """
+    return min((each for each in limits if (one > each) != (other > each)), default=None)
 
 
 def everywhere(name: str) -> str:

@@ -138,3 +138,11 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(moved, tensors, strict=True)
     ]
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Returns torch's own generators of a process: that of the CPU, then that of its GPU."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]

@@ -4,7 +4,7 @@ Token ids in, token ids out: the client never tokenizes, so what trains is exact
 clients of the embedded engine, vLLM and the fake implement the protocol.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from pellucid.data import Completion, PackedArray
+from pellucid.data.model_folder import parting_limit
 from pellucid.errors import ConfigError, InferenceError
 
 REFUSED = "refused"
@@ -299,6 +300,7 @@ class Expected:
     key                      refused                                     refused where it is needed
     vocabulary               refused                                     refused
     max_model_len            refused if it is less than the run's        the same
+    rotary positions         refused if that length chooses others       anything goes
     the model that it loaded refused, where both sides can tell          anything goes
     the weights that it has  those it loaded, or this run's; any         anything goes
                              other run's are refused
@@ -329,6 +331,9 @@ class Expected:
     has_weights: bool = False
     """Whether the run has published weights: a server that serves another version of it can load them."""
 
+    longrope_limits: Collection[int] = ()
+    """Lengths in tokens above which the model has other rotary positions, by the longest sequence."""
+
     def check(self, url: str, health: Health) -> None:
         """Raises ConfigError with both values and the remedy if the server at `url` is not the run's."""
         who = f"the {self.role} {health.model!r} at {url}"
@@ -352,6 +357,12 @@ class Expected:
             )
         if self.run is None:
             return ""
+        if limit := parting_limit(self.longrope_limits, self.max_model_len, health.max_model_len):
+            return (
+                f"takes {health.max_model_len} tokens, more than {limit}, above which its model has other "
+                f"rotary positions (longrope) than with inference.max_model_len = {self.max_model_len} of "
+                "the run; start it with the same inference.max_model_len"
+            )
         known = health.model_fingerprint and self.model_fingerprint
         if known and health.model_fingerprint != self.model_fingerprint:
             return (

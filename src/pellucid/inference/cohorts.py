@@ -47,10 +47,10 @@ class _Cohort:
 
 
 class CohortDecoder(Decoder[CohortRow]):
-    def __init__(self, policy: Policy, recorder: ExpertRecorder | None) -> None:
+    def __init__(self, policy: Policy, max_length: int, recorder: ExpertRecorder | None) -> None:
         self._policy = policy
         self._device = policy.device
-        self._method = choose_method(policy)
+        self._method = choose_method(policy, max_length)
         self.starts_together = self._method.is_batched and not self._method.joins
         self._recorder = recorder
         self._experts: list[Tensor] = []

@@ -71,7 +71,7 @@ class Engine(SlottedEngine[SequenceRow]):
                 return PackedDecoder(self._policy, self.num_slots, max_length, self._recorder)
             except NotPacked as reason:
                 prove_rows(self._policy, max_length, str(reason))
-        return CohortDecoder(self._policy, self._recorder)
+        return CohortDecoder(self._policy, max_length, self._recorder)
 
     def update_weights(self, version: int, folder: Path) -> None:
         self._weights.load(folder)

@@ -13,8 +13,9 @@ Invariant: a method is used only for a model for which it was tried, when the en
 import copy
 import inspect
 import logging
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,8 +30,9 @@ from pellucid.data.tensors import to_device
 from pellucid.data.tokenizer import first_line
 from pellucid.errors import ModelError
 from pellucid.inference.cache_rows import has_keys, join_rows, take_rows, trim
+from pellucid.inference.limits import Limit, binding, limits_of, lowered
 from pellucid.model import Policy
-from pellucid.model.policy import NOT_YET
+from pellucid.model.policy import NOT_YET, without_cache
 from pellucid.model.proof import FORWARD_ERRORS, in_float32, rounding_limit
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ class Method:
         self.joins = joins
         self.gives_positions = gives_positions
         self.config = hf.config.get_text_config()
-        self._hf = hf
+        self.hf = hf
         self._options: dict[str, Any] = {"use_cache": keeps_cache}
         parameters = inspect.signature(hf.forward).parameters
         if "logits_to_keep" in parameters:
@@ -95,7 +97,7 @@ class Method:
             token_ids = torch.cat([sequences.kept, token_ids], dim=1)
             starts[:] = 0
         options |= self._places(sequences, starts, token_ids)
-        output = self._hf(input_ids=token_ids, **options)
+        output = self.hf(input_ids=token_ids, **options)
         sequences.kept = self._cache_after(output, options) if self.keeps_cache else token_ids
         logits: Tensor = output.logits[:, -1]
         return logits
@@ -112,23 +114,23 @@ class Method:
 
     def _new_cache(self) -> dict[str, Any]:
         """Makes the cache that `generate` would give to the model; {} for one that makes its own."""
-        if not self._takes_cache or not self._hf._supports_default_dynamic_cache():
+        if not self._takes_cache or not self.hf._supports_default_dynamic_cache():
             return {}
-        return {self._takes_cache[0]: DynamicCache(config=self._hf.config.get_text_config(decoder=True))}
+        return {self._takes_cache[0]: DynamicCache(config=self.hf.config.get_text_config(decoder=True))}
 
     def _cache_after(self, output: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         for name in self._takes_cache:
             cache = getattr(output, name, None)
             if cache is not None or name in given:
                 return {name: given[name] if cache is None else cache}
-        raise ModelError(f"{type(self._hf).__name__} has no cache that it takes and returns")
+        raise ModelError(f"{type(self.hf).__name__} has no cache that it takes and returns")
 
     def take(self, sequences: SideBySide, rows: Sequence[int]) -> SideBySide:
         """Copies rows, in this order and possibly repeatedly."""
         if not self.is_batched:
             assert len(sequences.lengths) == len(rows) == 1
             return copy.deepcopy(sequences)
-        (index,) = to_device([np.asarray(rows)], next(self._hf.parameters()).device)
+        (index,) = to_device([np.asarray(rows)], next(self.hf.parameters()).device)
         kept = take_rows(sequences.kept, index, len(sequences.lengths))
         taken = SideBySide([sequences.lengths[row] for row in rows], kept)
         if taken.longest < sequences.longest:
@@ -144,27 +146,40 @@ class Method:
 _CACHES = ("past_key_values", "cache_params", "state")
 """Names by which models take and return a cache."""
 
-_PROBED = 40
-"""Tokens of a probed sequence: more than convolutions cover, and than the blocks of most sparse attention."""
+_PROBED = 156
+"""Tokens of a probed sequence: more than layers take at a time (128), and more than most sparse attention."""
+
+_LEAST = 40
+"""Tokens of a probed sequence where the engine takes shorter ones alone."""
+
+_BEYOND = 32
+"""Tokens by which a probed sequence is longer than a limit that cannot be lowered."""
+
+_LAST = 6
+"""Tokens of a probed sequence that are computed one by one, from the cache."""
+
+_APART, _SHORT = 7, 9
+"""Tokens by which prompts that are joined differ in length, and tokens of one that comes late."""
 
 _ERRORS = (ModelError, *FORWARD_ERRORS)
 """Errors of a model that is used in a way that it does not know."""
 
 
 @torch.inference_mode()
-def choose_method(policy: Policy) -> Method:
+def choose_method(policy: Policy, max_length: int) -> Method:
     """Returns the fastest method whose logprobs are those of the model's own forward of each sequence alone.
 
-    Three sequences are computed as requests are: repeated, dropped, joined, taken up again. The last method
-    computes every sequence alone and anew for each token: where it differs, a model is not causal. Raises
-    ModelError then.
+    Three sequences are computed as requests are: repeated, dropped, joined, taken up again, under limits that
+    bind if they ever do in sequences of `max_length` tokens. The last method computes every sequence alone
+    and anew for each token: where it differs, a model is not causal. Raises ModelError then.
     """
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(0, policy.vocab_size, (3, _PROBED), generator=generator).to(policy.device)
     name, reason = type(policy.hf).__name__, ""
-    with _exact(policy), _binding_limits(policy.hf):
+    with _exact(policy), _binding_time_steps(policy.hf), ExitStack() as stack:
         with _in_its_dtype(name):
-            alone = [policy.hf(input_ids=row[None], use_cache=False).logits[0] for row in token_ids]
+            low, length = _bound(policy, max_length)
+            stack.enter_context(lowered(low))
+            token_ids = _drawn(policy, length)
+            alone = _alone(policy, token_ids)
         for method in _methods(policy.hf):
             probe = _Probe(method, token_ids)
             try:
@@ -185,6 +200,39 @@ def choose_method(policy: Policy) -> Method:
         f"{name} predicts a token differently once others follow it ({reason}): it is not causal, so nothing "
         f"can sample from it; {NOT_YET}"
     )
+
+
+def _bound(policy: Policy, max_length: int) -> tuple[list[Limit], int]:
+    """Returns the limits to lower in a probe, and how many tokens it needs so that all others bind, too."""
+    token_ids = _drawn(policy, max(_LEAST, min(_PROBED, max_length)))
+
+    def compute() -> Tensor:
+        return torch.stack(_alone(policy, token_ids))
+
+    limits = limits_of(policy.hf, max_length)
+    low = binding(limits, compute, lambda one, other: _difference(one, other) > _limit(policy.hf, [other]))
+    needed = [min(each.largest + _BEYOND, max_length) for each in limits if each not in low]
+    return low, max([token_ids.shape[1], *needed])
+
+
+def _drawn(policy: Policy, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, policy.vocab_size, (3, length), generator=generator).to(policy.device)
+
+
+def _alone(policy: Policy, token_ids: Tensor) -> list[Tensor]:
+    """Computes the logits of each sequence alone, at the places that a probe looks at."""
+    options: dict[str, Any] = without_cache(policy.hf)
+    (places,) = to_device([np.array(_looked_at(token_ids.shape[1]))], policy.device)
+    if takes_places := "logits_to_keep" in inspect.signature(policy.hf.forward).parameters:
+        options["logits_to_keep"] = places
+    rows = (policy.hf(input_ids=row[None], **options).logits[0] for row in token_ids)
+    return [row if takes_places else row[places] for row in rows]
+
+
+def _looked_at(length: int) -> list[int]:
+    """Returns the places whose logits a probe compares, of sequences of `length` tokens."""
+    return [*range(_SHORT, _SHORT + _LAST), *range(length - _LAST - 2 * _APART, length)]
 
 
 def _methods(hf: Any) -> Iterator[Method]:
@@ -214,7 +262,7 @@ def _in_its_dtype(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _binding_limits(hf: Any) -> Iterator[None]:
+def _binding_time_steps(hf: Any) -> Iterator[None]:
     """Context manager: state-space layers with a least time step have one that every token falls below.
 
     Whether tokens fall below their own depends on the tokens, so those of a probe may all be above it, and
@@ -242,6 +290,7 @@ class _Probe:
     def __init__(self, method: Method, token_ids: Tensor) -> None:
         self._method = method
         self._token_ids = token_ids
+        self._start = token_ids.shape[1] - _LAST
         self._seen: list[list[tuple[int, Tensor]]] = [[] for _ in token_ids]
         """Places of tokens, and the logits that followed them, for each sequence."""
 
@@ -252,13 +301,13 @@ class _Probe:
             self._run_batched()
         else:
             for row in range(len(self._token_ids)):
-                prefix = self._prefix([row], 34)
+                prefix = self._prefix([row], self._start)
                 self._step(self._method.take(prefix, [0]), [row], 1)
                 self._step(self._method.take(prefix, [0]), [row], 6)
 
     def _run_batched(self) -> None:
         """A group of two and two others; two are dropped, and one starts late."""
-        prefix = self._prefix([0, 1, 2], 34)
+        prefix = self._prefix([0, 1, 2], self._start)
         cohort = self._method.take(prefix, [0, 0, 1, 2])
         self._step(cohort, [0, 0, 1, 2], 1)
         self._step(self._method.take(cohort, [3, 1]), [2, 0], 5)
@@ -266,12 +315,12 @@ class _Probe:
 
     def _run_joined(self) -> None:
         """Three lengths become one batch, the longest is dropped, and a shorter one comes."""
-        apart = [self._method.take(self._prefix([row], 34 - 7 * row), [0]) for row in range(3)]
+        apart = [self._method.take(self._prefix([row], self._start - _APART * row), [0]) for row in range(3)]
         batch = self._method.join(apart)
         self._step(batch, [0, 1, 2], 2)
         batch = self._method.take(batch, [2, 1, 2])
         self._step(batch, [2, 1, 2], 2)
-        late = self._prefix([0], 9)
+        late = self._prefix([0], _SHORT)
         self._step(self._method.join([self._method.take(batch, [0, 1]), late]), [2, 1, 0], 3)
 
     def _prefix(self, rows: list[int], length: int) -> SideBySide:
@@ -288,16 +337,21 @@ class _Probe:
 
     def reason_against(self, alone: Sequence[Tensor]) -> str:
         """Returns how far logprobs are from those of each sequence alone, or "" if rounding explains it."""
+        row_of = {place: row for row, place in enumerate(_looked_at(self._token_ids.shape[1]))}
         gaps = [
-            torch.stack([_difference(logits, own[place]) for place, logits in seen]).max()
+            max(_difference(logits, own[row_of[place]]) for place, logits in seen)
             for seen, own in zip(self._seen, alone, strict=True)
         ]
-        gap = float(torch.stack(gaps).median())  # rounding may send a token of one to another expert
-        num_layers = getattr(self._method.config, "num_hidden_layers", 1)
-        scale = max(1.0, *(float(each.abs().max()) for each in alone))
-        limit = rounding_limit(num_layers, scale)
+        gap = statistics.median(gaps)  # rounding may send a token of one to another expert
+        limit = _limit(self._method.hf, alone)
         return "" if gap <= limit else f"off by {gap:.2g} nats where rounding explains {limit:.1g}"
 
 
-def _difference(logits: Tensor, others: Tensor) -> Tensor:
-    return (logits.float().log_softmax(-1) - others.float().log_softmax(-1)).abs().max()
+def _limit(hf: Any, logits: Sequence[Tensor]) -> float:
+    """Returns the difference of logprobs, in nats, that rounding explains."""
+    num_layers = getattr(hf.config.get_text_config(), "num_hidden_layers", 1)
+    return rounding_limit(num_layers, max(1.0, *(float(each.abs().max()) for each in logits)))
+
+
+def _difference(logits: Tensor, others: Tensor) -> float:
+    return float((logits.float().log_softmax(-1) - others.float().log_softmax(-1)).abs().max())

@@ -4,7 +4,8 @@
 
 Invariants, besides those of `slots.py`:
 - The core steps only when told to, so a weight swap lies between two steps and a token's version is known.
-- Keys and values are shared among prompts of one policy version: the version is the salt of the prefix cache.
+- Keys and values are shared among prompts that start between two loads of weights: the number of loads is the
+  salt of the prefix cache. A version may be loaded again, with other weights.
 - Running sequences keep their cache and go on under new weights. One that has no token yet starts again, so
   that its prompt is of the version that samples its first token.
 - Weights that fail half-way take the engine down: nobody knows any more what would be sampled."""
@@ -27,6 +28,7 @@ from pellucid.errors import ConfigError, InferenceError, ModelError, TransportEr
 from pellucid.inference.client import SamplingParams
 from pellucid.inference.slots import Request, Scoring, SlottedEngine
 from pellucid.model import RouterShape
+from pellucid.model.adapter import adapted_head
 from pellucid.model.load import default_device, empty_model, resolve_dtype, vocab_size
 from pellucid.model.routing import known_routers, routed_layers, router_shape, routers_of
 from pellucid.transport.weights import (
@@ -186,7 +188,7 @@ class VllmEngine(SlottedEngine[str]):
             request = next(iter(self._waiting))
             key = next(self._keys)
             self._start(request, key)
-            self._core.start(key, request.prompt_ids, request.params, str(self.version))
+            self._core.start(key, request.prompt_ids, request.params, str(self.num_loads))
         for scoring in list(self._scorings):
             if len(self._scoring) >= MAX_SCORINGS:
                 break
@@ -214,7 +216,7 @@ class VllmEngine(SlottedEngine[str]):
                 # Not the same draws once more.
                 seed=None if params.seed is None else params.seed + num_sampled,
             ),
-            str(self.version),
+            str(self.num_loads),
         )
 
     def _count_prompts(self, sampled: Sequence[SampledToken]) -> None:
@@ -261,6 +263,11 @@ def open_vllm(config: InferenceRunConfig, tokenizer: Any) -> VllmEngine:
         raise ModelError(
             f"model.name = {name!r} has experts of another kind than Qwen2-MoE, Qwen3-MoE and OLMoE, and "
             'inference.backend = "vllm" takes no new weights of these; use "embedded"'
+        )
+    if config.model.lora is not None and (head := adapted_head(model, config.model.lora)):
+        raise ConfigError(
+            f"model.lora.targets names the head ({head}), and whether vLLM takes its adapter was not tried; "
+            'leave it out, or use inference.backend = "embedded"'
         )
     recorded = None
     if settings.record_experts:
@@ -494,23 +501,24 @@ class PublishedWeights:
         Returns the digests of the tensors that vLLM took.
         """
         digests: dict[str, str] = {}
-        self.reload_weights(weights_iterator=_digested(read_weights(Path(folder)), digests))
         model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            forget_expert_kernels(model)
+        self.reload_weights(weights_iterator=_digested(read_weights(Path(folder)), digests))
         if self.model_config.hf_text_config.tie_word_embeddings:
             # vLLM prepares again what it has loaded, and a tied head loads nothing of its own. On a CPU it
             # multiplies with a packed copy of the embedding, which would stay as it was.
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-        if self.device.type == "cpu":
-            pack_experts(model)
         return digests
 
 
-def pack_experts(model: torch.nn.Module) -> None:
-    """Packs experts as vLLM's kernel for CPUs reads them, which vLLM does for the first weights alone."""
+def forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Makes vLLM pad and pack the experts that it loads next as its kernel for CPUs reads them, which it does
+    where there is no kernel yet: for the first weights alone."""
     for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(module)
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _digested(

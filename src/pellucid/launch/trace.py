@@ -168,7 +168,7 @@ class _TracedPolicy(Policy):
     def predict_rows(
         self, hidden: Tensor, token_ids: Tensor, temperatures: Tensor, read: Tensor
     ) -> TokenOutput:
-        weight = self.hf.get_output_embeddings().weight
+        weight = self.head_weight()
         assert self.max_logits is not None
         if len(hidden) * len(weight) <= min(self.max_logits, MAX_LOGITS):
             return super().predict_rows(hidden, token_ids, temperatures, read)

@@ -8,14 +8,15 @@ Slots are made once, because a sharded model cannot get new parameters: a run ta
 it. An adapter's parameters have the names that PEFT gives them in its files.
 
 Every target is a linear layer of the decoder whose forward the model calls: then trainer, engine and PEFT see
-the adapter alike. What a model computes from a weight alone (the head in chunks, experts, routers, kernels of
+the adapter alike. The head is one if it is named: it predicts chunk by chunk from its weight, to which the
+adapter's product is added. What else a model computes from a weight alone (experts, routers, kernels of
 state-space layers) would pass an adapter by, and is refused.
 """
 
 import difflib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -98,16 +99,22 @@ class Adapters:
             warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
             for slot in self._slots:
                 inject_adapter_in_model(described, policy.hf, adapter_name=slot)
+        if hasattr(policy.hf.get_output_embeddings(), "lora_A"):
+            policy.read_through_head()
         for name, parameter in policy.named_parameters():
             parameter.requires_grad_(".lora_" in name)
         if config.dropout:
             for _, layer in self._lora_layers():
                 for slot in self._slots:
-                    layer.lora_dropout[slot] = _TrainingDropout(config.dropout)
+                    layer.lora_dropout[slot] = _TrainingDropout(config.dropout, self._is_counting)
 
     def __getitem__(self, number: int) -> Adapter:
         """Makes the adapter from the current parameters; sharding replaces them, so ask again after it."""
         return Adapter(dict(self._lora_layers()), self._slots[number], self._config)
+
+    def _is_counting(self) -> bool:
+        balance = self._policy.balance
+        return balance is not None and balance.is_counting
 
     def _lora_layers(self) -> Iterator[tuple[str, Any]]:
         for path, module in self._policy.hf.named_modules():
@@ -116,14 +123,15 @@ class Adapters:
 
 
 class _TrainingDropout(nn.Module):
-    """Dropout that is on where gradients are recorded; the model itself is always in evaluation mode."""
+    """Dropout that is on where gradients are recorded, and in a forward that counts what such a one chooses;
+    the model itself is always in evaluation mode."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, is_counting: Callable[[], bool]) -> None:
         super().__init__()
-        self._share = share
+        self._share, self._is_counting = share, is_counting
 
     def forward(self, states: Tensor) -> Tensor:
-        return dropout(states, self._share, training=torch.is_grad_enabled())
+        return dropout(states, self._share, training=torch.is_grad_enabled() or self._is_counting())
 
 
 _CHOOSING = {"router", "gate", "shared_expert_gate", "indexer"}
@@ -143,6 +151,9 @@ def adapted_layers(policy: Policy, config: LoraConfig) -> dict[str, nn.Module]:
     linear = _linear_layers(policy)
     if config.targets is None:
         return {name: layer for name, layer in linear.items() if _CHOOSING.isdisjoint(name.split("."))}
+    if head := adapted_head(policy.hf, config):
+        _check_head(policy, head, config)
+        linear[head] = policy.hf.get_output_embeddings()
     for target in config.targets:
         if not any(_matches(name, target) for name in linear):
             raise ConfigError(f"model.lora.targets: {target!r} {_why_not(policy, target, linear)}")
@@ -151,6 +162,29 @@ def adapted_layers(policy: Policy, config: LoraConfig) -> dict[str, nn.Module]:
         for name, layer in linear.items()
         if any(_matches(name, target) for target in config.targets)
     }
+
+
+def adapted_head(hf: Any, config: LoraConfig) -> str:
+    """Returns the name of the head if a target names it, else ""."""
+    head = hf.get_output_embeddings()
+    (name,) = (name for name, module in hf.named_modules() if module is head)
+    return name if any(_matches(name, target) for target in config.targets or ()) else ""
+
+
+def _check_head(policy: Policy, name: str, config: LoraConfig) -> None:
+    """Raises ConfigError if the head cannot have an adapter that trainer, engine and PEFT see alike."""
+    head = policy.hf.get_output_embeddings()
+    if head.weight is policy.hf.get_input_embeddings().weight:
+        why = "is the head, which shares its weight with the embedding (tie_word_embeddings); leave it out"
+    elif not _is_plain_linear(head):
+        why = f"is a {type(head).__name__}, not a plain linear layer; leave it out"
+    elif any(is_transposed(layer) for layer in policy.hf.modules()):
+        why = "is the head, whose weight lies the other way round than those of the layers; leave it out"
+    elif config.dropout:
+        why = f"is the head, for which there is no dropout; set model.lora.dropout = {config.dropout} to 0"
+    else:
+        return
+    raise ConfigError(f"model.lora.targets: {name!r} {why}")
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -250,10 +284,6 @@ def _why_not(policy: Policy, target: str, linear: dict[str, nn.Module]) -> str:
     there = f"this model's decoder has {', '.join(known)}"
     modules = dict(policy.hf.named_modules())
     found = [name for name in modules if name and _matches(name, target)]
-    if any(modules[name] is policy.hf.get_output_embeddings() for name in found):
-        return (
-            f"is the head, which predicts tokens from its own weight, chunk by chunk; leave it out: {there}"
-        )
     if any(modules[name] is policy.hf.get_input_embeddings() for name in found):
         return f"is the embedding, whose rows are looked up; leave it out: {there}"
     last = target.rpartition(".")[2]

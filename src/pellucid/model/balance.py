@@ -10,11 +10,15 @@ a sum over tokens. Micro batches, ranks and context-parallel slices add up to it
 
     loss = Σ_tokens Σ_routers Σ_e f_e p_e · num_experts / (tokens · routers)
 
+Where the choice is counted by a forward, that forward draws the dropout of the one that trains: f and p are
+of the same choices.
+
 Tokens are those that predict a trainable token, so that the step's one denominator counts them. One whose
 state stands for several, in a shared prompt, counts as often.
 """
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,24 +27,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pellucid.data.tensors import generators_of
 from pellucid.errors import ModelError
 from pellucid.model.layout import Layout
 
 _KEY = "trainer.model.router_aux_loss_coef"
+
+_SAME = 1e-5
+"""Difference of two losses that rounding explains, relative to their size."""
 
 
 class ExpertBalance:
     """Reads the logits of a model's routers, and computes each forward's share of the step's loss."""
 
     def __init__(self, hf: Any) -> None:
-        routers, index = _routers_of(hf)
+        routers = _routers_of(hf)
         config = hf.config.get_text_config()
         self.num_routers = len(routers)
         self.top_k = int(getattr(hf, "num_experts_per_tok", None) or config.num_experts_per_tok)
         self._fractions: Tensor | None = None
         self._num_tokens = 1
         self._read: dict[int, Tensor] | None = None
-        for number, router in enumerate(routers):
+        self.is_counting = False
+        """Whether a forward is under way that counts: it drops what the one that trains will drop."""
+
+        self._draws: deque[list[Tensor]] = deque()
+        """States of the random generators before each forward that counted, until it has trained."""
+        self._check_formula(hf)
+        for number, (router, index) in enumerate(routers):
             router.register_forward_hook(partial(self._keep, number, index))
 
     @property
@@ -57,6 +71,7 @@ class ExpertBalance:
             yield
         finally:
             self._fractions = None
+            self._draws.clear()
 
     @contextmanager
     def reading(self) -> Iterator[dict[int, Tensor]]:
@@ -67,6 +82,24 @@ class ExpertBalance:
             yield self._read
         finally:
             self._read = None
+
+    @contextmanager
+    def counting(self, device: torch.device) -> Iterator[dict[int, Tensor]]:
+        """Context manager: collects the logits of the forward inside, which draws the dropout of the one that
+        trains the same tokens."""
+        self._draws.append([generator.get_state() for generator in generators_of(device)])
+        self.is_counting = True
+        try:
+            with self.reading() as logits:
+                yield logits
+        finally:
+            self.is_counting = False
+
+    def repeat_draws(self, device: torch.device) -> None:
+        """Makes the next forward draw what the first that counted, and has not trained yet, has drawn."""
+        if self._draws:
+            for generator, state in zip(generators_of(device), self._draws.popleft(), strict=True):
+                generator.set_state(state)
 
     def count(self, logits: dict[int, Tensor], weights: Tensor) -> Tensor:
         """Counts how often routers choose each expert; a token counts `weights` times."""
@@ -92,6 +125,26 @@ class ExpertBalance:
                 f"{_KEY}: {len(logits)} of {self.num_routers} routers were asked in a forward; set it to 0"
             )
         return [logits[number] for number in range(self.num_routers)]
+
+    def _check_formula(self, hf: Any) -> None:
+        """Raises ModelError unless the family's loss is the formula above, for logits drawn at random."""
+        generator = torch.Generator().manual_seed(0)
+        num_tokens, num_experts = 7, self.top_k + 3
+        drawn = torch.randn(self.num_routers, num_tokens, num_experts, generator=generator)
+        logits, weights = dict(enumerate(drawn)), torch.ones(num_tokens)
+        with self.step(self.count(logits, weights), num_tokens):
+            own = self.share(logits, weights)
+        formula = sys.modules[type(hf).__module__].load_balancing_loss_func
+        try:
+            theirs = formula(tuple(drawn), num_experts=num_experts, top_k=self.top_k)
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            theirs = torch.nan
+        if not abs(float(own) - float(theirs)) <= _SAME * self.top_k:
+            raise ModelError(
+                f"{_KEY} is set, but the balancing loss of {type(hf).__name__} is another than that of "
+                "Qwen3-MoE and Mixtral, which pellucid computes; set it to 0, or choose a model with such "
+                "experts"
+            )
 
     def _keep(self, number: int, index: int, router: nn.Module, inputs: object, output: Any) -> None:
         if self._read is not None:
@@ -119,15 +172,19 @@ def predicting(layout: Layout, trainable: Tensor) -> Tensor:
     return counted.index_add(0, layout.predecessors, predicted)
 
 
-def _routers_of(hf: Any) -> tuple[list[nn.Module], int]:
+def _routers_of(hf: Any) -> list[tuple[nn.Module, int]]:
     """Finds the routers whose logits transformers' balancing loss of this family reads, and where in their
-    output they are."""
-    recorder: Any = (getattr(hf, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = getattr(recorder, "target_class", None)
-    routers = [module for module in hf.modules() if kind is not None and isinstance(module, kind)]
+    output they are. JetMoE's of attention are there twice, as they are in its loss."""
+    recorders: Any = (getattr(hf, "_can_record_outputs", None) or {}).get("router_logits") or []
+    routers = [
+        (module, int(recorder.index))
+        for recorder in (recorders if isinstance(recorders, list) else [recorders])
+        for module in hf.modules()
+        if isinstance(module, recorder.target_class)
+    ]
     if not routers or not hasattr(sys.modules[type(hf).__module__], "load_balancing_loss_func"):
         raise ModelError(
             f"{_KEY} is set, but transformers has no balancing loss for {type(hf).__name__}; set it to 0, or "
             "choose a model with such experts (Qwen3-MoE, Mixtral, OLMoE, gpt-oss, …)"
         )
-    return routers, int(recorder.index)
+    return routers

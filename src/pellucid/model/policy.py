@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,6 +37,16 @@ NOT_YET = "pellucid cannot train or serve this model yet: see docs/models.md for
 
 
 Way = Literal["packed", "rows"]
+
+
+def without_cache(model: Any) -> dict[str, bool]:
+    """Returns the options of a forward that keeps no cache: none for a model that has no caches."""
+    return {"use_cache": False} if _takes_cache(type(model).forward) else {}
+
+
+@cache
+def _takes_cache(forward: Callable[..., Any]) -> bool:
+    return "use_cache" in inspect.signature(forward).parameters
 
 
 class Traits(NamedTuple):
@@ -84,7 +94,11 @@ class Policy(nn.Module):
         self.max_logits: int | None = None
         """Logits that may be in memory at once; more are computed in chunks. None: by the device's memory."""
 
-        head = hf.get_output_embeddings()
+        self.read_through_head()
+
+    def read_through_head(self) -> None:
+        """Makes the head predict as `_read_head` does; called again once an adapter has taken its place."""
+        head = self.hf.get_output_embeddings()
         head.forward = partial(self._read_head, head.forward)
 
     @property
@@ -236,9 +250,7 @@ class Policy(nn.Module):
 
     def _hidden_in_rows(self, token_ids: Tensor, rows: PaddedRows) -> Tensor:
         """Computes hidden states by HF's own attention, which needs no mask where padding comes last."""
-        base = self.base
-        takes_cache = "use_cache" in inspect.signature(base.forward).parameters
-        states = base(input_ids=rows.spread(token_ids), **({"use_cache": False} if takes_cache else {}))[0]
+        states = self.base(input_ids=rows.spread(token_ids), **without_cache(self.base))[0]
         return rows.gather(states)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -274,7 +286,7 @@ class Policy(nn.Module):
             temperatures, cap = temperatures / factor, None if cap is None else cap / factor
         return predict(
             hidden,
-            head.weight,
+            self.head_weight(),
             getattr(head, "bias", None),
             token_ids,
             temperatures,
@@ -282,6 +294,16 @@ class Policy(nn.Module):
             max_logits=self.max_logits,
             softcap=cap,
         )
+
+    def head_weight(self) -> Tensor:
+        """Returns the weight of the head, with what its active adapter adds."""
+        head = self.hf.get_output_embeddings()
+        weight: Tensor = head.weight
+        if not hasattr(head, "lora_A"):
+            return weight
+        (slot,) = head.active_adapters
+        added: Tensor = head.lora_B[slot].weight @ head.lora_A[slot].weight
+        return weight + float(head.scaling[slot]) * added
 
     def forward(
         self,
@@ -301,6 +323,7 @@ class Policy(nn.Module):
         arguments = token_ids, positions, temperatures, layout, routed_experts, expert_weights
         if self.balance is None or not self.balance.is_begun or trainable is None:
             return self._predict_all(*arguments)
+        self.balance.repeat_draws(self.device)
         with self.balance.reading() as logits:
             output = self._predict_all(*arguments)
         share = self.balance.share(self._by_token(logits, layout), predicting(layout, trainable))
@@ -324,7 +347,7 @@ class Policy(nn.Module):
             weights = None if expert_weights is None else expert_weights[layout.computed]
             rows = self.rows_of(layout.plan) if self.way == "rows" else None
             if rows is not None:
-                recorded = rows.spread_flat(recorded, fill=-1)
+                recorded = rows.spread_flat(recorded.short(), fill=-1)  # bytes have no number below 0
                 weights = None if weights is None else rows.spread_flat(weights, fill=math.nan)
             with self.replay.of(recorded, weights) as replayed:
                 hidden = self.hidden(ids, places, layout.plan).squeeze(0)
@@ -371,7 +394,7 @@ class Policy(nn.Module):
         if self.replay is not None and routed_experts is not None:
             recorded = routed_experts[layout.computed]
             return count_experts(recorded, weights, self.replay.shape.num_experts)
-        with self.balance.reading() as logits:
+        with self.balance.counting(self.device) as logits:
             self(token_ids, positions, temperatures, layout, routed_experts, expert_weights)
         return self.balance.count(self._by_token(logits, layout), weights)
 

@@ -17,7 +17,6 @@ Values are compared in float32 whatever the dtype of the weights: in bfloat16, r
 other experts.
 """
 
-import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from pellucid.data.tokenizer import first_line
 from pellucid.errors import ConfigError, ModelError
 from pellucid.model.attention import ATTENTION, PackedAttention
 from pellucid.model.masks import NotPacked, computing_by, read_windows, short_windows
-from pellucid.model.policy import NOT_YET, Policy
+from pellucid.model.policy import NOT_YET, Policy, without_cache
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +185,7 @@ class _NotFinite(ModelError):
 
 def _own_logits(policy: Policy, ids: Tensor, **options: Any) -> Tensor:
     """Computes the logits of the family's own forward; raises ModelError if they are not finite."""
-    if "use_cache" in inspect.signature(policy.hf.forward).parameters:
-        options["use_cache"] = False
-    logits: Tensor = policy.hf(input_ids=ids, **options).logits
+    logits: Tensor = policy.hf(input_ids=ids, **without_cache(policy.hf), **options).logits
     if not bool(logits.isfinite().all()):
         raise _NotFinite(
             f"{_name(policy)}: logits of HF's own forward are not finite, so its weights hold NaN, "

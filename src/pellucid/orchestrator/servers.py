@@ -21,7 +21,7 @@ from typing import Any
 from pellucid.config import OrchestratorRunConfig
 from pellucid.config.shared import base_url
 from pellucid.data.files import read_whole, replace_file, step_folders
-from pellucid.data.model_folder import model_fingerprint
+from pellucid.data.model_folder import longrope_limits, model_fingerprint
 from pellucid.data.tokenizer import fingerprint
 from pellucid.errors import ConfigError, DataError, InferenceError, TransportError
 from pellucid.guard import read_key, server_key
@@ -65,6 +65,7 @@ def connect_policy(
         run=run_identity(config.output_dir, config.run_name),
         model_fingerprint=model_fingerprint(config.model.name),
         has_weights=bool(stable_steps(config.weights_dir)),
+        longrope_limits=longrope_limits(config.model.name),
     )
     key = server_key(config.output_dir, config.inference.key_file)
     return _connect(config, config.inference.urls, expected, claims, key, process, weights_book, offered)

@@ -72,6 +72,9 @@ class PackedBatch:
     in_rows: bool
     """Whether each sequence has a row of its own; padding makes rows equally long, and is in no table."""
 
+    shares_prompts: bool
+    """Whether neighbours of a group compute their common prefix once."""
+
     trainable_lengths: Ints
     """Trainable tokens of each sequence of the batch, after truncation."""
 
@@ -120,7 +123,8 @@ def pack_batch(
     lengths = np.minimum(table.lengths, seq_len)
     columns = table["training_mode"].tolist(), table["run_id"].tolist(), map(bool, table["mm_tensors"])
     codes, kinds = _numbered(map(Kind, *columns))
-    if share_prompts and not in_rows:
+    shares_prompts = share_prompts and not in_rows
+    if shares_prompts:
         groups = _groups(table, codes)
         prompts = _common_prompts(table, lengths, groups)
     else:
@@ -136,6 +140,7 @@ def pack_batch(
         max_tokens=max_tokens,
         pad_to_multiple_of=1 if in_rows else pad_to_multiple_of,
         in_rows=in_rows,
+        shares_prompts=shares_prompts,
         trainable_lengths=table.truncate(seq_len).trainable_lengths,
     )
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from pellucid.config import SFTConfig, TrainerConfig, TrainerRunConfig
 from pellucid.data import TokenTable
 from pellucid.data.rules import check_expert_weights, check_experts, check_text
 from pellucid.data.spans import SpanLog
-from pellucid.data.tensors import TokenTensors
+from pellucid.data.tensors import TokenTensors, generators_of
 from pellucid.ending import DISK_SILENCE_S, SILENCE_S, SINK_SILENCE_S, say, working
 from pellucid.errors import DataError
 from pellucid.export import TokenExporter
@@ -37,7 +37,6 @@ from pellucid.trainer.parallel import Ranks
 from pellucid.trainer.saver import (
     CheckpointSaver,
     WeightsPublisher,
-    generators_of,
     restore_random_state,
     take_random_state,
 )
@@ -47,6 +46,7 @@ from pellucid.trainer.step import (
     LossResult,
     ModelShape,
     StepBatch,
+    forward_inputs,
     loss_weights,
     peak_flops,
     peak_memory_gib,
@@ -243,7 +243,6 @@ class Run:
         return StepBatch(
             step,
             packed,
-            self.config.share_prompts,
             self.policy.device,
             self.ranks.rank,
             loss_weights(packed, self.config.loss.reduction),
@@ -278,7 +277,8 @@ class Run:
         for batch in batches:
             for micro_batch in batch.micro_batches:
                 self.trained.activate()
-                counts = counts + self.policy.count_experts(*_arguments(micro_batch))
+                inputs = forward_inputs(micro_batch.tokens, micro_batch.layout)
+                counts = counts + self.policy.count_experts(*inputs, micro_batch.tokens["loss_mask"])
         with balance.step(self.ranks.add_up(counts), batches[0].denominator):
             yield
 
@@ -286,19 +286,13 @@ class Run:
         if self._reduces_once and isinstance(self.policy, FSDPModule):
             self.policy.set_requires_gradient_sync(micro_batch.is_last)
         self.trained.activate()
-        output: TokenOutput = self.policy(*_arguments(micro_batch))
+        inputs = forward_inputs(micro_batch.tokens, micro_batch.layout)
+        output: TokenOutput = self.policy(*inputs, micro_batch.tokens["loss_mask"])
         return output
 
     def predict(self, tokens: TokenTensors, layout: Layout) -> TokenOutput:
         self.trained.activate()
-        output: TokenOutput = self.policy(
-            tokens["token_ids"],
-            tokens.positions,
-            tokens["temperatures"],
-            layout,
-            tokens.get("routed_experts"),
-            tokens.get("expert_weights"),
-        )
+        output: TokenOutput = self.policy(*forward_inputs(tokens, layout))
         return output
 
     def loss(self, micro_batch: LoadedMicroBatch, output: TokenOutput, denominator: int) -> LossResult:
@@ -497,14 +491,6 @@ class Run:
                 self.spans.flush()
             for sink in self.sinks:
                 sink.close()
-
-
-def _arguments(micro_batch: LoadedMicroBatch) -> tuple[Any, ...]:
-    """Returns the arguments of a forward that is trained."""
-    tokens = micro_batch.tokens
-    experts = tokens.get("routed_experts"), tokens.get("expert_weights")
-    places, temperatures = tokens.positions, tokens["temperatures"]
-    return tokens["token_ids"], places, temperatures, micro_batch.layout, *experts, tokens["loss_mask"]
 
 
 def say_finishing(what: str, step_s: float) -> None:

@@ -30,14 +30,6 @@ from pellucid.trainer.parallel import Ranks
 from pellucid.transport.weights import publish_version
 
 
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Returns torch's own generators of a process: that of the CPU, then that of its GPU."""
-    if device.type != "cuda":
-        return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
-
-
 def take_random_state(generators: Sequence[torch.Generator]) -> list[bytes]:
     return [generator.get_state().numpy().tobytes() for generator in generators]
 

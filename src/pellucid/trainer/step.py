@@ -58,7 +58,6 @@ class StepBatch:
 
     step: int
     packed: PackedBatch
-    share_prompts: bool
     device: torch.device
     rank: int = 0
     weights: NDArray[np.float32] | None = None
@@ -91,7 +90,7 @@ class StepBatch:
         for index, micro_batch in enumerate(self.packed.micro_batches(self.rank), self.num_before):
             table, weights, num_filled = micro_batch.table, None, 0
             in_rows = self.packed.in_rows
-            layout = layout_of(table, share_prompts=self.share_prompts and not in_rows)
+            layout = layout_of(table, share_prompts=self.packed.shares_prompts)
             is_computed = np.zeros(table.num_tokens, np.bool_)
             is_computed[layout.computed.numpy()] = True
             if in_rows:
@@ -108,6 +107,14 @@ class StepBatch:
             yield LoadedMicroBatch(
                 index, micro_batch, tokens, layout.to(self.device), is_computed, weights, num_filled, is_last
             )
+
+
+def forward_inputs(
+    tokens: TokenTensors, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Layout, torch.Tensor | None, torch.Tensor | None]:
+    """Returns the arguments of a policy's forward; tokens that train are told beside them."""
+    experts = tokens.get("routed_experts"), tokens.get("expert_weights")
+    return tokens["token_ids"], tokens.positions, tokens["temperatures"], layout, *experts
 
 
 def layout_of(table: TokenTable, *, share_prompts: bool) -> Layout:

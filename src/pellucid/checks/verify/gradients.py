@@ -214,7 +214,7 @@ def batches_of(
         in_rows=run.policy.way == "rows",
     )
     weights = loss_weights(packed, run.config.loss.reduction)
-    return [StepBatch(0, packed, share, run.policy.device, rank, weights) for rank in range(num_ranks)]
+    return [StepBatch(0, packed, run.policy.device, rank, weights) for rank in range(num_ranks)]
 
 
 def gradients(run: Run, table: TokenTable, **how: Any) -> Gradients:

@@ -8,7 +8,6 @@
 All of it in float32 on the CPU, where rounding hides least.
 """
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ from pellucid.model import (
     token_logprobs,
 )
 from pellucid.model.load import context_length
+from pellucid.model.policy import without_cache
 from pellucid.model.rope import fix_frequencies
 
 OWN, OTHER = (5, 17, 9), 31
@@ -236,9 +236,7 @@ def _other_digits(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _alone(reference: Any, token_ids: Tensor) -> Tensor:
-    takes_cache = "use_cache" in inspect.signature(reference.forward).parameters
-    output = reference(input_ids=token_ids[None], **({"use_cache": False} if takes_cache else {}))
-    logits = output.logits[0, :-1]
+    logits = reference(input_ids=token_ids[None], **without_cache(reference)).logits[0, :-1]
     logprobs = token_logprobs(logits, torch.full((len(logits),), TEMPERATURE))
     return logprobs.gather(-1, token_ids[1:, None])[:, 0]
 

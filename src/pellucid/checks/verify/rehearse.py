@@ -23,7 +23,7 @@ from pellucid.packing import pack_batch
 from pellucid.trainer.build import prepare_policy
 from pellucid.trainer.optimizer import Optimizer
 from pellucid.trainer.parallel import Ranks
-from pellucid.trainer.step import StepBatch
+from pellucid.trainer.step import StepBatch, forward_inputs
 
 PHASES = ("load", "forward", "loss", "backward", "update")
 
@@ -64,20 +64,13 @@ def rehearse(config: VerifyConfig, memory_bytes: int = 80 * 10**9) -> tuple[list
             max_tokens=table.num_tokens,
             share_prompts=part.trainer.share_prompts,
         )
-        batch = StepBatch(0, packed, part.trainer.share_prompts, rehearsal.device)
+        batch = StepBatch(0, packed, rehearsal.device)
         loss = loss_for(part.trainer.loss)["rl"]
         with rehearsal.phase("load"):
             micro_batch = next(iter(batch.micro_batches))
         tokens = micro_batch.tokens
         with rehearsal.phase("forward"):
-            output = policy(
-                tokens["token_ids"],
-                tokens.positions,
-                tokens["temperatures"],
-                micro_batch.layout,
-                tokens.get("routed_experts"),
-                tokens.get("expert_weights"),
-            )
+            output = policy(*forward_inputs(tokens, micro_batch.layout))
         with rehearsal.phase("loss"):
             total = loss(LossInputs.of(tokens, output.logprobs)).token_loss.sum() / batch.denominator
         with rehearsal.phase("backward"):

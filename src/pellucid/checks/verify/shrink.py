@@ -64,6 +64,7 @@ SIZES: Mapping[str, int] = {
     "moe_k": 2,
     "moe_topk": 2,
     "n_group": 1,
+    "num_expert_group": 1,
     "topk_group": 1,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
