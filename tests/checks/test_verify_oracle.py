@@ -25,7 +25,7 @@ from pellucid.config import VerifyConfig
 from pellucid.data import Rollout, TokenTable
 from pellucid.export import TokenExporter
 from pellucid.inference import engine
-from pellucid.ledger import Flow, Journal, State
+from pellucid.ledger import Flow, Journal, LedgerEntry, State, journal
 from pellucid.loss import functions
 from pellucid.loss.record import LossInputs, LossRecord
 from pellucid.model.adapter import Adapter
@@ -572,6 +572,17 @@ def names_of_the_first_start(patch: Patch) -> None:
     patch.setattr(scheduler.Scheduler, "restore", restore)
 
 
+def resume_without_a_mark(patch: Patch) -> None:
+    """The snapshot that a resume writes has a mark that the journal lacks."""
+    original = journal.append_entries
+
+    def append(path: Path, entries: Sequence[LedgerEntry]) -> None:
+        is_resume = any(entry.opened == journal.NOBODY for entry in entries)
+        original(path, [entry for entry in entries if not (is_resume and entry.mark)])
+
+    patch.setattr(journal, "append_entries", append)
+
+
 def groups_paid_for_twice(patch: Patch) -> None:
     """What a group costs its environment is more than all of them are credited for it."""
     original = scheduler.Scheduler.state
@@ -683,6 +694,7 @@ def nothing_logged_as_trained(patch: Patch) -> None:
         (names_of_the_first_start, "snapshots"),
         (groups_paid_for_twice, "snapshots"),
         (failed_booked_as_stale, "books of batches"),
+        (resume_without_a_mark, "books of batches"),
         (levels_of_another_step, "metrics of batches"),
     ],
 )

@@ -489,8 +489,8 @@ def check_orchestrator_books(expected: ExpectedRun, differences: Differences) ->
             differences.same("books of batches", State.FAILED_ROLLOUT.value, outcome, where)
     entries = read_entries(journal)
     marks = [entry["mark"] for entry in entries if entry.get("mark")]
-    where = f"marks in {journal.name}, which a resume goes back to"
-    differences.same("books of batches", sorted({abs(mark) for mark in marks}), marks, where)
+    where = f"marks in {journal.name}, one for each snapshot that a resume may go back to"
+    differences.same("books of batches", list(range(1, len(marks) + 1)), marks, where)
     found = sum_counts(entries)
     for env, counts in wanted.items():
         booked = {what: found.get(env, {}).get(what, 0) for what in counts}
