@@ -3,6 +3,7 @@
 import ast
 import json
 import runpy
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -15,9 +16,10 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 
+import mutate
 from effects import Facts, difference, facts_of
 from mutants import Mutant, all_mutants, mutants_of, rooms
-from mutate import Answer, read, report, stratified, verdict_of, wilson
+from mutate import Answer, read, report, stratified, verdict_of, wait_unless_idle, wilson
 from mutated import record_lines
 
 PACKAGE = Path(__file__).parents[1] / "src" / "pellucid"
@@ -108,6 +110,26 @@ def test_a_fault_that_a_command_names_is_no_crash(
     command: str, code: int | None, output: str, verdict: str | None
 ) -> None:
     assert verdict_of(command, Answer(code, output, 1.0)) == verdict
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a command may take its time")
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("import time; time.sleep(600)", None),
+        ("import time; end = time.monotonic() + 4\nwhile time.monotonic() < end: pass", 0),
+    ],
+)
+def test_a_command_hangs_if_it_computes_nothing(
+    program: str, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one takes longer than the first may be idle."""
+    monkeypatch.setattr(mutate, "IDLE_S", 1.5)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, text=True) as command:
+        try:
+            assert wait_unless_idle(command, tmp_path, 300.0) == code
+        finally:
+            command.kill()
 
 
 def test_rates_are_about_mutants_that_have_an_effect_or_that_a_command_names() -> None:
