@@ -177,6 +177,8 @@ def a_run(
     weight: float = 1.0,
     logprob: float = -4.5,
     place: int = 0,
+    padding: int = 0,
+    trained: int = 8,
     sent: int = 8,
     wait_s: float = 0.1,
     text: str = "ba",
@@ -192,6 +194,8 @@ def a_run(
         "ledger/orchestrator.jsonl": {"env": "e", "counts": {"sent": sent}},
         "ledger/trainer.jsonl": {"step": 0, "env": "e", "counts": {"trained": 8, "computed": 8 + place}},
     }
+    totals = {"total/tokens": 8 + padding, "total/local/tokens": 8 + padding, "total/trained_tokens": trained}
+    files["checkpoints/step_1/progress.json"] = {"step": 1, "totals": totals, "files": [padding]}
     for name, record in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,6 +218,8 @@ def test_weights_in_bfloat16_are_read(tmp_path: Path) -> None:
     [
         ({}, ("same", "")),
         ({"place": 3}, ("same", "")),
+        ({"padding": 3}, ("same", "")),
+        ({"trained": 7}, ("differs", "checkpoint checkpoints/step_1/progress.json")),
         ({"wait_s": 0.2}, ("same", "")),
         ({"text": "ab"}, ("differs", "rollouts step_0 0 trajectory")),
         ({"logprob": -4.500001}, ("rounding", "tokens step_0 0 logprobs")),

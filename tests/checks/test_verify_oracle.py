@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pellucid.checks.oracle.training import ReferenceModel, ReferenceSequence, R
 from pellucid.checks.verify import agreement, path, scenario, subject
 from pellucid.checks.verify.rollout_stages import ExpectedRun, check_rollouts, group_of
 from pellucid.checks.verify.scenario import NUM_STEPS, play
+from pellucid.checks.verify.schedule import check_schedule
 from pellucid.checks.verify.training_stages import trained_weights
 from pellucid.config import VerifyConfig
 from pellucid.data import Rollout, TokenTable
@@ -653,6 +655,19 @@ def totals_lost(patch: Patch) -> None:
     patch.setattr(Run, "restore", restore)
 
 
+def skipped_sequences_forgotten(patch: Patch) -> None:
+    """A checkpoint does not know how many sequences the export left out."""
+    original = Run.save_checkpoint
+
+    def save(self: Any) -> None:
+        kept = dict(self._totals)
+        self._totals = Counter({name: each for name, each in kept.items() if not name.startswith("export/")})
+        original(self)
+        self._totals = Counter(kept)
+
+    patch.setattr(Run, "save_checkpoint", save)
+
+
 def exports_of_before_lost(patch: Patch) -> None:
     """A resume deletes the steps that are trained already."""
     original = TokenExporter.forget_from
@@ -706,6 +721,69 @@ def test_a_fault_of_the_orchestrator_is_named_by_its_stage(
     assert first_difference(sound.of_rollouts(tmp_path)) == stage
 
 
+def one_length_for_all(patch: Patch) -> None:
+    """Rollouts are expected to be as long as those of the latest group."""
+    patch.setattr(
+        scheduler.RolloutLength,
+        "including",
+        lambda self, length: scheduler.RolloutLength(length, self.num_groups + 1),
+    )
+
+
+def length_forgotten(patch: Patch) -> None:
+    """A resumed run expects rollouts to be as long as they can be."""
+    original = scheduler.Scheduler.restore
+    patch.setattr(
+        scheduler.Scheduler,
+        "restore",
+        lambda self, state: original(self, structs.replace(state, rollout_length=None)),
+    )
+
+
+def batch_of_all_that_is_ready(patch: Patch) -> None:
+    patch.setattr(scheduler.Scheduler, "_is_last_chance", lambda self, group: True)
+
+
+def no_retries(patch: Patch) -> None:
+    original = scheduler.Scheduler.finish
+
+    def finish(self: Any, rollout: Rollout) -> None:
+        patch.setattr(self, "_rules", replace(self._rules, max_retries=0))
+        original(self, rollout)
+
+    patch.setattr(scheduler.Scheduler, "finish", finish)
+
+
+def weights_ignored(patch: Patch) -> None:
+    """All environments have as many turns."""
+    patch.setattr(scheduler.Scheduler, "_share", lambda self, source: 1 / len(self._sources))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        one_length_for_all,
+        length_forgotten,
+        batch_of_all_that_is_ready,
+        half_a_batch,
+        no_retries,
+        weights_ignored,
+    ],
+)
+def test_a_fault_of_the_scheduler_is_named(monkeypatch: Patch, plant: Plant) -> None:
+    """Where batches count tokens; rollouts fail there, and the run is resumed."""
+    differences = Differences()
+    plant(monkeypatch)
+    check_schedule(differences)
+    assert first_difference(differences) == "batches by tokens"
+
+
+def test_a_sound_scheduler_agrees() -> None:
+    differences = Differences()
+    check_schedule(differences)
+    assert first_difference(differences) is None and differences.worst == {"batches by tokens": 0.0}
+
+
 @pytest.mark.parametrize(
     ("plant", "stage"),
     [
@@ -745,6 +823,7 @@ def test_a_fault_of_the_trainer_is_named_by_its_stage(
         (checkpoints_pile_up, "checkpoint"),
         (batches_released_too_early, "checkpoint"),
         (totals_lost, "books of steps"),
+        (skipped_sequences_forgotten, "books of steps"),
         (exports_of_before_lost, "exported fields"),
         (moments_lost, "update"),
         (teacher_forgotten, "token losses"),
