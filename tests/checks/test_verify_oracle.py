@@ -559,6 +559,19 @@ def turns_go_on_from_the_one_before(patch: Patch) -> None:
     patch.setattr(records, "rollout_record", straightened)
 
 
+def history_is_never_rewritten(patch: Patch) -> None:
+    """As a conversation is saved, a turn that forgets replies has only the example's messages before it."""
+    original = session.Session._compare
+
+    def compare(self: Any, messages: Any, tools: Any) -> Any:
+        longest, trace = original(self, messages, tools)
+        if trace.keeps is not None:
+            trace.after, trace.keeps = -1, None
+        return longest, trace
+
+    patch.setattr(session.Session, "_compare", compare)
+
+
 def roles_shifted(patch: Patch) -> None:
     patch.setattr(chat.ChatTemplate, "_stop", lambda *arguments: 1)
 
@@ -706,6 +719,7 @@ def nothing_logged_as_trained(patch: Patch) -> None:
         (group_lost, "batches"),
         (prompts_counted_wrong, "saved rollouts"),
         (turns_go_on_from_the_one_before, "saved rollouts"),
+        (history_is_never_rewritten, "saved rollouts"),
         (names_of_the_first_start, "snapshots"),
         (groups_paid_for_twice, "snapshots"),
         (failed_booked_as_stale, "books of batches"),

@@ -39,6 +39,7 @@ from pellucid.checks.verify.scenario import (
     DOUBT,
     ENVIRONMENTS,
     FLAT_REWARD,
+    FRESH_START,
     GROUP_SIZE,
     NUM_STEPS,
     RESUMED_AT,
@@ -53,13 +54,14 @@ from pellucid.config import CustomAdvantageConfig
 from pellucid.data import TokenTable, TrainingMode
 from pellucid.ledger import Flow, State
 
-NUM_TURNS = {"tools": 4}
+NUM_TURNS = {"tools": 5}
 """Requests of a rollout, where it is not one."""
 
 PLACES: Sequence[Mapping[str, Any]] = (
     {},
     {"messages": [TOOL_RESPONSE]},
     {"after": 0, "messages": [DOUBT], "sample": 1, "trainable": False},
+    {"keeps": 1, "messages": [FRESH_START], "sample": 2, "trainable": False},
     {"after": 1, "messages": [SECOND_RESPONSE], "sample": 0},
 )
 """The place in its conversation that is saved with each of these requests."""
@@ -94,7 +96,7 @@ class ExpectedRun:
         turns: dict[tuple[str, str], list[Sampled]] = {}
         for request in played.requests:
             known = turns.setdefault((request.rollout_id, request.env_name), [])
-            is_withdrawn = request.env_name == "tools" and len(known) == 2
+            is_withdrawn = request.env_name == "tools" and len(known) in (2, 3)
             known.append(replace(request.sampled, is_trainable=not is_withdrawn))
         self.rollouts = {rollout_id: self._rollout(env, known) for (rollout_id, env), known in turns.items()}
         self.failed = {
@@ -364,12 +366,14 @@ def check_prompts(
     prompt = prompt_ids_of(expected.tokenizer, messages)
     differences.same("prompts", prompt, list(first.prompt_ids), f"{where}, turn 0")
     called = after(messages, "reply", TOOL_RESPONSE)
-    continued = [(first, messages, TOOL_RESPONSE), (first, messages, DOUBT)]
-    continued += [(turn, called, SECOND_RESPONSE) for turn in later[:1]]
-    for number, (turn, (last, asked, response)) in enumerate(zip(later, continued, strict=False), 1):
-        known = [*last.prompt_ids, *last.reply_ids]
-        added = response_ids_of(expected.tokenizer, asked, known[-1], response)
-        differences.same("prompts", known + added, list(turn.prompt_ids), f"{where}, turn {number}")
+    continued = [(1, first, messages, TOOL_RESPONSE), (2, first, messages, DOUBT)]
+    continued += [(4, turn, called, SECOND_RESPONSE) for turn in later[:1]]
+    wanted = {3: prompt_ids_of(expected.tokenizer, [*messages, FRESH_START])}
+    for number, last, asked, response in continued:
+        added = response_ids_of(expected.tokenizer, asked, last.reply_ids[-1], response)
+        wanted[number] = [*last.prompt_ids, *last.reply_ids, *added]
+    for number, turn in enumerate(later, 1):
+        differences.same("prompts", wanted.get(number), list(turn.prompt_ids), f"{where}, turn {number}")
 
 
 def check_samples(

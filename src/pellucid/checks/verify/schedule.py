@@ -29,8 +29,8 @@ NUM_BATCHES = 40
 
 PROMPT = (1, 2, 3)
 FAILS, PUBLISHES, ASKS = 0.4, 0.3, 0.3
-"""Chances that a rollout fails, and, before the next one is back, that weights arrive, and that somebody asks for
-a batch: now and then more than one is ready."""
+"""Chances that a rollout fails, and, before the next is back, that weights arrive and that a batch is taken.
+So now and then there is more than enough for one."""
 
 
 def check_schedule(differences: Differences) -> None:
