@@ -585,7 +585,8 @@ class Examination:
 
 def _digest(changing: bool) -> str:
     """Names the sources and scenarios that a baseline is of; checks change no run."""
-    files = [*Path(__file__).parent.glob("mut*.py"), *PACKAGE.rglob("*.py")]
+    tests = Path(__file__).parent
+    files = [*tests.glob("mut*.py"), tests / "effects.py", *PACKAGE.rglob("*.py")]
     told = [path for path in sorted(files) if not changing or PACKAGE / "checks" not in path.parents]
     return hashlib.sha256(b"".join(path.read_bytes() for path in told)).hexdigest()[:12]
 

@@ -559,6 +559,23 @@ def turns_go_on_from_the_one_before(patch: Patch) -> None:
     patch.setattr(records, "rollout_record", straightened)
 
 
+def saved_field(patch: Patch, **wrong: object) -> None:
+    original = records.rollout_record
+    patch.setattr(records, "rollout_record", lambda *arguments: {**original(*arguments), **wrong})
+
+
+def saved_as_an_older_form(patch: Patch) -> None:
+    saved_field(patch, schema=1)
+
+
+def saved_without_metrics(patch: Patch) -> None:
+    saved_field(patch, metrics={})
+
+
+def saved_with_a_field_that_nothing_holds(patch: Patch) -> None:
+    saved_field(patch, mood="fine")
+
+
 def history_is_never_rewritten(patch: Patch) -> None:
     """As a conversation is saved, a turn that forgets replies has only the example's messages before it."""
     original = session.Session._compare
@@ -720,6 +737,9 @@ def nothing_logged_as_trained(patch: Patch) -> None:
         (prompts_counted_wrong, "saved rollouts"),
         (turns_go_on_from_the_one_before, "saved rollouts"),
         (history_is_never_rewritten, "saved rollouts"),
+        (saved_as_an_older_form, "saved rollouts"),
+        (saved_without_metrics, "saved rollouts"),
+        (saved_with_a_field_that_nothing_holds, "saved rollouts"),
         (names_of_the_first_start, "snapshots"),
         (groups_paid_for_twice, "snapshots"),
         (failed_booked_as_stale, "books of batches"),

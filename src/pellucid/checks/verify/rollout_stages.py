@@ -41,6 +41,7 @@ from pellucid.checks.verify.scenario import (
     FLAT_REWARD,
     FRESH_START,
     GROUP_SIZE,
+    LENGTH,
     NUM_STEPS,
     RESUMED_AT,
     SECOND_RESPONSE,
@@ -65,6 +66,12 @@ PLACES: Sequence[Mapping[str, Any]] = (
     {"after": 1, "messages": [SECOND_RESPONSE], "sample": 0},
 )
 """The place in its conversation that is saved with each of these requests."""
+
+SCHEMA = 2
+"""Form of a saved rollout, as the documentation says."""
+
+OTHER_FIELDS = {"rollout_id", "example_id", "outcome", "error", "advantage", "num_tool_tokens", "time_s"}
+"""Fields of a saved rollout that are held elsewhere, or told by a clock."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,11 @@ class ExpectedRun:
             for rollout_id, rollout in self.rollouts.items()
             if rollout.env_name == "fragile" and BROKEN in rollout.texts[0]
         }
+
+    @cached_property
+    def steps(self) -> dict[str, int]:
+        """The step of each rollout that a batch has."""
+        return {each: step for step, table in enumerate(self.tables) for each in rollouts_of(table)}
 
     def _rollout(self, env_name: str, turns: list[Sampled]) -> ExpectedRollout:
         texts = [self.tokenizer.decode(turn.reply_ids, skip_special_tokens=True) for turn in turns]
@@ -302,13 +314,16 @@ def check_settled(expected: ExpectedRun, differences: Differences) -> None:
         reason = saved["reason"] if saved["outcome"] == State.REJECTED else None
         differences.same("samples", None, reason, f"{where}: why it was rejected")
         if rollout_id in expected.rollouts:
-            for name, value in _saved_fields(expected, saved).items():
-                found = (
-                    [_checked_fields(turn) for turn in saved[name]] if name == "trajectory" else saved[name]
-                )
+            known = _saved_fields(expected, saved)
+            for name, value in known.items():
+                found = saved.get(name)
+                if name == "trajectory":
+                    found = [_checked_fields(turn) for turn in saved[name]]
                 differences.same("saved rollouts", value, found, f"{where}, {name}")
             has_failed = rollout_id in expected.failed
             differences.same("saved rollouts", has_failed, bool(saved["error"]), f"{where}: has an error")
+            unknown = sorted(saved.keys() - known.keys() - OTHER_FIELDS)
+            differences.same("saved rollouts", [], unknown, f"{where}: fields that nothing holds")
         if advantage is not None:
             num_tokens = expected.num_tool_tokens(rollout_id)
             found = saved["num_tool_tokens"]
@@ -324,11 +339,20 @@ def _saved_fields(expected: ExpectedRun, saved: Mapping[str, Any]) -> dict[str, 
     is_whole = len(rollout.turns) == NUM_TURNS.get(rollout.env_name, 1)
     has_reward = is_whole and rollout_id not in expected.failed
     messages = messages_of(rollout.env_name, saved["example_id"])
+    sampling = expected.config.orchestrator.sampling
+    is_measured = rollout.env_name == "answer" and has_reward
     return {
+        "schema": SCHEMA,
+        "step": expected.steps[rollout_id] if rollout_id in expected.steps else saved["step"],
         "group_id": group_of(rollout_id),
         "env_name": rollout.env_name,
         "messages": [dict(message) for message in messages],
+        "reason": saved["error"] or "" if is_sent or rollout_id in expected.failed else saved["reason"],
         "reward": rollout.reward if has_reward else None,
+        "metrics": {LENGTH: float(len(rollout.texts[0]))} if is_measured else {},
+        "num_tokens": rollout.num_tokens,
+        "stop_reason": "stop",
+        "sampling_args": {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens},
         "sample_ids": [f"{rollout_id}-{index}" for index in range(len(rollout.samples))] if is_sent else [],
         "trajectory": [
             {

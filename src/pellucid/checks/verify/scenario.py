@@ -90,6 +90,9 @@ REASONING = "<think>no</think>"
 BROKEN = "broken"
 """The start of a reply that makes the fragile environment raise."""
 
+LENGTH = "length"
+"""A metric of the environment `answer`: characters of the reply."""
+
 FLAT_REWARD = 0.1
 REWARDS = (1.0, 0.25, 1.0)
 """Rewards of the members of a group: the best come twice, so that a length penalty tells them apart, and no
@@ -124,7 +127,7 @@ class OneReply(SingleTurnEnvironment):
         return Example(str(index), [{"role": "user", "content": f"What follows {index}?"}])
 
     def reward(self, example: Example, text: str) -> Score:
-        return Score(reward_of(text))
+        return Score(reward_of(text), {LENGTH: float(len(text))})
 
 
 class Flat(OneReply):
