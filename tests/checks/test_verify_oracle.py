@@ -465,6 +465,15 @@ def versions_not_exported(patch: Patch) -> None:
     patch.setattr(TokenExporter, "add", first_version)
 
 
+def derived_fields_left_out(patch: Patch) -> None:
+    original = TokenExporter.__init__
+
+    def essential(self: Any, *arguments: Any, **keywords: Any) -> None:
+        original(self, *arguments, **{**keywords, "columns": "essential"})
+
+    patch.setattr(TokenExporter, "__init__", essential)
+
+
 def initial_model_saved(patch: Patch) -> None:
     original = optimizer.TrainedWeights.save
 
@@ -824,6 +833,7 @@ def test_a_sound_scheduler_agrees() -> None:
         (last_tokens_kept, "truncation"),
         (versions_not_exported, "off-policy levels"),
         (samples_mixed_up, "exported fields"),
+        (derived_fields_left_out, "exported fields"),
         (another_temperature, "logprobs"),
         (swapped_sides, "masks"),
         (wrong_sign, "token losses"),

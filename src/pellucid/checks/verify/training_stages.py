@@ -33,6 +33,7 @@ from pellucid.checks.oracle.training import (
     learning_rate,
 )
 from pellucid.checks.verify.rollout_stages import ExpectedRollout, check_roles, read_entries, sum_counts
+from pellucid.data.schema import FIELDS
 from pellucid.ledger import Flow, State
 from pellucid.trainer.run import Run
 from pellucid.transport import stable_steps
@@ -154,6 +155,10 @@ def check_record(step: TrainedStep, folder: Path, differences: Differences) -> N
     """Holds the exported tokens to the oracle's."""
     records = list(pellucid.export.open(folder).step(step.number))
     exported = {(str(record["rollout_id"]), tuple(record["token_ids"])): record for record in records}
+    for record in records:  # readers of ours fill in what follows from other fields; those of others do not
+        stored = record.source.names(record.row)
+        missing = [field.name for field in FIELDS if field.derivable and field.name not in stored]
+        differences.same("exported fields", [], missing, f"{step.where}: fields that the file lacks")
     known = {(each.rollout_id, tuple(each.sequence.token_ids)): each for each in step.trained_sequences()}
     differences.same("truncation", sorted(known), sorted(exported), f"{step.where}: exported sequences")
     denominator = step.expected.denominator
