@@ -149,7 +149,11 @@ def _without_packing(value: Any) -> Any:
             for key, each in value.items()
             if key not in PACKED_TOTALS and not any(part in key for part in PACKING)
         }
-    return [_without_packing(each) for each in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    kept = [_without_packing(each) for each in value]
+    # An entry that counts padding alone.
+    return [each for each in kept if not (isinstance(each, Mapping) and each.get("counts") == {})]
 
 
 def _files(run: Path, *patterns: str) -> Sequence[Path]:

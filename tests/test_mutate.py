@@ -195,7 +195,9 @@ def a_run(
         "ledger/trainer.jsonl": {"step": 0, "env": "e", "counts": {"trained": 8, "computed": 8 + place}},
     }
     totals = {"total/tokens": 8 + padding, "total/local/tokens": 8 + padding, "total/trained_tokens": trained}
-    files["checkpoints/step_1/progress.json"] = {"step": 1, "totals": totals, "files": [padding]}
+    ledger = [{"env": "e", "counts": {"trained": trained, "computed": 8}}]
+    ledger += [{"env": "", "counts": {"computed": padding, "padding": padding}}] if padding else []
+    files["checkpoints/step_1/progress.json"] = {"totals": totals, "ledger": ledger, "files": [padding]}
     for name, record in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
