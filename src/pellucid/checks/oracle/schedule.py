@@ -15,7 +15,7 @@ REMEMBERED_GROUPS = 64
 
 
 @dataclass
-class _OpenGroup:
+class _StartedGroup:
     env: str
     example: int
     name: str
@@ -57,10 +57,10 @@ class Schedule:
         self._max_retries = max_retries
         self._num_batches = num_batches
         self._again: deque[tuple[str, int]] = deque()
-        self._open: list[_OpenGroup] = []
-        self._running: dict[str, tuple[_OpenGroup, int]] = {}
+        self._open: list[_StartedGroup] = []
+        self._running: dict[str, tuple[_StartedGroup, int]] = {}
         """The group of each rollout in flight, and how often it has failed."""
-        self._retries: deque[tuple[str, _OpenGroup, int]] = deque()
+        self._retries: deque[tuple[str, _StartedGroup, int]] = deque()
         self._ready: list[tuple[str, int]] = []
         self._num_groups = self._num_resumes = self._num_known = 0
         self.mean_length = float(longest)
@@ -82,7 +82,7 @@ class Schedule:
         group.num_started += 1
         return self._start(group, f"{group.name}-r{group.num_started - 1}", 0)
 
-    def _start(self, group: _OpenGroup, name: str, num_failures: int) -> tuple[str, int, str]:
+    def _start(self, group: _StartedGroup, name: str, num_failures: int) -> tuple[str, int, str]:
         self._running[name] = group, num_failures
         return group.env, group.example, name
 
@@ -92,7 +92,7 @@ class Schedule:
         expected = len(self._open) * self._group_size * self.mean_length
         return sum(tokens for _, tokens in self._ready) + expected < reach * self._batch_tokens
 
-    def _open_group(self) -> _OpenGroup:
+    def _open_group(self) -> _StartedGroup:
         """Opens a group of the environment that is furthest behind its share with it."""
         if self._again:
             env, example = self._again.popleft()
@@ -104,7 +104,7 @@ class Schedule:
             example = self._positions[env]
             self._positions[env] += 1
         resumed = f".{self._num_resumes}" if self._num_resumes else ""
-        group = _OpenGroup(env, example, f"g{self._num_groups}{resumed}")
+        group = _StartedGroup(env, example, f"g{self._num_groups}{resumed}")
         self._num_groups += 1
         self._open.append(group)
         return group
@@ -126,7 +126,7 @@ class Schedule:
         else:
             self._end_one(group)
 
-    def _end_one(self, group: _OpenGroup) -> None:
+    def _end_one(self, group: _StartedGroup) -> None:
         group.num_over += 1
         if group.num_over < self._group_size:
             return
